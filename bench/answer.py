@@ -17,11 +17,11 @@ import torch
 from answer_material import EVEN, SEATS, STOP, Work, model_of, work
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from burnish.infer.batch import answer_many
-from burnish.infer.forward import STEP
-from burnish.infer.seating import SeatLimits
-from burnish.infer.seats import SeatLoop
-from burnish.infer.types import Ask, Sampling
+from burnish.inference.batch import answer_many
+from burnish.inference.forward import STEP
+from burnish.inference.scheduler import SeatLoop
+from burnish.inference.slots import SeatLimits
+from burnish.inference.types import Ask, Sampling
 from burnish.models.generate import generate
 
 Way = Callable[[Work], list[list[int]]]

@@ -24,8 +24,8 @@ def train(kind: str, layers: int, width: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from burnish.app.plan import RunOptions
     from burnish.optim.builtin import create_optimizer
+    from burnish.run.plan.plan import RunOptions
 
     torch.manual_seed(0)
     config = LlamaConfig(

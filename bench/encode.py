@@ -33,9 +33,9 @@ LEAST_TIMES, LEAST_S = 3, 3.0  # of what is measured
 
 
 def burnish(folder: Path, model: Path, count: int) -> Any:
-    from burnish.app.config import merge, read_arguments
-    from burnish.app.plan import aliases, plan
-    from burnish.app.prepare import prepare
+    from burnish.run.plan.config_files import merge, read_arguments
+    from burnish.run.plan.plan import aliases, plan
+    from burnish.run.prepare import prepare
 
     given = {**common(str(folder / "out")), "model_name_or_path": model, "dataset": folder / "conversations.json",
              "template": "chatml", "cutoff_len": 1024, "max_samples": count, "overwrite_cache": True}  # fmt: skip

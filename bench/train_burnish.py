@@ -25,15 +25,15 @@ import ways
 from gauge import Gauge, common, rows_counted
 from material import facts_of, preference_sets
 
-from burnish.app import predict
-from burnish.app.build import build_loop
-from burnish.app.config import merge, read_arguments
-from burnish.app.plan import aliases, plan
-from burnish.app.prepare import prepare
-from burnish.core.collection import collect_from_here
-from burnish.engine.create import create_engine
-from burnish.models.attention import NAME as OWN_ATTENTION
-from burnish.ops.probe import causal_lm, find_head
+from burnish.kernels.probe import causal_lm, find_head
+from burnish.models.patches.attention import NAME as OWN_ATTENTION
+from burnish.parallel.create import create_engine
+from burnish.run import predict
+from burnish.run.build import build_loop
+from burnish.run.plan.config_files import merge, read_arguments
+from burnish.run.plan.plan import aliases, plan
+from burnish.run.prepare import prepare
+from burnish.utils.collection import collect_from_here
 
 
 class Stopwatch:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from burnish.engine import base
-from burnish.ops import attention
-from burnish.ops.cpu import buffer_pool
+from burnish.kernels import attention
+from burnish.kernels.cpu import buffer_pool
+from burnish.parallel import single as base
 
 
 def _attention() -> None:

@@ -25,7 +25,7 @@ INTRODUCTION = """\
 <!-- Made by scripts/make_map.py from the code; a test holds it against it. -->
 
 From the top floor to the bottom; imports point down, and rooms of one floor do not know each other. Begin with
-[`core/loop.py`](../src/burnish/core/loop.py), which is the whole of training; [from a file to the
+[`loop/loop.py`](../src/burnish/loop/loop.py), which is the whole of training; [from a file to the
 weights](from-file-to-weights.md) walks through the rooms with one record in hand.
 """
 

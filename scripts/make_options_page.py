@@ -1,6 +1,6 @@
 """Writes docs/options.md: every option of a run, and what becomes of the keys of other tools.
 
-In: the declarations (``RunOptions``), the tables of ``app/absent.py``, and ``peer_options.json`` beside this file: the
+In: the declarations (``RunOptions``), the tables of ``run/plan/unsupported.py``, and ``peer_options.json`` beside this file: the
 names of LLaMA-Factory's, transformers' and TRL's options with their defaults, "?" where a default is not plain data.
 Out: the page. ``--check`` writes nothing, and fails where the page is not what would be written.
 
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
-from burnish.app.absent import ABSENT, NO_EFFECT
-from burnish.app.listing import component, shown
-from burnish.app.plan import RunOptions, aliases
-from burnish.core.options import Spec, specs
-from burnish.core.registry import Registry
-from burnish.objectives.base import OBJECTIVES
+from burnish.config.options import Spec, specs
+from burnish.config.registry import Registry
+from burnish.losses.base import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS
 from burnish.report.trackers import TRACKERS
+from burnish.run.plan.listing import component, shown
+from burnish.run.plan.plan import RunOptions, aliases
+from burnish.run.plan.unsupported import ABSENT, NO_EFFECT
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "options.md"

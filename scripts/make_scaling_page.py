@@ -17,12 +17,12 @@ import torch
 from transformers import LlamaConfig, Qwen2Config
 
 from burnish.adapters.base import ADAPTERS
-from burnish.app import resources
-from burnish.app.estimate import GIB, DecoderShape
-from burnish.app.plan import RunOptions
-from burnish.app.resources import formats_of, memory_of, sizes_of
-from burnish.app.sharing import shared, sharing_of
 from burnish.models.load import meta_model
+from burnish.run.plan import resources
+from burnish.run.plan.memory import GIB, DecoderShape
+from burnish.run.plan.memory_per_device import shared, sharing_of
+from burnish.run.plan.plan import RunOptions
+from burnish.run.plan.resources import formats_of, memory_of, sizes_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, TEXT = DOCS / "scaling.md", DOCS / "scaling.in.md"

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from burnish.core.errors import UserError
-from burnish.core.options import Given, build
-from burnish.core.types import Example
+from burnish.config.errors import UserError
+from burnish.config.options import Given, build
 from burnish.data.options import DataOptions
 from burnish.data.sets.sources import DataSets, load_datasets
 from burnish.data.tally import Tally
+from burnish.loop.types import Example
 
 
 def qa(number: int, answer: Any = "yes") -> dict[str, Any]:

@@ -23,19 +23,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from burnish.adapters.lora_fit import read_adapter_config as read_adapter
-from burnish.app.config import read_config
-from burnish.app.plan import RunOptions, plan
-from burnish.app.resume import read_finished
-from burnish.core.errors import UserError
-from burnish.core.manifest import faults
-from burnish.core.options import Given, specs
-from burnish.core.state import TrainerState
-from burnish.core.tensor_files import read_header
+from burnish.checkpoint.manifest import faults
+from burnish.config.errors import UserError
+from burnish.config.options import Given, specs
+from burnish.data.chat.bounds import refuse_excess
+from burnish.data.chat.tools.tools import ToolError, describe_tools, read_calls, read_tools
 from burnish.data.reading.files import read_records
 from burnish.data.rows.store import read_rows_manifest
 from burnish.data.sets.dataset_info import find_sources
-from burnish.data.templates.bounds import refuse_excess
-from burnish.data.templates.tools import ToolError, describe_tools, read_calls, read_tools
+from burnish.loop.state import TrainerState
+from burnish.run.plan.config_files import read_config
+from burnish.run.plan.plan import RunOptions, plan
+from burnish.run.recovery.resume import read_finished
+from burnish.utils.tensor_files import read_header
 
 SECONDS = 5
 """No input takes longer."""

@@ -30,7 +30,7 @@ _PLACES = ("rename", "fsync", "unlink", "rmdir", "replace", "mkdir")
 
 def kill_at(at: int, kind: str) -> None:
     """Let this process kill itself at call ``at`` of those that are counted: before it or after it."""
-    from burnish.core.loop import Loop
+    from burnish.loop.loop import Loop
 
     count = 0
 

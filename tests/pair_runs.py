@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from burnish.app.build import train_run
-from burnish.app.plan import plan
-from burnish.core.options import Given
+from burnish.config.options import Given
+from burnish.run.build import train_run
+from burnish.run.plan.plan import plan
 from small_run import WORDS, make_model
 
 

@@ -10,7 +10,7 @@ KILLS_ITSELF_AFTER_STEP_FIVE = """
 import os, signal, sys
 import torch
 torch.set_num_threads(1)
-from burnish.core.loop import Loop
+from burnish.loop.loop import Loop
 from burnish.cli import main
 step = Loop.step
 def killed(run, step_batch):

@@ -4,14 +4,14 @@ import random
 
 import torch
 
-from burnish.core.options import union
-from burnish.core.patching import PatchOptions
-from burnish.core.types import IGNORE_INDEX
+from burnish.config.options import union
 from burnish.data.batches.batching import BatchingOptions, collator
-from burnish.engine.options import EngineOptions
-from burnish.models.attention import make_padding_free
-from burnish.models.fitted import fit
-from burnish.objectives.lm import LmOptions, SftObjective
+from burnish.loop.types import IGNORE_INDEX
+from burnish.losses.lm import LmOptions, SftObjective
+from burnish.models.patches.attention import make_padding_free
+from burnish.models.patches.fitted import fit
+from burnish.parallel.options import EngineOptions
+from burnish.utils.patching import PatchOptions
 
 Options = union("Options", LmOptions, BatchingOptions, EngineOptions, PatchOptions)
 

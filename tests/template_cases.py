@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from burnish.core.types import Example, Message
-from burnish.data.templates.choose import TemplateOptions
-from burnish.data.templates.table import table
-from burnish.data.templates.tools import read_calls
-from burnish.data.templates.truncate import EncodingOptions
+from burnish.data.chat.choose import TemplateOptions
+from burnish.data.chat.table import table
+from burnish.data.chat.tools.tools import read_calls
+from burnish.data.chat.truncate import EncodingOptions
+from burnish.loop.types import Example, Message
 
 FEW_TEMPLATES = {
     "alpaca",

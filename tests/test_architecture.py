@@ -56,8 +56,8 @@ ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None,
 
 # Library -> the files or packages that may import it.
 DOORS = {
-    "accelerate": {"engine/accelerate.py"},
-    "deepspeed": {"engine/deepspeed.py"},
+    "accelerate": {"parallel/accelerate.py"},
+    "deepspeed": {"parallel/deepspeed/engine.py"},
     "datasets": {"data/sets/sources.py", "data/rows/encode.py"},
     # Beside models and the face: transformers' own optimizer, schedule and callbacks are taken as they are, and the
     # demo asks the saved model as any program would.
@@ -67,14 +67,14 @@ DOORS = {
         "optim/adafactor.py",
         "optim/builtin.py",
         "report/trackers.py",
-        "app/demo.py",
-        "infer/cache.py",
+        "demo/command.py",
+        "inference/cache.py",
     },
     "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
-    "gptqmodel": {"models/quantised_export.py"},
-    "bitsandbytes": {"models", "optim", "ops/quantised.py"},
-    "yaml": {"app/config.py", "data/templates/choose.py", "models/tokens.py"},
-    "rich": {"app/explain_view.py", "report"},
+    "gptqmodel": {"models/quantization/export.py"},
+    "bitsandbytes": {"models", "optim", "kernels/quantized.py"},
+    "yaml": {"run/plan/config_files.py", "data/chat/choose.py", "models/tokens.py"},
+    "rich": {"explain/view.py", "report"},
     "matplotlib": {"report"},
     "wandb": {"report/trackers.py"},
     "tensorboard": {"report/trackers.py"},
@@ -82,14 +82,14 @@ DOORS = {
     "swanlab": {"report/trackers.py"},
     # Routes are written in starlette's words; what runs them, and what reads HTTP, is behind wire's door.
     "starlette": {"wire", "serve", "web"},
-    "uvicorn": {"wire/serving.py"},
-    "h11": {"wire/relay.py"},
+    "uvicorn": {"serve/http/server.py"},
+    "h11": {"serve/http/relay.py"},
     "jinja2": {
-        "data/templates/bounds.py",
-        "data/templates/answers.py",
-        "hf/sft/rows.py",
-        "serve/prompts.py",
-        "web/app.py",
+        "data/chat/bounds.py",
+        "data/chat/answers.py",
+        "trainer/trl/sft/rows.py",
+        "serve/api/prompts.py",
+        "serve/page/app.py",
     },
 }
 CORE_MAY_IMPORT = {"burnish", "torch", "safetensors", "numpy"} | sys.stdlib_module_names
@@ -233,8 +233,8 @@ def option_reads(file: Path, with_checks: bool) -> Iterator[tuple[str, int]]:
 
 def _readers(with_checks: bool) -> dict[str, set[str]]:
     """Option -> the packages that read it."""
-    from burnish.app.plan import RunOptions
-    from burnish.core.options import specs
+    from burnish.config.options import specs
+    from burnish.run.plan.plan import RunOptions
 
     found: dict[str, set[str]] = defaultdict(set)
     for file in FILES:
@@ -245,8 +245,8 @@ def _readers(with_checks: bool) -> dict[str, set[str]]:
 
 
 def test_every_option_is_read_or_says_why_not() -> None:
-    from burnish.app.plan import RunOptions
-    from burnish.core.options import specs
+    from burnish.config.options import specs
+    from burnish.run.plan.plan import RunOptions
 
     readers = _readers(with_checks=True)
     unread = [name for name, spec in specs(RunOptions).items() if not spec.ignored and not readers[name]]
@@ -295,8 +295,8 @@ SHARED = {
 
 def test_every_option_is_read_by_one_component() -> None:
     """The package that declares it; the app, which plans and builds, and the compatible face may look too."""
-    from burnish.app.plan import RunOptions
-    from burnish.core.options import specs
+    from burnish.config.options import specs
+    from burnish.run.plan.plan import RunOptions
 
     for name, packages in _readers(with_checks=False).items():
         home = specs(RunOptions)[name].group.__module__.split(".")[1]
@@ -327,11 +327,11 @@ def test_what_writes_to_the_options_is_found(line: str) -> None:
 def test_every_group_of_options_belongs_to_the_run() -> None:
     """A dataclass of options that nobody joined to the flat class could never be set. Servers have options of their
     own, which no run reads."""
-    from burnish.app.options import GROUPS, MEMBER_GROUPS
-    from burnish.serve.evaluate.command import EvalOptions
-    from burnish.serve.evaluate.dataset import PredictOptions
-    from burnish.serve.options import ApiOptions
-    from burnish.web.options import WebOptions
+    from burnish.run.plan.options import GROUPS, MEMBER_GROUPS
+    from burnish.serve.api.options import ApiOptions
+    from burnish.serve.eval.command import EvalOptions
+    from burnish.serve.eval.dataset import PredictOptions
+    from burnish.serve.page.options import WebOptions
 
     own = (ApiOptions, EvalOptions, PredictOptions, WebOptions)
     joined = {base.__name__ for group in (*GROUPS, *MEMBER_GROUPS, *own) for base in group.__mro__}
@@ -368,17 +368,17 @@ OF_TENSORS = {"data", "grad", "requires_grad"}
 CODE = {"forward", "__class__", "__call__"}
 """Names that hold code: whoever they are set on, but ``self``, gets other code than its own."""
 ELSEWHERE = {
-    "engine/deepspeed.py": "the count of micro-batches of a step that is dropped, in an optimizer made for this engine",
+    "parallel/deepspeed/engine.py": "the count of micro-batches of a step that is dropped, in an optimizer made for this engine",
     "adapters/lora_model.py": "a copy of peft's config, made there",
-    "ops/lora.py": "a module made there, to be asked",
-    "models/fused.py": "stand_in is made there, to be asked",
-    "ops/probe.py": "the mode of each module is given back",
+    "kernels/lora.py": "a module made there, to be asked",
+    "models/patches/fused.py": "stand_in is made there, to be asked",
+    "kernels/probe.py": "the mode of each module is given back",
     "models/load.py": "a model that was just made is given its generation config",
-    "hf/seq2seq.py": "a generation config that the arguments name",
-    "engine/base.py": "a fused optimizer of torch reads these two names from itself",
+    "trainer/seq2seq.py": "a generation config that the arguments name",
+    "parallel/single.py": "a fused optimizer of torch reads these two names from itself",
     "models/generate.py": "a subclass of transformers' cache, made there",
     "optim/bnb.py": "a function made there gets its docstring",
-    "app/resume.py": "a schedule continues with another learning rate",
+    "run/recovery/resume.py": "a schedule continues with another learning rate",
 }
 """Files that set something on an object which no name above says to be burnish's, and why that is no patch."""
 
@@ -455,7 +455,7 @@ def _is_namespace(node: ast.expr) -> bool:
 
 
 def test_nobody_changes_someone_elses_code_but_through_the_register() -> None:
-    others = [file for file in FILES if name_of(file) not in ELSEWHERE.keys() | {"core/patching.py"}]
+    others = [file for file in FILES if name_of(file) not in ELSEWHERE.keys() | {"utils/patching.py"}]
     found = {name_of(file): list(patches_past_the_door(tree_of(file))) for file in others}
     found = {name: places for name, places in found.items() if places}
     assert not found, f"{found}; use core.patching.patch(owner, name, value, why)"
@@ -505,7 +505,7 @@ def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
 
 def test_no_component_takes_options_of_any_type() -> None:
     untyped = re.compile(r"\b_?options: (Any|object)\b")
-    generic = {"core/options.py", "core/registry.py"}  # read by declared names alone
+    generic = {"config/options.py", "config/registry.py"}  # read by declared names alone
     found = [name_of(f) for f in FILES if name_of(f) not in generic and untyped.search(text_of(f))]
     assert not found
 

@@ -19,14 +19,14 @@ import settings
 import torch
 import ways
 
-from burnish.app import build
-from burnish.app.plan import plan
-from burnish.core.options import Given
-from burnish.engine import base
-from burnish.models.fused import ACTIVATION, ATTENTION, GATED, LINEAR, NORM
-from burnish.ops import attention
-from burnish.ops.cpu import buffer_pool
-from burnish.ops.tied import TIED
+from burnish.config.options import Given
+from burnish.kernels import attention
+from burnish.kernels.cpu import buffer_pool
+from burnish.kernels.tied import TIED
+from burnish.models.patches.fused import ACTIVATION, ATTENTION, GATED, LINEAR, NORM
+from burnish.parallel import single as base
+from burnish.run import build
+from burnish.run.plan.plan import plan
 from small_run import make_user
 
 pytestmark = pytest.mark.run

@@ -74,8 +74,8 @@ def test_what_is_copied_is_tracked_and_not_ignored(name: str) -> None:
 
 
 def test_ports_are_those_of_the_options() -> None:
-    from burnish.serve.options import ApiOptions
-    from burnish.web.options import WebOptions
+    from burnish.serve.api.options import ApiOptions
+    from burnish.serve.page.options import WebOptions
 
     for name in FILES:
         assert dict(instructions(name))["EXPOSE"].split() == [str(WebOptions().web_port), str(ApiOptions().api_port)]
@@ -101,8 +101,8 @@ def test_compose_opens_this_machine_alone_and_gives_no_more_than_is_needed() -> 
 
 
 def test_variables_of_the_environment_are_read_by_somebody() -> None:
-    from burnish.serve.options import ENVIRONMENT as API
-    from burnish.web.options import ENVIRONMENT as WEB
+    from burnish.serve.api.options import ENVIRONMENT as API
+    from burnish.serve.page.options import ENVIRONMENT as WEB
 
     given = dict(part.split("=", 1) for part in dict(instructions("docker/Dockerfile"))["ENV"].split())
     known = {*API, *WEB, "PATH", "PYTHONUNBUFFERED", "BURNISH_HOME", "BURNISH_CONTAINER"}

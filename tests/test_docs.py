@@ -127,9 +127,9 @@ def test_every_block_says_its_language_and_can_be_read(page):
 # The map holds sentences of the code, which may speak of a command by half its words.
 @pytest.mark.parametrize("page", [p for p in EVERY_PAGE if p.name != "map.md"], ids=lambda page: page.name)
 def test_every_command_on_a_page_is_one(page, tmp_path, monkeypatch):
-    from burnish.app.config import merge, read_arguments
-    from burnish.app.plan import aliases, plan
     from burnish.cli import COMMANDS
+    from burnish.run.plan.config_files import merge, read_arguments
+    from burnish.run.plan.plan import aliases, plan
 
     monkeypatch.chdir(tmp_path)
     for _, text in blocks(page, "yaml"):
@@ -148,9 +148,9 @@ def test_every_command_on_a_page_is_one(page, tmp_path, monkeypatch):
 
 
 def test_every_configuration_on_a_page_can_be_planned(tmp_path):
-    from burnish.app.config import merge, read_arguments
-    from burnish.app.plan import aliases, plan
-    from burnish.data.templates.table import read_row
+    from burnish.data.chat.table import read_row
+    from burnish.run.plan.config_files import merge, read_arguments
+    from burnish.run.plan.plan import aliases, plan
 
     planned = 0
     for page in EVERY_PAGE:
@@ -189,10 +189,10 @@ def test_the_readme_does_what_it_says(tmp_path):
 
 
 def test_what_the_readme_calls_missing_is_refused_by_name():
-    from burnish.app.plan import plan
     from burnish.cli import COMMANDS, main
-    from burnish.core.errors import UserError
-    from burnish.core.options import Given
+    from burnish.config.errors import UserError
+    from burnish.config.options import Given
+    from burnish.run.plan.plan import plan
 
     table = [row.split(" | ") for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if " | " in row]
     rows = {row[0].removeprefix("| "): [re.findall(r"`(\w+)`", cell) for cell in row[1:]] for row in table}

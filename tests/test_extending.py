@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from burnish.core.errors import UserError
-from burnish.core.registry import Registry
+from burnish.config.errors import UserError
+from burnish.config.registry import Registry
 from small_run import WORDS, make_model
 
 pytestmark = pytest.mark.run

@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from burnish.app.build import train_run
-from burnish.app.plan import plan
-from burnish.core.options import Given
-from burnish.core.types import IGNORE_INDEX
-from burnish.models.attention import PaddingFree, make_padding_free
-from burnish.models.liger import apply_liger
-from burnish.ops import attention
-from burnish.ops.attention import Scores, Sequences, flat_attention
-from burnish.ops.cross_entropy import TokenLoss
-from burnish.ops.head_kernels import head_loss
-from burnish.ops.lora import Adapted, joint_projections, lora_linear
+from burnish.config.options import Given
+from burnish.kernels import attention
+from burnish.kernels.attention import Scores, Sequences, flat_attention
+from burnish.kernels.cross_entropy import TokenLoss
+from burnish.kernels.head_kernels import head_loss
+from burnish.kernels.lora import Adapted, joint_projections, lora_linear
+from burnish.loop.types import IGNORE_INDEX
+from burnish.models.patches.attention import PaddingFree, make_padding_free
+from burnish.models.patches.liger import apply_liger
+from burnish.run.build import train_run
+from burnish.run.plan.plan import plan
 from small_run import make_user
 from tiny_shapes import tiny
 

@@ -15,9 +15,9 @@ HOLDERS = {"options", "args", "choices"}
 
 
 def test_the_flat_class_that_a_type_checker_sees_has_the_groups_of_the_one_that_runs():
-    from burnish.app import options
-    from burnish.hf.arguments import fields
-    from burnish.infer import options as answers
+    from burnish.inference import options as answers
+    from burnish.run.plan import options
+    from burnish.trainer.arguments import fields
 
     def bases(file: str, name: str) -> set[str]:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))

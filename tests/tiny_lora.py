@@ -6,9 +6,9 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from burnish.core.patching import patch
-from burnish.models.fused import ADAPTED
-from burnish.ops.lora import LoraForward
+from burnish.kernels.lora import LoraForward
+from burnish.models.patches.fused import ADAPTED
+from burnish.utils.patching import patch
 
 
 def adapted(base: nn.Module, *names: str, is_patched: bool = True, seed: int = 0, **settings) -> nn.Module:

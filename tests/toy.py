@@ -6,19 +6,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from burnish.core.checkpoint import CheckpointOptions, Checkpoints
-from burnish.core.events import CallbackHandler, DefaultFlowCallback, FlowOptions, TrainerCallback
-from burnish.core.loop import Loop, LoopOptions
-from burnish.core.options import union
-from burnish.core.protocols import Objective
-from burnish.core.schedule import CurveOptions, StepOptions, plan_steps
-from burnish.core.spikes import SpikeOptions
-from burnish.core.state import TrainerControl, TrainerState
-from burnish.core.types import Loss
+from burnish.checkpoint.checkpoint import CheckpointOptions, Checkpoints
+from burnish.config.options import union
 from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition, StreamOptions
-from burnish.engine.base import EngineOptions, SingleEngine
+from burnish.loop.events import CallbackHandler, DefaultFlowCallback, FlowOptions, TrainerCallback
+from burnish.loop.loop import Loop, LoopOptions
+from burnish.loop.protocols import Objective
+from burnish.loop.schedule import CurveOptions, StepOptions, plan_steps
+from burnish.loop.spikes import SpikeOptions
+from burnish.loop.state import TrainerControl, TrainerState
+from burnish.loop.types import Loss
 from burnish.optim.badam import BadamOptions
 from burnish.optim.builtin import OptimOptions, create_optimizer, create_scheduler
+from burnish.parallel.single import EngineOptions, SingleEngine
 
 ToyOptions = union(
     "ToyOptions", StepOptions, CurveOptions, FlowOptions, LoopOptions, CheckpointOptions, OptimOptions, StreamOptions,

@@ -11,25 +11,25 @@ __version__ = "0.1.0"
 
 # Public name -> the module that holds it.
 _PUBLIC: dict[str, str] = {
-    "UserError": "burnish.core.errors",
-    "IGNORE_INDEX": "burnish.core.types",
-    "Example": "burnish.core.types",
-    "Message": "burnish.core.types",
+    "UserError": "burnish.config.errors",
+    "IGNORE_INDEX": "burnish.loop.types",
+    "Example": "burnish.loop.types",
+    "Message": "burnish.loop.types",
     **{
         f"{method}{kind}": f"burnish.hf.preferences.{kind.lower()}"
         for method in ("CPO", "DPO", "KTO", "ORPO", "Reward")
         for kind in ("Config", "Trainer")
     },
-    "EvalPrediction": "burnish.hf.values",
-    "SFTConfig": "burnish.hf.sft.config",
-    "Seq2SeqTrainer": "burnish.hf.seq2seq",
-    "Seq2SeqTrainingArguments": "burnish.hf.seq2seq",
-    "SFTTrainer": "burnish.hf.sft.trainer",
-    "Trainer": "burnish.hf.trainer",
-    "TrainerCallback": "burnish.core.events",
-    "TrainerControl": "burnish.core.state",
-    "TrainerState": "burnish.core.state",
-    "TrainingArguments": "burnish.hf.arguments.training",
+    "EvalPrediction": "burnish.trainer.values",
+    "SFTConfig": "burnish.trainer.trl.sft.config",
+    "Seq2SeqTrainer": "burnish.trainer.seq2seq",
+    "Seq2SeqTrainingArguments": "burnish.trainer.seq2seq",
+    "SFTTrainer": "burnish.trainer.trl.sft.trainer",
+    "Trainer": "burnish.trainer.trainer",
+    "TrainerCallback": "burnish.loop.events",
+    "TrainerControl": "burnish.loop.state",
+    "TrainerState": "burnish.loop.state",
+    "TrainingArguments": "burnish.trainer.arguments.training",
 }
 
 __all__ = [

@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from burnish.core.collection import without_collection
-from burnish.core.errors import Problem, UserError, did_you_mean
-from burnish.core.sigint import exit_quietly, interruptible, stopping_at_once
-from burnish.core.work import watch_with
+from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.report.console import print_result
 from burnish.report.work import WorkLine
+from burnish.utils.collection import without_collection
+from burnish.utils.sigint import exit_quietly, interruptible, stopping_at_once
+from burnish.utils.work import watch_with
 
 if TYPE_CHECKING:
-    from burnish.app.plan import Plan
+    from burnish.run.plan.plan import Plan
 
 Arguments = list[str]
 
@@ -35,7 +35,7 @@ def command(arguments: Sequence[str] | None = None) -> int:
     begins, and at its end, where all memory returns to the system anyway. This saves half a second."""
     with without_collection():
         status = main(arguments)
-    if (parallel := sys.modules.get("burnish.engine.parallel")) is not None:  # several processes have worked
+    if (parallel := sys.modules.get("burnish.parallel.multi_process")) is not None:  # several processes have worked
         parallel.close_group()
     gc.freeze()
     exit_quietly(status)
@@ -84,14 +84,14 @@ def _named(place: str) -> Any:
 def _explain(error: BaseException, words: Arguments, debug: bool) -> int:
     if isinstance(error, SystemExit):
         raise error
-    from burnish.app.failure import explain_failure
+    from burnish.run.recovery.failure import explain_failure
 
     return explain_failure(error, _output_dir(words), debug)
 
 
 def _output_dir(words: Arguments) -> str | None:
     """The folder for the traceback of a failure, as far as it is known from arguments that may be wrong."""
-    from burnish.app.config import read_arguments
+    from burnish.run.plan.config_files import read_arguments
 
     try:
         file, flags = read_arguments(words[1:])
@@ -115,16 +115,16 @@ def _take_debug(words: Arguments) -> bool:
 
 
 def _train(words: Arguments) -> int:
-    from burnish.app.config import read_arguments
-    from burnish.app.launch import launch
+    from burnish.run.launch import launch
+    from burnish.run.plan.config_files import read_arguments
 
     file, flags = read_arguments(words)
     status = launch(words, {**file, **flags})
     if status is not None:
         return status
     plan = _plan(words)
-    from burnish.app.build import train_run
-    from burnish.app.plan import placing
+    from burnish.run.build import train_run
+    from burnish.run.plan.plan import placing
 
     with placing(plan.provenance):
         return train_run(plan).exit_code or 0
@@ -132,15 +132,15 @@ def _train(words: Arguments) -> int:
 
 def _explain_run(words: Arguments) -> int:
     if "--json" in words:
-        from burnish.app.explain_json import as_json
+        from burnish.explain.as_json import as_json
 
         text, status = as_json(lambda: _plan([word for word in words if word != "--json"]))
         print_result(text)
         return status
     plan = _plan(words)
-    from burnish.app.explain import explain
-    from burnish.app.plan import placing
-    from burnish.engine.places import world_size
+    from burnish.explain.explain import explain
+    from burnish.parallel.process_counts import world_size
+    from burnish.run.plan.plan import placing
 
     plan = replace(plan, world_size=world_size(plan.options))
 
@@ -150,11 +150,11 @@ def _explain_run(words: Arguments) -> int:
 
 
 def _export(words: Arguments) -> int:
-    from burnish.app.config import merge, read_arguments
+    from burnish.run.plan.config_files import merge, read_arguments
 
     file, flags = read_arguments(words)
-    from burnish.app.export import export
-    from burnish.app.plan import aliases, placing, provenance_of
+    from burnish.export.export import export
+    from burnish.run.plan.plan import aliases, placing, provenance_of
 
     interruptible()  # on an interrupt, an incomplete model is removed
 
@@ -166,18 +166,18 @@ def _export(words: Arguments) -> int:
 
 def _planner(words: Arguments) -> int:
     """Answers the page's questions about runs that are not begun; started by it, and by nobody else."""
-    from burnish.app.planner import planner
+    from burnish.serve.page.planner_process import planner
 
     return planner()
 
 
 def _env(words: Arguments) -> int:
     if words == ["--health"]:
-        from burnish.app.env import health
+        from burnish.explain.env import health
 
         return health()
     _refuse_words("env", words)
-    from burnish.app.env import environment
+    from burnish.explain.env import environment
 
     print_result("\n".join(f"{name:<14}{value}" for name, value in environment().items()))
     return 0
@@ -197,11 +197,11 @@ def _refuse_words(command: str, words: Arguments) -> None:
 
 
 def _plan(words: Arguments) -> Plan:
-    from burnish.app.config import merge, read_arguments
+    from burnish.run.plan.config_files import merge, read_arguments
 
     file, flags = read_arguments(words)  # first, so that faults of the arguments are reported before torch is loaded
-    from burnish.app.checks import problems_in_files
-    from burnish.app.plan import aliases, plan
+    from burnish.run.plan.checks import problems_in_files
+    from burnish.run.plan.plan import aliases, plan
 
     return plan(merge(file, flags, aliases()), also=[problems_in_files])
 
@@ -321,9 +321,9 @@ def _tell_of(command: str, words: Arguments) -> int:
     """Print what a command does, and its options: all of them, or those that speak of the first word."""
     print_result(_purpose(command))
     if groups := COMMANDS[command].options:
-        from burnish.app.config import CONFIG_SUFFIXES
-        from burnish.app.listing import list_options
-        from burnish.core.options import union
+        from burnish.config.options import union
+        from burnish.run.plan.config_files import CONFIG_SUFFIXES
+        from burnish.run.plan.listing import list_options
 
         wanted = [word for word in words if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
         options = _named(groups[0]) if len(groups) == 1 else union("Options", *map(_named, groups))

@@ -8,8 +8,8 @@ from burnish.adapters.base import ADAPTERS, FinetuningOptions, ModelState, param
 from burnish.adapters.freeze import FreezeOptions, decoder_layers
 from burnish.adapters.lora import LoraOptions
 from burnish.adapters.peft import OftOptions, PeftOptions, check_oft
-from burnish.core.errors import UserError
-from burnish.core.options import union
+from burnish.config.errors import UserError
+from burnish.config.options import union
 from tiny_models import CONFIGS, tiny_model, token_ids
 
 Options = union("Options", FinetuningOptions, FreezeOptions, LoraOptions, PeftOptions, OftOptions)

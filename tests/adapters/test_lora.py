@@ -22,12 +22,12 @@ from burnish.adapters.base import (
 )
 from burnish.adapters.lora import LoraOptions, learning_rates, load_adapter
 from burnish.adapters.lora_model import merge_into_base, rows_through, set_active
-from burnish.core.errors import UserError
-from burnish.core.options import Given, build, union
-from burnish.core.patching import patches_of
-from burnish.engine.base import set_precision
-from burnish.models.fused import ADAPTED, patch_forwards
-from burnish.ops.lora import lora_update
+from burnish.config.errors import UserError
+from burnish.config.options import Given, build, union
+from burnish.kernels.lora import lora_update
+from burnish.models.patches.fused import ADAPTED, patch_forwards
+from burnish.parallel.single import set_precision
+from burnish.utils.patching import patches_of
 from tiny_lora import adapted, factors
 from tiny_models import CONFIGS, tiny_model, token_ids
 

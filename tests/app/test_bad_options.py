@@ -9,10 +9,10 @@ import pytest
 
 from bad_inputs import said_exactly
 from burnish import cli
-from burnish.app.checks import trains
-from burnish.app.config import read_config
-from burnish.app.plan import Plan, plan
-from burnish.core.errors import UserError
+from burnish.config.errors import UserError
+from burnish.run.plan.checks import trains
+from burnish.run.plan.config_files import read_config
+from burnish.run.plan.plan import Plan, plan
 
 MODEL = Path(__file__).parents[2] / "src" / "burnish" / "demo" / "model"
 ROWS = [{"instruction": f"Say {word}.", "input": "", "output": word} for word in ("yes", "no", "maybe", "never")] * 6
@@ -184,7 +184,7 @@ def test_half_precision_on_a_cpu_runs_and_says_in_what(folder: Path) -> None:
 
 def test_both_ways_of_writing_an_override_work(folder: Path) -> None:
     """A38."""
-    from burnish.app.config import merge, read_arguments
+    from burnish.run.plan.config_files import merge, read_arguments
 
     write_run(folder)
     for words in (["--learning_rate", "5.0"], ["learning_rate=5.0"]):

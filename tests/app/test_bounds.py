@@ -14,8 +14,8 @@ import pytest
 
 from bad_inputs import OPTIONS, change, files, told, write
 from burnish import cli
-from burnish.core.errors import UserError
-from burnish.data.templates import bounds
+from burnish.config.errors import UserError
+from burnish.data.chat import bounds
 from burnish.data.tokens.encoder import Encoder
 from few import few
 from template_cases import byte_tokenizer
@@ -72,7 +72,7 @@ def test_a_chat_template_of_loops_within_loops(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("loops.jinja").write_text(LOOPS, encoding="utf-8")
-    monkeypatch.setattr("burnish.data.templates.answers.within", lambda: bounds.within(0.5))
+    monkeypatch.setattr("burnish.data.chat.answers.within", lambda: bounds.within(0.5))
     assert "the chat template did not come to an end within 0.5 s" in refused(capsys, "template=loops.jinja")
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from bad_inputs import change, told
 from burnish import cli
-from burnish.app.fingerprints import BY_CONTENT, HARMLESS, HARMLESS_GROUPS, kept_options
-from burnish.app.options import GROUPS, MEMBER_GROUPS, RunOptions
-from burnish.core.comparison import MAY_CHANGE
-from burnish.core.options import specs
+from burnish.checkpoint.comparison import MAY_CHANGE
+from burnish.config.options import specs
+from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
+from burnish.run.recovery.fingerprints import BY_CONTENT, HARMLESS, HARMLESS_GROUPS, kept_options
 from every_key import SEEN
 
 DECLARED = [name for names in HARMLESS.values() for name in names]

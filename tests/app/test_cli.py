@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from burnish import __version__, cli
-from burnish.app.demo import CARRIED, DemoQuestion, answers, demo_plan, demo_questions, share_exact
-from burnish.app.listing import list_options
-from burnish.app.plan import RunOptions
-from burnish.core.options import specs
+from burnish.config.options import specs
+from burnish.demo.command import CARRIED, DemoQuestion, answers, demo_plan, demo_questions, share_exact
+from burnish.run.plan.listing import list_options
+from burnish.run.plan.plan import RunOptions
 
 pytestmark = pytest.mark.run
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from burnish.app.config import merge, read_arguments, read_config, split_arguments
-from burnish.core.errors import UserError
-from burnish.core.options import Given
+from burnish.config.errors import UserError
+from burnish.config.options import Given
+from burnish.run.plan.config_files import merge, read_arguments, read_config, split_arguments
 
 
 def config(tmp_path: Path, text: str, name: str = "run.yaml") -> Path:

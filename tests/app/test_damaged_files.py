@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from bad_inputs import make_folder, told
 from burnish import cli
 from burnish.cli import main
-from burnish.core.files import remove
+from burnish.utils.files import remove
 from small_run import as_words, make_user
 
 pytestmark = pytest.mark.run

@@ -14,7 +14,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from burnish.app.demo import DemoQuestion, demo_plan, demo_questions, preferred
+from burnish.demo.command import DemoQuestion, demo_plan, demo_questions, preferred
 
 pytestmark = pytest.mark.run
 

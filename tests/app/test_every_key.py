@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.app import build
-from burnish.app.plan import RunOptions, plan
-from burnish.app.prepare import prepare
 from burnish.cli import main
-from burnish.core.errors import UserError
-from burnish.core.options import Given, specs
-from burnish.engine.create import create_engine
+from burnish.config.errors import UserError
+from burnish.config.options import Given, specs
 from burnish.models.generate import generation_config
+from burnish.parallel.create import create_engine
+from burnish.run import build
+from burnish.run.plan.plan import RunOptions, plan
+from burnish.run.prepare import prepare
 from data_sets import chat, qa, write
 from every_key import SEEN, SHOWN_BY
 from small_run import WORDS, make_model

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.app.estimate import DecoderShape, Formats, disk_bytes, layer_bytes_per_token, memory_terms, shown_bytes
-from burnish.app.explain_view import Line, Sample, Section, drawn, without_colours
-from burnish.app.plan import Plan, plan
-from burnish.app.resources import Sizes
-from burnish.core.options import Given
+from burnish.config.options import Given
+from burnish.explain.view import Line, Sample, Section, drawn, without_colours
+from burnish.run.plan.memory import DecoderShape, Formats, disk_bytes, layer_bytes_per_token, memory_terms, shown_bytes
+from burnish.run.plan.plan import Plan, plan
+from burnish.run.plan.resources import Sizes
 
 
 def tiny_config(layers: int) -> Any:
@@ -182,8 +182,8 @@ def made(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 
 def told(run: Plan) -> dict[str, str]:
     """Label -> text of all sections; where two have a line of that label, the first one's."""
-    from burnish.app.explain import sections
-    from burnish.app.prepare import prepare
+    from burnish.explain.explain import sections
+    from burnish.run.prepare import prepare
 
     lines = [line for section in sections(run, prepare(run)) for line in section.lines]
     return {line.label: line.text for line in reversed(lines)}
@@ -200,7 +200,7 @@ def test_the_steps_are_counted_as_the_loop_will_count_them(made: Any) -> None:
 
 
 def test_who_set_a_value_is_told(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    from burnish.app.explain import explain
+    from burnish.explain.explain import explain
 
     explain(made(seed=7))
     text = capsys.readouterr().out
@@ -224,8 +224,8 @@ def test_the_options_are_what_they_were_after_planning(made: Any) -> None:
 
 
 def test_a_sample_is_the_row_and_its_marks_are_its_labels(made: Any) -> None:
-    from burnish.app.explain import samples
-    from burnish.app.prepare import prepare
+    from burnish.explain.explain import samples
+    from burnish.run.prepare import prepare
 
     run = made()
     prepared = prepare(run)
@@ -254,9 +254,9 @@ def test_packs_are_told_by_how_full_they_are(made: Any) -> None:
 )  # fmt: skip
 def test_the_sizes_of_a_run_are_those_of_its_model(made: Any, changes: dict[str, Any]) -> None:
     from burnish.adapters.base import ADAPTERS, trainable_summary
-    from burnish.app.resources import sizes_of
     from burnish.models.load import load_config, load_model
     from burnish.models.tokens import fitted_shapes, load_tokenizer
+    from burnish.run.plan.resources import sizes_of
 
     options = made(**changes).options
     adapter = ADAPTERS[options.finetuning_type](options, ())
@@ -266,8 +266,8 @@ def test_the_sizes_of_a_run_are_those_of_its_model(made: Any, changes: dict[str,
 
 
 def test_adam_keeps_two_numbers_for_each_parameter_and_plain_descent_none(made: Any) -> None:
-    from burnish.app.resources import formats_of
     from burnish.models.load import load_config
+    from burnish.run.plan.resources import formats_of
 
     config = load_config(made().options)
     assert formats_of(made(optim="adamw_torch").options, config, SIZES).moments == 8
@@ -277,16 +277,16 @@ def test_adam_keeps_two_numbers_for_each_parameter_and_plain_descent_none(made: 
 def test_to_say_what_will_happen_reads_no_weights_not_even_to_know_them_again(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from burnish.app import fingerprints
+    from burnish.run.recovery import fingerprints
 
     monkeypatch.setattr(fingerprints, "base_fingerprint", lambda options: pytest.fail("weights on a hub are fetched"))
     assert told(made())["begins"] == "at step 0"
 
 
 def test_a_disk_that_is_too_small_is_refused_with_both_sizes(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from burnish.app import resources
-    from burnish.core.schedule import plan_steps
+    from burnish.loop.schedule import plan_steps
     from burnish.models.load import load_config
+    from burnish.run.plan import resources
 
     options = made(save_steps=2, save_total_limit=3).options
     config, steps = load_config(options), plan_steps(options, 90)
@@ -307,7 +307,7 @@ def test_a_set_smaller_than_a_step_is_worth_knowing(made: Any) -> None:
 def test_a_run_that_does_not_train_is_not_said_to_need_what_training_needs(
     made: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from burnish.app.explain import explain
+    from burnish.explain.explain import explain
 
     changes = {"bf16": True, "use_cpu": True, "val_size": 8, "do_eval": True}
     explain(made(**changes, do_train=True))
@@ -322,7 +322,7 @@ def test_a_run_that_does_not_train_is_not_said_to_need_what_training_needs(
 
 
 def test_a_run_that_only_evaluates_is_told_by_what_it_does(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    from burnish.app.explain import explain
+    from burnish.explain.explain import explain
 
     run = made(eval_dataset="demo_heldout", dataset=None, do_eval=True, per_device_eval_batch_size=4, max_samples=30)
     lines = told(run)
@@ -352,9 +352,9 @@ def test_a_run_that_only_evaluates_is_told_by_what_it_does(made: Any, capsys: py
     ],
 )
 def test_the_events_that_explain_lists_are_those_that_come(made: Any, asked: str, events: str) -> None:
-    from burnish.app.build import train_run
-    from burnish.app.callbacks import events_of
-    from burnish.core.events import CallbackHandler
+    from burnish.loop.events import CallbackHandler
+    from burnish.run.build import train_run
+    from burnish.run.callbacks import events_of
 
     given = {"eval_dataset": "demo_heldout", "dataset": None, "predict_metrics": "exact_match", "max_new_tokens": 2}
     run = made(max_samples=8, use_cpu=True, **given, **dict.fromkeys(asked.split(), True))
@@ -378,7 +378,7 @@ def test_packs_that_lie_flat_are_said_to_spare_tokens_as_rows_are(made: Any) -> 
 
 
 def test_a_system_that_does_not_tell_its_memory_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    from burnish.app.resources import available_memory
+    from burnish.run.plan.resources import available_memory
 
     def read_text(path: Path, *arguments: Any, **named: Any) -> str:
         raise FileNotFoundError(2, "No such file or directory", str(path))

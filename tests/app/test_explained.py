@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from burnish.app import build
-from burnish.app.explain import Line, sections
-from burnish.app.plan import Plan, plan
-from burnish.app.prepare import Prepared, prepare
-from burnish.app.resources import formats_in, memory_of
-from burnish.core.errors import UserError
-from burnish.core.loop import Loop
-from burnish.core.options import Given
-from burnish.core.patching import patches_in_words, patches_of
-from burnish.core.snapshot import split
-from burnish.engine.base import SingleEngine
+from burnish.checkpoint.snapshot import split
+from burnish.config.errors import UserError
+from burnish.config.options import Given
+from burnish.explain.explain import Line, sections
+from burnish.loop.loop import Loop
+from burnish.parallel.single import SingleEngine
+from burnish.run import build
+from burnish.run.plan.plan import Plan, plan
+from burnish.run.plan.resources import formats_in, memory_of
+from burnish.run.prepare import Prepared, prepare
+from burnish.utils.patching import patches_in_words, patches_of
 from small_run import make_model, make_user
 
 pytestmark = pytest.mark.run

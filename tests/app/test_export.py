@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import cli
-from burnish.app.export import _difference, export
-from burnish.app.modelfile import go_template
-from burnish.core.errors import UserError
-from burnish.core.files import only_writer
-from burnish.core.options import Given
-from burnish.data.templates.table import table
+from burnish.config.errors import UserError
+from burnish.config.options import Given
+from burnish.data.chat.table import table
+from burnish.export.export import _difference, export
+from burnish.export.modelfile import go_template
+from burnish.utils.files import only_writer
 from small_run import make_model
 from template_cases import byte_tokenizer
 

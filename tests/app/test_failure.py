@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from burnish.app.estimate import Formats
-from burnish.app.failure import TRACEBACK_NAME, explain_failure
 from burnish.cli import main
-from burnish.core.errors import NonFiniteError, Problem, UserError
-from burnish.core.files import error_number
+from burnish.config.errors import NonFiniteError, Problem, UserError
+from burnish.run.plan.memory import Formats
+from burnish.run.recovery.failure import TRACEBACK_NAME, explain_failure
+from burnish.utils.files import error_number
 from small_run import as_words, make_user
 
 pytestmark = pytest.mark.run
@@ -123,7 +123,7 @@ SAVE_PAST_A_LIMIT = """
 import resource, sys
 import torch
 from safetensors.torch import save_file
-from burnish.app.failure import explain_failure
+from burnish.run.recovery.failure import explain_failure
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
     save_file({"a": torch.zeros(100_000)}, sys.argv[1] + "/model.safetensors")
@@ -197,7 +197,7 @@ def test_an_accelerator_out_of_memory_is_told_with_its_own_figures(capsys):
     ("place", "by", "helps"),
     [
         (
-            "burnish.objectives.lm.LmObjective.loss",
+            "burnish.losses.lm.LmObjective.loss",
             "in the forward pass of a micro-batch of 5",
             "gradient_checkpointing",
         ),
@@ -212,7 +212,7 @@ def test_out_of_memory_says_by_what_and_which_setting_helps(tmp_path, monkeypatc
 
     given = make_user(tmp_path, max_steps=1, save_strategy="no", plot_loss=False)
     monkeypatch.setattr(place, fails)
-    monkeypatch.setattr("burnish.app.prepare.formats_of", lambda *_: Formats(4, 4, 4, 8))  # it takes a step, too
+    monkeypatch.setattr("burnish.run.prepare.formats_of", lambda *_: Formats(4, 4, 4, 8))  # it takes a step, too
     assert main(["train", *as_words(given)]) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert f"Out of memory {by}" in said
@@ -266,10 +266,10 @@ def test_what_nobody_foresaw_is_a_line_and_a_traceback_in_the_folder_of_the_run(
 
 
 def test_a_fault_inside_burnish_names_its_file(tmp_path, capsys):
-    from burnish.core.options import union
+    from burnish.config.options import union
 
     text = told(capsys, raised(union, "Options", int), tmp_path)[1]
-    assert "It came up in burnish/core/options.py, line " in text
+    assert "It came up in burnish/config/options.py, line " in text
 
 
 def test_a_failure_makes_no_output_folder(tmp_path, capsys):
@@ -290,7 +290,7 @@ def test_debug_prints_the_traceback_and_writes_none(tmp_path, capsys):
 
 PIPE = """
 import sys
-from burnish.app.failure import explain_failure
+from burnish.run.recovery.failure import explain_failure
 try:
     for _ in range(100_000):
         print("a line")
@@ -312,7 +312,7 @@ def test_a_reader_that_has_gone_is_no_failure_worth_a_word():
 
 def test_a_misspelled_command_is_answered_without_loading_torch():
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; import burnish.app.failure; print('torch' in sys.modules)"],
+        [sys.executable, "-c", "import sys; import burnish.run.recovery.failure; print('torch' in sys.modules)"],
         capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
     )  # fmt: skip

@@ -19,10 +19,10 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import generate_merges
 
-from burnish.app.export import export
-from burnish.core.errors import UserError
-from burnish.core.options import Given
-from burnish.core.work import watch_with
+from burnish.config.errors import UserError
+from burnish.config.options import Given
+from burnish.export.export import export
+from burnish.utils.work import watch_with
 from small_run import CHAT_TEMPLATE, WORDS, make_model
 from watching import Told
 

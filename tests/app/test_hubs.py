@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from burnish.core.errors import UserError
+from burnish.config.errors import UserError
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source
 from loopback_hub import COMMIT, TOKEN, hub

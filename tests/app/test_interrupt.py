@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from burnish.app.interrupt import GOES_ON, SIGNALS, InterruptCallback
-from burnish.core.checkpoint import load
-from burnish.core.events import TrainerCallback
+from burnish.checkpoint.checkpoint import load
+from burnish.loop.events import TrainerCallback
+from burnish.run.recovery.interrupt import GOES_ON, SIGNALS, InterruptCallback
 from toy import make_run, same, weights, without_times
 
 pytestmark = pytest.mark.run

@@ -12,9 +12,9 @@ import pytest
 
 from bad_inputs import told
 from burnish import cli
-from burnish.core import checkpoint
-from burnish.core.loop import Loop
-from burnish.core.manifest import faults
+from burnish.checkpoint import checkpoint
+from burnish.checkpoint.manifest import faults
+from burnish.loop.loop import Loop
 
 pytestmark = pytest.mark.run
 

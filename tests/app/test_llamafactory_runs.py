@@ -11,11 +11,11 @@ import yaml
 from PIL import Image
 from safetensors import safe_open
 
-from burnish.app.absent import ABSENT, NO_EFFECT
-from burnish.app.plan import RunOptions, aliases
 from burnish.cli import main
-from burnish.core.options import specs
-from burnish.core.state import TrainerState
+from burnish.config.options import specs
+from burnish.loop.state import TrainerState
+from burnish.run.plan.plan import RunOptions, aliases
+from burnish.run.plan.unsupported import ABSENT, NO_EFFECT
 from small_run import WALK_THROUGH, make_model, records
 
 pytestmark = pytest.mark.run

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from burnish.app import build
 from burnish.cli import main
 from burnish.models.load import context_length
+from burnish.run import build
 from small_run import as_words, make_user
 
 pytestmark = pytest.mark.run

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 
 from bad_inputs import cut_short, told, write
 from burnish import cli
-from burnish.app.clearing import SOURCES, left_by_a_run
-from burnish.app.options import RunOptions
-from burnish.core.loop import Loop
-from burnish.core.options import specs
+from burnish.config.options import specs
 from burnish.data.rows.encode import cache_home
+from burnish.loop.loop import Loop
+from burnish.run.plan.options import RunOptions
+from burnish.run.recovery.clearing import SOURCES, left_by_a_run
 from pair_runs import pairs
 
 pytestmark = pytest.mark.run
@@ -138,7 +138,7 @@ def failing(*args: Any, **kwargs: Any) -> None:
     raise MemoryError
 
 
-@pytest.mark.parametrize("where", ["burnish.app.build.create_scheduler", "burnish.core.loop.Loop.step"])
+@pytest.mark.parametrize("where", ["burnish.run.build.create_scheduler", "burnish.loop.loop.Loop.step"])
 def test_an_earlier_run_comes_back_where_its_successor_fails_before_it_has_a_checkpoint(
     where: str, user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from burnish.app import checks
-from burnish.app.absent import ABSENT, NO_EFFECT
-from burnish.app.checks import trains
-from burnish.app.config import split_arguments
-from burnish.app.plan import RunOptions, aliases, component_checks, plan
-from burnish.core.errors import UserError
-from burnish.core.options import Given, specs
+from burnish.config.errors import UserError
+from burnish.config.options import Given, specs
+from burnish.run.plan import checks
+from burnish.run.plan.checks import trains
+from burnish.run.plan.config_files import split_arguments
+from burnish.run.plan.plan import RunOptions, aliases, component_checks, plan
+from burnish.run.plan.unsupported import ABSENT, NO_EFFECT
 from small_run import WALK_THROUGH
 
 

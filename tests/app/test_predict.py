@@ -8,20 +8,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from burnish.app import predict
-from burnish.app.build import build_loop
-from burnish.app.metrics import METRICS, check_metrics, scores
-from burnish.app.options import RunOptions
-from burnish.app.plan import plan
-from burnish.app.predict import _scores, answer_all, bare_model, predict_all, questions_of
-from burnish.app.prepare import prepare
-from burnish.core.errors import UserError
-from burnish.core.options import Given
+from burnish.config.errors import UserError
+from burnish.config.options import Given
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
-from burnish.engine.create import create_engine
-from burnish.infer.batch import answer_many
+from burnish.inference.batch import answer_many
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
+from burnish.parallel.create import create_engine
+from burnish.run import predict
+from burnish.run.build import build_loop
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.plan import plan
+from burnish.run.predict import _scores, answer_all, bare_model, predict_all, questions_of
+from burnish.run.prepare import prepare
+from burnish.run.response_metrics import METRICS, check_metrics, scores
 from small_run import make_user
 
 pytestmark = pytest.mark.run
@@ -243,7 +243,7 @@ def test_the_options_reach_the_generation(tmp_path):
 
 
 def test_the_last_answer_of_a_conversation_is_asked_for(tmp_path):
-    from burnish.core.types import Example, Message
+    from burnish.loop.types import Example, Message
 
     _, prepared, _ = run_of(tmp_path)
     turns = [("user", "red"), ("assistant", "green"), ("user", "blue"), ("assistant", "stone")]
@@ -255,7 +255,7 @@ def test_the_last_answer_of_a_conversation_is_asked_for(tmp_path):
 
 
 def test_a_prompt_with_a_completion_is_asked_without_a_template(tmp_path):
-    from burnish.core.types import Example
+    from burnish.loop.types import Example
 
     _, prepared, _ = run_of(tmp_path)
     examples = [Example(prompt="red green", completion=" blue"), Example(text="no question")]
@@ -299,7 +299,7 @@ def test_rouge_counts_words_pairs_and_sequences():
 
 
 def test_a_missing_library_of_a_metric_is_said_before_the_run(monkeypatch):
-    monkeypatch.setattr("burnish.app.metrics.find_spec", lambda name: None)
+    monkeypatch.setattr("burnish.run.response_metrics.find_spec", lambda name: None)
     options = SimpleNamespace(predict_with_generate=True, do_predict=True, predict_metrics=["exact_match", "bleu-4"])
     (problem,) = check_metrics(options)
     assert "nltk" in problem.what

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from burnish.core.errors import Problem, UserError
-from burnish.core.types import IGNORE_INDEX, Example, Message
-from burnish.core.work import watch_with
+from burnish.config.errors import Problem, UserError
 from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.store import MANIFEST
 from burnish.data.tally import Tally
+from burnish.loop.types import IGNORE_INDEX, Example, Message
+from burnish.utils.work import watch_with
 from data_sets import data_options
 from watching import Told
 

@@ -16,13 +16,13 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from burnish.app.export import export
 from burnish.cli import main
-from burnish.core.errors import UserError
-from burnish.core.options import Given
-from burnish.models import quantised_export
-from burnish.models.quantised_export import group_of, perplexity
-from burnish.models.quantize import use_kernels_that_train
+from burnish.config.errors import UserError
+from burnish.config.options import Given
+from burnish.export.export import export
+from burnish.models.quantization import export as quantised_export
+from burnish.models.quantization.export import group_of, perplexity
+from burnish.models.quantization.quantize import use_kernels_that_train
 from small_run import make_model, records
 
 pytestmark = pytest.mark.run
@@ -66,7 +66,7 @@ def in_its_process(tmp_path, monkeypatch):
     (package / "quantization" / "config.py").write_text(CONFIGS)
     source = str(Path(__file__).parents[2] / "src")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), source]))
-    monkeypatch.setattr("burnish.models.quantised_export.find_spec", lambda name: object())
+    monkeypatch.setattr("burnish.models.quantization.export.find_spec", lambda name: object())
     return package.parent
 
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_quantised_is_refused_before_a_weight_is_read(made, tmp_p
 
 
 def test_without_the_library_its_extra_is_named(made, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.models.quantised_export.find_spec", lambda name: None)
+    monkeypatch.setattr("burnish.models.quantization.export.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'"burnish\[gptq\]"'):
         run(made, tmp_path / "out")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import burnish.app.build  # noqa: F401 - before two processes are forked, not in each of them
+import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
 from burnish.cli import main
 from runs import weights_in
 from small_run import as_words, make_user

@@ -18,10 +18,10 @@ import pytest
 
 from bad_inputs import ROWS, write
 from burnish import cli
-from burnish.app.plan import RunOptions
-from burnish.core.options import specs
-from burnish.core.secrets import BLOTTED, has_secret_name, without_secrets
-from burnish.hf.arguments.training import TrainingArguments
+from burnish.config.options import specs
+from burnish.config.secrets import BLOTTED, has_secret_name, without_secrets
+from burnish.run.plan.plan import RunOptions
+from burnish.trainer.arguments.training import TrainingArguments
 
 pytestmark = pytest.mark.run
 VARIABLES = ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "INFER_KEY", "API_KEY", "BURNISH_KEY")
@@ -32,7 +32,7 @@ GIVEN, OF_THE_SYSTEM = "hf_GIVENxMARKER0123", "hf_SYSTEMxMARKER456"
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """No secret is known from an earlier command of this process."""
-    monkeypatch.setattr("burnish.core.secrets._given", set())
+    monkeypatch.setattr("burnish.config.secrets._given", set())
 
 
 SECRETS = [name for name, spec in specs(RunOptions).items() if spec.is_secret]
@@ -162,7 +162,7 @@ def test_the_page_shows_no_secret(user_folder: Path) -> None:
 def write_failing_optimizer() -> None:
     """A failure that holds the token in its text."""
     Path("sitecustomize.py").write_text(
-        "from burnish.core.loop import Loop\n"
+        "from burnish.loop.loop import Loop\n"
         f"def fails(*a, **k): raise RuntimeError('the hub refused {GIVEN} and {OF_THE_SYSTEM}')\n"
         "Loop.step = fails\n",
         encoding="utf-8",
@@ -267,7 +267,7 @@ def test_what_an_address_holds_of_secrets_is_replaced(text: str, shown: str) -> 
 def test_a_browser_is_started_without_the_key_among_its_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from burnish.web import command
+    from burnish.serve.page import command
 
     opened: list[str] = []
     monkeypatch.setattr(command.webbrowser, "open", opened.append)

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from burnish import Trainer
 from burnish.cli import main
-from burnish.core.errors import NonFiniteError, UserError
-from burnish.core.spikes import SpikeError, SpikeWatch
+from burnish.config.errors import NonFiniteError, UserError
 from burnish.data.batches.stream import RowStream, order_of
-from burnish.objectives.lm import LmObjective
+from burnish.loop.spikes import SpikeError, SpikeWatch
+from burnish.losses.lm import LmObjective
 from hf_toy import losses, make_trainer, points, same, weights
 from runs import same_weights
 from small_run import as_words, make_user, records
@@ -106,7 +106,7 @@ def test_a_run_that_goes_back_is_the_run_that_never_saw_those_rows(user, tmp_pat
 
 def test_a_gradient_far_longer_than_usual_is_a_spike_too(user, monkeypatch, capsys):
     spoil(monkeypatch, user, 1e4, only_once=True)
-    monkeypatch.setattr("burnish.core.spikes._ENOUGH", 2)
+    monkeypatch.setattr("burnish.loop.spikes._ENOUGH", 2)
     assert run({**user, "on_spike": "go_back", "spike_ratio": 50}) == 0
     assert re.search(r"The gradient of step \d+ was [\d.e+]+ times as long as usual", capsys.readouterr().err)
 

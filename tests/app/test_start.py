@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from burnish.core.collection import collect_from_here, without_collection
+from burnish.utils.collection import collect_from_here, without_collection
 from small_run import make_user
 
 pytestmark = pytest.mark.run
@@ -30,7 +30,7 @@ import gc, json, sys
 from burnish.cli import command
 found = {}
 if sys.argv[2] == "watched":
-    from burnish.app import spikes
+    from burnish.run.recovery import spikes
     train = spikes.train
     def watched(*given):
         found.update(enabled=gc.isenabled(), frozen=gc.get_freeze_count())

@@ -12,8 +12,8 @@ from test_bad_words import SAID
 
 from bad_inputs import make_folder
 from burnish import cli
-from burnish.app.plan import component_checks, component_notes
-from burnish.core.errors import Problem, UserError
+from burnish.config.errors import Problem, UserError
+from burnish.run.plan.plan import component_checks, component_notes
 from small_run import make_model
 
 pytestmark = pytest.mark.run

@@ -96,8 +96,8 @@ def _end_runs(root: Path) -> None:
     """Runs outlive the page; those of a test end with it."""
     import signal
 
-    from burnish.web.runs import find, is_alive
-    from burnish.wire.child import tell
+    from burnish.serve.http.child import tell
+    from burnish.serve.page.runs.runs import find, is_alive
 
     for run in find([root]):
         if run.is_alive:

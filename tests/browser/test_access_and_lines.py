@@ -36,7 +36,7 @@ def axe() -> str:
 @pytest.fixture
 def run(server) -> str:
     """The id of a run that the server shows."""
-    from burnish.web.runs import id_of
+    from burnish.serve.page.runs.runs import id_of
     from web.conftest import make_runs
 
     shutil.rmtree(server.root / "saves")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from bad_inputs import ROWS, Case, cut_short, files, make_folder, told, write
 from burnish import cli
-from burnish.core.loop import Loop
+from burnish.loop.loop import Loop
 
 pytestmark = pytest.mark.run
 
@@ -191,7 +191,7 @@ def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint_which_the_same_c
 
     words = ["train", "run.yaml", "save_strategy=no"]
     with monkeypatch.context() as patched:
-        patched.setattr("burnish.app.finish.save_model", fails)
+        patched.setattr("burnish.run.finish.save_model", fails)
         assert cli.main(words) == 1
     assert "Safe: out/checkpoint-8. The same command goes on from there." in told(capsys)[1]
     assert not Path("out/model.safetensors").exists()
@@ -212,7 +212,7 @@ def test_half_a_model_does_not_stand_in_the_way_of_the_same_command(
     words = ["train", "run.yaml", "save_strategy=no"]
     with monkeypatch.context() as patched:
         patched.setattr("burnish.models.save.save_config", is_full)  # once the weights are there
-        patched.setattr("burnish.core.checkpoint._write_part", is_full)
+        patched.setattr("burnish.checkpoint.checkpoint._write_part", is_full)
         assert cli.main(words) == 1
     assert "The disk is full" in told(capsys)[1]
     assert not list(Path("out").glob("*.safetensors")) + list(Path("out").glob("*config.json"))

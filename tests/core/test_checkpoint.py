@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from burnish.core import snapshot
-from burnish.core.checkpoint import Checkpoints, load
-from burnish.core.comparison import compare_with_checkpoint
-from burnish.core.errors import UserError
-from burnish.core.files import only_writer
-from burnish.core.manifest import faults, write_manifest
-from burnish.core.snapshot import join, split
+from burnish.checkpoint import snapshot
+from burnish.checkpoint.checkpoint import Checkpoints, load
+from burnish.checkpoint.comparison import compare_with_checkpoint
+from burnish.checkpoint.manifest import faults, write_manifest
+from burnish.checkpoint.snapshot import join, split
+from burnish.config.errors import UserError
+from burnish.utils.files import only_writer
 from toy import StopAt, make_run, same, weights, without_times
 
 pytestmark = pytest.mark.run
@@ -161,7 +161,7 @@ def test_a_write_that_fails_in_the_background_is_raised_and_leaves_what_was_ther
     def full(folder, step, fingerprints, known):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("burnish.core.checkpoint.write_manifest", full)
+    monkeypatch.setattr("burnish.checkpoint.checkpoint.write_manifest", full)
     checkpoints.save(2, run.parts)
     with pytest.raises(OSError, match="No space"):
         checkpoints.wait()
@@ -191,7 +191,7 @@ def test_of_several_versions_those_that_changed_are_said(tmp_path):
 def test_two_runs_cannot_write_into_one_folder(tmp_path):
     with only_writer(tmp_path):
         code = (
-            "import sys; from pathlib import Path; from burnish.core.files import only_writer\n"
+            "import sys; from pathlib import Path; from burnish.utils.files import only_writer\n"
             "with only_writer(Path(sys.argv[1])): pass"
         )
         result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)

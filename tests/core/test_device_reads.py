@@ -9,14 +9,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from burnish.app.build import build_loop
-from burnish.app.plan import plan
-from burnish.app.prepare import prepare
-from burnish.core.meter import Meter
-from burnish.core.options import Given
-from burnish.core.schedule import Schedule
-from burnish.engine.base import SingleEngine
-from burnish.ops import attention
+from burnish.config.options import Given
+from burnish.kernels import attention
+from burnish.loop.meter import Meter
+from burnish.loop.schedule import Schedule
+from burnish.parallel.single import SingleEngine
+from burnish.run.build import build_loop
+from burnish.run.plan.plan import plan
+from burnish.run.prepare import prepare
 from small_run import make_user
 
 pytestmark = pytest.mark.run

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from burnish.core.best import is_higher_better, metric_name
-from burnish.core.early_stopping import EarlyStoppingCallback, EarlyStoppingOptions, check_early_stopping
-from burnish.core.errors import UserError
-from burnish.core.events import CallbackHandler
-from burnish.core.state import TrainerControl, TrainerState
+from burnish.config.errors import UserError
+from burnish.loop.best import is_higher_better, metric_name
+from burnish.loop.early_stopping import EarlyStoppingCallback, EarlyStoppingOptions, check_early_stopping
+from burnish.loop.events import CallbackHandler
+from burnish.loop.state import TrainerControl, TrainerState
 
 
 def arguments(**changes):

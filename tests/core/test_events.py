@@ -1,9 +1,9 @@
 """Callbacks: ours run on the loop's terms, transformers' run unchanged."""
 
-from burnish.core.events import CallbackHandler, FlowOptions, TrainerCallback, check_flow
-from burnish.core.registry import Registry
-from burnish.core.schedule import steps_of
-from burnish.core.state import TrainerControl, TrainerState
+from burnish.config.registry import Registry
+from burnish.loop.events import CallbackHandler, FlowOptions, TrainerCallback, check_flow
+from burnish.loop.schedule import steps_of
+from burnish.loop.state import TrainerControl, TrainerState
 
 
 def handler(*callbacks):
@@ -101,7 +101,7 @@ def test_transformers_reads_our_state_file_and_we_read_theirs(tmp_path):
 def test_a_registry_names_the_nearest_member():
     import pytest
 
-    from burnish.core.errors import UserError
+    from burnish.config.errors import UserError
 
     family = Registry("flavour")
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from burnish.core.errors import NonFiniteError
-from burnish.core.events import TrainerCallback
+from burnish.config.errors import NonFiniteError
+from burnish.loop.events import TrainerCallback
 from toy import Regression, make_run, rows, same, weights
 
 
@@ -183,7 +183,7 @@ def test_metrics_of_the_objective_are_means_over_items(tmp_path):
 
 
 def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_still_ends_that_epoch(tmp_path):
-    from burnish.core.checkpoint import load
+    from burnish.checkpoint.checkpoint import load
 
     def history(run):
         return [(e["step"], sorted(k for k in e if k.endswith("loss"))) for e in run.state.log_history]
@@ -199,7 +199,7 @@ def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_still_ends_t
 
 
 def test_a_first_evaluation_that_is_nan_does_not_stay_the_best(tmp_path):
-    from burnish.core.best import remember_best
+    from burnish.loop.best import remember_best
 
     run, options = make_run(tmp_path, load_best_model_at_end=True)
     run.state.global_step = 1
@@ -208,7 +208,7 @@ def test_a_first_evaluation_that_is_nan_does_not_stay_the_best(tmp_path):
 
 
 def test_a_foreign_callback_finds_the_checkpoint_whole_on_save(tmp_path):
-    from burnish.core.manifest import faults
+    from burnish.checkpoint.manifest import faults
 
     found = []
 
@@ -222,7 +222,7 @@ def test_a_foreign_callback_finds_the_checkpoint_whole_on_save(tmp_path):
 
 
 def test_a_metric_that_no_evaluation_gives_is_refused_with_those_there_are(tmp_path):
-    from burnish.core.errors import UserError
+    from burnish.config.errors import UserError
 
     run, _ = make_run(
         tmp_path, eval_rows=4, eval_strategy="steps", eval_steps=1, metric_for_best_model="acuracy", max_steps=2

@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from burnish.core.protocols import Objective
-from burnish.core.types import Loss
-from burnish.engine.base import SingleEngine
+from burnish.loop.protocols import Objective
+from burnish.loop.types import Loss
+from burnish.parallel.single import SingleEngine
 from toy import make_run
 
 pytestmark = pytest.mark.run

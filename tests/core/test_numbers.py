@@ -2,7 +2,7 @@
 
 import pytest
 
-from burnish.core.environment import count_in, number_in
+from burnish.utils.environment import count_in, number_in
 
 
 @pytest.mark.parametrize(("text", "count"), [("4", 4), (" 12 ", 12), ("", 7), ("-1", 7), ("two", 7), ("²", 7)])

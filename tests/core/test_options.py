@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from burnish.core.errors import UserError
-from burnish.core.options import Given, build, changed_options, option, specs, union
+from burnish.config.errors import UserError
+from burnish.config.options import Given, build, changed_options, option, specs, union
 
 
 @dataclass
@@ -151,7 +151,7 @@ def test_a_union_knows_who_declared_each_option_and_what_is_not_at_its_default()
 
 
 def test_problems_make_one_error_of_at_most_four_lines_each():
-    from burnish.core.options import raise_if
+    from burnish.config.options import raise_if
 
     _, problems = build(Both, {"limit": Given(0, "a"), "mode": Given("q", "b")})
     with pytest.raises(UserError) as raised:
@@ -161,7 +161,7 @@ def test_problems_make_one_error_of_at_most_four_lines_each():
 
 
 def test_options_that_name_places_or_are_a_risk_say_so_in_their_declaration() -> None:
-    from burnish.app.options import RunOptions
+    from burnish.run.plan.options import RunOptions
 
     known = specs(RunOptions)
     places = {name for name, spec in known.items() if spec.names_place}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from burnish.app.build import train_run
-from burnish.app.plan import Plan, plan
 from burnish.cli import main
-from burnish.core.options import Given
-from burnish.core.patching import (
+from burnish.config.options import Given
+from burnish.run.build import train_run
+from burnish.run.plan.plan import Plan, plan
+from burnish.utils.patching import (
     Reason,
     hook,
     hooked,

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from burnish.core.errors import UserError
-from burnish.core.schedule import (
+from burnish.config.errors import UserError
+from burnish.loop.schedule import (
     CurveOptions,
     StepOptions,
     check_curve,

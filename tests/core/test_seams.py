@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import toy
-from burnish.core.errors import UserError
-from burnish.core.meter import Totals
-from burnish.core.modes import evaluating
-from burnish.core.types import ContentPart, Loss, Message, Sum
+from burnish.config.errors import UserError
 from burnish.data.batches.stream import RowStream, StepPartition
+from burnish.loop.meter import Totals
+from burnish.loop.modes import evaluating
+from burnish.loop.types import ContentPart, Loss, Message, Sum
 from toy import Regression, RegressionObjective, make_run, same, weights
 
 
@@ -157,7 +157,7 @@ def test_open_metrics_of_every_kind_go_through_a_checkpoint(tmp_path):
         tmp_path / "b", [toy.StopAt(2)], objective=Counting(), dropout=0.0, logging_steps=4, max_steps=4
     )
     cut.train()
-    from burnish.core.checkpoint import load
+    from burnish.checkpoint.checkpoint import load
 
     again, _ = make_run(tmp_path / "b", objective=Counting(), dropout=0.0, logging_steps=4, max_steps=4)
     load(tmp_path / "b" / "checkpoint-2", again.parts)
@@ -178,7 +178,7 @@ class WithHead(nn.Module):
 
 
 def test_a_module_of_the_objective_is_trained_saved_and_loaded(tmp_path):
-    from burnish.core.checkpoint import load
+    from burnish.checkpoint.checkpoint import load
 
     class Headed(RegressionObjective):
         def module(self, model):

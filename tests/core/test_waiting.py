@@ -2,7 +2,7 @@
 
 import time
 
-from burnish.core.meter import Waiting
+from burnish.loop.meter import Waiting
 
 
 def test_a_thread_that_sleeps_waits_and_one_that_computes_does_not():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.core.errors import UserError
+from burnish.config.errors import UserError
 from burnish.data.rows.encode import encode_rows
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally

@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from burnish.core.options import union
-from burnish.core.types import IGNORE_INDEX
+from burnish.config.options import union
 from burnish.data.batches.batching import (
     BatchingOptions,
     check_batching,
@@ -24,6 +23,7 @@ from burnish.data.batches.batching import (
 )
 from burnish.data.options import DataOptions
 from burnish.data.rows.row_set import ListedRows, packed
+from burnish.loop.types import IGNORE_INDEX
 
 Options = union("Options", BatchingOptions, DataOptions)
 

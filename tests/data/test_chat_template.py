@@ -6,11 +6,11 @@ import re
 import pytest
 from transformers import ByT5Tokenizer
 
-from burnish.core.errors import UserError
-from burnish.core.types import Example, Message
+from burnish.config.errors import UserError
+from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.table import table
 from burnish.data.tally import Tally
-from burnish.data.templates.choose import fit_tokenizer, load_template
-from burnish.data.templates.table import table
+from burnish.loop.types import Example, Message
 from template_cases import CALL, WEATHER, byte_tokenizer, chat_of, template_options
 
 THOUGHT_ANSWER = "<think>\na\n</think>\n\nhello"

@@ -9,11 +9,11 @@ import datasets
 import pytest
 from safetensors.torch import load_file
 
-from burnish.app.plan import plan
-from burnish.app.prepare import prepare
 from burnish.cli import main
-from burnish.core.options import Given
-from burnish.core.types import IGNORE_INDEX
+from burnish.config.options import Given
+from burnish.loop.types import IGNORE_INDEX
+from burnish.run.plan.plan import plan
+from burnish.run.prepare import prepare
 from data_sets import chat, qa, write
 from small_run import WORDS, as_words, make_model
 

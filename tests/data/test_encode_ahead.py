@@ -15,10 +15,8 @@ import pyarrow
 import pyarrow.ipc
 import pytest
 
-from burnish.app import prepare
 from burnish.cli import main
-from burnish.core.errors import UserError
-from burnish.core.types import IGNORE_INDEX
+from burnish.config.errors import UserError
 from burnish.data.batches.stream import LateReader, RowStream, StepPartition
 from burnish.data.reading import record_index
 from burnish.data.reading.files import read_records
@@ -29,6 +27,8 @@ from burnish.data.rows.encode import place_ahead
 from burnish.data.sets.examples import ListedExamples
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
+from burnish.loop.types import IGNORE_INDEX
+from burnish.run import prepare
 from data_sets import data_options, load, qa, write
 from runs import KILLS_ITSELF_AFTER_STEP_FIVE, same_weights
 from small_run import as_words, make_user, records

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from burnish.core.types import Message
 from burnish.data.sets.formats import FORMATS
 from burnish.data.tally import Tally
+from burnish.loop.types import Message
 from data_sets import chat, described, load, qa, refusal, said, talk, write
 
 ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system"}

@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 
-from burnish.core.types import IGNORE_INDEX, Example, Message
 from burnish.data.batches.batching import pack, sequences_of
+from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.tally import Tally
-from burnish.data.templates.choose import fit_tokenizer, load_template
+from burnish.loop.types import IGNORE_INDEX, Example, Message
 from few import few
 from small_run import CHAT_TEMPLATE
 from template_cases import byte_tokenizer, template_options

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from burnish.core.errors import MissingExtraError, UserError
+from burnish.config.errors import MissingExtraError, UserError
 from burnish.data.sets.examples import content_hash
 from burnish.data.sets.mixing import merged_order, sampled, split_rows
 from burnish.data.tally import Tally

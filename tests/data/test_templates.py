@@ -6,12 +6,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from burnish.core.errors import UserError
-from burnish.core.options import Given, build, union
-from burnish.core.types import Example, Message, as_lists
+from burnish.config.errors import UserError
+from burnish.config.options import Given, build, union
+from burnish.data.chat.choose import TemplateOptions, check_template, fit_tokenizer, load_template
+from burnish.data.chat.truncate import EncodingOptions
 from burnish.data.tally import Tally
-from burnish.data.templates.choose import TemplateOptions, check_template, fit_tokenizer, load_template
-from burnish.data.templates.truncate import EncodingOptions
+from burnish.loop.types import Example, Message, as_lists
 from template_cases import WEATHER, byte_tokenizer, template_options
 
 HI = (Message("user", "hi"), Message("assistant", "hello"))

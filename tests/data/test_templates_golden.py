@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from burnish.core.types import Example, Message
+from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.table import Token, table
 from burnish.data.tally import Tally
-from burnish.data.templates.choose import fit_tokenizer, load_template
-from burnish.data.templates.table import Token, table
+from burnish.loop.types import Example, Message
 from few import few
 from template_cases import FEW_TEMPLATES, chat_of, template_options
 

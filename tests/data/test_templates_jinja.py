@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from burnish.core.types import Example, Message
+from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.table import table
+from burnish.data.chat.tools.tools import ToolError, function_schema
 from burnish.data.tally import Tally
-from burnish.data.templates.choose import fit_tokenizer, load_template
-from burnish.data.templates.table import table
-from burnish.data.templates.tools import ToolError, function_schema
+from burnish.loop.types import Example, Message
 from few import few
 from template_cases import CONVERSATIONS, FEW_TEMPLATES, byte_tokenizer, chat_of, example, template_options
 

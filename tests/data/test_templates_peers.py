@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from burnish.core.types import Example, Message
+from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.table import table
+from burnish.data.chat.tools.tools import TOOL_FORMATS, Call
 from burnish.data.tally import Tally
-from burnish.data.templates.choose import fit_tokenizer, load_template
-from burnish.data.templates.table import table
-from burnish.data.templates.tools import TOOL_FORMATS, Call
+from burnish.loop.types import Example, Message
 from few import few
 from template_cases import (
     CALLS,

@@ -5,12 +5,12 @@ import json
 import pytest
 from jinja2 import Environment
 
-from burnish.core.errors import UserError
-from burnish.core.types import Example, Message
+from burnish.config.errors import UserError
+from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.tools.tool_jinja import MACROS, calls_in_jinja, tools_in_jinja
+from burnish.data.chat.tools.tools import TOOL_FORMATS, Call, ToolError, describe_tools, read_calls
 from burnish.data.tally import Tally
-from burnish.data.templates.choose import fit_tokenizer, load_template
-from burnish.data.templates.tool_jinja import MACROS, calls_in_jinja, tools_in_jinja
-from burnish.data.templates.tools import TOOL_FORMATS, Call, ToolError, describe_tools, read_calls
+from burnish.loop.types import Example, Message
 from template_cases import CALL, CALLS, TOOLS, WEATHER, byte_tokenizer, example, template_options
 
 THOUGHT, TAGS = ("<think>\n", "\n</think>\n\n"), ("<tool_call>", "</tool_call>")

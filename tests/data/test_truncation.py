@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from burnish.core.errors import UserError
-from burnish.core.types import Example, Message, as_lists
+from burnish.config.errors import UserError
+from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.truncate import infer_seqlen
 from burnish.data.tally import Tally
-from burnish.data.templates.choose import fit_tokenizer, load_template
-from burnish.data.templates.truncate import infer_seqlen
+from burnish.loop.types import Example, Message, as_lists
 from template_cases import CALL, WEATHER, byte_tokenizer, template_options
 
 GOLDEN = Path(__file__).parents[2].parent / "shared" / "spec" / "golden" / "truncation_packing_pretrain.json"

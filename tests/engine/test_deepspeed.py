@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from burnish.app.plan import RunOptions
-from burnish.core.errors import UserError
-from burnish.engine.deepspeed import raise_if_locked
-from burnish.engine.deepspeed_settings import NAMES, filled, named
-from burnish.engine.options import check_engine, engine_name, engine_notes
+from burnish.config.errors import UserError
+from burnish.parallel.deepspeed.engine import raise_if_locked
+from burnish.parallel.deepspeed.settings import NAMES, filled, named
+from burnish.parallel.options import check_engine, engine_name, engine_notes
+from burnish.run.plan.plan import RunOptions
 
 
 def problems(**given):

@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch import nn
 
 from burnish import cli
-from burnish.engine import base, parallel
-from burnish.engine import options as engine_options
-from burnish.engine.base import EngineOptions, SingleEngine, compile_layers, set_seed
-from burnish.engine.create import create_engine
-from burnish.engine.fsdp_settings import fsdp_settings
-from burnish.engine.launched import mixed_precision
-from burnish.engine.options import autocast_dtype, check_engine, device_of, engine_notes, full_eval_dtype
-from burnish.engine.places import world_size
+from burnish.parallel import multi_process as parallel
+from burnish.parallel import options as engine_options
+from burnish.parallel import single as base
+from burnish.parallel.accelerate_launch import mixed_precision
+from burnish.parallel.create import create_engine
+from burnish.parallel.fsdp_settings import fsdp_settings
+from burnish.parallel.options import autocast_dtype, check_engine, device_of, engine_notes, full_eval_dtype
+from burnish.parallel.process_counts import world_size
+from burnish.parallel.single import EngineOptions, SingleEngine, compile_layers, set_seed
 from two_processes import in_two_processes
 
 pytestmark = pytest.mark.run
@@ -73,8 +74,8 @@ def test_a_launcher_that_asks_for_another_parallelism_is_refused_by_name(kind, m
 
 def test_the_number_format_of_accelerate_launch_is_taken_where_the_options_name_none(monkeypatch):
     from burnish import TrainingArguments
-    from burnish.app.options import RunOptions
-    from burnish.engine.deepspeed_settings import filled, named
+    from burnish.parallel.deepspeed.settings import filled, named
+    from burnish.run.plan.options import RunOptions
 
     cuda, asked = torch.device("cuda"), RunOptions(use_cpu=True, deepspeed=named("zero2"))
     for told, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", None)):
@@ -273,7 +274,7 @@ def test_backend_and_mode_of_a_compilation_are_those_that_are_named(monkeypatch)
 def test_what_is_said_of_the_syncing_of_gradients_reaches_accelerate(monkeypatch):
     import accelerate
 
-    from burnish.engine.accelerate import _accelerator
+    from burnish.parallel.accelerate import _accelerator
 
     made = []
     monkeypatch.setattr(accelerate, "Accelerator", lambda kwargs_handlers, **_: made.append(kwargs_handlers))
@@ -346,8 +347,8 @@ def test_the_group_that_a_script_s_trainer_opened_is_closed_when_the_script_ends
     script = (
         "import atexit, torch.distributed as dist\n"
         "atexit.register(lambda: print(dist.is_initialized()))\n"
-        "from burnish.engine.create import create_engine\n"
-        "from burnish.engine.options import EngineOptions\n"
+        "from burnish.parallel.create import create_engine\n"
+        "from burnish.parallel.options import EngineOptions\n"
         "create_engine(EngineOptions(use_cpu=True, fsdp=['full_shard']))\n"
         "print(dist.is_initialized())\n"
     )

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from burnish.app import launch as launching
-from burnish.app.agreement import raise_unless_ranks_agree
-from burnish.app.launch import launch
-from burnish.app.plan import Plan, RunOptions
-from burnish.core.errors import UserError
-from burnish.core.options import Given
+from burnish.config.errors import UserError
+from burnish.config.options import Given
+from burnish.run import launch as launching
+from burnish.run.agreement import raise_unless_ranks_agree
+from burnish.run.launch import launch
+from burnish.run.plan.plan import Plan, RunOptions
 
 pytestmark = pytest.mark.run
 
@@ -48,7 +48,7 @@ def test_a_secret_that_differs_is_not_shown():
 
 STANDS_STILL = """
 import os, time
-from burnish.app.stall import StallWatch
+from burnish.run.recovery.stall import StallWatch
 watch = StallWatch(0.5)
 watch.on_train_begin(None, None, None)
 def waits_for_ever():

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.run
 
 _FAULTS = """
 import resource, torch
-from burnish.engine.memory import keep_freed_memory
+from burnish.parallel.memory import keep_freed_memory
 if {keeps}:
     assert keep_freed_memory()
 
@@ -52,7 +52,7 @@ def _printed(code: str) -> int:
 
 
 def test_an_allocator_that_was_set_up_from_outside_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from burnish.engine.memory import keep_freed_memory
+    from burnish.parallel.memory import keep_freed_memory
 
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     assert not keep_freed_memory()
@@ -60,7 +60,7 @@ def test_an_allocator_that_was_set_up_from_outside_is_left_alone(monkeypatch: py
 
 _GROWTH = """
 import ctypes, torch
-from burnish.engine.memory import keep_few_kernels
+from burnish.parallel.memory import keep_few_kernels
 if {bounds}:
     keep_few_kernels()
 
@@ -88,7 +88,7 @@ def test_kernels_of_shapes_that_are_gone_are_not_kept_without_bound() -> None:
 
 _HELD = """
 import torch
-from burnish.engine.memory import keep_freed_memory
+from burnish.parallel.memory import keep_freed_memory
 
 def held():
     return next(int(line.split()[1]) // 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.run
 
 def wrap(place):
     """Write, for each rank, the frozen weights behind DDP, and whether they were in reach of it."""
-    from burnish.app.plan import RunOptions
-    from burnish.engine.ddp import DdpEngine
+    from burnish.parallel.ddp import DdpEngine
+    from burnish.run.plan.plan import RunOptions
 
     engine, found = DdpEngine(RunOptions(use_cpu=True, ddp_backend="gloo")), {}
     for name, first in (("same", 1.0), ("apart", 1.0 + engine.rank)):

@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 
-import burnish.app.build  # noqa: F401 - before two processes are forked, not in each of them
+import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
 from burnish.cli import main
-from burnish.engine.fsdp import follow
-from burnish.engine.fsdp_settings import FsdpSettings, fsdp_notes, fsdp_settings
-from burnish.engine.options import EngineOptions, check_engine, engine_name, engine_notes
+from burnish.parallel.fsdp import follow
+from burnish.parallel.fsdp_settings import FsdpSettings, fsdp_notes, fsdp_settings
+from burnish.parallel.options import EngineOptions, check_engine, engine_name, engine_notes
 from runs import weights_in
 from small_run import as_words, make_user
 from two_processes import in_two_processes
@@ -97,7 +97,7 @@ def test_each_process_writes_its_part_and_an_index_says_where_it_is(folder):
 
 
 def test_a_damaged_shard_is_found(folder, tmp_path):
-    from burnish.core.manifest import faults
+    from burnish.checkpoint.manifest import faults
 
     shutil.copytree(folder / "two/full/checkpoint-6", tmp_path / "checkpoint-6")
     shard = tmp_path / "checkpoint-6" / "optimizer-00002-of-00002.safetensors"
@@ -157,7 +157,7 @@ def test_what_has_no_effect_today_is_said_and_what_nobody_knows_is_refused(tmp_p
 
 
 def test_an_optimizer_that_keeps_states_of_whole_weights_is_refused():
-    from burnish.core.errors import UserError
+    from burnish.config.errors import UserError
 
     weight = torch.nn.Parameter(torch.ones(4))
     with pytest.raises(UserError, match="Adagrad keeps states of whole weights"):
@@ -165,8 +165,8 @@ def test_an_optimizer_that_keeps_states_of_whole_weights_is_refused():
 
 
 def test_an_optimizer_that_looks_at_whole_weights_is_refused_by_name():
-    from burnish.app.checks import check_sharded
-    from burnish.app.plan import RunOptions
+    from burnish.run.plan.checks import check_sharded
+    from burnish.run.plan.plan import RunOptions
 
     (problem,) = check_sharded(RunOptions(fsdp=True, use_badam=True))
     assert "badam looks at whole ones" in str(problem)

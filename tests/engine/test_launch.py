@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from burnish.app import launch as launching
-from burnish.app.launch import going_on, launch
-from burnish.core.errors import UserError
-from burnish.core.options import Given
-from burnish.engine.options import EngineOptions, check_engine
-from burnish.engine.places import num_gpus, problems_of_machines, processes_here, world_size
+from burnish.config.errors import UserError
+from burnish.config.options import Given
+from burnish.parallel.options import EngineOptions, check_engine
+from burnish.parallel.process_counts import num_gpus, problems_of_machines, processes_here, world_size
+from burnish.run import launch as launching
+from burnish.run.launch import going_on, launch
 from small_run import as_words, make_user
 
 pytestmark = pytest.mark.run
@@ -42,8 +42,8 @@ time.sleep(60)
 """
 SECOND_EXPLAINS = """
 import os, time
-from burnish.app.failure import explain_failure
-from burnish.core.errors import NonFiniteError
+from burnish.run.recovery.failure import explain_failure
+from burnish.config.errors import NonFiniteError
 if os.environ["RANK"] == "1":
     raise SystemExit(explain_failure(NonFiniteError("The loss of step 3 is not finite."), None))
 time.sleep(0.5)
@@ -159,7 +159,7 @@ def test_what_fails_is_started_again_from_its_checkpoint_where_asked(program, tm
 
 def test_a_signal_goes_to_the_first_process_and_stops_all_without_a_word(program, tmp_path, capfd):
     script = (
-        "import sys; from burnish.app import launch; from burnish.core.options import Given\n"
+        "import sys; from burnish.app import launch; from burnish.config.options import Given\n"
         f"launch.PROGRAM = ('-c', {STOPS_WHEN_ASKED!r})\n"
         f"sys.exit(launch.launch([{str(tmp_path)!r}], {{'num_processes': Given(2)}}))"
     )

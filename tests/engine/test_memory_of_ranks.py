@@ -33,12 +33,12 @@ def resident(which):
 
 def measure(words, place):
     """Train, and write this rank's peak above what it held before the model, beside what was foretold."""
-    from burnish.app.build import build_loop
-    from burnish.app.config import merge, read_arguments
-    from burnish.app.explain import memory_terms_of
-    from burnish.app.plan import aliases, plan
-    from burnish.app.prepare import prepare
-    from burnish.engine.create import create_engine
+    from burnish.explain.explain import memory_terms_of
+    from burnish.parallel.create import create_engine
+    from burnish.run.build import build_loop
+    from burnish.run.plan.config_files import merge, read_arguments
+    from burnish.run.plan.plan import aliases, plan
+    from burnish.run.prepare import prepare
 
     planned = plan(merge(*read_arguments(words), aliases()))
     prepared, engine = prepare(planned), create_engine(planned.options)

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from burnish.core.checkpoint import Checkpoints, load
-from burnish.core.errors import UserError
-from burnish.core.parts import Part
-from burnish.core.pieces import (
+from burnish.checkpoint.checkpoint import Checkpoints, load
+from burnish.checkpoint.parts import Part
+from burnish.checkpoint.shards import (
     Piece,
     gather_reports,
     index_name,
@@ -20,7 +19,8 @@ from burnish.core.pieces import (
     write_index,
     write_shard,
 )
-from burnish.core.state import TrainerState
+from burnish.config.errors import UserError
+from burnish.loop.state import TrainerState
 
 
 def pieces_of(tensor, rank, world_size):

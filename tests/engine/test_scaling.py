@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from burnish.app.estimate import DecoderShape, Formats, Term
-from burnish.app.plan import RunOptions
-from burnish.app.sharing import Sharing, peaks, shared, sharing_of
+from burnish.run.plan.memory import DecoderShape, Formats, Term
+from burnish.run.plan.memory_per_device import Sharing, peaks, shared, sharing_of
+from burnish.run.plan.plan import RunOptions
 
 ROOT = Path(__file__).parents[2]
 SHAPE = DecoderShape(layers=10, hidden=64, intermediate=256, keys=64, vocabulary=1000)

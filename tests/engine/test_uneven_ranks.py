@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from burnish import Trainer
-from burnish.engine import options as engine_options
-from burnish.engine.ddp import BUFFERS, syncing_arguments
-from burnish.engine.options import EngineOptions
+from burnish.parallel import options as engine_options
+from burnish.parallel.ddp import BUFFERS, syncing_arguments
+from burnish.parallel.options import EngineOptions
 from hf_toy import Regression, make_trainer, points
 from two_processes import in_two_processes
 

@@ -14,8 +14,8 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 import burnish
 from burnish import SFTConfig, TrainingArguments
-from burnish.core.conversion import members
-from burnish.hf.arguments.values import HELD_ELSEWHERE
+from burnish.config.conversion import members
+from burnish.trainer.arguments.values import HELD_ELSEWHERE
 from hf_toy import arguments
 
 SPEC = Path(__file__).parents[2].parent / "shared" / "spec" / "arguments.json"

@@ -9,7 +9,7 @@ from transformers import DefaultFlowCallback, EarlyStoppingCallback, PrinterCall
 
 import burnish
 from burnish import Trainer, TrainerControl
-from burnish.core.events import EVENTS
+from burnish.loop.events import EVENTS
 from hf_toy import Regression, arguments, make_trainer, originals, points, weights
 
 pytestmark = pytest.mark.run
@@ -119,7 +119,7 @@ def test_callbacks_are_added_and_taken_away_by_class_or_object(tmp_path):
     trainer.add_callback(Mine)
     trainer.remove_callback(Mine)
     assert not any(isinstance(callback, Mine) for callback in trainer.callback_handler.callbacks)
-    for flow in (DefaultFlowCallback, burnish.core.events.DefaultFlowCallback):
+    for flow in (DefaultFlowCallback, burnish.loop.events.DefaultFlowCallback):
         trainer = make_trainer(tmp_path)
         trainer.remove_callback(flow)
         assert trainer.callback_handler.callbacks == []

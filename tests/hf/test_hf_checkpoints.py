@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, PrinterCallback
 
 from burnish import Trainer, UserError
-from burnish.hf.training import checkpoint_asked_for
+from burnish.trainer.training import checkpoint_asked_for
 from hf_toy import (
     Regression,
     arguments,

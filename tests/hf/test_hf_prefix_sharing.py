@@ -7,8 +7,8 @@ import torch
 from transformers import DataCollatorForSeq2Seq, LlamaForCausalLM
 
 from burnish import SFTConfig, SFTTrainer, Trainer, TrainingArguments
-from burnish.core.types import IGNORE_INDEX
-from burnish.hf.prefix_sharing import fit_prefix_sharing, has_plain_loss, shared_prefixes_of
+from burnish.loop.types import IGNORE_INDEX
+from burnish.trainer.data.prefix_sharing import fit_prefix_sharing, has_plain_loss, shared_prefixes_of
 from small_run import make_model
 from tiny_shapes import tiny
 

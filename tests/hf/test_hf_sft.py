@@ -20,9 +20,9 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 import burnish
 from burnish import SFTConfig, SFTTrainer, TrainingArguments
-from burnish.core.errors import UserError
-from burnish.data.templates import bounds
-from burnish.hf.sft.collator import DataCollatorForLanguageModeling
+from burnish.config.errors import UserError
+from burnish.data.chat import bounds
+from burnish.trainer.trl.sft.collator import DataCollatorForLanguageModeling
 
 pytestmark = pytest.mark.run
 

@@ -14,7 +14,7 @@ from transformers import DataCollatorWithPadding, default_data_collator
 
 from burnish import Trainer, TrainingArguments, UserError
 from burnish.elsewhere import ELSEWHERE
-from burnish.hf import reporting
+from burnish.trainer import reporting
 from hf_toy import (
     Regression,
     arguments,

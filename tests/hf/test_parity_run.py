@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from burnish.app.config import read_arguments
-from burnish.app.plan import plan
-from burnish.app.prepare import prepare
 from burnish.cli import main
 from burnish.data.batches.batching import collate_padded
+from burnish.run.plan.config_files import read_arguments
+from burnish.run.plan.plan import plan
+from burnish.run.prepare import prepare
 from hf_toy import smooths_a_whole_step
 from small_run import as_words, make_user
 

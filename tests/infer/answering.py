@@ -13,9 +13,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from burnish.infer.seating import SeatLimits
-from burnish.infer.seats import SeatLoop
-from burnish.infer.types import Ask, EndReason, Logprob, Made
+from burnish.inference.scheduler import SeatLoop
+from burnish.inference.slots import SeatLimits
+from burnish.inference.types import Ask, EndReason, Logprob, Made
 from tiny_models import _COMMON, _LLAMA, CONFIGS, VOCABULARY
 
 SHAPES = {

@@ -3,8 +3,8 @@
 import pytest
 from answering import alone, loop_of, model_of, prompts
 
-from burnish.infer.batch import answer_many
-from burnish.infer.types import Ask
+from burnish.inference.batch import answer_many
+from burnish.inference.types import Ask
 
 
 def test_answers_come_in_the_order_of_the_asks() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 from answering import Answer, alone, model_of, prompts
 
-from burnish.infer.engine import SeatEngine
-from burnish.infer.seating import SeatLimits
-from burnish.infer.types import Ask, Closed
+from burnish.inference.engine import SeatEngine
+from burnish.inference.slots import SeatLimits
+from burnish.inference.types import Ask, Closed
 
 pytestmark = pytest.mark.run
 

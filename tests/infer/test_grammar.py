@@ -5,18 +5,18 @@ import json
 import pytest
 from answering import answers
 
-from burnish.app.plan import RunOptions
-from burnish.core.errors import UserError
-from burnish.infer.loading import load_answerer
-from burnish.infer.replies import read_whole
-from burnish.infer.seating import SeatLimits
-from burnish.infer.seats import SeatLoop
-from burnish.infer.types import Ask, Sampling
+from burnish.config.errors import UserError
+from burnish.inference.loading import load_answerer
+from burnish.inference.replies.replies import read_whole
+from burnish.inference.scheduler import SeatLoop
+from burnish.inference.slots import SeatLimits
+from burnish.inference.types import Ask, Sampling
+from burnish.run.plan.plan import RunOptions
 from small_run import make_model
 
 pytest.importorskip("llguidance")
 
-from burnish.infer.grammar import Grammars
+from burnish.inference.replies.grammar import Grammars
 
 SCHEMA = {
     "type": "object",
@@ -62,7 +62,7 @@ def test_json_has_no_blanks_but_one_behind_colons_and_commas(answerer, grammars:
 
 
 def test_a_required_call_is_a_call(answerer, grammars: Grammars) -> None:
-    from burnish.data.templates.tools import TOOL_FORMATS
+    from burnish.data.chat.tools.tools import TOOL_FORMATS
 
     offered = {"f": {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"],
                      "additionalProperties": False}}  # fmt: skip

@@ -9,16 +9,16 @@ from answering import Answer, alone, answers
 
 from burnish.adapters.lora import LoraAdapter, load_adapter
 from burnish.adapters.lora_model import merge_into_base
-from burnish.app.plan import RunOptions
-from burnish.app.serving import serving_of
-from burnish.core.errors import UserError
-from burnish.core.types import Example, Message
-from burnish.data.templates.choose import RECORDED
-from burnish.infer.loading import load_answerer, seat_engine
-from burnish.infer.seating import SeatLimits
-from burnish.infer.seats import SeatLoop
-from burnish.infer.types import BASE, Ask
+from burnish.config.errors import UserError
+from burnish.data.chat.choose import RECORDED
+from burnish.inference.loading import load_answerer, seat_engine
+from burnish.inference.scheduler import SeatLoop
+from burnish.inference.slots import SeatLimits
+from burnish.inference.types import BASE, Ask
+from burnish.loop.types import Example, Message
 from burnish.models.load import load_model
+from burnish.run.plan.plan import RunOptions
+from burnish.serve.command_line import serving_of
 from small_run import make_model
 from tiny_models import saved_model
 

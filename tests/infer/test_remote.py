@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from answering import Answer
 
-from burnish.app.plan import RunOptions
-from burnish.core.errors import UserError
-from burnish.infer import child
-from burnish.infer.child import arguments
-from burnish.infer.loading import engine_of as engine_for
-from burnish.infer.loading import load_answerer
-from burnish.infer.options import InferOptions, check_infer, infer_notes, is_remote
-from burnish.infer.remote import RemoteEngine
-from burnish.infer.types import Ask, Closed, Full, Sampling
+from burnish.config.errors import UserError
+from burnish.inference.loading import engine_of as engine_for
+from burnish.inference.loading import load_answerer
+from burnish.inference.options import InferOptions, check_infer, infer_notes, is_remote
+from burnish.inference.remote import process as child
+from burnish.inference.remote.client import RemoteEngine
+from burnish.inference.remote.process import arguments
+from burnish.inference.types import Ask, Closed, Full, Sampling
+from burnish.run.plan.plan import RunOptions
 from small_run import make_model
 from tiny_models import tiny_tokenizer
 

@@ -7,11 +7,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from burnish.data.templates.table import table
-from burnish.data.templates.tool_calls import Call
-from burnish.data.templates.tools import TOOL_FORMATS
-from burnish.infer.replies import Reply, Whole, read_whole
-from burnish.infer.reply_forms import ReplyForm, form_of, opens_thought
+from burnish.data.chat.table import table
+from burnish.data.chat.tools.tool_calls import Call
+from burnish.data.chat.tools.tools import TOOL_FORMATS
+from burnish.inference.replies.replies import Reply, Whole, read_whole
+from burnish.inference.replies.reply_forms import ReplyForm, form_of, opens_thought
 
 SPECIAL = ["<|im_end|>", "<|im_start|>", "[TOOL_CALLS]", "<|tool_call>", "<tool_call|>", "<|tool>", "<tool|>"]
 SCRIPTS = [
@@ -202,8 +202,8 @@ WRITTEN = {
 
 @pytest.mark.parametrize("tool_format", WRITTEN)
 def test_the_tool_format_of_a_chat_template_is_found_by_asking_it(tokenizer, tool_format: str) -> None:
-    from burnish.app.plan import RunOptions
-    from burnish.data.templates.choose import load_template
+    from burnish.data.chat.choose import load_template
+    from burnish.run.plan.plan import RunOptions
 
     options = RunOptions()
     tokenizer.chat_template = CHATML.replace("CALL", WRITTEN[tool_format])

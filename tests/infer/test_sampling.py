@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from burnish.infer.sampling import adjusted_logits, draw, log_probabilities, probabilities, uniform
-from burnish.infer.types import Sampling
+from burnish.inference.sampling import adjusted_logits, draw, log_probabilities, probabilities, uniform
+from burnish.inference.types import Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0, 0.2])
 

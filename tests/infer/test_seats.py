@@ -6,11 +6,11 @@ import pytest
 import torch
 from answering import SHAPES, Answer, alone, answers, loop_of, model_of, prompts
 
-from burnish.core.errors import UserError
-from burnish.infer import seats
-from burnish.infer.seating import SeatLimits
-from burnish.infer.seats import SeatLoop
-from burnish.infer.types import Ask, Full, Sampling
+from burnish.config.errors import UserError
+from burnish.inference import scheduler as seats
+from burnish.inference.scheduler import SeatLoop
+from burnish.inference.slots import SeatLimits
+from burnish.inference.types import Ask, Full, Sampling
 from few import few
 from tiny_models import tiny_model
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from burnish.data.templates.tool_calls import CALL_READERS, Call
-from burnish.data.templates.tools import TOOL_FORMATS
+from burnish.data.chat.tools.tool_calls import CALL_READERS, Call
+from burnish.data.chat.tools.tools import TOOL_FORMATS
 
 TAGGED = {"glm4_moe", "minimax2", "qwen3_5", "seed_oss"}
 TEXTS = [

@@ -7,11 +7,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from burnish.data.batches.batching import collate_padding_free
-from burnish.engine.base import EngineOptions, SingleEngine
-from burnish.engine.checkpointing import checkpoint_activations
-from burnish.engine.offloading import Offloading
-from burnish.engine.options import engine_notes
-from burnish.models.attention import make_padding_free
+from burnish.models.patches.attention import make_padding_free
+from burnish.parallel.checkpointing import checkpoint_activations
+from burnish.parallel.offloading import Offloading
+from burnish.parallel.options import engine_notes
+from burnish.parallel.single import EngineOptions, SingleEngine
 
 
 def llama(vocab_size=64):

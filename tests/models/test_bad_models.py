@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from burnish.core.errors import UserError
+from burnish.config.errors import UserError
 from burnish.models import source
 from burnish.models.check import check_model
 from burnish.models.load import load_config, load_model

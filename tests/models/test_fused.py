@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from burnish.core.patching import restore
-from burnish.models.fused import patch_forwards
-from burnish.ops.elementwise import ACTIVATIONS, gated, rms_norm
+from burnish.kernels.elementwise import ACTIVATIONS, gated, rms_norm
+from burnish.models.patches.fused import patch_forwards
+from burnish.utils.patching import restore
 from tiny_models import tiny_model
 
 ROWS = 700  # more than one block at this width
@@ -177,7 +177,7 @@ def test_a_few_rows_of_which_nothing_is_kept_go_through_the_models_own_code(monk
         return rms_norm(x, *arguments)
 
     patch_forwards(model)
-    monkeypatch.setattr("burnish.models.fused.rms_norm", counted)
+    monkeypatch.setattr("burnish.models.patches.fused.rms_norm", counted)
     answered = torch.arange(3, 9).view(1, 6)
     with torch.no_grad():
         model(input_ids=answered)

@@ -9,11 +9,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from burnish.core.errors import UserError
-from burnish.hf.arguments.training import TrainingArguments
-from burnish.hf.trainer import Trainer
-from burnish.models import liger
-from burnish.models.liger import apply_liger, check_liger, takes_liger
+from burnish.config.errors import UserError
+from burnish.models.patches import liger
+from burnish.models.patches.liger import apply_liger, check_liger, takes_liger
+from burnish.trainer.arguments.training import TrainingArguments
+from burnish.trainer.trainer import Trainer
 from tiny_models import tiny_model, token_ids
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

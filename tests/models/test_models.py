@@ -9,10 +9,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from burnish.adapters.base import ADAPTERS, ModelState, trainable_summary
-from burnish.core.errors import UserError
-from burnish.core.options import Given, build
-from burnish.core.patching import patch_summary
-from burnish.engine.base import EngineOptions, SingleEngine, set_precision
+from burnish.config.errors import UserError
+from burnish.config.options import Given, build
 from burnish.models.check import check_model
 from burnish.models.load import (
     check_context,
@@ -27,6 +25,8 @@ from burnish.models.load import (
 from burnish.models.options import ModelOptions
 from burnish.models.save import save_model
 from burnish.models.tokens import check_vocabulary, fit_vocabulary, load_tokenizer
+from burnish.parallel.single import EngineOptions, SingleEngine, set_precision
+from burnish.utils.patching import patch_summary
 from tiny_models import CONFIGS, VOCABULARY, saved_model, tiny_model, tiny_tokenizer, token_ids
 
 
@@ -269,7 +269,7 @@ def test_weights_of_eight_bits_are_looked_at_too(dtype):
 def test_checkpointing_gives_the_same_gradients(kind, arguments):
     from burnish.adapters.base import FinetuningOptions
     from burnish.adapters.lora import LoraOptions
-    from burnish.core.options import union
+    from burnish.config.options import union
 
     made = union("Options", FinetuningOptions, LoraOptions)(finetuning_type=kind, lora_dropout=0.3)
     found = []

@@ -7,16 +7,16 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from burnish.app.plan import plan
-from burnish.app.prepare import prepare
 from burnish.cli import main
-from burnish.core.errors import UserError
-from burnish.core.options import Given
-from burnish.core.types import Example, Message
+from burnish.config.errors import UserError
+from burnish.config.options import Given
 from burnish.data.tally import Tally
+from burnish.loop.types import Example, Message
 from burnish.models.load import load_model
 from burnish.models.options import ModelOptions
 from burnish.models.tokens import fit_vocabulary, load_tokenizer
+from burnish.run.plan.plan import plan
+from burnish.run.prepare import prepare
 from runs import weights_in
 from small_run import as_words, make_model, make_user, records
 

@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from burnish.adapters.lora import LoraAdapter, LoraOptions
-from burnish.app.build import wants_prefix_sharing
 from burnish.cli import main
-from burnish.core.options import union
-from burnish.core.patching import PatchOptions
-from burnish.core.types import IGNORE_INDEX
+from burnish.config.options import union
 from burnish.data.batches.batching import BatchingOptions, collate_padding_free, collate_prefix_sharing, collator, pack
 from burnish.data.batches.prefix_sharing import segments
 from burnish.data.batches.stream import num_tokens
-from burnish.engine.options import EngineOptions
-from burnish.models.attention import make_padding_free
-from burnish.models.fitted import fit
-from burnish.objectives.lm import LmOptions, SftObjective
-from burnish.ops.probe import shares_prefixes
-from burnish.ops.runs import laid_out
+from burnish.kernels.probe import shares_prefixes
+from burnish.kernels.shared_prefix import laid_out
+from burnish.loop.types import IGNORE_INDEX
+from burnish.losses.lm import LmOptions, SftObjective
+from burnish.models.patches.attention import make_padding_free
+from burnish.models.patches.fitted import fit
+from burnish.parallel.options import EngineOptions
+from burnish.run.build import wants_prefix_sharing
+from burnish.utils.patching import PatchOptions
 from small_run import as_words, make_user
 from tiny_shapes import KEEPS_APART, tiny
 

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from burnish.app import build
 from burnish.cli import main
-from burnish.models.quantize import use_kernels_that_train
-from burnish.ops.quantised import dense
+from burnish.kernels.quantized import dense
+from burnish.models.quantization.quantize import use_kernels_that_train
+from burnish.run import build
 from small_run import as_words, make_user
 
 G = 16
@@ -142,7 +142,7 @@ def test_a_packed_model_trains_goes_on_exactly_answers_and_loads_in_peft(method,
 
 @pytest.mark.parametrize("method", DESCRIBED)
 def test_without_its_library_a_packed_model_says_what_to_install(method, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("burnish.models.quantize.find_spec", lambda name: None)
+    monkeypatch.setattr("burnish.models.quantization.quantize.find_spec", lambda name: None)
     given, _ = ready(tmp_path, method)
     assert main(["train", *as_words(given)]) == 2
     said = capfd.readouterr().err

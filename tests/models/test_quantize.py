@@ -15,14 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from burnish.adapters.base import trainable_summary
 from burnish.adapters.lora_model import add_adapter, find_targets, merge_into_base, rows_through
-from burnish.app.plan import RunOptions
 from burnish.cli import main
-from burnish.core.errors import UserError
-from burnish.models import quantize
-from burnish.models.fused import patch_forwards
+from burnish.config.errors import UserError
+from burnish.kernels.quantized import dense
 from burnish.models.load import load_model
-from burnish.models.quantize import check_quantised_files, check_quantization, quantised_by
-from burnish.ops.quantised import dense
+from burnish.models.patches.fused import patch_forwards
+from burnish.models.quantization import quantize
+from burnish.models.quantization.quantize import check_quantised_files, check_quantization, quantised_by
+from burnish.run.plan.plan import RunOptions
 from small_run import as_words, make_model, make_user
 from tiny_lora import adapted as adapted_layer
 from tiny_lora import factors

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from burnish.core.errors import UserError
-from burnish.core.types import IGNORE_INDEX, Example
+from burnish.config.errors import UserError
 from burnish.data.batches.batching import pack
 from burnish.data.batches.stream import _blank
 from burnish.data.tally import Tally
-from burnish.objectives.base import OBJECTIVES
-from burnish.objectives.lm import PretrainObjective, SftObjective
-from burnish.objectives.logits import target_positions
-from burnish.objectives.neftune import sequence_lengths
+from burnish.loop.types import IGNORE_INDEX, Example
+from burnish.losses.base import OBJECTIVES
+from burnish.losses.lm import PretrainObjective, SftObjective
+from burnish.losses.logits import target_positions
+from burnish.losses.neftune import sequence_lengths
 from few import few
 from steps import Options, cut, fitted, gradients, rows
 from tiny_shapes import tiny

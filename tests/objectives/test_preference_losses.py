@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import tensor
 
-from burnish.objectives.preference_losses import (
+from burnish.losses.preference_losses import (
     PAIR_LOSSES,
     LossShape,
     Pairs,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from burnish.data.batches.batching import collate_padding_free
-from burnish.engine.base import EngineOptions, SingleEngine
-from burnish.models.attention import PaddingFree, make_padding_free
-from burnish.ops import attention
-from burnish.ops.attention import Scores, Sequences, flat_attention, masked_attention
-from burnish.ops.probe import find_head, isolates_sequences
+from burnish.kernels import attention
+from burnish.kernels.attention import Scores, Sequences, flat_attention, masked_attention
+from burnish.kernels.probe import find_head, isolates_sequences
+from burnish.models.patches.attention import PaddingFree, make_padding_free
+from burnish.parallel.single import EngineOptions, SingleEngine
 from tiny_shapes import KEEPS_APART, tiny
 
 LENGTHS = [5, 1, 140, 33]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.ops.cpu.blockwise import blockwise_attention
+from burnish.kernels.cpu.blockwise import blockwise_attention
 
 SCALE = 0.3
 

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from burnish.models.fused import patch_forwards
-from burnish.ops.cpu.cast_linear import cast_linear
-from burnish.ops.elementwise import gated
-from burnish.ops.recomputed import recipe_of
+from burnish.kernels.cpu.cast_linear import cast_linear
+from burnish.kernels.elementwise import gated
+from burnish.kernels.recomputed import recipe_of
+from burnish.models.patches.fused import patch_forwards
 from tiny_models import tiny_model
 
 
@@ -98,7 +98,7 @@ def test_a_model_keeps_no_copy_of_its_weights_and_learns_the_same(family):
 
 
 def test_without_autocast_and_without_a_backward_pass_it_is_torchs_own(monkeypatch):
-    monkeypatch.setattr("burnish.models.fused.cast_linear", None)
+    monkeypatch.setattr("burnish.models.patches.fused.cast_linear", None)
     layer, x = nn.Linear(8, 6), torch.randn(5, 8)
     plain = layer(x)
     assert [patch.owner for patch in patch_forwards(layer)] == [layer]

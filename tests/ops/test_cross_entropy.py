@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from burnish.ops import cross_entropy
-from burnish.ops.cross_entropy import TokenLoss, linear_cross_entropy, plain_cross_entropy
+from burnish.kernels import cross_entropy
+from burnish.kernels.cross_entropy import TokenLoss, linear_cross_entropy, plain_cross_entropy
 from largest import Largest
 
 N, H, V = 37, 12, 53

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from burnish.core.types import IGNORE_INDEX
-from burnish.objectives.lm import check_fused_loss
-from burnish.ops import head_kernels
-from burnish.ops.cross_entropy import TokenLoss
-from burnish.ops.head_kernels import BACKENDS, head_loss, head_obstacle, logits_bytes
+from burnish.kernels import head_kernels
+from burnish.kernels.cross_entropy import TokenLoss
+from burnish.kernels.head_kernels import BACKENDS, head_loss, head_obstacle, logits_bytes
+from burnish.loop.types import IGNORE_INDEX
+from burnish.losses.lm import check_fused_loss
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

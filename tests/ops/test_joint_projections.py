@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from burnish.adapters.base import ADAPTERS, FinetuningOptions
 from burnish.adapters.lora import LoraOptions
-from burnish.core.options import union
-from burnish.core.patching import standing
-from burnish.models.fused import patch_forwards
-from burnish.ops import lora
-from burnish.ops.lora import Adapted, LoraForward, joint_projections, lora_linear, together
+from burnish.config.options import union
+from burnish.kernels import lora
+from burnish.kernels.lora import Adapted, LoraForward, joint_projections, lora_linear, together
+from burnish.models.patches.fused import patch_forwards
+from burnish.utils.patching import standing
 from tiny_lora import adapted
 from tiny_models import tiny_model
 

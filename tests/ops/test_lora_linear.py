@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from burnish.core.patching import standing
-from burnish.ops import lora
-from burnish.ops.lora import LoraForward, lora_linear
+from burnish.kernels import lora
+from burnish.kernels.lora import LoraForward, lora_linear
+from burnish.utils.patching import standing
 from tiny_lora import adapted, factors
 
 TOKENS, INPUTS, OUTPUTS, RANK = 7, 12, 10, 4

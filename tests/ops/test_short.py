@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from burnish.ops.attention import Scores, Sequences, _band, _one, flat_attention
-from burnish.ops.cpu.short import buckets_of, short_attention
+from burnish.kernels.attention import Scores, Sequences, _band, _one, flat_attention
+from burnish.kernels.cpu.short import buckets_of, short_attention
 
 MANY = [random.Random(5).randint(1, 70) for _ in range(40)]
 CASES = {
@@ -98,7 +98,7 @@ def test_sequences_of_one_length_stay_where_they_are():
 def test_short_neighbours_in_16_bits_take_this_way_and_others_do_not(monkeypatch):
     seen = []
     whole = short_attention
-    monkeypatch.setattr("burnish.ops.attention.short_attention", lambda *a: seen.append(a[3]) or whole(*a))
+    monkeypatch.setattr("burnish.kernels.attention.short_attention", lambda *a: seen.append(a[3]) or whole(*a))
     lengths = [4, 9, 400, 7, 3]
     places = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     for dtype in (torch.bfloat16, torch.float32):

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from burnish.core.patching import patches_of
-from burnish.objectives.lm import ModelWithLoss
-from burnish.ops.cpu import buffer_pool
-from burnish.ops.cross_entropy import linear_cross_entropy
-from burnish.ops.probe import find_head
-from burnish.ops.tied import TIED, TiedWeight
+from burnish.kernels.cpu import buffer_pool
+from burnish.kernels.cross_entropy import linear_cross_entropy
+from burnish.kernels.probe import find_head
+from burnish.kernels.tied import TIED, TiedWeight
+from burnish.losses.lm import ModelWithLoss
+from burnish.utils.patching import patches_of
 from tiny_models import tiny_model
 
 VOCABULARY, WIDTH = 50, 8
@@ -48,7 +48,7 @@ def test_both_uses_give_the_gradient_that_autograd_gives(padding_id: int | None,
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_model_gets_the_gradients_of_the_plain_way_whether_or_not_its_embedding_is_tied(is_tied: bool) -> None:
-    from burnish.objectives.lm import LmOptions
+    from burnish.losses.lm import LmOptions
 
     model = tiny_model("qwen2", tie_word_embeddings=is_tied)
     ids = torch.randint(model.config.vocab_size, (1, 12), generator=torch.Generator().manual_seed(5))
@@ -64,7 +64,7 @@ def test_a_model_gets_the_gradients_of_the_plain_way_whether_or_not_its_embeddin
 
 
 def test_a_lookup_that_does_more_than_to_look_up_stays_its_own() -> None:
-    from burnish.ops.tied import is_plain_lookup
+    from burnish.kernels.tied import is_plain_lookup
 
     class Scaled(nn.Embedding):
         def forward(self, ids: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from burnish.ops import token_logps
-from burnish.ops.token_logps import LogpRules, linear_token_logps, plain_token_logps
+from burnish.kernels import token_logps
+from burnish.kernels.token_logps import LogpRules, linear_token_logps, plain_token_logps
 
 H, V = 12, 37
 

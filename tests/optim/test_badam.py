@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from burnish.core.checkpoint import load
-from burnish.core.errors import UserError
+from burnish.checkpoint.checkpoint import load
+from burnish.config.errors import UserError
 from burnish.optim.badam import BadamOptions, blocks_of, check_badam
 from burnish.optim.builtin import OptimOptions, create_optimizer
 from toy import StopAt, make_run, same, weights

@@ -11,9 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from burnish.app.plan import RunOptions, component_notes
-from burnish.core.errors import MissingExtraError, UserError
-from burnish.core.snapshot import join, split
+from burnish.checkpoint.snapshot import join, split
+from burnish.config.errors import MissingExtraError, UserError
 from burnish.optim import adam_mini, badam, builtin, low_rank, muon, refused
 from burnish.optim.builtin import (
     OPTIMIZERS,
@@ -22,6 +21,7 @@ from burnish.optim.builtin import (
     missing_library,
     optimizer_notes,
 )
+from burnish.run.plan.plan import RunOptions, component_notes
 
 pytestmark = pytest.mark.run
 

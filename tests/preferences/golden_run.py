@@ -5,9 +5,9 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-from burnish.app.build import train_run
-from burnish.app.plan import plan
-from burnish.core.options import Given
+from burnish.config.options import Given
+from burnish.run.build import train_run
+from burnish.run.plan.plan import plan
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 GOLDEN = SHARED / "spec" / "golden"
@@ -49,7 +49,7 @@ PLAIN = {
 
 def run(folder, monkeypatch, **given):
     """Logs of a run, and the norms of its weights afterwards."""
-    monkeypatch.setattr("burnish.app.prepare.load_tokenizer", golden_tokenizer)
+    monkeypatch.setattr("burnish.run.prepare.load_tokenizer", golden_tokenizer)
     monkeypatch.setenv("BURNISH_CACHE", str(folder / "cache"))
     made = {**PLAIN, "dataset_dir": str(folder / "data"), "output_dir": str(folder / "out"), **given}
     made |= {"overwrite_output_dir": True}

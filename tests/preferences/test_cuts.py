@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from burnish.core.options import union
-from burnish.core.patching import PatchOptions
+from burnish.config.options import union
 from burnish.data.batches.batching import BatchingOptions, collator
-from burnish.engine.base import SingleEngine
-from burnish.engine.options import EngineOptions
-from burnish.models.attention import make_padding_free
-from burnish.models.fitted import fit
-from burnish.objectives.kto import KtoObjective, KtoOptions
-from burnish.objectives.lm import LmOptions
-from burnish.objectives.pairs import PairObjective
-from burnish.objectives.preference_losses import PAIR_LOSSES
-from burnish.objectives.preference_options import PairOptions, PreferenceOptions
-from burnish.objectives.reference import SecondModel
-from burnish.objectives.reward import RewardObjective, RewardOptions
+from burnish.losses.kto import KtoObjective, KtoOptions
+from burnish.losses.lm import LmOptions
+from burnish.losses.pairs import PairObjective
+from burnish.losses.preference_losses import PAIR_LOSSES
+from burnish.losses.preference_options import PairOptions, PreferenceOptions
+from burnish.losses.reference import SecondModel
+from burnish.losses.reward import RewardObjective, RewardOptions
+from burnish.models.patches.attention import make_padding_free
+from burnish.models.patches.fitted import fit
+from burnish.parallel.options import EngineOptions
+from burnish.parallel.single import SingleEngine
+from burnish.utils.patching import PatchOptions
 from tiny_models import tiny_model
 
 pytestmark = pytest.mark.run

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from burnish.core.types import IGNORE_INDEX
+from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
-from burnish.data.templates.choose import fit_tokenizer, load_template
+from burnish.loop.types import IGNORE_INDEX
 from data_sets import data_options
 from few import few
 from template_cases import template_options

@@ -4,17 +4,17 @@ import pytest
 from golden_run import IS_THERE, golden, make_material, run
 from transformers import AutoModelForCausalLM
 
-from burnish.core.options import union
-from burnish.core.patching import PatchOptions
+from burnish.config.options import union
 from burnish.data.batches.batching import collate_prefix_sharing
-from burnish.engine.base import SingleEngine
-from burnish.engine.options import EngineOptions
-from burnish.models.attention import make_padding_free
-from burnish.models.fitted import fit
-from burnish.objectives.kto import KtoObjective, KtoOptions
-from burnish.objectives.lm import LmOptions
-from burnish.objectives.preference_options import PreferenceOptions
-from burnish.objectives.reference import SecondModel
+from burnish.losses.kto import KtoObjective, KtoOptions
+from burnish.losses.lm import LmOptions
+from burnish.losses.preference_options import PreferenceOptions
+from burnish.losses.reference import SecondModel
+from burnish.models.patches.attention import make_padding_free
+from burnish.models.patches.fitted import fit
+from burnish.parallel.options import EngineOptions
+from burnish.parallel.single import SingleEngine
+from burnish.utils.patching import PatchOptions
 
 pytestmark = [
     pytest.mark.run,

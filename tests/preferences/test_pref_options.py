@@ -6,8 +6,8 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from burnish.app.plan import plan
-from burnish.core.errors import UserError
+from burnish.config.errors import UserError
+from burnish.run.plan.plan import plan
 from pair_runs import given, losses, make_workplace, pairs, run_of
 
 pytestmark = pytest.mark.run
@@ -106,7 +106,7 @@ def test_dropout_is_off_unless_it_is_asked_for(workplace, monkeypatch):
 
 def test_a_reference_may_have_adapters_and_few_bits(workplace, monkeypatch):
     """The second model is loaded as a model of such options is."""
-    from burnish.app import references
+    from burnish.run import references
 
     asked, load_model, load_adapter = [], references.load_model, references.load_adapter
     make_adapter(workplace, monkeypatch)
@@ -137,7 +137,7 @@ def make_adapter(workplace, monkeypatch):
 )
 def test_a_reference_that_is_asked_beforehand_says_the_same(workplace, monkeypatch, changes):
     """And of the start no copy is kept."""
-    from burnish.app import references
+    from burnish.run import references
 
     more = {**changes, "eval_dataset": str(workplace / "pairs.json"), "eval_strategy": "steps", "eval_steps": 3}
     folder = workplace / "beforehand"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from burnish.core.state import TrainerControl, TrainerState
+from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.plots import plot_history, plot_margins
 from burnish.report.preferences import SENTENCE, ChosenFallsCallback
 from pair_runs import make_workplace, run_of
@@ -54,7 +54,7 @@ def test_the_spread_of_margins_is_drawn(tmp_path, margins):
 
 @pytest.mark.run
 def test_a_reward_model_shows_the_margins_of_the_set_that_was_evaluated_last(tmp_path, monkeypatch):
-    from burnish.app import finish
+    from burnish.run import finish
 
     drawn, workplace = [], make_workplace(tmp_path)
     plot = finish.plot_margins

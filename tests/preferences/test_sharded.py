@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import burnish.app.build  # noqa: F401 - before two processes are forked, not in each of them
+import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
 from burnish.cli import main
-from burnish.core.errors import UserError
-from burnish.engine.base import SingleEngine
-from burnish.engine.options import EngineOptions
-from burnish.objectives.sequence_logps import mean_row
+from burnish.config.errors import UserError
+from burnish.losses.sequence_logps import mean_row
+from burnish.parallel.options import EngineOptions
+from burnish.parallel.single import SingleEngine
 from pair_runs import given, losses, make_workplace, run_of
 from two_processes import in_two_processes
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from burnish.app.plan import plan
-from burnish.core.errors import UserError
+from burnish.config.errors import UserError
 from burnish.data.rows.others_of_step import RowsWithOthers
 from burnish.data.rows.row_set import ListedRows
+from burnish.run.plan.plan import plan
 from pair_runs import given, losses, make_workplace, pairs
 from small_run import WORDS
 

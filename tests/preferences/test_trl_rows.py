@@ -6,7 +6,7 @@ from golden_run import IS_THERE, golden
 from trl_runs import tokenizer
 
 from burnish import DPOConfig, KTOConfig, RewardConfig, UserError
-from burnish.hf.preferences.rows import (
+from burnish.trainer.trl.preferences.rows import (
     EncodePairs,
     EncodeScored,
     EncodeVerdicts,

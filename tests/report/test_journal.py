@@ -14,7 +14,7 @@ import pytest
 import burnish
 from burnish.cli import main
 from burnish.report.journal import Journal, boot_id, given_yaml, launched, start_ticks
-from burnish.web.runs import find, is_alive, read_run, run_folders, tail_lines
+from burnish.serve.page.runs.runs import find, is_alive, read_run, run_folders, tail_lines
 from small_run import make_model, records
 
 pytestmark = pytest.mark.run
@@ -80,7 +80,7 @@ def test_what_was_given_can_be_run_again_and_is_the_same_run(workplace):
 
 
 def test_a_run_that_fails_says_why_in_its_outcome(workplace, monkeypatch):
-    monkeypatch.setattr("burnish.app.spikes.train", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+    monkeypatch.setattr("burnish.run.recovery.spikes.train", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
     assert main(["train", "run.yaml"]) == 1
     outcome = json.loads(Path("saves/first/outcome.json").read_text())
     assert outcome["state"] == "failed"
@@ -256,7 +256,7 @@ def test_explain_as_json_shows_both_answers_of_a_pair(workplace, capsys):
 def test_the_planner_answers_line_by_line_and_survives_what_is_wrong(workplace):
     from io import StringIO
 
-    from burnish.app.planner import planner
+    from burnish.serve.page.planner_process import planner
 
     values = {"model_name_or_path": "model", "dataset": ["words"], "dataset_dir": "data", "output_dir": "saves/x"}
     asked = [

@@ -9,7 +9,7 @@ import torch
 import yaml
 from torch import nn
 
-from burnish.core.state import TrainerControl, TrainerState
+from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.card import CardFacts, card_text, is_hub_name, write_card
 from burnish.report.jsonl import JsonlCallback
 from burnish.report.pace import Pace

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from burnish.core.errors import Problem
-from burnish.core.state import TrainerControl, TrainerState
+from burnish.config.errors import Problem
+from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report import console
 from burnish.report.options import ReportOptions
 from burnish.report.pace import Pace, short_loss, short_number, short_time

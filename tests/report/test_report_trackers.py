@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from burnish.core.checkpoint import CheckpointOptions
-from burnish.core.errors import UserError
-from burnish.core.events import CallbackHandler, FlowOptions
-from burnish.core.options import Given, build, union
-from burnish.core.state import TrainerControl, TrainerState
+from burnish.checkpoint.checkpoint import CheckpointOptions
+from burnish.config.errors import UserError
+from burnish.config.options import Given, build, union
+from burnish.loop.events import CallbackHandler, FlowOptions
+from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.options import ReportOptions, check_trackers, counts_tokens, tracker_notes
 from burnish.report.trackers import TRACKERS, tracker_callbacks, tracker_problems, wanted_trackers
 

@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from burnish.core.work import watch_with, watched, work
 from burnish.report import work as shown
 from burnish.report.work import WorkLine
+from burnish.utils.work import watch_with, watched, work
 from watching import Told
 
 

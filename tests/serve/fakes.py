@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from burnish.core.errors import Problem, UserError
-from burnish.infer.types import BASE, Ask, Closed, EngineFacts, Filled, Full, Logprob, Made, Sampling, Ticket
-from burnish.serve.answering import AnswerCall, Delta
-from burnish.serve.requests import ChatRequest, Settings, unknown_model
+from burnish.config.errors import Problem, UserError
+from burnish.inference.types import BASE, Ask, Closed, EngineFacts, Filled, Full, Logprob, Made, Sampling, Ticket
+from burnish.serve.api.requests import ChatRequest, Settings, unknown_model
+from burnish.serve.api.responses import AnswerCall, Delta
 
 END = 256
 """The token that ends an answer; those below it are bytes."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from burnish.serve.answering import Mailbox
-from burnish.serve.app import ServerState, application
-from burnish.serve.completions import Desk
-from burnish.serve.options import ApiOptions
+from burnish.serve.api.app import ServerState, application
+from burnish.serve.api.completions import Desk
+from burnish.serve.api.options import ApiOptions
+from burnish.serve.api.responses import Mailbox
 from serve.fakes import FakeServed, ScriptedEngine, saying
 
 HELLO = saying("hello")

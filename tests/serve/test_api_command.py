@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import burnish
-from burnish.core.errors import UserError
-from burnish.serve.api import read_options, with_adapters
+from burnish.config.errors import UserError
+from burnish.serve.api.command import read_options, with_adapters
 from serve.client import send
 
 pytestmark = pytest.mark.run

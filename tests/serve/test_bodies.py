@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from burnish.serve.messages import MOST_MESSAGES
-from burnish.serve.requests import Limits, read_chat, read_completion
-from burnish.wire.bodies import parse_object
-from burnish.wire.errors import Refusal
+from burnish.serve.api.messages import MOST_MESSAGES
+from burnish.serve.api.requests import Limits, read_chat, read_completion
+from burnish.serve.http.bodies import parse_object
+from burnish.serve.http.errors import Refusal
 from serve.client import CHAT, post, send
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from burnish.core.errors import Problem
-from burnish.infer.types import Made
-from burnish.serve.answering import Mailbox
+from burnish.config.errors import Problem
+from burnish.inference.types import Made
+from burnish.serve.api.responses import Mailbox
 from serve.client import CHAT, events, post, send
 from serve.fakes import END, ScriptedEngine, saying
 

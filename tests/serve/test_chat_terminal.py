@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from burnish.core.errors import UserError
+from burnish.config.errors import UserError
 from burnish.report.streams import OutputError
-from burnish.serve.terminal.partners import AnswerEnded, ChatSettings, Event, Request
-from burnish.serve.terminal.screen import Screen, is_typed, visible
-from burnish.serve.terminal.talk import HELP, Talk
+from burnish.serve.chat.backends import AnswerEnded, ChatSettings, Event, Request
+from burnish.serve.chat.console import Screen, is_typed, visible
+from burnish.serve.chat.session import HELP, Talk
 from small_run import make_model
 
 pytestmark = pytest.mark.run
@@ -312,7 +312,7 @@ def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_url_that_answers_nothing_is_said() -> None:
-    from burnish.serve.terminal.partners import UrlPartner
+    from burnish.serve.chat.backends import UrlPartner
 
     with pytest.raises(UserError, match="cannot be reached"):
         UrlPartner("http://127.0.0.1:9/v1")

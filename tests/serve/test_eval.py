@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from burnish.app.plan import RunOptions
 from burnish.cli import main
-from burnish.core.errors import UserError
-from burnish.infer.loading import load_answerer
-from burnish.infer.seating import SeatLimits
-from burnish.infer.seats import SeatLoop
-from burnish.serve.evaluate import command
-from burnish.serve.evaluate.choices import Chooser, Chosen
-from burnish.serve.evaluate.harness import EngineModel
-from burnish.serve.evaluate.questions import ChoiceQuestion, Subject, read_task
-from burnish.serve.evaluate.results import Answers, accuracies, accuracy, compared
+from burnish.config.errors import UserError
+from burnish.inference.loading import load_answerer
+from burnish.inference.scheduler import SeatLoop
+from burnish.inference.slots import SeatLimits
+from burnish.run.plan.plan import RunOptions
+from burnish.serve.eval import command
+from burnish.serve.eval.choices import Chooser, Chosen
+from burnish.serve.eval.harness import EngineModel
+from burnish.serve.eval.questions import ChoiceQuestion, Subject, read_task
+from burnish.serve.eval.results import Answers, accuracies, accuracy, compared
 from small_run import make_model
 
 pytestmark = pytest.mark.run
@@ -265,7 +265,7 @@ def test_a_task_of_the_harness_runs(model: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_models_of_one_name_write_into_folders_of_their_own(model: Path, tmp_path: Path) -> None:
-    from burnish.app.serving import servings_of
+    from burnish.serve.command_line import servings_of
 
     for place in ("a/checkpoint-4", "b/checkpoint-4", "Qwen2.5-0.5B"):
         shutil.copytree(model, tmp_path / place)

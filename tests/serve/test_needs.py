@@ -18,7 +18,7 @@ def test_a_conversation_at_a_terminal_needs_no_server() -> None:
         "import sys\n"
         "for name in ('starlette', 'uvicorn'):\n"
         "    sys.modules[name] = None\n"
-        "import burnish.serve.terminal.chat, burnish.serve.terminal.talk, burnish.serve.prompts\n"
-        "import burnish.serve.messages, burnish.wire.bodies, burnish.wire.errors\n"
+        "import burnish.serve.chat.command, burnish.serve.chat.session, burnish.serve.api.prompts\n"
+        "import burnish.serve.api.messages, burnish.serve.http.bodies, burnish.serve.http.errors\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,15 +19,15 @@ if importlib.util.find_spec("openai") is None:
 import openai
 
 import burnish
-from burnish.app.serving import serving_of
-from burnish.core.types import Example, Message
-from burnish.infer.answerer import Answerer
-from burnish.infer.loading import load_answerer, seat_engine
-from burnish.serve.answering import Mailbox
-from burnish.serve.app import ServerState, application
-from burnish.serve.completions import Desk
-from burnish.serve.options import ApiOptions
-from burnish.serve.served import ServedModel
+from burnish.inference.loaded_model import Answerer
+from burnish.inference.loading import load_answerer, seat_engine
+from burnish.loop.types import Example, Message
+from burnish.serve.api.app import ServerState, application
+from burnish.serve.api.completions import Desk
+from burnish.serve.api.options import ApiOptions
+from burnish.serve.api.responses import Mailbox
+from burnish.serve.api.served import ServedModel
+from burnish.serve.command_line import serving_of
 from serve.client import post
 from serve.fakes import END
 from serve.running import serve_app, starting

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from bad_inputs import told
 from burnish import cli
-from burnish.app.serving import serving_of
-from burnish.infer.loading import engine_of, load_answerer
-from burnish.serve.answering import Mailbox
-from burnish.serve.app import ServerState, application
-from burnish.serve.completions import Desk
-from burnish.serve.options import ApiOptions
-from burnish.serve.served import ServedModel
+from burnish.inference.loading import engine_of, load_answerer
+from burnish.serve.api.app import ServerState, application
+from burnish.serve.api.completions import Desk
+from burnish.serve.api.options import ApiOptions
+from burnish.serve.api.responses import Mailbox
+from burnish.serve.api.served import ServedModel
+from burnish.serve.command_line import serving_of
 from pair_runs import make_workplace, run_of
 from serve.client import post
 from serve.running import Running, serve_app

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import burnish
-from burnish.core.errors import UserError
-from burnish.core.options import Given
-from burnish.serve.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key
-from burnish.wire.guards import new_key, same_key
-from burnish.wire.hosts import host_name, is_loopback
-from burnish.wire.sockets import listen, listen_unix, shown_address
+from burnish.config.errors import UserError
+from burnish.config.options import Given
+from burnish.serve.api.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key
+from burnish.serve.http.guards import new_key, same_key
+from burnish.serve.http.hosts import host_name, is_loopback
+from burnish.serve.http.sockets import listen, listen_unix, shown_address
 from serve.client import CHAT, post, send
 
 KEY = "canary-key-0123456789"

@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from burnish.web.app import application
-from burnish.web.home import Home
-from burnish.web.options import WebOptions
-from burnish.web.session import Sessions
-from burnish.web.site import Site, _mark_of_source
+from burnish.serve.page.app import application
+from burnish.serve.page.home import Home
+from burnish.serve.page.options import WebOptions
+from burnish.serve.page.session import Sessions
+from burnish.serve.page.site import Site, _mark_of_source
 from serve.running import serve_app
 
 
@@ -58,7 +58,7 @@ class Page:
 @cache
 def described_options() -> str:
     """What a page keeps of the planner's answer, so that not every test starts a planner."""
-    from burnish.app.planner import form
+    from burnish.serve.page.planner_process import form
 
     return json.dumps({"mark": _mark_of_source(), **form()})
 

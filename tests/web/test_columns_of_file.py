@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from burnish.app.planner import columns_of_file
-from burnish.core.errors import UserError
+from burnish.config.errors import UserError
 from burnish.data.options import DataOptions
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
+from burnish.serve.page.planner_process import columns_of_file
 
 RECORDS = [{"frage": "1+1", "antwort": "2", "n": 3}, {"frage": "Hot?", "antwort": "cold"}]
 

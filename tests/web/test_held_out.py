@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import burnish
-from burnish.app.planner import held_out, question_of
-from burnish.core.errors import UserError
-from burnish.core.types import Example, Message
+from burnish.config.errors import UserError
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
+from burnish.loop.types import Example, Message
+from burnish.serve.page.planner_process import held_out, question_of
 
 DEMO = Path(burnish.__file__).parent / "demo"
 VALUES = {
@@ -23,7 +23,7 @@ VALUES = {
 
 
 def test_the_record_is_one_that_the_run_itself_holds_out() -> None:
-    from burnish.app.options import RunOptions
+    from burnish.run.plan.options import RunOptions
 
     found = held_out(VALUES, 3)
     options = RunOptions(**{**VALUES, "val_size": 5.0, "max_samples": 50, "dataset": ["demo_train"]})

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from burnish.web import log_columns
-from burnish.web.log_columns import columns_of, rows_since
-from burnish.web.series import series, small_picture
+from burnish.serve.page.runs import log_columns
+from burnish.serve.page.runs.log_columns import columns_of, rows_since
+from burnish.serve.page.runs.series import series, small_picture
 
 
 def write_log(folder: Path, steps: int, spike: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.web.machine import Machine, gpu_of
+from burnish.serve.page.machine import Machine, gpu_of
 
 
 def told(folder: Path, busy: int, idle: int) -> None:

@@ -17,17 +17,17 @@ from pathlib import Path
 import pytest
 
 import burnish
-from burnish.core.errors import UserError
+from burnish.config.errors import UserError
 from burnish.report.journal import launched
-from burnish.web.command import read_options
-from burnish.web.follow import FilePosition, cursor_text, news, read_cursor
-from burnish.web.home import Home
-from burnish.web.layout import BOXES, DEPENDS, PRESETS
-from burnish.web.log_columns import columns_of
-from burnish.web.places import Roots
-from burnish.web.series import thinned
-from burnish.web.words import language_of, page_words
-from burnish.wire.errors import Refusal
+from burnish.serve.http.errors import Refusal
+from burnish.serve.page.command import read_options
+from burnish.serve.page.home import Home
+from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
+from burnish.serve.page.places import Roots
+from burnish.serve.page.runs.follow import FilePosition, cursor_text, news, read_cursor
+from burnish.serve.page.runs.log_columns import columns_of
+from burnish.serve.page.runs.series import thinned
+from burnish.serve.page.words import language_of, page_words
 from web.conftest import KEY
 from web.running import begun
 
@@ -324,7 +324,9 @@ def test_a_place_outside_of_the_roots_is_refused_with_one_sentence(page, root, p
 
 def test_hostile_texts_are_values_and_nothing_else(page, root, monkeypatch) -> None:
     started = []
-    monkeypatch.setattr("burnish.web.starting.start_burnish", lambda words, *rest: started.append(words) or _Ended())
+    monkeypatch.setattr(
+        "burnish.serve.page.jobs.starting.start_burnish", lambda words, *rest: started.append(words) or _Ended()
+    )
     for number, text in enumerate(HOSTILE):
         values = {
             "model_name_or_path": "m",
@@ -357,7 +359,7 @@ def test_a_folder_is_proposed_that_holds_nothing_yet(page, root) -> None:
 
 
 def test_a_folder_that_holds_a_run_is_not_taken_without_a_word(page, root, monkeypatch) -> None:
-    monkeypatch.setattr("burnish.web.starting.start_burnish", lambda *_: _Ended())
+    monkeypatch.setattr("burnish.serve.page.jobs.starting.start_burnish", lambda *_: _Ended())
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/first"}
     status, _, text = page.send("POST", "/api/runs", {"values": values})
     assert (status, json.loads(text)["error"]["code"]) == (409, "folder_not_empty")
@@ -387,7 +389,7 @@ def test_a_signal_goes_only_to_the_process_that_is_proven_to_be_the_runs(page, r
 
 
 def test_the_queue_outlives_the_page_and_goes_on(root, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("burnish.web.starting.start_burnish", lambda *_: _Ended())
+    monkeypatch.setattr("burnish.serve.page.jobs.starting.start_burnish", lambda *_: _Ended())
     (root / "saves/first/launch.json").write_text(json.dumps({**launched([]), "time": 1.9e9}))
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/next"}
     with begun(root, tmp_path / "home", KEY) as page:
@@ -398,7 +400,7 @@ def test_the_queue_outlives_the_page_and_goes_on(root, tmp_path, monkeypatch) ->
         starter = page.site.starter
         import asyncio
 
-        from burnish.web.runs import find
+        from burnish.serve.page.runs.runs import find
 
         assert page.run(starter.next_of_queue(find([root]))) is None  # the other one still runs
         (root / "saves/first/launch.json").write_text(json.dumps({**launched([]), "start_ticks": 1}))
@@ -499,9 +501,9 @@ def test_a_number_in_an_address_that_is_none_is_refused_by_name(page, odd: str) 
 
 
 def test_the_layout_names_options_that_there_are() -> None:
-    from burnish.app.plan import RunOptions
-    from burnish.app.planner import form
-    from burnish.core.options import specs
+    from burnish.config.options import specs
+    from burnish.run.plan.plan import RunOptions
+    from burnish.serve.page.planner_process import form
 
     known = set(specs(RunOptions))
     fields = form()["fields"]

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from burnish.web.log_columns import columns_of
-from burnish.web.remarks import Remark, remarks, room_for_checkpoints
+from burnish.serve.page.runs.log_columns import columns_of
+from burnish.serve.page.runs.remarks import Remark, remarks, room_for_checkpoints
 
 
 def said(*losses: object, every: int = 10) -> dict[str, dict[str, object]]:
@@ -66,7 +66,7 @@ def rising(root):
 
 
 def test_the_page_its_script_and_the_terminal_say_the_same(rising, page, root, capsys) -> None:
-    from burnish.web.listing import runs
+    from burnish.serve.page.runs.listing import runs
 
     run = page.id_of("first")
     assert rising in page.send("GET", f"/runs/{run}")[2]

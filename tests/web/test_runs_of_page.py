@@ -19,7 +19,7 @@ import pytest
 
 import burnish
 from browser.conftest import Server, _end_runs, wait_for
-from burnish.web.runs import read_run
+from burnish.serve.page.runs.runs import read_run
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 VALUES = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from burnish.cli import main
-from burnish.core.errors import UserError
-from burnish.web.command import read_named, read_options
+from burnish.config.errors import UserError
+from burnish.serve.page.command import read_named, read_options
 
 
 def test_options_of_the_page_are_told_from_those_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_no_model_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.run
 def test_the_page_offers_the_model_that_was_named_and_begins_it_by_its_words(page) -> None:
-    from burnish.web.options import NamedModel
+    from burnish.serve.page.options import NamedModel
 
     asked: list[tuple[list[str], Path]] = []
     site = page.site

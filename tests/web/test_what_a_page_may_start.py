@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import burnish
-from burnish.app.options import RunOptions
-from burnish.core.options import specs
+from burnish.config.options import specs
 from burnish.report.journal import launched
+from burnish.run.plan.options import RunOptions
 
 OPTIONS = specs(RunOptions)
 RISKY = {name: spec for name, spec in OPTIONS.items() if spec.risky}
@@ -31,7 +31,9 @@ class _Ended:
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The words of every process that the page starts."""
     words: list[list[str]] = []
-    monkeypatch.setattr("burnish.web.starting.start_burnish", lambda given, *_: words.append(given) or _Ended())
+    monkeypatch.setattr(
+        "burnish.serve.page.jobs.starting.start_burnish", lambda given, *_: words.append(given) or _Ended()
+    )
     return words
 
 
@@ -104,8 +106,8 @@ def test_an_option_that_the_page_was_told_to_allow_is_accepted(root, tmp_path, b
 
 
 def test_a_member_of_another_package_is_a_risk(monkeypatch) -> None:
-    from burnish.app.planner import field_of
     from burnish.optim.builtin import OPTIMIZERS
+    from burnish.serve.page.planner_process import field_of
 
     members = dict(OPTIMIZERS._members)
     exec(
@@ -123,7 +125,7 @@ def test_a_member_of_another_package_is_a_risk(monkeypatch) -> None:
 
 
 def test_every_route_that_may_start_something_is_known_here(page) -> None:
-    from burnish.web.api import Api
+    from burnish.serve.page.api import Api
 
     effects = {f"{method} {path}" for method, path, _ in Api(page.site).routes() if method != "GET"}
     starting = {"POST /api/runs", "POST /api/runs/{id}/continue", "POST /api/engines", "POST /api/exports"}

@@ -20,11 +20,11 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from burnish.core.checks import notes
-from burnish.core.errors import Problem, UserError, did_you_mean, few, shape_in_words
-from burnish.core.options import option
-from burnish.core.registry import Registry
-from burnish.core.snapshot import named_once
+from burnish.checkpoint.snapshot import named_once
+from burnish.config.checks import notes
+from burnish.config.errors import Problem, UserError, did_you_mean, few, shape_in_words
+from burnish.config.options import option
+from burnish.config.registry import Registry
 
 
 class NamedType(Protocol):

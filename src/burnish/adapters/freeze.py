@@ -19,8 +19,8 @@ from torch import nn
 
 from burnish.adapters.base import ADAPTERS, unknown_names
 from burnish.adapters.full import FullAdapter
-from burnish.core.errors import Problem
-from burnish.core.options import option, raise_if
+from burnish.config.errors import Problem
+from burnish.config.options import option, raise_if
 
 
 @dataclass

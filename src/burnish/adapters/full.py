@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from burnish.adapters.base import ADAPTERS, NamedType, load_whole_state, whole_state
-from burnish.core.errors import Problem, UserError
+from burnish.config.errors import Problem, UserError
 
 
 @ADAPTERS.register("full")

@@ -36,11 +36,11 @@ from burnish.adapters.lora_model import (
     shortest_names,
     train_only,
 )
-from burnish.core.checks import notes
-from burnish.core.errors import Problem, few
-from burnish.core.files import from_anywhere
-from burnish.core.json_files import write_json
-from burnish.core.options import option, raise_if, set_without
+from burnish.config.checks import notes
+from burnish.config.errors import Problem, few
+from burnish.config.options import option, raise_if, set_without
+from burnish.utils.files import from_anywhere
+from burnish.utils.json_files import write_json
 
 DEFAULT = "default"
 """The name, in memory, of the adapter that is trained; the same as in peft."""

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from burnish.adapters.base import raise_unless_same_tensors
 from burnish.adapters.lora_model import FILE_PREFIX, features, linear_layers
-from burnish.core.errors import Problem, UserError, few, shape_in_words
-from burnish.core.json_files import FETCH_AGAIN, read_object
-from burnish.core.options import raise_if
-from burnish.core.tensor_files import TensorInfo, read_header
+from burnish.config.errors import Problem, UserError, few, shape_in_words
+from burnish.config.options import raise_if
+from burnish.utils.json_files import FETCH_AGAIN, read_object
+from burnish.utils.tensor_files import TensorInfo, read_header
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

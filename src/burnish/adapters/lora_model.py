@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.core.errors import Problem, UserError, did_you_mean
-from burnish.core.patching import Reason, patch, restore
-from burnish.ops.quantised import is_quantised
+from burnish.config.errors import Problem, UserError, did_you_mean
+from burnish.kernels.quantized import is_quantised
+from burnish.utils.patching import Reason, patch, restore
 
 FILE_PREFIX = "base_model.model."
 """The beginning that peft's classes around a model add to every name in a file."""

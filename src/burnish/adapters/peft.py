@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from burnish.adapters.base import ADAPTERS, raise_unless_same_tensors
-from burnish.core.checks import check
-from burnish.core.errors import Problem, UserError, did_you_mean
-from burnish.core.files import from_anywhere
-from burnish.core.json_files import read_object
-from burnish.core.options import option
+from burnish.config.checks import check
+from burnish.config.errors import Problem, UserError, did_you_mean
+from burnish.config.options import option
+from burnish.utils.files import from_anywhere
+from burnish.utils.json_files import read_object
 
 
 @dataclass

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from burnish.core.loop import Loop
 from burnish.data.origins import Origins, origins_in_words
+from burnish.loop.loop import Loop
 from burnish.report.console import note
 
 

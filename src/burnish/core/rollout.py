@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from burnish.core.errors import UserError
-from burnish.core.types import StepBatch
+from burnish.config.errors import UserError
+from burnish.loop.types import StepBatch
 
 
 class RolloutBuffer:

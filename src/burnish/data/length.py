@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from burnish.core.bounds import LONGEST_RECORD
-from burnish.core.errors import Problem
-from burnish.core.options import raise_if
-from burnish.core.types import Example
+from burnish.config.bounds import LONGEST_RECORD
+from burnish.config.errors import Problem
+from burnish.config.options import raise_if
+from burnish.loop.types import Example
 
 REMEDY = "Cut it into several records, at the ends of its chapters or paragraphs."
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from burnish.core.checks import check
-from burnish.core.errors import Problem
-from burnish.core.options import option
+from burnish.config.checks import check
+from burnish.config.errors import Problem
+from burnish.config.options import option
 from burnish.data.sets.formats import FORMATS
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from burnish.core.types import Row
 from burnish.data.rows.row_set import RowSet
 from burnish.data.sets.examples import Examples
+from burnish.loop.types import Row
 
 
 class Origins:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from burnish.core.types import Example
+from burnish.loop.types import Example
 
 SHOWN = 5
 """Number of record numbers named per reason; the others are counted."""

@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers.utils import logging
 
-from burnish.core import checkpoint
-from burnish.core.comparison import compare_with_checkpoint
-from burnish.core.errors import skipped_sentence
-from burnish.core.loop import Loop
-from burnish.core.schedule import StepPlan
-from burnish.core.state import TrainerState, keeping_plan
-from burnish.core.types import Batch, Loss
-from burnish.hf.foreign import is_foreign, load_foreign
-from burnish.hf.loss import StepUnderWay, accepting, explaining_ids, without_gradient, without_weight
-from burnish.hf.stream import PaddingBatch
+from burnish.checkpoint import checkpoint
+from burnish.checkpoint.comparison import compare_with_checkpoint
+from burnish.config.errors import skipped_sentence
+from burnish.loop.loop import Loop
+from burnish.loop.schedule import StepPlan
+from burnish.loop.state import TrainerState, keeping_plan
+from burnish.loop.types import Batch, Loss
+from burnish.trainer.data.stream import PaddingBatch
+from burnish.trainer.files.transformers_checkpoints import is_foreign, load_foreign
+from burnish.trainer.loss import StepUnderWay, accepting, explaining_ids, without_gradient, without_weight
 
 if TYPE_CHECKING:
-    from burnish.hf.arguments.training import TrainingArguments
-    from burnish.hf.trainer import Trainer
+    from burnish.trainer.arguments.training import TrainingArguments
+    from burnish.trainer.trainer import Trainer
 
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from burnish.core.errors import Problem, did_you_mean
+from burnish.config.errors import Problem, did_you_mean
 from burnish.models.options import ModelOptions
 
 _NAMES = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from burnish.core.errors import Problem, UserError, did_you_mean
-from burnish.core.json_files import FETCH_AGAIN, read_object
-from burnish.core.options import raise_if
-from burnish.core.tensor_files import TensorInfo, read_headers
+from burnish.config.errors import Problem, UserError, did_you_mean
+from burnish.config.options import raise_if
 from burnish.models.attention_choice import attention_problems
 from burnish.models.load import load_config, meta_model, weight_problems
 from burnish.models.options import ModelOptions
-from burnish.models.quantize import check_quantised_files
+from burnish.models.quantization.quantize import check_quantised_files
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, shard_names
+from burnish.utils.json_files import FETCH_AGAIN, read_object
+from burnish.utils.tensor_files import TensorInfo, read_headers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from burnish.core.patching import Reason, patch
+from burnish.utils.patching import Reason, patch
 
 NO_DROPOUT = Reason("dropout", "two passes over one model are compared, and neither is to draw at random")
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from burnish.core.checks import notes
-from burnish.core.errors import NotSavedError, Problem, first_line
-from burnish.core.options import option, set_without
+from burnish.config.checks import notes
+from burnish.config.errors import NotSavedError, Problem, first_line
+from burnish.config.options import option, set_without
 
 
 @dataclass

@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from burnish.core.json_files import read_object
 from burnish.models.check import weight_files
 from burnish.models.options import ModelOptions
 from burnish.models.source import adapter_folders, local_folder
+from burnish.utils.json_files import read_object
 
 SAMPLES = 64
 """Number of places per file that are read; a fine-tuned copy differs in every one of them."""

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from burnish.core.checks import check, notes
-from burnish.core.errors import Problem
-from burnish.core.options import option
-from burnish.ops.probe import causal_lm
+from burnish.config.checks import check, notes
+from burnish.config.errors import Problem
+from burnish.config.options import option
+from burnish.kernels.probe import causal_lm
 
 
 @dataclass

@@ -19,16 +19,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from burnish.core.errors import UNUSABLE, Problem, UserError, few, shape_in_words
-from burnish.core.json_files import read_object
-from burnish.core.options import raise_if
-from burnish.core.patching import Reason, patch
-from burnish.core.work import work
+from burnish.config.errors import UNUSABLE, Problem, UserError, few, shape_in_words
+from burnish.config.options import raise_if
 from burnish.models.attention_choice import asked_attention
 from burnish.models.options import ModelOptions
-from burnish.models.quantize import keep_as_loaded, quantised_by, quantization_arguments, use_kernels_that_train
+from burnish.models.quantization.quantize import (
+    keep_as_loaded,
+    quantised_by,
+    quantization_arguments,
+    use_kernels_that_train,
+)
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
+from burnish.utils.json_files import read_object
+from burnish.utils.patching import Reason, patch
+from burnish.utils.work import work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

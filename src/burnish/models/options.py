@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from burnish.core.checks import check, notes
-from burnish.core.errors import Problem
-from burnish.core.options import option
+from burnish.config.checks import check, notes
+from burnish.config.errors import Problem
+from burnish.config.options import option
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from burnish.core.errors import UserError
+from burnish.config.errors import UserError
 
 
 @contextmanager

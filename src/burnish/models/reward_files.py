@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.core.errors import UserError
-from burnish.core.json_files import read_object, write_json
-from burnish.core.tensor_files import read_header
+from burnish.config.errors import UserError
 from burnish.models.quiet import quiet
+from burnish.utils.json_files import read_object, write_json
+from burnish.utils.tensor_files import read_header
 
 VALUE_HEAD, OLD_VALUE_HEAD = "value_head.safetensors", "value_head.bin"
 WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from burnish.core.protocols import Adapter
-from burnish.core.work import work
+from burnish.loop.protocols import Adapter
 from burnish.models.quiet import quiet
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
+from burnish.utils.work import work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

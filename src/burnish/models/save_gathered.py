@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.core.json_files import write_json
-from burnish.core.snapshot import named_once
+from burnish.checkpoint.snapshot import named_once
 from burnish.models.quiet import quiet
+from burnish.utils.json_files import write_json
 
 
 def save_gathered(

@@ -19,12 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from burnish.core.environment import is_offline, uses_modelscope
-from burnish.core.errors import MissingExtraError, Problem, UserError, did_you_mean, first_line
-from burnish.core.files import expanded
-from burnish.core.json_files import FETCH_AGAIN, read_object
-from burnish.core.options import raise_if
+from burnish.config.errors import MissingExtraError, Problem, UserError, did_you_mean, first_line
+from burnish.config.options import raise_if
 from burnish.models.options import ModelOptions
+from burnish.utils.environment import is_offline, uses_modelscope
+from burnish.utils.files import expanded
+from burnish.utils.json_files import FETCH_AGAIN, read_object
 
 CONNECT_TIMEOUT_S = 5.0
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?$")

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from burnish.core.conversion import GivenTwice, yaml_of_each_key_once
-from burnish.core.errors import Problem, UserError, is_unusable
-from burnish.core.files import regular
-from burnish.core.json_files import read_object
-from burnish.core.options import raise_if
-from burnish.core.patching import Reason, patch
+from burnish.config.conversion import GivenTwice, yaml_of_each_key_once
+from burnish.config.errors import Problem, UserError, is_unusable
+from burnish.config.options import raise_if
 from burnish.models.load import meta_model, said_by
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source, hub_arguments
+from burnish.utils.files import regular
+from burnish.utils.json_files import read_object
+from burnish.utils.patching import Reason, patch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

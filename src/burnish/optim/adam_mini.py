@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from burnish.core.checks import check
-from burnish.core.errors import Problem, UserError
-from burnish.core.options import option
+from burnish.config.checks import check
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import option
 from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, adam_arguments, asked_by, only_adamw
 
 _QUERY_OR_KEY = re.compile(r"(^|\.)(q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.(lora_B\.\w+\.)?weight$")

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from burnish.core.checks import check, notes
-from burnish.core.errors import Problem, UserError
-from burnish.core.options import changed_options, option
+from burnish.config.checks import check, notes
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import changed_options, option
 from burnish.optim.builtin import OPTIMIZERS, AdamChoices, Groups, Turns, adam_arguments, asked_by, only_adamw
 
 logger = logging.getLogger(__name__)

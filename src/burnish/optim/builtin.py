@@ -3,7 +3,7 @@
 ``optim: adamw_torch`` and the like are transformers' names. A member of the family is a function
 ``(groups, options) -> torch.optim.Optimizer``; ``groups`` are torch's parameter groups, with names and weight decay,
 and with ``lr`` where a learning rate is not the run's. Its ``state_dict`` holds tensors and plain data only, as a
-checkpoint requires (core/snapshot.py). Traits of a member: ``library``, the library that it needs; ``refused``, why a
+checkpoint requires (checkpoint/snapshot.py). Traits of a member: ``library``, the library that it needs; ``refused``, why a
 name that transformers knows is not here, and what to use instead; ``leaves_out``, the fields of ``OptimOptions`` that
 it does not read; ``switch``, the option of its own that asks for it (``when``); ``reads_model``: it is called with the
 model too.
@@ -23,12 +23,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from burnish.core.checks import check, notes
-from burnish.core.conversion import literal
-from burnish.core.errors import MissingExtraError, Problem, UserError, why_not
-from burnish.core.options import changed_options, option, raise_if
-from burnish.core.registry import Registry
-from burnish.core.schedule import CurveOptions, lr_factor, refused_by_curve
+from burnish.config.checks import check, notes
+from burnish.config.conversion import literal
+from burnish.config.errors import MissingExtraError, Problem, UserError, why_not
+from burnish.config.options import changed_options, option, raise_if
+from burnish.config.registry import Registry
+from burnish.loop.schedule import CurveOptions, lr_factor, refused_by_curve
 
 Groups: TypeAlias = list[dict[str, Any]]
 OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from burnish.core.patching import Reason, hook
 from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, adam_arguments
 from burnish.optim.delegating import Delegating, copied
+from burnish.utils.patching import Reason, hook
 
 LIBRARY = "torchao"
 _KIND = "quantised as"

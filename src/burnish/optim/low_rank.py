@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from burnish.core.checks import check, notes
-from burnish.core.errors import Problem, UserError
-from burnish.core.options import option
+from burnish.config.checks import check, notes
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import option
 from burnish.optim.builtin import (
     OPTIMIZERS,
     AdamChoices,

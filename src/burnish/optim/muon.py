@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from burnish.core.checks import check
-from burnish.core.errors import Problem
-from burnish.core.options import option
+from burnish.config.checks import check
+from burnish.config.errors import Problem
+from burnish.config.options import option
 from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions, asked_by, only_adamw, optim_arguments
 from burnish.optim.delegating import Delegating, copied
 from burnish.optim.low_rank import in_layers, split_groups

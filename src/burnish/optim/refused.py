@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from burnish.core.errors import UserError
+from burnish.config.errors import UserError
 from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions
 
 _IN_BACKWARD = (

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from torch.optim import Optimizer
 
-from burnish.core.checks import check
-from burnish.core.errors import Problem
+from burnish.config.checks import check
+from burnish.config.errors import Problem
 from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, OptimOptions, adam_arguments, optim_arguments
 
 LIBRARY = "schedulefree"

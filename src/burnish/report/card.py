@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import burnish
-from burnish.core.secrets import has_secret_name
+from burnish.config.secrets import has_secret_name
 from burnish.report.results import write_whole
 
 CARD_NAME = "README.md"

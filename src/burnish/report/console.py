@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from burnish.core.errors import Problem
-from burnish.core.secrets import without_secrets
+from burnish.config.errors import Problem
+from burnish.config.secrets import without_secrets
 from burnish.report.streams import encodable, let_go, say
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def warn(text: str) -> None:
 
 
 FAILURE_FILE = "BURNISH_FAILURE_FILE"
-"""The environment variable by which ``app/launch.py`` names the file for what a process would print last."""
+"""The environment variable by which ``run/launch.py`` names the file for what a process would print last."""
 END_OF_PROBLEM = "\x1e"
 
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from burnish.core.errors import Problem, skipped_sentence
-from burnish.core.events import TrainerCallback
-from burnish.core.files import regular
-from burnish.core.secrets import has_secret_name, without_secrets
-from burnish.core.state import TrainerControl, TrainerState
+from burnish.config.errors import Problem, skipped_sentence
+from burnish.config.secrets import has_secret_name, without_secrets
+from burnish.loop.events import TrainerCallback
+from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.results import write_whole
+from burnish.utils.files import regular
 
 LAUNCH, GIVEN, EVENTS, OUTCOME = "launch.json", "run.yaml", "events.jsonl", "outcome.json"
 JOURNAL_NAMES = (LAUNCH, GIVEN, EVENTS, OUTCOME, "console.log")

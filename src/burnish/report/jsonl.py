@@ -23,12 +23,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.core.events import TrainerCallback
+from burnish.loop.events import TrainerCallback
 from burnish.report.pace import Pace, clock_time
 from burnish.report.results import write_whole
 
 if TYPE_CHECKING:
-    from burnish.core.state import TrainerControl, TrainerState
+    from burnish.loop.state import TrainerControl, TrainerState
 
 LOG_NAME = "trainer_log.jsonl"
 

@@ -13,10 +13,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from burnish.core.checks import check, notes
-from burnish.core.errors import Problem
-from burnish.core.options import option
-from burnish.core.secrets import has_secret_name
+from burnish.config.checks import check, notes
+from burnish.config.errors import Problem
+from burnish.config.options import option
+from burnish.config.secrets import has_secret_name
 
 _LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 

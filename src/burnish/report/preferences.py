@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from burnish.core.events import TrainerCallback
-from burnish.core.state import TrainerControl, TrainerState
+from burnish.loop.events import TrainerCallback
+from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.console import note
 
 _IN_A_ROW = 3

@@ -22,14 +22,14 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from burnish.core.checks import check, notes
-from burnish.core.errors import Problem
-from burnish.core.events import TrainerCallback
-from burnish.core.loop import Loop
-from burnish.core.options import option
-from burnish.core.patching import Reason, patch
-from burnish.core.state import TrainerControl, TrainerState
+from burnish.config.checks import check, notes
+from burnish.config.errors import Problem
+from burnish.config.options import option
+from burnish.loop.events import TrainerCallback
+from burnish.loop.loop import Loop
+from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.console import note
+from burnish.utils.patching import Reason, patch
 
 TRACE, TABLE = "trace.json.gz", "steps.txt"
 WARM_UP = 2  # steps that are not measured

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from burnish.core.errors import skipped_sentence
-from burnish.core.events import TrainerCallback
-from burnish.core.meter import RATES
+from burnish.config.errors import skipped_sentence
+from burnish.loop.events import TrainerCallback
+from burnish.loop.meter import RATES
 from burnish.report import console
 from burnish.report.console import GAP, bar
 from burnish.report.options import ReportOptions
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
-    from burnish.core.state import TrainerControl, TrainerState
+    from burnish.loop.state import TrainerControl, TrainerState
 
 TRAIN_LINES = 16
 EVAL_LINES = 8

@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.core.errors import UserError
-from burnish.core.json_files import read_object
-from burnish.core.state import STATE_NAME
+from burnish.config.errors import UserError
+from burnish.loop.state import STATE_NAME
 from burnish.report.pace import clock_time
+from burnish.utils.json_files import read_object
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from burnish.core.state import TrainerState
+    from burnish.loop.state import TrainerState
 
 ALL_RESULTS = "all_results.json"
 

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import TextIO
 
-from burnish.core.secrets import without_secrets
+from burnish.config.secrets import without_secrets
 
 _PLAIN = str.maketrans(
     {"⟦": "[[", "⟧": "]]", "↵": "\\n", "…": "...", "→": "->", "·": ".", "×": "x", "─": "-", "━": "#",

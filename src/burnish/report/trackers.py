@@ -21,9 +21,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from burnish.core.errors import Problem, did_you_mean
-from burnish.core.options import raise_if
-from burnish.core.registry import Registry
+from burnish.config.errors import Problem, did_you_mean
+from burnish.config.options import raise_if
+from burnish.config.registry import Registry
 
 TRACKERS: Registry[Callable[[], Any]] = Registry("tracker")
 """Traits of a member: ``needs``, a ``Needs``, where it has requirements."""

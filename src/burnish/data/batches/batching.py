@@ -23,11 +23,11 @@ from typing import Any, Protocol
 
 import torch
 
-from burnish.core.checks import check
-from burnish.core.errors import Problem
-from burnish.core.options import option
-from burnish.core.types import IGNORE_INDEX, Batch, Row
+from burnish.config.checks import check
+from burnish.config.errors import Problem
+from burnish.config.options import option
 from burnish.data.batches.prefix_sharing import segments
+from burnish.loop.types import IGNORE_INDEX, Batch, Row
 
 
 @dataclass

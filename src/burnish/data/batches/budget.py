@@ -1,7 +1,7 @@
 """A token budget: the rows of a step in as few micro-batches as possible, none with more tokens than is allowed.
 
 In: the rows of a rank in a step, their lengths, and how many tokens a micro-batch may have. Out: micro-batches. The
-rows of a step, and so its update, are still determined by batch size, accumulation and ranks (``core/loop.py`` divides
+rows of a step, and so its update, are still determined by batch size, accumulation and ranks (``loop/loop.py`` divides
 by the weight of the whole step); only their division changes: short rows share a micro-batch, a long row has its own.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from burnish.core.errors import Problem
+from burnish.config.errors import Problem
 from burnish.data.batches.batching import pack_best_fit
 
 

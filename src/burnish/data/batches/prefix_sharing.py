@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from burnish.core.sequences import shared_beginning
-from burnish.core.types import IGNORE_INDEX, Row
+from burnish.loop.types import IGNORE_INDEX, Row
+from burnish.utils.sequences import shared_beginning
 
 _LEAST_SPARED = 32
 """Tokens that sharing has to save; fewer do not pay for the attention of a segment to keys of another one."""

@@ -19,10 +19,10 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from burnish.core.checks import notes
-from burnish.core.options import option
-from burnish.core.types import IGNORE_INDEX, Batch, Row, StepBatch
+from burnish.config.checks import notes
+from burnish.config.options import option
 from burnish.data.batches.budget import Budget
+from burnish.loop.types import IGNORE_INDEX, Batch, Row, StepBatch
 
 
 @dataclass

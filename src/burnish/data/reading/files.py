@@ -16,8 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burnish.core.errors import Problem, UserError, first_line
-from burnish.core.files import check_below_roots, odd_kind
+from burnish.config.errors import Problem, UserError, first_line
 from burnish.data.reading.json_files import (
     BOM,
     Values,
@@ -28,6 +27,7 @@ from burnish.data.reading.json_files import (
     read_json_records,
     text_lines,
 )
+from burnish.utils.files import check_below_roots, odd_kind
 
 _CSV_FIELD = 2**31 - 1
 _PAPERS = (".", "LICENSE", "README", "dataset_info", "dataset_dict")

@@ -16,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from burnish.core.conversion import GivenTwice, each_key_once
-from burnish.core.errors import Problem, UserError
+from burnish.config.conversion import GivenTwice, each_key_once
+from burnish.config.errors import Problem, UserError
 
 Values: TypeAlias = Mapping[str, Any]
 """One record as read: column -> value."""

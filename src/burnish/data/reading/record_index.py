@@ -21,8 +21,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
-from burnish.core.errors import UserError
-from burnish.core.sequences import OnDemand
+from burnish.config.errors import UserError
 from burnish.data.reading.json_files import (
     BOM,
     Values,
@@ -34,6 +33,7 @@ from burnish.data.reading.json_files import (
     read_json_records,
     refuse,
 )
+from burnish.utils.sequences import OnDemand
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -29,8 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from burnish.core.errors import UserError
-from burnish.core.types import Row, as_lists
+from burnish.config.errors import UserError
 from burnish.data.length import refuse_endless
 from burnish.data.options import DataOptions
 from burnish.data.rows.encode import (
@@ -46,6 +45,7 @@ from burnish.data.rows.row_set import RowSet
 from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_rows_manifest
 from burnish.data.sets.examples import Examples
 from burnish.data.tally import Tally
+from burnish.loop.types import Row, as_lists
 
 EncodeSome: TypeAlias = "Callable[[Sequence[int]], Encoded]"
 """Numbers of examples -> their rows and tally."""

@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import burnish
-from burnish.core.bounds import LONG_RECORD
-from burnish.core.errors import Problem, UserError
-from burnish.core.files import named_where_full, open_lock
-from burnish.core.types import Example, Row
-from burnish.core.work import work
+from burnish.config.bounds import LONG_RECORD
+from burnish.config.errors import Problem, UserError
 from burnish.data.length import num_characters, refuse_endless
 from burnish.data.options import DataOptions
 from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_rows_manifest
 from burnish.data.sets.examples import Examples, content_hash
 from burnish.data.tally import Tally
+from burnish.loop.types import Example, Row
+from burnish.utils.files import named_where_full, open_lock
+from burnish.utils.work import work
 
 Encode: TypeAlias = "Callable[[Sequence[Example], Tally], Sequence[Row | None]]"
 """A batch of examples -> a row for each, None where it gives none; reasons go into the tally."""

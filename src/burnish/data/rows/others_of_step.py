@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast, overload
 
-from burnish.core.types import IGNORE_INDEX, Row
 from burnish.data.rows.row_set import RowSet, RowsOver
+from burnish.loop.types import IGNORE_INDEX, Row
 
 Key: TypeAlias = tuple[int, int | None]
 """A row, and the row whose answer it takes."""

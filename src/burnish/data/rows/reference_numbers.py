@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from burnish.core.protocols import Engine
-from burnish.core.types import Batch, Row
-from burnish.core.work import work
 from burnish.data.rows.row_set import RowSet, RowsOver
+from burnish.loop.protocols import Engine
+from burnish.loop.types import Batch, Row
+from burnish.utils.work import work
 
 
 class AsksReference(Protocol):

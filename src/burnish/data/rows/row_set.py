@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
-from burnish.core.sequences import OnDemand
-from burnish.core.types import Row
 from burnish.data.batches.batching import PackingChoices, lengths_of, pack, packs_rows, strategy_of
 from burnish.data.tally import Tally
+from burnish.loop.types import Row
+from burnish.utils.sequences import OnDemand
 
 RowT_co = TypeVar("RowT_co", bound="Row | None", covariant=True)
 

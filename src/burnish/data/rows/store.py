@@ -20,11 +20,11 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from burnish.core.errors import Problem, UserError
-from burnish.core.json_files import read_object, write_json
-from burnish.core.manifest import own_sha256, sha256_of
-from burnish.core.types import Row
+from burnish.checkpoint.manifest import own_sha256, sha256_of
+from burnish.config.errors import Problem, UserError
 from burnish.data.rows.row_set import RowSet
+from burnish.loop.types import Row
+from burnish.utils.json_files import read_object, write_json
 
 MANIFEST = "rows.json"
 LAYOUT = 2

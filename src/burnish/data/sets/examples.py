@@ -15,14 +15,14 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-from burnish.core.errors import Problem, UserError
-from burnish.core.sequences import OnDemand
-from burnish.core.types import Example
+from burnish.config.errors import Problem, UserError
 from burnish.data.reading.json_files import Values
 from burnish.data.sets.formats import Bad, bad_records, converted, place, same_in
 from burnish.data.sets.preferences import last_answer, said
 from burnish.data.sets.records import Layout
 from burnish.data.tally import Tally
+from burnish.loop.types import Example
+from burnish.utils.sequences import OnDemand
 
 if TYPE_CHECKING:
     from numpy import ndarray

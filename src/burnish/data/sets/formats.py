@@ -23,15 +23,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from burnish.core.errors import Problem, UserError, few
-from burnish.core.registry import Registry
-from burnish.core.types import Example, Message
+from burnish.config.errors import Problem, UserError, few
+from burnish.config.registry import Registry
 from burnish.data.reading.files import line_of
 from burnish.data.reading.json_files import Values, shortened
 from burnish.data.sets.preferences import judged
 from burnish.data.sets.records import BadRecord, Layout, Record, as_text, as_turns
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
 from burnish.data.tally import Tally
+from burnish.loop.types import Example, Message
 
 SHOWN = 5
 """Number of kinds of faults, and of records of each kind, that one error names; the others are counted."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from burnish.core.errors import Problem, UserError, did_you_mean
+from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.data.reading.json_files import Values
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import FORMATS

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
-from burnish.core.errors import UserError
+from burnish.config.errors import UserError
 
 if TYPE_CHECKING:
     from numpy.random import RandomState

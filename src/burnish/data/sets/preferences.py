@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
-from burnish.core.sequences import shared_beginning
-from burnish.core.types import Answer, Example, Message
 from burnish.data.reading.json_files import Values, shortened
 from burnish.data.sets.records import BadRecord, Record, as_text, as_turns
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, message_of
+from burnish.loop.types import Answer, Example, Message
+from burnish.utils.sequences import shared_beginning
 
 RecordKind: TypeAlias = Literal["answers", "pairs", "verdicts"]
 """The kind of records of a stage: answers (sft, pt), pairs of them (rm, dpo), verdicts on one (kto)."""

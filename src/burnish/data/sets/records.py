@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from burnish.core.types import Example, RoleName
 from burnish.data.reading.json_files import Values, parsed, shortened
+from burnish.loop.types import Example, RoleName
 
 ROLES: Mapping[str, RoleName] = {
     "system": "system", "developer": "system",

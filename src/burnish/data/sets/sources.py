@@ -18,10 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from burnish.core.errors import MissingExtraError, Problem, UserError, first_line
-from burnish.core.files import check_below_roots
-from burnish.core.options import raise_if
-from burnish.core.types import Example
+from burnish.config.errors import MissingExtraError, Problem, UserError, first_line
+from burnish.config.options import raise_if
 from burnish.data.options import DataOptions, check_data
 from burnish.data.reading.files import READERS, data_files, json_in_text, read_records
 from burnish.data.reading.json_files import Values, read_json_records
@@ -45,6 +43,8 @@ from burnish.data.sets.mixing import merged_order, sampled, split_rows
 from burnish.data.sets.preferences import unpaired, with_other_answers
 from burnish.data.sets.records import Layout
 from burnish.data.tally import Tally
+from burnish.loop.types import Example
+from burnish.utils.files import check_below_roots
 
 __all__ = ["DataOptions", "DataSets", "check_data", "load_datasets"]
 

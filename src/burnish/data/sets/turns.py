@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from sys import float_info
 from typing import Any
 
-from burnish.core.types import Example, Message, RoleName
 from burnish.data.reading.json_files import parsed, shortened
 from burnish.data.sets.records import BadRecord, Layout, Record, as_text, listed
+from burnish.loop.types import Example, Message, RoleName
 
 SHAREGPT_TAGS = {
     "role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",

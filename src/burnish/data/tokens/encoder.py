@@ -20,8 +20,8 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
-from burnish.core.sequences import shared_beginning
-from burnish.core.types import Ids
+from burnish.loop.types import Ids
+from burnish.utils.sequences import shared_beginning
 
 _MARK = "\ufdd0"  # a Unicode noncharacter, never assigned; if a text holds it, it is hidden too
 _FIRST = 0xF0000  # private use: the character after the mark counts from here

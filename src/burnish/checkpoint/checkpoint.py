@@ -1,0 +1,390 @@
+"""Checkpoints: everything a run needs to go on as if it had never stopped.
+
+The parts of a run that change (weights, optimizer, schedule, stream, state, callbacks, generators) are ``Stateful``
+and live in one dict; to save is one loop over it, to load is another. A checkpoint is written into a temporary folder
+beside its place, flushed, given a manifest last, and renamed: a folder called ``checkpoint-12`` is whole or it is not
+there. Nothing is pickled and nothing is unpickled: tensors are safetensors, the rest is JSON.
+
+In:  parts by name, a step number, the fingerprints of what the run depends on.
+Out: ``output_dir/checkpoint-<step>/`` with ``model.safetensors`` (or ``adapter_model.safetensors``),
+     ``trainer_state.json``, ``<part>.safetensors`` and ``<part>.json``, ``manifest.json``.
+     A part of which each rank holds a stretch is written by all of them (``checkpoint/shards.py``), and whole or not at all.
+Refuses: a damaged checkpoint; one of another run (``comparison.py``). ``files.only_writer`` refuses a second writer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from burnish.checkpoint.manifest import faults, flush_folders, write_manifest
+from burnish.checkpoint.parts import Part
+from burnish.checkpoint.shards import (
+    Scattered,
+    gather_reports,
+    index_name,
+    read_scattered,
+    reporting,
+    shard_name,
+    write_index,
+    write_shard,
+)
+from burnish.checkpoint.snapshot import copy_large, join, split
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import option
+from burnish.loop.events import EVENTS, CallbackHandler
+from burnish.loop.state import TrainerState
+from burnish.utils.files import remove
+from burnish.utils.json_files import write_json
+
+if TYPE_CHECKING:
+    from burnish.loop.protocols import Engine
+
+CHECKPOINT_PREFIX = "checkpoint"
+_NAME = re.compile(rf"^{CHECKPOINT_PREFIX}-(\d+)$")
+_TEMPORARY = ".incomplete-"
+
+
+@dataclass
+class CheckpointOptions:
+    """Output folder, checkpoints, and resuming."""
+
+    output_dir: str | None = option(None, "The folder that receives everything the run writes.", names_place=True)
+    overwrite_output_dir: bool = option(False, "Start anew in a folder that holds an earlier run.")
+    resume: str = option(
+        "auto", "What to do where output_dir holds a checkpoint: continue it, never, or insist on one.",
+        choices=("auto", "never", "must"),
+    )  # fmt: skip
+    resume_from_checkpoint: str | bool | None = option(
+        None,
+        "A checkpoint folder to continue from; true for the newest in output_dir, false for none.",
+        names_place=True,
+    )
+    resume_despite_changes: bool = option(
+        False, "Continue although data, model, seed or batch differ from the checkpoint's."
+    )
+    save_total_limit: int | None = option(None, "Checkpoints kept; the oldest go, never the best one.", ge=1)
+    save_only_model: bool = option(False, "Checkpoints without optimizer and generators; they cannot be continued.")
+    save_in_background: bool = option(True, "Train on while a checkpoint is written; costs a copy of it in memory.")
+    load_best_model_at_end: bool = option(False, "Finish with the weights of the best evaluation.")
+    metric_for_best_model: str | None = option(None, "The metric that decides which is best; eval_loss if not given.")
+    greater_is_better: bool | None = option(None, "Whether a higher metric is better; not for a loss, if not given.")
+
+
+def output_folder(options: CheckpointOptions) -> Path:
+    """``output_dir``, without which no run is planned."""
+    assert options.output_dir is not None
+    return Path(options.output_dir)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A save that has begun: what this rank writes, and where."""
+
+    step: int
+    target: Path
+    temporary: Path
+    taken: Mapping[str, tuple[dict[str, Any], Any]]  # stem -> tensors and data
+    sharded: list[str]  # stems of which each rank writes its shard
+    copies_later: bool  # the tensors in ``taken`` are the run's own until the writer has copied them
+    best: str | None
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: ``output_dir``.
+        fingerprints: what the run depends on, by name; JSON data. Stored in each manifest.
+        write_extras: called with the folder to add what makes it loadable elsewhere (config, tokenizer).
+        limit: how many to keep; None keeps all.
+        in_background: copy, then write in a thread while training goes on.
+        engine: of the run, if it has several processes.
+        listeners: a callback not written by burnish may read or upload the folder when it hears of the save, so the
+            save is waited for; and it may change weights at any time, so they are copied before the save returns.
+        copies_later: let the writing thread copy large tensors too. Only if nothing changes the weights but a step of
+            the loop, which calls ``wait_for_copies`` first: most of a step may pass meanwhile.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, fingerprints: Mapping[str, Any] | None = None,
+        write_extras: Callable[[Path], None] | None = None, limit: int | None = None, in_background: bool = True,
+        engine: Engine | None = None, listeners: CallbackHandler | None = None, copies_later: bool = False,
+    ) -> None:  # fmt: skip
+        self.folder = Path(folder)
+        self.fingerprints = dict(fingerprints or {})
+        self.write_extras = write_extras
+        self.limit = limit if limit and limit > 0 else None
+        self.in_background = in_background
+        self.engine = engine
+        self.rank, self.world_size = (0, 1) if engine is None else (engine.rank, engine.world_size)
+        self.last_step: int | None = None  # of the last save in this process
+        self._writer: threading.Thread | None = None
+        self._has_copies = threading.Event()  # of everything that the next update changes
+        self._has_copies.set()
+        self._failure: BaseException | None = None
+        self._listeners = listeners
+        self._may_copy_later = in_background and copies_later
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, parts: Mapping[str, Part], *, best: str | None = None) -> Path:
+        """Write ``checkpoint-<step>``, then remove old checkpoints beyond ``limit``.
+
+        Args:
+            parts: every part.
+            best: a checkpoint folder that rotation must keep.
+        Raises:
+            OSError: where this save or the previous one failed, because the disk is full, for example. Older
+                checkpoints are untouched.
+        """
+        self.wait()
+        self.last_step = step
+        target = self.path(step)
+        parts = {name: part for name, part in parts.items() if part.is_saved}
+        temporary = self._begin(target, parts)
+        copies_later = self._may_copy_later and not any(map(self._is_heard, EVENTS))
+        sharded = [part.stem for part in parts.values() if part.is_sharded]
+        taken = self._taken(parts, copies_later)
+        if self.rank != 0 and not sharded:
+            return target
+        if copies_later:
+            self._has_copies.clear()
+        elif self.rank == 0:
+            self._add_extras(temporary)
+        begun = _Begun(step, target, temporary, taken, sharded, copies_later, best)
+        write = partial(self._write_all if self.rank == 0 else self._write_own, begun)
+        if self.in_background:
+            self._writer = threading.Thread(target=self._guarded, args=(write,), name="burnish-checkpoint")
+            self._writer.start()
+        else:
+            write()
+        if self._is_heard("on_save"):
+            self.wait()
+        return target
+
+    def _write_all(self, begun: _Begun) -> None:
+        """Write the files of rank 0, wait for those of the others, and put the folder in its place."""
+        self._write_shards(begun)
+        if begun.copies_later:
+            self._add_extras(begun.temporary)
+        for stem, (tensors, data) in begun.taken.items():
+            _write_part(begun.temporary, stem, {} if stem in begun.sharded else tensors, data)
+        reported = gather_reports(begun.temporary, self.world_size) if begun.sharded else {}
+        for stem in begun.sharded:
+            write_index(begun.temporary, stem, self.world_size)
+        write_manifest(begun.temporary, begun.step, self.fingerprints, reported)
+        self._put_in_place(begun.temporary, begun.target)
+        self._rotate(keep={begun.target.name, Path(begun.best).name if begun.best else ""})
+
+    def _write_own(self, begun: _Begun) -> None:
+        """Write the shards of a rank that is not the first, and report them to it."""
+        names = [shard_name(stem, self.rank, self.world_size) for stem in begun.sharded]
+        with reporting(begun.temporary, self.rank, names):
+            self._write_shards(begun)
+
+    def _write_shards(self, begun: _Begun) -> None:
+        """Copy what the next update changes, and write this rank's shards."""
+        if begun.copies_later:
+            self._copy(tensors for tensors, _ in begun.taken.values())
+        for stem in begun.sharded:
+            path = begun.temporary / shard_name(stem, self.rank, self.world_size)
+            write_shard(path, begun.taken[stem][0], is_first=self.rank == 0)
+
+    def _is_heard(self, event: str) -> bool:
+        """Return whether a callback that was not written by burnish acts on ``event``."""
+        return self._listeners is not None and bool(self._listeners.foreign_callbacks(event))
+
+    def _taken(self, parts: Mapping[str, Part], leave_large: bool) -> dict[str, tuple[dict[str, Any], Any]]:
+        """Tensors and data of what this rank writes, by stem. All ranks go through the parts in one order."""
+        taken = {}
+        for part in parts.values():
+            if part.on_each_rank or not (self.rank == 0 or part.is_sharded or part.is_collective):
+                continue
+            state = part.state_dict()
+            if self.rank == 0 or part.is_sharded:
+                taken[part.stem] = split(state, copy=self.in_background, leave_large=leave_large)
+        return taken
+
+    def _begin(self, target: Path, parts: Mapping[str, Part]) -> Path:
+        """Make the temporary folder; in it are the files that each rank writes for itself."""
+        temporary = self.folder / f"{_TEMPORARY}{target.name}"
+        if self.rank == 0:
+            remove(temporary)
+            temporary.mkdir(parents=True)
+        self._barrier()
+        if not temporary.is_dir():
+            what = f"rank {self.rank} does not see what rank 0 writes into output_dir."
+            raise UserError(
+                what,
+                where=str(self.folder),
+                remedy="Name a folder that all machines of the run share.",
+                option="output_dir",
+            )
+        for part in parts.values():
+            if part.on_each_rank:
+                _write_part(temporary, part.stem_of(self.rank), *split(part.state_dict()))
+        self._barrier()
+        return temporary
+
+    def _barrier(self) -> None:
+        if self.engine is not None:
+            self.engine.barrier()
+
+    def _add_extras(self, temporary: Path) -> None:
+        if self.write_extras is not None:
+            self.write_extras(temporary)
+
+    def _copy(self, taken: Iterable[dict[str, Any]]) -> None:
+        """Copy the large tensors that were not copied at once; then an update that waits may go on, even on failure."""
+        try:
+            for tensors in taken:
+                copy_large(tensors)
+        finally:
+            self._has_copies.set()
+
+    def wait_for_copies(self) -> None:
+        """Wait until the background save has copied the weights; they may change afterwards."""
+        self._has_copies.wait()
+
+    def _put_in_place(self, temporary: Path, target: Path) -> None:
+        replaced = self.folder / f"{_TEMPORARY}replaced-{target.name}"
+        if os.path.lexists(target):
+            target.rename(replaced)
+        temporary.rename(target)
+        flush_folders([self.folder])
+        remove(replaced)
+
+    def wait(self) -> None:
+        """Wait until the background save is on the disk. Raises what went wrong while it was written."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _guarded(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # carried to the thread that trains, which raises it in wait()
+            self._failure = error
+
+    def _rotate(self, keep: set[str]) -> None:
+        if self.limit is None:
+            return
+        kept_anyway = [path for path in self.all() if path.name in keep]
+        others = [path for path in self.all() if path.name not in keep]
+        for path in others[: max(0, len(others) + len(kept_anyway) - max(self.limit, len(kept_anyway)))]:
+            remove(path)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def all(self) -> list[Path]:
+        """The checkpoint folders, oldest step first, whole or not."""
+        if not self.folder.is_dir():
+            return []
+        found = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _NAME.match(path.name))]
+        return [path for _, path in sorted(found)]
+
+    def newest(self) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint that is whole, and a sentence for each newer one that was passed over."""
+        skipped: list[str] = []
+        for path in reversed(self.all()):
+            wrong = faults(path)
+            if not wrong:
+                return path, skipped
+            skipped.append(f"{path} was passed over: {'; '.join(wrong[:3])}.")
+        return None, skipped
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"{CHECKPOINT_PREFIX}-{step}"
+
+    def remove_incomplete(self) -> None:
+        """Remove what a killed save left behind. Only the owner of the folder's lock may call this."""
+        for pattern in (f"{_TEMPORARY}*", ".*.incomplete"):
+            for path in self.folder.glob(pattern):
+                remove(path)
+
+
+def load(folder: Path, parts: Mapping[str, Part], rank: int = 0) -> None:
+    """Give every part its state back, in their order.
+
+    Raises:
+        UserError: where the folder is damaged, or lacks a part of this run, or holds another optimizer's state.
+    """
+    wrong = faults(folder)
+    if wrong:
+        raise UserError(f"{'; '.join(wrong)}.", where=str(folder), remedy=others_beside(folder))
+    for name, part in parts.items():
+        stem = part.stem_of(rank)
+        if has_part(folder, stem):
+            state = _read_part(folder, stem, in_pieces=part.shards is not None)
+            if part.refuses is not None:
+                _raise_if(part.refuses(part.state_dict(), state), folder)
+            part.load_state_dict(state)
+        elif not part.on_each_rank:  # a run that goes on with more ranks has new ones
+            _raise_if(part.missing(folder, name, stem), folder)
+
+
+def _raise_if(problem: Problem | None, folder: Path) -> None:
+    if problem is not None:
+        remedy = problem.remedy or others_beside(folder)
+        raise UserError(dataclasses.replace(problem, where=str(folder), remedy=remedy))
+
+
+def load_part(folder: Path, part: Part) -> None:
+    """Give one part its state back, such as the model of the best checkpoint."""
+    part.load_state_dict(_read_part(folder, part.stem, in_pieces=part.shards is not None))
+
+
+def load_state(folder: Path) -> TrainerState:
+    """Read the state of the run at the time that ``folder`` was written."""
+    return TrainerState.load_from_json(str(folder / "trainer_state.json"))
+
+
+def _write_part(folder: Path, stem: str, tensors: Mapping[str, Any], data: Any) -> None:
+    if tensors:
+        from safetensors.torch import save_file
+
+        save_file(dict(tensors), folder / f"{stem}.safetensors", metadata={"format": "pt"})
+    if not tensors or set(data) != set(tensors):  # a flat dict of tensors needs no JSON beside it
+        write_json(folder / f"{stem}.json", data, sort_keys=stem == "trainer_state")
+
+
+def has_part(folder: Path, stem: str) -> bool:
+    """Return whether a checkpoint holds a part."""
+    return any((folder / name).is_file() for name in (f"{stem}.json", f"{stem}.safetensors", index_name(stem)))
+
+
+def _read_part(folder: Path, stem: str, in_pieces: bool = False) -> Any:
+    """Args: in_pieces: leave tensors ``Scattered``, for a part of which each rank reads its own."""
+    tensors: dict[str, Any] = {}
+    if (folder / index_name(stem)).is_file():
+        scattered = read_scattered(folder, stem)
+        tensors = scattered if in_pieces else {name: tensor.whole() for name, tensor in scattered.items()}
+    elif (folder / f"{stem}.safetensors").is_file():
+        from safetensors.torch import load_file
+
+        tensors = load_file(folder / f"{stem}.safetensors")
+        if in_pieces:
+            tensors = {name: Scattered.of(tensor) for name, tensor in tensors.items()}
+    if not (folder / f"{stem}.json").is_file():
+        return tensors
+    return join(tensors, json.loads((folder / f"{stem}.json").read_text(encoding="utf-8")))
+
+
+def others_beside(folder: Path) -> str:
+    """A remedy: the whole checkpoints beside ``folder`` that the run could continue from instead."""
+    there = [path.name for path in Checkpoints(folder.parent).all() if path != folder and not faults(path)]
+    return (
+        f"Whole checkpoints beside it: {', '.join(there)}." if there else "Start anew with overwrite_output_dir: true."
+    )

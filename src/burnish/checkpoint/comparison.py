@@ -1,0 +1,88 @@
+"""Comparison of a continued run with the run that was begun.
+
+In: the fingerprints in a checkpoint's manifest, and those of now. Out: sentences on changes that are applied.
+Refuses changes that would make it another run, and names both values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from burnish.checkpoint.manifest import read_manifest
+from burnish.config.errors import UserError
+
+_HASH = re.compile(r"^[0-9a-f]{32,}$")
+MAY_CHANGE = frozenset(
+    {"learning_rate", "max_steps", "num_train_epochs", "world_size", "versions",
+     "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir",
+     # when something is done
+     "logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps", "eval_delay",
+     "save_strategy", "save_steps", "on_non_finite", "early_stopping_steps", "early_stopping_threshold",
+     "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+     # by which way the same numbers are computed, but for their rounding
+     "engine", "use_cpu", "flash_attn", "attn_implementation", "use_cache", "padding_free", "needed_tokens_only",
+     "max_tokens_per_batch", "pad_to_multiple_of", "gradient_checkpointing", "gradient_checkpointing_kwargs",
+     "activation_offloading", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32",
+     "full_determinism", "deepspeed", "fsdp", "fsdp_config"}
+)  # fmt: skip
+"""Fingerprints that a continued run may change: they are applied and said. The batch sizes are among them because
+``rows_per_step``, their product, is not."""
+
+
+def compare_with_checkpoint(folder: Path, now: Mapping[str, Any], despite: bool = False) -> list[str]:
+    """Return a sentence for each change since the checkpoint that is applied.
+
+    Raises:
+        UserError: if something changed that makes it another run, unless ``despite``.
+    """
+    return compare_fingerprints(read_manifest(folder)["fingerprints"], now, folder, despite)
+
+
+def compare_fingerprints(
+    before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, despite: bool = False
+) -> list[str]:
+    """Compare two sets of fingerprints; ``before`` are those of a checkpoint or a finished run in ``folder``."""
+    changed = {name: _apart(before[name], now[name]) for name in now if name in before and before[name] != now[name]}
+    fatal = {name: pair for name, pair in changed.items() if name not in MAY_CHANGE}
+    if fatal and not despite:
+        raise UserError(
+            "this is another run than the one here: "
+            + "; ".join(_difference(name, old, new) for name, (old, new) in fatal.items())
+            + ".",
+            where=str(folder),
+            why="Continuing would mix two runs.",
+            remedy="Restore the old value, use another output_dir, or set resume_despite_changes: true.",
+        )
+    return [
+        f"{name} has changed since {folder.name}."
+        if _is_hash(old)
+        else f"{name} was {_short(old)} in {folder.name} and is {_short(new)} now."
+        for name, (old, new) in changed.items()
+    ]
+
+
+def _apart(old: Any, new: Any) -> tuple[Any, Any]:
+    """The entries in which two mappings differ; both values where they are no mappings."""
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return old, new
+    same = {name for name in old if name in new and old[name] == new[name]}
+    before, now = ({name: value for name, value in side.items() if name not in same} for side in (old, new))
+    return before, now
+
+
+def _difference(name: str, old: Any, new: Any) -> str:
+    """Return ``seed was 42, is 7``; for a hash only that it has changed."""
+    return f"{name} has changed" if _is_hash(old) else f"{name} was {_short(old)}, is {_short(new)}"
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and _HASH.match(value) is not None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

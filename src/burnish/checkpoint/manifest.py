@@ -1,0 +1,116 @@
+"""The last file of a checkpoint: what belongs to it, byte for byte, and what the run depended on.
+
+A folder without a valid manifest is not a checkpoint. The manifest is written after every other file has been flushed,
+and the folder takes its name only then; so a checkpoint that has its name is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.utils.json_files import read_object, write_json
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = 1
+
+
+def write_manifest(
+    folder: Path, step: int, fingerprints: Mapping[str, Any], known: Mapping[str, Any] | None = None
+) -> None:
+    """Flush every file of ``folder`` to the disk, then write down their sizes and hashes.
+
+    Args:
+        known: those that other ranks wrote, flushed and measured: name -> what ``measured`` says.
+    """
+    files = dict(known or {})
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST_NAME):
+        name = path.relative_to(folder).as_posix()
+        if name not in files:
+            files[name] = measured(path)
+    manifest = {"format": FORMAT, "global_step": step, "files": files, "fingerprints": fingerprints}
+    manifest["sha256"] = own_sha256(manifest)
+    target = folder / MANIFEST_NAME
+    write_json(target, manifest, sort_keys=True)
+    _flush(target)
+
+
+def measured(path: Path) -> dict[str, Any]:
+    """Flush a file, and return its size and hash."""
+    _flush(path)
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest. Raises ValueError, with the fault, where it is missing or broken."""
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise ValueError(f"it has no {MANIFEST_NAME}, so it was never finished or another program wrote it")
+    try:
+        manifest = read_object(path, needs=[("files", dict), ("global_step", int), ("fingerprints", dict)])
+    except UserError as error:
+        raise ValueError(f"its {MANIFEST_NAME} is damaged ({error.problems[0].what.rstrip('.')})") from error
+    if manifest.get("sha256") != own_sha256(manifest):
+        raise ValueError(f"its {MANIFEST_NAME} was changed after it was written (its checksum differs)")
+    if not all(map(_is_entry, manifest["files"].items())):
+        raise ValueError(f"its {MANIFEST_NAME} is damaged (what it lists are not files of this folder)")
+    return manifest
+
+
+def own_sha256(manifest: Mapping[str, Any]) -> str:
+    """The hash of a manifest without its own hash, so that the fingerprints in it are protected like the files."""
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _is_entry(item: tuple[str, Any]) -> bool:
+    """``("optimizer.json", {"bytes": 12, "sha256": "..."})``, of a file in the folder."""
+    name, value = item
+    is_inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+    return is_inside and isinstance(value, dict) and {"bytes", "sha256"} <= value.keys()
+
+
+def faults(folder: Path, contents: bool = True) -> list[str]:
+    """Faults of a checkpoint, as half sentences; empty where every byte is as it was written.
+
+    Args:
+        contents: compare the hashes too, not only the sizes.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return [str(error)]
+    found = []
+    for name, wanted in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            found.append(f"{name} is missing")
+        elif path.stat().st_size != wanted["bytes"]:
+            found.append(f"{name} has {path.stat().st_size} bytes instead of {wanted['bytes']}")
+        elif contents and sha256_of(path) != wanted["sha256"]:
+            found.append(f"{name} was changed after it was written (its checksum differs)")
+    return found
+
+
+def flush_folders(folders: Iterable[Path]) -> None:
+    """Make renames and new names in these folders survive a power cut."""
+    for folder in folders:
+        _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,125 @@
+"""Parts of a run that a checkpoint holds. A part names its file, says whether every rank writes one of its own, and
+checks a state before it is loaded. ``checkpoint/checkpoint.py`` goes through the parts and knows none by name.
+
+A part is written and read in the order of ``parts_of``: the generators come last, so that nothing draws from them after
+they were set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from burnish.checkpoint.shards import Shards
+from burnish.checkpoint.snapshot import rng_state, set_rng_state
+from burnish.config.errors import Problem
+from burnish.loop.types import Stateful
+
+
+def _plainly_missing(folder: Path, name: str, stem: str) -> Problem:
+    return Problem(f'this checkpoint has no "{name}" ({stem}), so the run cannot be continued from it.')
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a run.
+
+    Args:
+        held: the object that has the state.
+        stem: its file, without ``.safetensors`` and ``.json``.
+        on_each_rank: every rank has a state of its own and writes it, as ``<stem>_<rank>``; otherwise rank 0 alone.
+        is_saved: false for what this run's checkpoints leave out; it is loaded all the same, where it is there.
+        is_collective: all ranks have to call ``state_dict`` together, though rank 0 alone writes the file.
+        refuses: (own state, state to load) -> a problem where the second belongs to something else, or None. Without
+            ``refuses``, any state is loaded.
+        missing: (folder, name, stem) -> the problem where a checkpoint has no such file.
+    """
+
+    held: Stateful
+    stem: str
+    on_each_rank: bool = False
+    is_collective: bool = False
+    shards: Shards | None = None
+    is_saved: bool = True
+    refuses: Callable[[Mapping[str, Any], Mapping[str, Any]], Problem | None] | None = None
+    missing: Callable[[Path, str, str], Problem] = _plainly_missing
+
+    def stem_of(self, rank: int) -> str:
+        return f"{self.stem}_{rank}" if self.on_each_rank else self.stem
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether each rank writes the pieces that it holds."""
+        return self.shards is not None and not self.is_collective
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.held.state_dict() if self.shards is None else self.shards.state_dict(self.held)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.shards is None:
+            self.held.load_state_dict(state)
+        else:
+            self.shards.load_state_dict(self.held, state)
+
+
+class RngState:
+    """The global generators as a part of a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return rng_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_rng_state(state)
+
+
+_STEMS = {"state": "trainer_state"}
+"""Part -> the name of its file, if it is another."""
+
+
+def parts_of(
+    model: Stateful, stem: str, optimizer: Stateful, scheduler: Stateful, others: Mapping[str, Stateful | Part],
+    *, save_only_model: bool = False,
+) -> dict[str, Part]:  # fmt: skip
+    """Every part of a run, by name.
+
+    Args:
+        model, stem: the weights, and the name of their file: "model", "adapter_model".
+        others: further parts; each has a file of its name, but the state's is ``trainer_state``.
+        save_only_model: checkpoints of weights and state alone, which cannot be continued.
+    """
+    parts = {
+        "model": Part(model, stem, missing=_other_weights),
+        "optimizer": Part(optimizer, "optimizer", refuses=_another_optimizer),
+        "scheduler": Part(scheduler, "scheduler"),
+        **{
+            name: held if isinstance(held, Part) else Part(held, _STEMS.get(name, name))
+            for name, held in others.items()
+        },
+        "rng": Part(RngState(), "rng_state", on_each_rank=True),
+    }
+    kept = ("model", "state") if save_only_model else tuple(parts)
+    return {name: replace(part, is_saved=name in kept) for name, part in parts.items()}
+
+
+def _other_weights(folder: Path, name: str, stem: str) -> Problem:
+    is_adapter = (folder / "adapter_model.safetensors").is_file()
+    return Problem(
+        f"this checkpoint holds {'an adapter' if is_adapter else 'a whole model'}, and this run trains "
+        f"{'a whole model' if is_adapter else 'an adapter'}.",
+        remedy="Set finetuning_type as it was, or use another output_dir.",
+    )
+
+
+def _another_optimizer(own: Mapping[str, Any], given: Mapping[str, Any]) -> Problem | None:
+    """Return a problem where ``given`` is the state of another optimizer: it lacks entries that ``own`` has, or each
+    of the two has settings that the other lacks. If only one has further settings, it comes from a newer torch."""
+    groups, others = own.get("param_groups", []), given.get("param_groups", [])
+    apart = ((set(mine) - set(theirs), set(theirs) - set(mine)) for mine, theirs in zip(groups, others, strict=False))
+    if own.keys() <= given.keys() and len(groups) == len(others) and not any(map(all, apart)):
+        return None
+    return Problem(
+        "this checkpoint holds the state of another optimizer than this run's.",
+        remedy="Set optim and what belongs to it as they were, or begin a new run in another output_dir.",
+    )

@@ -1,0 +1,212 @@
+"""Sharded tensors, of which each rank holds a contiguous piece: written, and read by any number of ranks.
+
+A sharded part of a checkpoint is a safetensors file of each rank, ``<stem>-00001-of-00004.safetensors``, and an index,
+``<stem>.shards.json``, which has for every tensor its shape, and the file of each piece of the flattened tensor:
+
+    {"tensors": {"lm_head.weight": {"dtype": "F32", "shape": [320, 32], "pieces": [[file, begin, count], ...]}}}
+
+All kinds of sharding can be described by contiguous pieces of flattened tensors: rows of a matrix (FSDP) are such a
+piece, and so is a part of one long vector of all weights (ZeRO). So one engine can read the files of another.
+
+Each rank reports, in a file beside the checkpoint's own, that its files are on the disk, with their sizes and hashes,
+or why not, since the threads that write may not use the ways of the thread that trains. Rank 0 waits for all of them
+before it writes the manifest: a rank that is gone never reports, and the folder never becomes a checkpoint.
+
+Refuses an index whose pieces do not make up its tensors. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from burnish.checkpoint.manifest import measured
+from burnish.config.errors import UserError
+from burnish.utils.json_files import write_json
+
+_LOOKS_EVERY_S = 0.02
+_LONGEST_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The piece of a tensor that this rank holds.
+
+    Args:
+        tensor: any shape; its elements in their order are the piece. Empty where the rank holds nothing of it.
+        begin: the position of the first of them in the flattened tensor.
+        shape: of the whole tensor.
+    """
+
+    tensor: Tensor
+    begin: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def detach(self) -> Piece:
+        return replace(self, tensor=self.tensor.detach())
+
+
+class Shards(Protocol):
+    """An engine's conversion between the state of a part and this rank's pieces of it."""
+
+    def state_dict(self, held: Any) -> Mapping[str, Any]:
+        """The state of ``held`` with a ``Piece`` in the place of each tensor of which this rank holds a part."""
+        ...
+
+    def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of ``state``, which holds ``Scattered`` tensors."""
+        ...
+
+
+class Scattered:
+    """A tensor of a checkpoint, read piece by piece.
+
+    Args:
+        pieces: (begin, (count,) elements) in their order; together they are the tensor.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[tuple[int, Tensor]]) -> None:
+        self.shape, self.dtype, self.pieces = torch.Size(shape), dtype, pieces
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Scattered:
+        return cls(tensor.shape, tensor.dtype, [(0, tensor.reshape(-1))])
+
+    def stretch(self, begin: int, count: int) -> Tensor:
+        """(count,) elements from ``begin`` on, as a tensor of its own."""
+        found = torch.empty(count, dtype=self.dtype)
+        for first, elements in self.pieces:
+            low, high = max(begin, first), min(begin + count, first + elements.numel())
+            if low < high:
+                found[low - begin : high - begin] = elements[low - first : high - first]
+        return found
+
+    def whole(self) -> Tensor:
+        return self.stretch(0, prod(self.shape)).reshape(self.shape)
+
+
+def shard_name(stem: str, rank: int, world_size: int) -> str:
+    return f"{stem}-{rank + 1:05}-of-{world_size:05}.safetensors"
+
+
+def index_name(stem: str) -> str:
+    return f"{stem}.shards.json"
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor | Piece], is_first: bool) -> None:
+    """Write this rank's file. A tensor that is the same on all ranks is written by the first.
+
+    The header has the begin of each piece, and the shape of its tensor, so that the index can be made from the files.
+    """
+    from safetensors.torch import save_file
+
+    pieces = {
+        name: value if isinstance(value, Piece) else Piece(value, 0, tuple(value.shape))
+        for name, value in tensors.items()
+        if is_first or isinstance(value, Piece)
+    }
+    held = {name: piece for name, piece in pieces.items() if piece.tensor.numel() or not piece.tensor.dim()}
+    places = {name: [piece.begin, list(piece.shape)] for name, piece in held.items()}
+    flat = {name: piece.tensor.reshape(-1).contiguous() for name, piece in held.items()}
+    save_file(flat, path, metadata={"format": "pt", "pieces": json.dumps(places)})
+
+
+def write_index(folder: Path, stem: str, world_size: int) -> None:
+    """Write the index, from the headers of all ranks' files."""
+    from safetensors import safe_open
+
+    tensors: dict[str, dict[str, Any]] = {}
+    for rank in range(world_size):
+        name = shard_name(stem, rank, world_size)
+        with safe_open(folder / name, framework="pt") as file:
+            for key, (begin, shape) in json.loads(file.metadata()["pieces"]).items():
+                stretch = file.get_slice(key)
+                entry = tensors.setdefault(key, {"dtype": stretch.get_dtype(), "shape": shape, "pieces": []})
+                entry["pieces"].append([name, begin, stretch.get_shape()[0]])
+    for entry in tensors.values():
+        entry["pieces"].sort(key=lambda piece: piece[1])
+    write_json(folder / index_name(stem), {"tensors": tensors}, indent=1, sort_keys=True)
+
+
+def read_scattered(folder: Path, stem: str) -> dict[str, Scattered]:
+    """Open the tensors of a sharded part. Files are mapped, so that only the pieces that are used are read.
+
+    Raises:
+        UserError: where pieces are missing or do not fit together.
+    """
+    from safetensors.torch import load_file
+
+    index = json.loads((folder / index_name(stem)).read_text(encoding="utf-8"))
+    names = {name for entry in index["tensors"].values() for name, _, _ in entry["pieces"]}
+    files = {name: load_file(folder / name) for name in names}
+    found = {}
+    for key, entry in index["tensors"].items():
+        pieces = [(begin, files[name][key]) for name, begin, _ in entry["pieces"]]
+        ends = [0, *(begin + elements.numel() for begin, elements in pieces)]
+        if [begin for begin, _ in pieces] != ends[:-1] or ends[-1] != prod(entry["shape"]):
+            raise UserError(f"the pieces of {key} do not make up the tensor.", where=str(folder / index_name(stem)))
+        found[key] = Scattered(entry["shape"], pieces[0][1].dtype, pieces)
+    return found
+
+
+# --- reports between the ranks that write -----------------------------------------------------------------------------
+
+
+@contextmanager
+def reporting(folder: Path, rank: int, names: Sequence[str]) -> Iterator[None]:
+    """Report the files ``names`` of this rank once they are written, or that they could not be."""
+    try:
+        yield
+        said: dict[str, Any] = {"files": {name: measured(folder / name) for name in names}}
+    except Exception as error:
+        _say(folder, rank, {"error": f"{type(error).__name__}: {error}"})
+        raise
+    _say(folder, rank, said)
+
+
+def gather_reports(folder: Path, world_size: int, longest_s: float = _LONGEST_S) -> dict[str, Any]:
+    """Wait for the reports of all ranks but the first.
+
+    Returns:
+        name -> size and hash, of all their files.
+    Raises:
+        OSError: where one of them failed, or says nothing for ``longest_s``.
+    """
+    files: dict[str, Any] = {}
+    until = time.monotonic() + longest_s
+    for rank in range(1, world_size):
+        path = _path(folder, rank)
+        while not path.is_file():
+            if time.monotonic() > until:
+                raise OSError(f"Rank {rank} did not write its part of {folder.name} within {longest_s:.0f} s.")
+            time.sleep(_LOOKS_EVERY_S)
+        said = json.loads(path.read_text(encoding="utf-8"))
+        if "error" in said:
+            raise OSError(f"Rank {rank} could not write its part of {folder.name}: {said['error']}")
+        files |= said["files"]
+        path.unlink()
+    return files
+
+
+def _say(folder: Path, rank: int, what: dict[str, Any]) -> None:
+    begun = folder / f".rank-{rank}.begun"
+    begun.write_text(json.dumps(what), encoding="utf-8")
+    os.replace(begun, _path(folder, rank))
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f".rank-{rank}.json"

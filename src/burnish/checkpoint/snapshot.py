@@ -1,0 +1,147 @@
+"""A state dict as two files that hold no code: tensors in safetensors, everything else in JSON.
+
+``split`` takes a nested state apart, ``join`` puts it together again; ``join(*split(state)) == state`` to the bit, for
+dicts (with any hashable simple keys), lists, tuples, numbers, strings, None and tensors. Anything else is refused: what
+cannot be written without a pickle does not belong in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.checkpoint.shards import Piece
+
+LARGE_BYTES = 1 << 20
+"""A tensor above this takes so long to copy that training does not wait for the copy."""
+_TENSOR, _PAIRS, _TUPLE = "__tensor__", "__pairs__", "__tuple__"
+
+
+def split(state: Any, *, copy: bool = True, leave_large: bool = False) -> tuple[dict[str, Any], Any]:
+    """Split a state into its tensors by path, or this rank's pieces of them, and the rest as JSON data that names them.
+
+    Args:
+        copy: take copies on the CPU, so that training may go on while they are written.
+        leave_large: do not copy tensors above ``LARGE_BYTES`` yet; ``copy_large`` does it later.
+    Raises:
+        TypeError: for a value that is neither data nor a tensor, with its path.
+    """
+    tensors: dict[str, Tensor | Piece] = {}
+    first_at: dict[Any, str] = {}  # where a tensor that several entries share is written, once
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor | Piece):
+            place = first_at.setdefault(_identity(value) or path, path)
+            if place == path:
+                is_copied = (copy and not (leave_large and value.nbytes > LARGE_BYTES)) or _is_part(value)
+                tensors[path] = _copied(value) if is_copied else value.detach()
+            return {_TENSOR: place}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Mapping):
+            if all(isinstance(key, str) for key in value) and not {_TENSOR, _PAIRS, _TUPLE} & set(value):
+                return {key: walk(item, f"{path}.{key}" if path else key) for key, item in value.items()}
+            return {_PAIRS: [[walk(key, f"{path}.key"), walk(item, f"{path}.{key}")] for key, item in value.items()]}
+        if isinstance(value, list | tuple):
+            items = [walk(item, f"{path}.{index}") for index, item in enumerate(value)]
+            return {_TUPLE: items} if isinstance(value, tuple) else items
+        raise TypeError(f"{path or 'state'} holds a {type(value).__name__}; a checkpoint holds data and tensors only.")
+
+    return tensors, walk(state, "")
+
+
+def join(tensors: Mapping[str, Any], data: Any) -> Any:
+    """Put together the state that ``split`` took apart."""
+    if isinstance(data, list):
+        return [join(tensors, item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if _TENSOR in data:
+        return tensors[data[_TENSOR]]
+    if _PAIRS in data:
+        return {join(tensors, key): join(tensors, item) for key, item in data[_PAIRS]}
+    if _TUPLE in data:
+        return tuple(join(tensors, item) for item in data[_TUPLE])
+    return {key: join(tensors, item) for key, item in data.items()}
+
+
+def named_once(model: nn.Module, left_out: Collection[str] = ()) -> dict[str, Tensor]:
+    """Every weight and stored buffer of a model, as it is; one that has several names under the first of them."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen and name not in left_out:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def _identity(tensor: Tensor | Piece) -> Any:
+    """The same for two names of one tensor, such as the table of codes of all moments in 8 bits; None where it holds
+    nothing, or nothing that has an address."""
+    if (
+        not isinstance(tensor, Tensor)
+        or not tensor.numel()
+        or tensor.layout is not torch.strided
+        or tensor.device.type == "meta"
+    ):
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _is_part(tensor: Tensor | Piece) -> bool:
+    """Return whether other tensors may share its storage, which a file cannot express."""
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+def copy_large(tensors: dict[str, Any]) -> None:
+    """Replace the tensors that ``split`` did not copy by copies."""
+    for path, tensor in tensors.items():
+        if tensor.nbytes > LARGE_BYTES:
+            tensors[path] = _copied(tensor)
+
+
+def _copied(tensor: Any) -> Any:
+    """A contiguous copy on the CPU. From a GPU the copy is the transfer itself."""
+    if isinstance(tensor, Piece):
+        return replace(tensor, tensor=_copied(tensor.tensor))
+    tensor = tensor.detach()
+    on_cpu = tensor.to("cpu")
+    return (on_cpu.clone() if on_cpu.data_ptr() == tensor.data_ptr() else on_cpu).contiguous()
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every global generator of this process: Python's, numpy's if it is loaded, torch's."""
+    import random
+    import sys
+
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+        state["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, gauss]
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put the generators back where ``rng_state`` found them."""
+    import random
+
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy
+
+        kind, numbers, position, has_gauss, gauss = state["numpy"]
+        numpy.random.set_state((kind, numbers.numpy().astype("uint32"), position, has_gauss, gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

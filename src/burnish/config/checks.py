@@ -1,0 +1,41 @@
+"""Checks and notes on the options of a run, contributed by the components that declare the options.
+
+A component registers a function of the options, under any name, beside the options that it reads:
+
+    @check
+    def check_engine(options: EngineOptions) -> list[Problem]: ...
+
+    @notes
+    def engine_notes(options: EngineOptions) -> list[str]: ...
+
+``run/plan/plan.py`` calls every registered function for every run, before data or weights are read. A check returns what is
+wrong; a note is a sentence about an option without effect, or about a choice that was made for the user. Functions are
+registered when their module is imported, so a third-party package registers its own in the module of its entry point.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from burnish.config.errors import Problem
+
+Check = Callable[[Any], Iterable[Problem]]
+Notes = Callable[[Any], Iterable[str]]
+C = TypeVar("C", bound=Check)
+N = TypeVar("N", bound=Notes)
+
+CHECKS: list[Check] = []
+"""Every registered check, in the order of registration."""
+NOTES: list[Notes] = []
+"""Every registered function of notes, in the order of registration."""
+
+
+def check(function: C) -> C:
+    """Decorator: call ``function(options)`` for the problems of every run."""
+    CHECKS.append(function)
+    return function
+
+
+def notes(function: N) -> N:
+    """Decorator: call ``function(options)`` for the notes of every run."""
+    NOTES.append(function)
+    return function

@@ -1,0 +1,233 @@
+"""A raw value, from YAML, a flag or Python, as the type that an annotation declares.
+
+In: an annotation such as ``float | None`` or ``list[str]``, and a value: ``"1e-4"``, ``"[a, b]"``, ``3``. Out: the
+value in that type. Refuses what no type of the annotation takes, with a half sentence for the caller to put a name
+before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from burnish.config.bounds import DEEPEST_NODE, MOST_NODES
+
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+_NONE = {"none", "null", "~", ""}
+_WORDS = {
+    float: "a number", int: "a whole number", bool: "true or false", str: "text", list: "a list", dict: "a mapping",
+}  # fmt: skip
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union, one by one; of anything else, itself."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(inner for arg in get_args(annotation) for inner in members(arg))
+    return (annotation,)
+
+
+def type_in_words(annotation: Any) -> str:
+    """The type as an error message calls it: "a number", "true or false", "a list"."""
+    names = [_WORDS.get(get_origin(m) or m) for m in members(annotation) if m is not type(None)]
+    return " or ".join(dict.fromkeys(n for n in names if n)) or "text"
+
+
+def as_type(annotation: Any, raw: Any) -> Any:
+    """``raw`` as the first type of the annotation that takes it.
+
+    Raises:
+        ValueError: a half sentence that begins with what was expected.
+    """
+    types_allowed = members(annotation)
+    is_choice = any(raw in get_args(member) for member in types_allowed if get_origin(member) is Literal)
+    can_be_text = str in types_allowed or is_choice  # "none" may be one of the choices
+    if raw is None or (isinstance(raw, str) and raw.strip().lower() in _NONE and not can_be_text):
+        if type(None) in types_allowed:
+            return None
+        raise ValueError(f"must be {type_in_words(annotation)}. Received: nothing.")
+    if type(None) in types_allowed and isinstance(raw, str) and raw.strip().lower() in {"none", "null", "~"}:
+        return None
+    for member in sorted((m for m in types_allowed if m is not type(None)), key=_specificity):
+        try:
+            return _as(member, raw)
+        except GivenTwice:
+            raise
+        except ValueError:
+            continue
+    how = ', as JSON: {"name": value}' if isinstance(raw, str) and raw.strip().startswith("{") else ""
+    raise ValueError(f"must be {type_in_words(annotation)}{how}. Received: {raw!r}.")
+
+
+def _as(member: Any, raw: Any) -> Any:
+    origin = get_origin(member) or member
+    if origin is Literal:
+        return _literal(member, raw)
+    if origin is Any:
+        return raw
+    reader = _READERS.get(origin)
+    if reader is None:
+        if isinstance(origin, type) and isinstance(raw, origin):
+            return raw
+        raise ValueError
+    value = reader(raw)
+    inner = get_args(member)
+    if origin is list and inner:
+        return [_as(inner[0], item) for item in value]
+    return value
+
+
+def _literal(member: Any, raw: Any) -> Any:
+    for allowed in get_args(member):
+        if raw == allowed or str(raw).lower() == str(allowed).lower():
+            return allowed
+    if isinstance(raw, str | bool | int):
+        return raw  # refused with the list of choices by convert()
+    raise ValueError
+
+
+def _bool(raw: Any) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if isinstance(raw, int | str) and str(raw).strip().lower() in _TRUE | _FALSE:
+        return str(raw).strip().lower() in _TRUE
+    raise ValueError
+
+
+def _int(raw: Any) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+        raise ValueError
+    if isinstance(raw, float) and not raw.is_integer():
+        raise ValueError
+    if isinstance(raw, str) and not raw.strip().lstrip("+-").replace("_", "").isdigit():
+        number = float(raw)
+        if not number.is_integer():
+            raise ValueError
+        return int(number)
+    return int(raw)
+
+
+def _float(raw: Any) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+        raise ValueError
+    # YAML 1.1 reads 1e-5 as text, Python does not; and infinity is ".inf" there.
+    number = float(raw.replace(".inf", "inf") if isinstance(raw, str) else raw)
+    if number != number:
+        raise ValueError
+    return int(number) if isinstance(raw, int) else number
+
+
+def _str(raw: Any) -> str:
+    if isinstance(raw, str):
+        raw.encode("utf-8")  # a ValueError for bytes of a command line that are no text
+        if "\0" in raw:
+            raise ValueError
+    if isinstance(raw, str):
+        # A shell writes out the home folder, and a YAML file has no shell.
+        return os.path.expanduser(raw) if raw.startswith("~/") else raw
+    if isinstance(raw, int | float) and not isinstance(raw, bool):
+        return str(raw)
+    raise ValueError
+
+
+def _list(raw: Any) -> list[Any]:
+    if isinstance(raw, list | tuple):
+        return list(raw)
+    if isinstance(raw, str):
+        if raw.strip().startswith("["):
+            try:
+                return list(json.loads(raw, object_pairs_hook=each_key_once))
+            except json.JSONDecodeError:  # as a shell leaves it: [a, b]
+                raw = raw.strip()[1:].removesuffix("]")
+        return [part.strip() for part in raw.split(",") if part.strip()]
+    if isinstance(raw, int | float) and not isinstance(raw, bool):
+        return [raw]
+    raise ValueError
+
+
+def _dict(raw: Any) -> dict[str, Any]:
+    if isinstance(raw, Mapping):
+        return dict(raw)
+    if isinstance(raw, str) and raw.strip().startswith("{"):
+        return dict(json.loads(raw, object_pairs_hook=each_key_once))
+    raise ValueError
+
+
+def literal(text: str) -> bool | int | float | str:
+    """The truth value or the number that a text is, else the text."""
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+class GivenTwice(ValueError):
+    """A half sentence: an object of JSON or YAML has a key twice, and it is open which of the two is meant."""
+
+
+def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The ``object_pairs_hook`` for JSON that a user wrote: make the object; refuse a key that is given twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        shown = json.dumps(found, ensure_ascii=False)
+        raise GivenTwice(f'gives "{twice}" twice. Received: {shown if len(shown) <= 100 else shown[:96] + " ..."}.')
+    return found
+
+
+def yaml_of_each_key_once(text: str, loader: Any) -> Any:
+    """Parse YAML that a user wrote with ``loader``, a class of PyYAML; refuse a key that is given twice. A key that
+    ``<<`` merges in may be given again, as the YAML specification allows."""
+
+    class Loader(loader):  # type: ignore[misc]
+        def compose_mapping_node(self, anchor: str | None) -> Any:
+            node = super().compose_mapping_node(anchor)
+            first: dict[str, Any] = {}
+            for key, _ in node.value:
+                if isinstance(key.value, str) and key.value != "<<" and first.setdefault(key.value, key) is not key:
+                    lines = " and ".join(f"line {one.start_mark.line + 1}" for one in (first[key.value], key))
+                    raise GivenTwice(f'gives "{key.value}" twice, in {lines}.')
+            return node
+
+    one = Loader(text)
+    try:
+        root = one.get_single_node()
+        if num_nodes(root) > MOST_NODES:
+            raise GivenTwice(f"would hold more than {MOST_NODES:,} values with its aliases (*) written out.")
+        return None if root is None else one.construct_document(root)
+    except RecursionError:
+        raise GivenTwice("nests lists and mappings in each other too deep to be read.") from None
+
+
+def num_nodes(root: Any) -> int:
+    """Count the values of a tree of YAML nodes, an alias as often as it stands there. Raises RecursionError."""
+    known: dict[int, int] = {}
+
+    def count(node: Any, depth: int) -> int:
+        if depth > DEEPEST_NODE:
+            raise RecursionError
+        if id(node) not in known:
+            known[id(node)] = 1  # of an alias within what it stands for, which is refused by who reads it
+            inside = node.value if isinstance(node.value, list) else []
+            pairs = (item if isinstance(item, tuple) else (item,) for item in inside)
+            known[id(node)] = 1 + sum(count(part, depth + 1) for pair in pairs for part in pair)
+        return known[id(node)]
+
+    return 0 if root is None else count(root, 0)
+
+
+_READERS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _float, str: _str, list: _list, dict: _dict}
+
+
+def _specificity(member: Any) -> int:
+    """Sorting key: types that accept fewest values come first, so that "true" is a bool and "3" a number, not text."""
+    order = [Literal, dict, bool, int, float, list, str]
+    origin = get_origin(member) or member
+    return order.index(origin) if origin in order else -1

@@ -1,0 +1,288 @@
+"""Options: a dataclass field with help, choices, unit, bounds and aliases; groups of them; their union.
+
+Each component declares a small dataclass of options beside its code:
+
+    @dataclass
+    class ClipOptions:
+        max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", ge=0)
+
+The flat class that a person fills is the union of those groups by inheritance, so a component receives the very same
+object. Flags, YAML keys, validation, the web form, the tables of the documentation and ``explain`` all derive from
+the declaration. Nothing here reads files; ``app/`` does, and passes each value with the place it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from functools import cache
+from math import isfinite
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from burnish.config.conversion import as_type, members, type_in_words
+from burnish.config.errors import Problem, UserError, did_you_mean
+from burnish.config.secrets import has_secret_name, keep_secret
+
+Built = TypeVar("Built")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
+    refused: Callable[[], Iterable[Any]] = tuple,
+    unit: str = "",
+    aliases: Iterable[str] = (),
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    ignored: str = "",
+    is_secret: bool = False,
+    names_place: bool = False,
+    risky: str = "",
+    harmless: Iterable[Any] = (),
+) -> Any:
+    """A dataclass field that is an option.
+
+    Args:
+        default: the value where none is given; lists and dicts are copied per instance.
+        help: one sentence for a person who has not read the code.
+        choices: the allowed values, or a function that lists them (a registry's names).
+        refused: lists values that others know: they are not offered, and pass, for a check that says why they are not
+            here.
+        unit: "steps", "tokens", "s", "bytes", ... where it is not obvious.
+        aliases: older or foreign names of the same option; used with one note.
+        ge, gt, le, lt: bounds of a number.
+        ignored: why the option is accepted and has no effect; said once when it is given.
+        is_secret: the value is shown and written nowhere (``config/secrets.py``).
+        names_place: a text in the value may be the path of a file or folder.
+        risky: why a visitor of the web page may not set the option: it runs code, starts programs, or sends data to
+            other machines.
+        harmless: values of a risky option that a visitor may set; its default and empty values always may.
+    """
+    metadata = {
+        "help": help, "choices": choices, "refused": refused, "unit": unit, "aliases": tuple(aliases),
+        "bounds": {"ge": ge, "gt": gt, "le": le, "lt": lt}, "ignored": ignored, "is_secret": is_secret,
+        "names_place": names_place, "risky": risky, "harmless": tuple(harmless),
+    }  # fmt: skip
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not is_secret)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One option as declared."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    unit: str
+    aliases: tuple[str, ...]
+    bounds: Mapping[str, float | None]
+    ignored: str
+    group: type  # the dataclass that declares it
+    raw_choices: Any = None
+    refused: Callable[[], Iterable[Any]] = tuple
+    is_secret: bool = False
+    names_place: bool = False
+    risky: str = ""
+    harmless: tuple[Any, ...] = ()
+
+    @property
+    def choices(self) -> list[Any] | None:
+        if self.raw_choices is not None:
+            return list(self.raw_choices() if callable(self.raw_choices) else self.raw_choices)
+        literals = [arg for member in members(self.type) if get_origin(member) is Literal for arg in get_args(member)]
+        return literals or None
+
+    @property
+    def type_name(self) -> str:
+        """The type as an error message calls it: "a number", "true or false", "a list"."""
+        return type_in_words(self.type)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value as it was given, and who gave it: ``run.yaml, line 12`` or ``the command line``."""
+
+    value: Any
+    where: str = ""
+
+
+@cache
+def specs(group: type) -> dict[str, Spec]:
+    """The options of a group or union by name, in order of declaration."""
+    hints = get_type_hints(group)
+    found = {}
+    for f in dataclasses.fields(group):
+        default = (
+            f.default
+            if f.default is not MISSING
+            else (f.default_factory() if f.default_factory is not MISSING else None)
+        )
+        meta = f.metadata
+        found[f.name] = Spec(
+            name=f.name,
+            type=hints[f.name],
+            default=default,
+            help=meta.get("help", ""),
+            unit=meta.get("unit", ""),
+            aliases=tuple(meta.get("aliases") or ()),
+            bounds=meta.get("bounds", {}),
+            ignored=meta.get("ignored", ""),
+            group=_declarer(group, f.name),
+            raw_choices=meta.get("choices"),
+            refused=meta.get("refused", tuple),
+            is_secret=meta.get("is_secret", False),
+            names_place=meta.get("names_place", False),
+            risky=meta.get("risky", ""),
+            harmless=meta.get("harmless", ()),
+        )
+    return found
+
+
+def union(name: str, *groups: type, doc: str = "") -> type:
+    """One flat dataclass of all options of ``groups``.
+
+    Raises:
+        ValueError: if two groups declare the same name, be it as an alias; each option is one component's.
+    """
+    owner: dict[str, type] = {}
+    for group in groups:
+        for word in (word for spec in specs(group).values() for word in (spec.name, *spec.aliases)):
+            if word in owner:
+                raise ValueError(
+                    f"Option {word!r} is declared by {owner[word].__name__} and by {group.__name__}; "
+                    "one component must own it."
+                )
+            owner[word] = group
+    made = type(
+        name, tuple(reversed(groups)), {"__doc__": doc or f"Options of {', '.join(g.__name__ for g in groups)}."}
+    )
+    return dataclass(made)
+
+
+def build(group: type[Built], given: Mapping[str, Given]) -> tuple[Built, list[Problem]]:
+    """Make an instance of ``group`` from raw values; returns it, and everything that is wrong with them.
+
+    Unknown names get the nearest right one; aliases are resolved; each value is converted to its declared type and
+    held against its choices and bounds. The instance holds defaults where a value was wrong.
+    """
+    kind: type = group
+    known = specs(kind)
+    by_alias = {alias: spec.name for spec in known.values() for alias in spec.aliases}
+    values: dict[str, Any] = {}
+    first_place: dict[str, tuple[str, str]] = {}
+    problems: list[Problem] = []
+    for key, item in given.items():
+        name = by_alias.get(key, key)
+        if has_secret_name(key) or (name in known and known[name].is_secret):
+            keep_secret(item.value)
+        if name not in known:
+            problems.append(_unknown(key, item, [*known, *by_alias]))
+            continue
+        if name in first_place:
+            other, place = first_place[name]
+            what = f'"{key}" and "{other}" are two names of one option; give one of them.'
+            problems.append(Problem(what, where=item.where or place, option=name))
+            continue
+        first_place[name] = (key, item.where)
+        try:
+            values[name] = convert(known[name], item.value)
+        except ValueError as error:
+            problems.append(Problem(f'"{key}" {error}', where=item.where, option=name))
+    return group(**values), problems
+
+
+def _unknown(key: str, item: Given, known: Sequence[str]) -> Problem:
+    place = f" {'on' if item.where.endswith('line') else 'in'} {item.where}" if item.where else ""
+    inside = [name for name in item.value if name in known] if isinstance(item.value, Mapping) else []
+    if inside:
+        remedy = f'Options are not nested: write "{inside[0]}" at the left margin.'
+        return Problem(f'Unknown option "{key}"{place}.', remedy=remedy)
+    return Problem(f'Unknown option "{key}"{place}.{did_you_mean(key, known)}')
+
+
+def convert(spec: Spec, raw: Any) -> Any:
+    """Convert ``raw`` (from YAML, a flag or Python) to the declared type.
+
+    Raises:
+        ValueError: a half sentence that begins with what was expected, for the caller to put the option's name before.
+    """
+    value = as_type(spec.type, raw)
+    choices = spec.choices
+    if choices and value is not None:
+        for item in value if isinstance(value, list) else [value]:
+            if item not in [*choices, *spec.refused()] and not (isinstance(item, str) and _open_text(spec)):
+                listed = ", ".join(str(c) for c in choices)
+                raise ValueError(
+                    f'must be one of {listed}. Received: "{item}".{did_you_mean(str(item), map(str, choices))}'
+                )
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        check_bounds(spec, value)
+    return value
+
+
+def changed_options(options: Any) -> dict[str, Any]:
+    """The options that are not at their default."""
+    return {n: getattr(options, n) for n, s in specs(options.__class__).items() if getattr(options, n) != s.default}
+
+
+def set_without(options: Any, switches: Mapping[str, str]) -> list[str]:
+    """A sentence for each option that was set and does nothing, because the one that it belongs to was not.
+
+    Args:
+        switches: option -> the option that it belongs to.
+    """
+    given = changed_options(options)
+    return [
+        f'"{name}" has no effect without "{switch}".'
+        for name, switch in switches.items()
+        if name in given and switch not in given
+    ]
+
+
+def _open_text(spec: Spec) -> bool:
+    # "str | Literal[...]": the choices are suggestions, any text is allowed.
+    return str in members(spec.type) and spec.raw_choices is None
+
+
+def check_bounds(spec: Spec, value: float) -> None:
+    """Check a number against the option's bounds. Raises ValueError, with a half sentence, where it lies outside."""
+    limits = [(_BOUNDS[name], bound) for name, bound in spec.bounds.items() if bound is not None]
+    if not all(holds(value, bound) for (holds, _), bound in limits):
+        words = " and ".join(_bound_in_words(word, bound, spec.unit) for (_, word), bound in limits)
+        raise ValueError(f"must be {words}. Received: {value}.")
+
+
+def _bound_in_words(word: str, bound: float, unit: str) -> str:
+    """``at least 1 row``, ``greater than 0 epochs``"""
+    if not isfinite(bound):
+        return "finite"
+    return f"{word} {bound} {unit.removesuffix('s') if bound == 1 and len(unit) > 1 else unit}".rstrip()
+
+
+_BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "ge": (operator.ge, "at least"),
+    "gt": (operator.gt, "greater than"),
+    "le": (operator.le, "at most"),
+    "lt": (operator.lt, "less than"),
+}
+
+
+def _declarer(group: type, name: str) -> type:
+    """The class in the inheritance chain that first declares the field (a default may be overridden further down)."""
+    return next(c for c in reversed(group.__mro__) if name in vars(c).get("__annotations__", {}))
+
+
+def raise_if(problems: Iterable[Problem]) -> None:
+    """Raise one UserError with all of them, or return."""
+    found = list(problems)
+    if found:
+        raise UserError(found)

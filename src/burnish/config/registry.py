@@ -1,0 +1,121 @@
+"""A family of interchangeable members: optimizers, adapters, formats, objectives, loggers.
+
+A new member is one file or one function:
+
+    @OPTIMIZERS.register("badam", options=BadamOptions)
+    def badam(model, options): ...
+
+Third parties register through the entry-point group ``burnish.<family>``, with ``_`` for a space; an entry point names
+a module that registers its members when it is imported. The family looks for them when it is first asked for a member,
+and refuses an entry point that cannot be loaded, by its name and that of its package. docs/extending.md shows it.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+from burnish.config.errors import UserError, did_you_mean
+from burnish.config.options import changed_options, specs
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Member(Generic[T]):
+    name: str
+    value: T
+    options: type | None = None  # the dataclass of options this member reads
+    summary: str = ""
+    when: Callable[[Any], bool] | None = None  # true for options that ask for this member without naming it
+    traits: Mapping[str, Any] = field(default_factory=dict)  # what the family wants to know of a member
+    is_ours: bool = True  # false for a member that another package registered
+
+
+class Registry(Generic[T]):
+    """Name -> member and its option group.
+
+    Args:
+        family: singular, as an error says it: "optimizer".
+    """
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        self._members: dict[str, Member[T]] = {}
+        self._looked_for_plugins = False
+
+    def register(
+        self, *names: str, options: type | None = None, when: Callable[[Any], bool] | None = None,
+        replace: bool = False, **traits: Any,
+    ) -> Callable[[T], T]:  # fmt: skip
+        """Add a member under one or more names. Raises ValueError where a name is taken and ``replace`` is false."""
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        is_ours = caller.partition(".")[0] == "burnish"
+
+        def add(value: T) -> T:
+            for name in names:
+                if name in self._members and not replace:
+                    raise ValueError(f"{self.family} {name!r} is registered already: {self._members[name].value!r}")
+                self._members[name] = Member(name, value, options, _first_line(value), when, traits, is_ours)
+            return value
+
+        return add
+
+    def get(self, name: str) -> Member[T]:
+        """The member of that name. Raises UserError with the nearest names where there is none."""
+        if name not in self:
+            known = sorted(self.names())
+            raise UserError(
+                f'There is no {self.family} "{name}".{did_you_mean(name, known)}', remedy=f"Known: {', '.join(known)}."
+            )
+        return self._members[name]
+
+    def choose(self, name: str, options: object) -> Member[T]:
+        """The member that ``options`` ask for: one whose ``when`` is true, else the one called ``name``."""
+        return next((member for member in self if member.when is not None and member.when(options)), None) or self.get(
+            name
+        )
+
+    def __getitem__(self, name: str) -> T:
+        return self.get(name).value
+
+    def __contains__(self, name: str) -> bool:
+        self._load_plugins()
+        return name in self._members
+
+    def __iter__(self) -> Iterator[Member[T]]:
+        self._load_plugins()
+        return iter(self._members.values())
+
+    def names(self) -> list[str]:
+        """The names of the members that can be chosen; one with the trait ``refused`` only says why it cannot be."""
+        return [member.name for member in self if "refused" not in member.traits]
+
+    def option_groups(self) -> list[type]:
+        """The option groups of all members, each once, in order of registration."""
+        return list(dict.fromkeys(member.options for member in self if member.options is not None))
+
+    def unread(self, chosen: Member[T], options: object) -> list[str]:
+        """The options, not at their default, that members of the family read and the chosen one does not."""
+        of_others = {name for group in self.option_groups() if group is not chosen.options for name in specs(group)}
+        return [name for name in changed_options(options) if name in of_others]
+
+    def _load_plugins(self) -> None:
+        if self._looked_for_plugins:
+            return
+        self._looked_for_plugins = True
+        for point in entry_points(group=f"burnish.{self.family.replace(' ', '_')}"):
+            try:
+                point.load()
+            except (ImportError, AttributeError) as error:
+                package = point.dist.name if point.dist is not None else "a package"
+                raise UserError(
+                    f"the entry point {point.name} = {point.value} cannot be loaded: {error}.",
+                    where=package,
+                    remedy=f"Update or uninstall {package}: it adds to the group {point.group} of burnish.",
+                ) from error
+
+
+def _first_line(value: object) -> str:
+    return (getattr(value, "__doc__", None) or "").strip().split("\n")[0]

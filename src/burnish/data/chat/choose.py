@@ -1,0 +1,227 @@
+"""The template of a run: by name, from a file, or the tokenizer's own.
+
+In: options and a tokenizer. Out: a ``Template``, which makes rows of examples, and a tokenizer that fits it. Refused,
+before any data is read: a template that does not exist, and one whose control tokens the tokenizer does not have.
+
+    template = load_template(options, tokenizer)     # by name, from a file, or the tokenizer's own
+    notes = fit_tokenizer(template, tokenizer)       # eos, pad and stop tokens as the template wants them
+    rows = template.encode(examples, tally)
+    tokenizer.chat_template = template.jinja()       # renders the tokens that were trained
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import yaml
+
+from burnish.config.checks import check
+from burnish.config.conversion import GivenTwice, yaml_of_each_key_once
+from burnish.config.errors import Problem, UserError, did_you_mean
+from burnish.config.options import option, raise_if
+from burnish.data.chat.chat_template import JinjaFormat
+from burnish.data.chat.labels import LearnOptions, TemplateChoices, check_learning
+from burnish.data.chat.rows import Template
+from burnish.data.chat.slots import SlotFormat, as_asked
+from burnish.data.chat.table import TemplateSpec, read_row, table
+from burnish.data.chat.tools.tools import TOOL_FORMATS
+from burnish.data.tokens.encoder import Encoder
+from burnish.utils.files import odd_kind
+
+FALLBACK = TemplateSpec("empty", empty_thought="", tool_list_format="default")
+"""The template for a tokenizer without a chat template if none is named: no markers, eos after each answer."""
+RECORDED = "burnish_template"
+"""The key of ``tokenizer_config.json`` under which a folder says which template trained it."""
+_RECORDED_OPTIONS = ("template", "default_system", "tool_format", "enable_thinking")
+
+
+@dataclass
+class TemplateOptions(LearnOptions):
+    """Templates, and the tokens that are learned."""
+
+    template: str | None = option(
+        None,
+        "A named template, or a file with one (.yaml, .json, .jinja); by default the tokenizer's own chat template.",
+        names_place=True,
+    )
+    default_system: str | None = option(
+        None, "The system message where a record has none, instead of the template's; empty for no system message."
+    )
+    tool_format: str | None = option(
+        None, "How tools and calls are written, instead of the template's way.", choices=TOOL_FORMATS.names
+    )
+    enable_thinking: bool | None = option(
+        True,
+        "In a reasoning template: learn an empty thought where an answer has none (true), give it without learning it "
+        "and remove all thoughts (false), or give it and keep thoughts (null).",
+    )
+    preserve_thinking: bool = option(False, "Keep the thoughts of earlier answers where only the last one is learned.")
+    missing_control_tokens: Literal["raise", "split"] = option(
+        "raise", "When the tokenizer lacks control tokens of the template: stop, or write them as ordinary text."
+    )
+
+
+class NamedTemplate(TemplateChoices, Protocol):
+    """The options that name a template, and say how it is read."""
+
+    template: str | None
+    missing_control_tokens: Literal["raise", "split"]
+
+
+@check
+def check_template(options: NamedTemplate) -> list[Problem]:
+    """Find what is wrong with the options without a tokenizer."""
+    try:
+        spec = _named_spec(options.template)
+    except UserError as error:
+        return list(error.problems)
+    if spec is not None and spec.efficient_eos and options.train_on_prompt:
+        what = (
+            f'train_on_prompt cannot be had with template "{spec.name}": its turns end where the next begins, and '
+            "that token is learned as the end of the answer."
+        )
+        return [
+            Problem(
+                what,
+                remedy="Leave out train_on_prompt, or choose a template with an end token per turn.",
+                option="train_on_prompt",
+            )
+        ]
+    return []
+
+
+def load_template(options: NamedTemplate, tokenizer: Any, cutoff_len: int | None = None) -> Template:
+    """Make the template that the options name, for a tokenizer.
+
+    Raises:
+        UserError: if there is no such template, the options contradict it or each other, or the tokenizer lacks its
+            control tokens.
+    """
+    raise_if([*check_template(options), *check_learning(options)])
+    spec = _named_spec(options.template)
+    if spec is None and not (options.template or tokenizer.chat_template):
+        spec = FALLBACK
+    if spec is None:
+        return _own_chat_template(options, tokenizer, cutoff_len)
+    spec = as_asked(spec, options)
+    _check_control_tokens(spec, options, tokenizer)
+    template = Template(spec.name, SlotFormat(spec, options, tokenizer), options, tokenizer, spec, cutoff_len)
+    template.notes += _notes(spec, options)
+    return template
+
+
+def _own_chat_template(options: NamedTemplate, tokenizer: Any, cutoff_len: int | None) -> Template:
+    """The tokenizer's own chat template, or the one in the Jinja file that the options name."""
+    chat_template, name = tokenizer.chat_template, "the tokenizer's own"
+    if options.template:
+        chat_template, name = _read(Path(options.template)), Path(options.template).name
+    template = Template(
+        name, JinjaFormat(chat_template, options, tokenizer, name), options, tokenizer, None, cutoff_len
+    )
+    if options.tool_format:
+        template.notes.append(f"tool_format has no effect with {name} chat template, which writes tools its own way.")
+    return template
+
+
+def fit_tokenizer(template: Template, tokenizer: Any) -> list[str]:
+    """Give the tokenizer the eos, pad and stop tokens that the template wants.
+
+    Returns:
+        A sentence for each choice and change.
+    """
+    notes = list(template.notes)
+    size = len(tokenizer)
+    if template.spec is not None and template.spec.name in table():
+        tokenizer.init_kwargs[RECORDED] = {name: getattr(template.options, name) for name in _RECORDED_OPTIONS}
+    stop_words = list(template.spec.stop_words) if template.spec else []
+    if template.spec and template.spec.replace_eos and tokenizer.eos_token != stop_words[0]:
+        notes.append(
+            f'eos is "{stop_words[0]}", which ends a turn in template "{template.name}", not "{tokenizer.eos_token}".'
+        )
+        tokenizer.add_special_tokens({"eos_token": stop_words[0]})
+    if tokenizer.eos_token_id is None:
+        tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+        notes.append('The tokenizer has no eos token; "<|endoftext|>" was made one.')
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        notes.append(f'The tokenizer has no pad token; eos, "{tokenizer.eos_token}", pads.')
+    if unknown := [word for word in stop_words if word not in tokenizer.all_special_tokens]:
+        tokenizer.add_special_tokens({"extra_special_tokens": unknown}, replace_extra_special_tokens=False)
+    if len(tokenizer) > size:
+        notes.append(f"Tokens that were added to the vocabulary, for the template: {len(tokenizer) - size}.")
+    template.form.fit()
+    return notes
+
+
+def _named_spec(name: str | None) -> TemplateSpec | None:
+    """The row of the table, or from a file, that ``template`` names; None for a Jinja file or where it is not set."""
+    if name is None or name.endswith((".jinja", ".j2")):
+        return None
+    if name in table():
+        return table()[name]
+    if name.endswith((".yaml", ".yml", ".json")):
+        return _spec_from_file(Path(name))
+    raise UserError(
+        f'"template": there is no template "{name}".{did_you_mean(name, table(), limit=3)}',
+        remedy="Leave template out to use the tokenizer's own chat template, or name a .yaml or .jinja file.",
+        option="template",
+    )
+
+
+def _spec_from_file(path: Path) -> TemplateSpec:
+    try:
+        row = yaml_of_each_key_once(_read(path), yaml.SafeLoader)
+    except GivenTwice as error:
+        raise UserError(f"The template file {error}", where=str(path)) from error
+    except yaml.YAMLError as error:
+        mark, fault = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise UserError(f"The template file is not YAML: {fault}.", where=where) from error
+    if not isinstance(row, dict):
+        raise UserError(
+            f"A template file holds a mapping: user, assistant, ... Received: {type(row).__name__}.", where=str(path)
+        )
+    return read_row(path.stem, row, where=str(path))
+
+
+def _read(path: Path) -> str:
+    if kind := odd_kind(path):
+        raise UserError(f'"template" names {kind}, and not a file: {path}.', option="template")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f'"template" names a file that cannot be read: {error}.', option="template") from error
+
+
+def _check_control_tokens(spec: TemplateSpec, options: NamedTemplate, tokenizer: Any) -> None:
+    encoder = Encoder(tokenizer)
+    ids = encoder.encode(spec.control_tokens)
+    missing = [token for token in spec.control_tokens if len(ids[token]) != 1]
+    if missing and options.missing_control_tokens == "raise":
+        raise UserError(
+            f'"template" {spec.name} has control tokens that the tokenizer lacks: {", ".join(missing)}.',
+            why="The model would read each of them as several pieces of ordinary text.",
+            remedy="Name the template that the model was made with, or none; add the tokens with "
+            "add_special_tokens; or set missing_control_tokens: split.",
+            option="template",
+        )
+
+
+def _notes(spec: TemplateSpec, options: NamedTemplate) -> list[str]:
+    notes = []
+    if spec.name == "empty" and options.template is None:
+        notes.append(
+            "The tokenizer has no chat template and none is named: messages are joined without markers, and eos ends "
+            "each answer. Name one with template."
+        )
+    if spec.name == "empty" and options.template is not None:
+        notes.append('Template "empty" writes no end token: the model does not learn where an answer ends.')
+    if spec.reasoning:
+        thought = {True: "learned", False: "given, not learned, and all thoughts removed", None: "given, not learned"}
+        notes.append(
+            f'Template "{spec.name}" expects a thought in each answer; where there is none an empty one is '
+            f"{thought[options.enable_thinking]} (enable_thinking: {str(options.enable_thinking).lower()})."
+        )
+    return notes

@@ -1,0 +1,145 @@
+"""Pairs of responses, and responses with a label -> rows.
+
+In: examples, and their prompts and responses, encoded. Out: rows of several sequences: ``chosen_input_ids``,
+``chosen_labels``, ``rejected_input_ids``, ``rejected_labels`` and ``margin``; or ``input_ids``, ``labels``, ``tag``
+and, of the same prompt with another record's response, ``kl_input_ids`` and ``kl_labels``. The response is trained, the
+prompt is not.
+
+Both sequences of a pair begin with the same prompt, also where they are truncated (``truncate.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from burnish.data.chat.labels import TemplateChoices
+from burnish.data.chat.segments import Segment, Turn, concatenated, masked
+from burnish.data.chat.truncate import fit_segments, refuse_long
+from burnish.data.tally import Tally
+from burnish.loop.types import Example, Row
+from burnish.utils.sequences import shared_beginning
+
+EQUAL_AFTER_CUT = "dropped: its answers are the same once cut to cutoff_len"
+NOTHING_LEFT = "dropped: cutoff_len leaves nothing of an answer"
+TOO_LONG = "dropped: longer than cutoff_len"
+CUT = "cut: shortened to cutoff_len"
+
+
+def with_answer(example: Example, side: str) -> Example:
+    """The conversation, or the text, with one of the two responses of a pair."""
+    alone, answer = replace(example, chosen=None, rejected=None), getattr(example, side)
+    if isinstance(answer, str):
+        return replace(alone, completion=answer)
+    return replace(alone, messages=(*example.messages, *answer))
+
+
+def with_other(example: Example) -> Example:
+    """The prompt of a labelled response with another record's response; unchanged where there is none of its kind."""
+    other = example.other
+    if other is None or isinstance(other, str) != (example.completion is not None):
+        return example
+    if isinstance(other, str):
+        return replace(example, completion=other)
+    return replace(example, messages=(*example.messages[:-1], *other))
+
+
+def pair_rows(
+    examples: Sequence[Example], chosen: Sequence[Turn | None], rejected: Sequence[Turn | None],
+    options: TemplateChoices, room: int, tally: Tally,
+) -> list[Row | None]:  # fmt: skip
+    """A row per pair, None where it gives nothing to train on (counted in ``tally``).
+
+    Raises:
+        UserError: where a row is too long and ``on_too_long`` is "raise".
+    """
+    pairs = [None if a is None or b is None else _with_one_prompt(a, b) for a, b in zip(chosen, rejected, strict=True)]
+    _refuse_long(examples, pairs, options, room)
+    rows: list[Row | None] = []
+    for example, pair in zip(examples, pairs, strict=True):
+        fitted = None if pair is None else _fitted(example, pair, options, room, tally)
+        if fitted is not None and fitted[1].ids == fitted[2].ids:
+            tally.add(EQUAL_AFTER_CUT, example)
+            fitted = None
+        if fitted is None:
+            rows.append(None)
+            continue
+        prompt, one, other = fitted
+        row = _columns(prompt, one, "chosen_") | _columns(prompt, other, "rejected_")
+        rows.append(row if example.margin is None else row | {"margin": example.margin})
+    return rows
+
+
+def verdict_rows(
+    examples: Sequence[Example], own: Sequence[Turn | None], others: Sequence[Turn | None],
+    options: TemplateChoices, room: int, tally: Tally,
+) -> list[Row | None]:  # fmt: skip
+    """A row per labelled response, and its prompt with another response where the example has one."""
+    _refuse_long(examples, own, options, room)
+    rows: list[Row | None] = []
+    for example, turn, other in zip(examples, own, others, strict=True):
+        fitted = None if turn is None else _fitted(example, turn, options, room, tally)
+        if fitted is None:
+            rows.append(None)
+            continue
+        row: Row = {**_columns(fitted[0], fitted[1], ""), "tag": bool(example.tag)}
+        has_other = other is not None and example.other is not None
+        beside = _fitted(example, other, options, room, Tally()) if other is not None and has_other else None
+        rows.append(row if beside is None else row | _columns(beside[0], beside[1], "kl_"))
+    return rows
+
+
+def _with_one_prompt(chosen: Turn, rejected: Turn) -> list[Segment]:
+    """The prompt that two turns share, and both responses: what one prompt has beyond it moves into its response."""
+    prompt = chosen[0]
+    shared = shared_beginning(prompt.ids, rejected[0].ids)
+    if shared == len(prompt.ids) == len(rejected[0].ids):
+        return [prompt, chosen[1], rejected[1]]
+    start = Segment(prompt.ids[:shared], lambda: prompt.content()[:shared], labels=prompt.labels[:shared])
+    return [start, *(_lengthened(*turn, shared) for turn in (chosen, rejected))]
+
+
+def _lengthened(prompt: Segment, response: Segment, at: int) -> Segment:
+    rest = prompt.ids[at:]
+    return Segment(
+        rest + response.ids, lambda: [*[False] * len(rest), *response.content()], labels=rest + response.labels
+    )
+
+
+def _refuse_long(
+    examples: Sequence[Example], encoded: Sequence[Sequence[Segment] | None], options: TemplateChoices, room: int
+) -> None:
+    if options.on_too_long == "raise":
+        refuse_long(examples, (0 if one is None else _length(one) for one in encoded), room)
+
+
+def _length(encoded: Sequence[Segment]) -> int:
+    """The length of a prompt with the longest of its responses."""
+    prompt, *responses = encoded
+    return len(prompt.ids) + max(len(response.ids) for response in responses)
+
+
+def _fitted(
+    example: Example, encoded: Sequence[Segment], options: TemplateChoices, room: int, tally: Tally
+) -> list[Segment] | None:
+    """A prompt and its responses within ``room`` tokens; None where they are dropped for it, which is counted."""
+    fitted: list[Segment] | None = list(encoded)
+    if _length(encoded) > room:
+        if options.on_too_long == "drop":
+            tally.add(TOO_LONG, example)
+            return None
+        fitted = fit_segments(encoded[0], encoded[1:], room, options.truncation)
+        if fitted is not None:
+            tally.add(CUT, example)
+    if fitted is None or not all(response.is_trained for response in fitted[1:]):
+        tally.add(NOTHING_LEFT, example)
+        return None
+    return fitted
+
+
+def _columns(prompt: Segment, response: Segment, prefix: str) -> Row:
+    labels = masked(len(prompt.ids)) + response.labels
+    columns: Any = {f"{prefix}input_ids": concatenated([prompt.ids, response.ids]), f"{prefix}labels": labels}
+    row: Row = columns
+    return row

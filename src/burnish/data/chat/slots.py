@@ -1,0 +1,297 @@
+"""A conversation under a named template: each message goes into its slots, each slot is tokenised by itself.
+
+In: examples with messages. Out: their turns, encoded. A conversation alternates: a question (user, observation), then
+an answer (assistant, function); one that does not is counted and gives no turns. Observations in a row, the answers to
+calls that were made at once, are one question.
+
+A text for the tokenizer is a tuple of parts that alternate between text of the template and text of the record,
+beginning with the template: ("<|im_start|>user\\n", "hello", "<|im_end|>\\n"). The tokenizer sees them joined; the
+parts are kept for rows that are too long, in which only text of the record is cut.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import accumulate, chain, pairwise
+from typing import Any, TypeAlias
+
+from burnish.data.chat.jinja import write_jinja
+from burnish.data.chat.labels import TemplateChoices
+from burnish.data.chat.segments import Segment, Turn, concatenated
+from burnish.data.chat.table import CONTENT, Slots, TemplateSpec, Token
+from burnish.data.chat.tools.tools import TOOL_FORMATS, ToolError, describe_tools, read_calls
+from burnish.data.tally import Tally
+from burnish.data.tokens.encoder import Encoder
+from burnish.loop.types import Example, Ids, Message
+
+Parts: TypeAlias = tuple[str, ...]
+Element: TypeAlias = "int | Parts"
+Written: TypeAlias = "list[list[int | Parts]]"
+"""The elements that open a conversation, then those of each message: token ids, and texts in their parts."""
+Borders: TypeAlias = "list[tuple[int, int]]"
+_ASKING, _ANSWERING = ("user", "observation"), ("assistant", "function")
+
+
+def as_asked(spec: TemplateSpec, options: TemplateChoices) -> TemplateSpec:
+    """The row of the table with the changes from the options."""
+    if options.tool_format is not None:
+        # As in LLaMA-Factory: another tool format has plain slots for the call, not those of the template.
+        end = () if spec.efficient_eos else (Token("eos_token", "eos"),)
+        spec = replace(
+            spec, tool_format=options.tool_format, tool_list_format=options.tool_format, function=(CONTENT, *end)
+        )
+    if options.default_system is not None:
+        spec = replace(spec, default_system=options.default_system)
+    return spec
+
+
+def broken_rule(messages: Sequence[Message]) -> str | None:
+    """The rule that a conversation breaks, as the rest of a sentence that begins with "dropped: "; None for none."""
+    if not messages:
+        return "it has no messages"
+    if any(message.role not in (_ANSWERING if place % 2 else _ASKING) for place, message in enumerate(messages)):
+        return "its questions (user, observation) and answers (assistant, function) do not alternate"
+    return "it ends with a question, without an answer to learn" if len(messages) % 2 else None
+
+
+class SlotFormat:
+    """A named template over one tokenizer.
+
+    Args:
+        spec: the row of the table with the changes from the options.
+        options: ``TemplateOptions`` and ``LearnOptions``.
+    """
+
+    def __init__(self, spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> None:
+        self.spec = spec
+        self.options = options
+        self.tokenizer = tokenizer
+        self.thinks = options.enable_thinking
+        self.forgets_thoughts = options.mask_history and not options.preserve_thinking
+        self.fit()
+        self._between = spec.between_observations
+        self._thought = re.compile("(.*?)".join(map(re.escape, spec.thought_words)), re.DOTALL)
+        self._thought_words = re.compile(f"({'|'.join(map(re.escape, spec.thought_words))})")
+        TOOL_FORMATS.get(spec.tool_format)
+
+    def fit(self) -> None:
+        """Read the tokenizer's special tokens; called again when they have changed."""
+        self.encoder = Encoder(self.tokenizer, keep=_words(self.spec), template=str(self.spec))
+        slots = chain(*(getattr(self.spec, name) for name in ("prefix", "system", *_ASKING, *_ANSWERING)))
+        self._tokens = {slot: self._token(slot) for slot in slots if isinstance(slot, Token)}
+
+    def answering_last(self) -> SlotFormat:
+        form = copy(self)
+        form.forgets_thoughts = not self.options.preserve_thinking
+        return form
+
+    def end_words(self) -> tuple[str, ...]:
+        return self.spec.stop_words
+
+    @property
+    def closing_word(self) -> str | None:
+        return self.tokenizer.eos_token if self.spec.efficient_eos else None
+
+    def identity(self) -> Any:
+        return asdict(self.spec)
+
+    def jinja(self) -> str:
+        return write_jinja(self.spec, self.options, self.tokenizer)
+
+    def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]:
+        """The turns of each conversation, None where it has none to learn from (counted in ``tally``)."""
+        examples = [self._with_observations_joined(example) for example in examples]
+        conversations = [self._try(example, tally) for example in examples]
+        ids = self._ids(conversations)
+        return [
+            None if written is None else self._turns(example.messages, written, ids)
+            for example, written in zip(examples, conversations, strict=True)
+        ]
+
+    def prompt(self, example: Example) -> list[int]:
+        """The ids up to the beginning of the next answer: all messages as in training, without a final answer.
+
+        Raises:
+            ToolError, ValueError: if the conversation cannot be written.
+        """
+        messages = self._with_observations_joined(example).messages
+        if messages and messages[-1].role in _ANSWERING:
+            messages = messages[:-1]
+        asked = (*messages, Message("assistant", ""))
+        if rule := broken_rule(asked):
+            raise ValueError(f"{example.place}: no prompt can be made of it: {rule}.")
+        written = self._conversation(replace(example, messages=asked))[:-1]
+        ids = self._ids([written])
+        return [token for elements in written for element in elements for token in _tokens(element, ids)]
+
+    def _with_observations_joined(self, example: Example) -> Example:
+        messages = example.messages
+        if not any(one.role == other.role == "observation" for one, other in pairwise(messages)):
+            return example
+        joined: list[Message] = []
+        for message in messages:
+            if joined and joined[-1].role == message.role == "observation":
+                content = joined[-1].text + self._between + message.text
+                joined[-1] = replace(joined[-1], content=content)
+            else:
+                joined.append(message)
+        return replace(example, messages=tuple(joined))
+
+    def _try(self, example: Example, tally: Tally) -> Written | None:
+        rule = broken_rule(example.messages)
+        if rule is None:
+            try:
+                return self._conversation(example)
+            except ToolError as error:
+                rule = str(error)
+        tally.add(f"dropped: {rule}", example)
+        return None
+
+    def _conversation(self, example: Example) -> Written:
+        """The opening, and each message in its slots, with its thought removed or completed as the options ask."""
+        messages = list(example.messages)
+        last = len(messages) - 1
+        for place in range(1, len(messages), 2) if self.spec.reasoning else ():
+            if self.thinks is False or (self.forgets_thoughts and place < last):
+                text = self._thought.sub("", messages[place].text).lstrip("\n")
+                messages[place] = replace(messages[place], content=text)
+        opening, first = self._opened(example, messages[0])
+        written = [opening, first, *(self._slots(message, self._content(message)) for message in messages[1:])]
+        for place in range(last if self.forgets_thoughts else 1, last + 1, 2) if self.spec.reasoning else ():
+            if not any(word.strip() in messages[place].text for word in self.spec.thought_words):
+                if self.thinks:  # it is trained
+                    written[place + 1].insert(0, (self.spec.empty_thought,))
+                else:
+                    written[place].append((self.spec.empty_thought,))
+        return written
+
+    def _opened(self, example: Example, message: Message) -> tuple[list[Element], list[Element]]:
+        """The opening of a conversation with its system message, and the first message in its slots."""
+        opening, content = self._fill(self.spec.prefix, ()), self._content(message)
+        system = self._system(example)
+        if system is not None and not self.spec.system_in_user:
+            opening += self._fill(self.spec.system, system)
+        elif system is not None and message.role == "user":
+            wrapped = self._fill(self.spec.system[:1], system)[0]
+            assert isinstance(wrapped, tuple)
+            content = _continue(wrapped, content)
+        return opening, self._slots(message, content)
+
+    def _slots(self, message: Message, content: Parts) -> list[Element]:
+        slots: Slots = getattr(self.spec, message.role)
+        return self._fill(slots, content)
+
+    def _system(self, example: Example) -> Parts | None:
+        """The system message with the list of tools, or None where there is neither."""
+        if not (example.system or self.spec.default_system or example.tools):
+            return None
+        tools = describe_tools(self.encoder.hide(example.tools), self.spec.tool_list_format) if example.tools else ""
+        if example.system:
+            return ("", self.encoder.hide(example.system), tools)
+        if self.spec.tools_open_system and not self.spec.default_system:
+            tools = tools.lstrip("\n")
+        return (self.spec.default_system + tools,)
+
+    def _content(self, message: Message) -> Parts:
+        if message.role == "observation" and self._between in message.text and self._between != "\n":
+            each = [self.encoder.hide(answer) for answer in message.text.split(self._between)]
+            return ("", each[0], *chain.from_iterable((self._between, answer) for answer in each[1:]))
+        if message.role in _ASKING:
+            return ("", self.encoder.hide(message.text))
+        text = self.encoder.hide(message.text, assistant=True)
+        if message.role == "assistant":
+            # Faster than one regular expression for two words that begin differently.
+            has_thought = any(word in text for word in self.spec.thought_words)
+            return ("", *(self._thought_words.split(text) if has_thought else (text,)))
+        before, calls = read_calls(text, self.spec.thought_words, self.spec.tool_call_words)
+        return ("", before, TOOL_FORMATS[self.spec.tool_format].write(calls))
+
+    def _fill(self, slots: Slots, content: Parts) -> list[Element]:
+        elements: list[Element] = []
+        for slot in slots:
+            if isinstance(slot, Token):
+                elements += self._tokens[slot]
+            elif CONTENT in slot:
+                head, tail = slot.split(CONTENT, 1)
+                elements.append(_continue(_continue((head,), content), (tail,)))
+            else:
+                elements.append((slot,))
+        return elements
+
+    def _token(self, token: Token) -> list[Element]:
+        """The token's id; if the vocabulary lacks it, its name as text, or nothing for an optional token."""
+        if token.kind in ("bos", "eos"):
+            name = getattr(self.tokenizer, f"{token.kind}_token")
+            return [] if name is None else [self.tokenizer.convert_tokens_to_ids(name)]
+        if token.name in self.tokenizer.get_vocab():
+            return [self.tokenizer.convert_tokens_to_ids(token.name)]
+        return [(token.name,)] if token.kind == "named" else []
+
+    def _ids(self, conversations: Sequence[Written | None]) -> Mapping[str, Ids]:
+        """Tokenise all texts of a batch in one call; returns text -> ids."""
+        return self.encoder.encode(
+            "".join(element)
+            for written in conversations
+            for elements in written or ()
+            for element in elements
+            if not isinstance(element, int)
+        )
+
+    def _turns(self, messages: Sequence[Message], written: Written, ids: Mapping[str, Ids]) -> list[Turn]:
+        first = [*written[0], *written[1]]
+        opening = sum(len(_tokens(element, ids)) for element in written[0])
+        segments = [
+            Segment(
+                concatenated(_tokens(element, ids) for element in elements),
+                partial(self._removable, elements, ids),
+                message,
+                0 if place else opening,
+            )
+            for place, (message, elements) in enumerate(zip(messages, [first, *written[2:]], strict=True))
+        ]
+        return list(zip(segments[::2], segments[1::2], strict=True))
+
+    def _removable(self, elements: Sequence[Element], ids: Mapping[str, Ids]) -> list[bool]:
+        """Mark the tokens of a prompt or a response that belong to a message's content."""
+        texts = [element for element in dict.fromkeys(elements) if not isinstance(element, int)]
+        edges = [list(accumulate(map(len, text))) for text in texts]
+        located = self.encoder.located(["".join(text) for text in texts], edges)
+        borders: dict[Element, Borders] = {text: found for text, (_, found) in zip(texts, located, strict=True)}
+        return [mark for e in elements for mark in _marks(len(_tokens(e, ids)), borders.get(e, []))]
+
+
+def _marks(length: int, borders: Borders) -> list[bool]:
+    """Mark the tokens of an element that come from the record.
+
+    Args:
+        borders: the end of each part; parts of the template and of the record alternate.
+    """
+    marks = [False] * length
+    for (_, begun), (ended, _) in zip(borders[::2], borders[1::2], strict=False):
+        marks[begun:ended] = [True] * max(0, ended - begun)
+    return marks
+
+
+def _words(spec: TemplateSpec) -> list[str]:
+    """Special tokens that an answer may contain: those that open and close a thought or a call.
+
+    Those of most models count in every template, since data sets are shared between models.
+    """
+    words = (*spec.thought_words, *spec.tool_call_words, *TemplateSpec.thought_words, *TemplateSpec.tool_call_words)
+    return [variant for word in words for variant in (word, word.strip())]
+
+
+def _continue(parts: Parts, more: Parts) -> Parts:
+    """Concatenate two tuples of parts; text of the template at the border becomes one part."""
+    if len(parts) % 2 and more:
+        return (*parts[:-1], parts[-1] + more[0], *more[1:])
+    return (*parts, *more)
+
+
+def _tokens(element: Element, ids: Mapping[str, Ids]) -> Ids:
+    return array("i", [element]) if isinstance(element, int) else ids["".join(element)]

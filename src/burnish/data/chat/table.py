@@ -1,0 +1,240 @@
+"""The named chat templates, as data: the text around each kind of message.
+
+The rows are in ``templates.json`` beside this file; a user's own row is a YAML or JSON file with the same keys. In:
+a mapping. Out: a ``TemplateSpec``. Refused: unknown keys, slots that are not what the row below describes.
+
+A slot list says how a message is written. Its elements are
+- text with ``{{content}}`` where the message goes (text without it is constant);
+- ``{bos}`` and ``{eos}``: the tokenizer's own token, nothing where it has none;
+- ``{"token": "<|user|>"}``: this token by name; ``{"token_if_known": ...}``: nothing where the tokenizer lacks it.
+Each element is tokenised by itself, so no token ever spans two of them. A list of one element may be written bare.
+
+The texts and flags are those of LLaMA-Factory as of August 2026 (src/llamafactory/data/template.py), apart from the
+two faults named in docs/decisions/0010-templates-as-data.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from burnish.config.errors import Problem, did_you_mean
+from burnish.config.options import raise_if
+from burnish.data.chat.tools.tools import TOOL_FORMATS
+
+CONTENT = "{{content}}"
+_MARKER = re.compile(r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<｜[^<>\s]+｜>")
+
+_OTHER_NAMES = re.compile(r".*\{\{\s*\w+\s*\}\}.*|\{\w+\}", re.DOTALL)  # {{query}}, {{ content }}; {sep} by itself
+_TAGS = re.compile(rf"(?P<opens><(?P<tag>\w+)>\s*){re.escape(CONTENT)}(?P<closes>\s*</(?P=tag)>)")
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of the vocabulary, by its name or its role (bos, eos)."""
+
+    name: str
+    kind: Literal["bos", "eos", "named", "if_known"] = "named"
+
+
+Slots: TypeAlias = tuple[str | Token, ...]
+
+
+@dataclass(frozen=True)
+class TemplateSpec:
+    """One row of the table.
+
+    Args:
+        prefix: opens every conversation, before the system message.
+        system, user, assistant, observation, function: the slots of each role; ``function`` is a tool call.
+        default_system: the system message of records that have none.
+        text_end: closes a plain text, where that is not eos.
+        stop_words: end a generation besides eos; with ``replace_eos`` the first of them becomes eos.
+        efficient_eos: no end token per answer; one eos closes the row.
+        reasoning: an answer without a thought gets an empty one.
+        thought_words: the texts that open and close a thought.
+        empty_thought: the text of an empty thought, where it is not both thought words in a row.
+        tool_format: the format of tools and calls (``data/chat/tools/tools.py``).
+        tool_list_format: the format of the list of tools, where it differs from ``tool_format``.
+        tool_call_words: texts around the JSON of a call in records that have text before or after it.
+        system_in_user: the system message opens the first user message.
+        tools_open_system: without a system message the list of tools has no blank lines before it.
+        markers: control strings that the model's own tokenizer holds as one token, beyond <|...|> and <｜...｜>.
+        markers_are_text: the model's own tokenizer has no such tokens; <|...|> is ordinary text there.
+    """
+
+    name: str
+    prefix: Slots = ()
+    system: Slots = (CONTENT,)
+    user: Slots = (CONTENT,)
+    assistant: Slots = (CONTENT, Token("eos_token", "eos"))
+    observation: Slots = (CONTENT,)
+    function: Slots = (CONTENT, Token("eos_token", "eos"))
+    default_system: str = ""
+    text_end: str = ""
+    stop_words: tuple[str, ...] = ()
+    replace_eos: bool = False
+    efficient_eos: bool = False
+    reasoning: bool = False
+    thought_words: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
+    empty_thought: str = ""
+    tool_format: str = "default"
+    tool_list_format: str = ""
+    tool_call_words: tuple[str, str] = ("<tool_call>", "</tool_call>")
+    system_in_user: bool = False
+    tools_open_system: bool = False
+    markers: tuple[str, ...] = ()
+    markers_are_text: bool = False
+
+    @property
+    def control_tokens(self) -> list[str]:
+        """Texts that must be single tokens of the tokenizer, or conversations would have no meaning to the model."""
+        if self.markers_are_text:
+            return []
+        found: list[str] = []
+        for slot in (*self.prefix, *self.system, *self.user, *self.assistant):
+            if isinstance(slot, Token):
+                found += [slot.name] if slot.kind == "named" else []
+                continue
+            found += _MARKER.findall(slot)
+            found += [marker for marker in self.markers if marker in slot]
+        return list(dict.fromkeys(found))
+
+    @property
+    def opening_words(self) -> list[str]:
+        """The stop words that open a message and end none, such as ``<|im_start|>`` in ChatML."""
+        slots = (self.prefix, self.system, self.user, self.assistant, self.observation, self.function)
+        heads = "".join(map(_head, slots))
+        return [word for word in self.stop_words if word in heads]
+
+    @property
+    def between_observations(self) -> str:
+        """The text between answers of tools that were called at once: the tags around an answer close, then open."""
+        text = "".join(slot for slot in self.observation if isinstance(slot, str))
+        tags = _TAGS.search(text)
+        return f"{tags['closes']}\n{tags['opens']}" if tags else "\n"
+
+
+def _head(slots: Slots) -> str:
+    """The text before the content."""
+    texts = [slot.name if isinstance(slot, Token) else slot for slot in slots]
+    return "".join(texts).partition(CONTENT)[0]
+
+
+def read_row(name: str, row: Mapping[str, Any], where: str = "") -> TemplateSpec:
+    """Convert a row of the table. ``observation`` defaults to ``user``, ``function`` to ``assistant``.
+
+    Raises:
+        UserError: for every unknown key and every slot list that cannot be read, at once.
+    """
+    known = {field.name for field in fields(TemplateSpec)} - {"name"}
+    problems = [
+        Problem(f'A template has no key "{key}".{did_you_mean(key, known)}', where=where)
+        for key in map(str, row)
+        if key not in known
+    ]
+    values: dict[str, Any] = {}
+    for key in known & set(row):
+        try:
+            values[key] = _READERS.get(key, _plain)(row[key])
+        except (TypeError, ValueError) as error:
+            problems.append(Problem(f'"{key}" of template "{name}" {error}', where=where))
+    if row.get("replace_eos") and not row.get("stop_words"):
+        problems.append(Problem('"replace_eos" makes the first of "stop_words" eos, and there are none.', where=where))
+    raise_if(problems)
+    if row.get("efficient_eos"):
+        values.setdefault("assistant", (CONTENT,))
+    values.setdefault("observation", values.get("user", (CONTENT,)))
+    values.setdefault("function", values.get("assistant", TemplateSpec.assistant))
+    values.setdefault("empty_thought", "".join(values.get("thought_words", TemplateSpec.thought_words)))
+    values.setdefault("tool_list_format", values.get("tool_format", TemplateSpec.tool_format))
+    return TemplateSpec(name=name, **values)
+
+
+@cache
+def table() -> Mapping[str, TemplateSpec]:
+    """Read the table: name -> row, in the order of the file."""
+    rows = json.loads((Path(__file__).parent / "templates.json").read_text(encoding="utf-8"))
+    return {name: read_row(name, row) for name, row in rows.items()}
+
+
+def _slots(value: Any) -> Slots:
+    return tuple(_slot(item) for item in (value if isinstance(value, list) else [value]))
+
+
+def _slot(item: Any) -> str | Token:
+    if item in ("{bos}", "{eos}"):
+        return Token(f"{item[1:-1]}_token", item[1:-1])
+    if isinstance(item, str) and not _OTHER_NAMES.fullmatch(item.replace(CONTENT, "")):
+        return item
+    if isinstance(item, Mapping) and list(item) in (["token"], ["token_if_known"]):
+        (kind, name), *_ = item.items()
+        if isinstance(name, str):
+            return Token(name, "named" if kind == "token" else "if_known")
+    raise ValueError(
+        f'must be text with "{CONTENT}" and no other name, "{{bos}}", "{{eos}}" or {{"token": ...}}. '
+        f"Received: {item!r}."
+    )
+
+
+def _constant_slots(value: Any) -> Slots:
+    slots = _slots(value)
+    if any(CONTENT in slot for slot in slots if isinstance(slot, str)):
+        raise ValueError(f'must not hold "{CONTENT}": it stands before all messages. Received: {value!r}.')
+    return slots
+
+
+def _message_slots(value: Any) -> Slots:
+    slots = _slots(value)
+    if sum(slot.count(CONTENT) for slot in slots if isinstance(slot, str)) != 1:
+        raise ValueError(f'must hold "{CONTENT}" once. Received: {value!r}.')
+    return slots
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise ValueError(f"must be a list of texts. Received: {value!r}.")
+    return tuple(value)
+
+
+def _two_words(value: Any) -> tuple[str, ...]:
+    words = _words(value)
+    if len(words) != 2:
+        raise ValueError(f"must be two texts, what opens and what closes. Received: {value!r}.")
+    return words
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false. Received: {value!r}.")
+    return value
+
+
+def _plain(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"must be text. Received: {value!r}.")
+    return value
+
+
+def _tool_format(value: Any) -> str:
+    if value not in (*TOOL_FORMATS.names(), "phi4_mini"):
+        near = did_you_mean(str(value), TOOL_FORMATS.names())
+        raise ValueError(f"must be one of {', '.join(TOOL_FORMATS.names())}. Received: {value!r}.{near}")
+    return _plain(value)
+
+
+_READERS: dict[str, Any] = {
+    "prefix": _constant_slots,
+    **dict.fromkeys(("system", "user", "assistant", "observation", "function"), _message_slots),
+    **dict.fromkeys(("stop_words", "markers"), _words),
+    **dict.fromkeys(("thought_words", "tool_call_words"), _two_words),
+    **dict.fromkeys(("tool_format", "tool_list_format"), _tool_format),
+    **dict.fromkeys(
+        ("replace_eos", "efficient_eos", "reasoning", "system_in_user", "tools_open_system", "markers_are_text"), _flag
+    ),
+}

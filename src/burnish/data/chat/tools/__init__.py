@@ -1,0 +1,1 @@
+"""Tools and tool calls in a template's format: descriptions, calls, and how calls are read."""

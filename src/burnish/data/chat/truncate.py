@@ -1,0 +1,184 @@
+"""Truncation of conversations that are longer than ``cutoff_len``.
+
+In: encoded turns, or a prompt with the responses of a pair. Out: the same within a number of tokens, None where a rule
+leaves nothing of them. The caller counts what was truncated.
+
+The rules:
+
+- ``content``: ``infer_seqlen`` divides the tokens between prompt and response. Only content is removed: the first
+  tokens of each message stay, and headers, end tokens, lists of tools and tool calls stay whole (half a call is worse
+  than none). A turn that cannot keep a token of its prompt and one of its response is dropped, with every later turn.
+- ``llamafactory``: the same division, but both are cut from the right, with headers and end tokens.
+- ``keep_start``, ``keep_end``: the first or the last tokens of the row, as TRL's ``truncation_mode`` for SFT.
+- ``keep_end_of_prompt``: the last tokens of the prompt, and the first ones of the responses, as TRL for preferences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from burnish.config.errors import Problem
+from burnish.config.options import option, raise_if
+from burnish.data.chat.segments import Segment, Turn
+from burnish.loop.types import Example
+
+
+@dataclass
+class EncodingOptions:
+    """Length of rows."""
+
+    cutoff_len: int = option(2048, "The longest row.", unit="tokens", aliases=("max_seq_length",), ge=1)
+    truncation: Literal["content", "llamafactory"] = option(
+        "content",
+        "How a longer row is cut: out of the messages, keeping headers and end tokens; or as LLaMA-Factory cuts it.",
+    )
+    on_too_long: Literal["truncate", "drop", "raise"] = option(
+        "truncate", "What happens to a row that is longer than cutoff_len: it is cut, left out, or the run stops."
+    )
+
+
+def refuse_long(examples: Iterable[Example], lengths: Iterable[int], cutoff_len: int) -> None:
+    """Raise UserError with every example whose row is too long."""
+    raise_if(
+        Problem(
+            f"The row has {n} tokens; cutoff_len is {cutoff_len}, and on_too_long is raise.",
+            where=example.place,
+            option=("cutoff_len", "on_too_long"),
+        )
+        for example, n in zip(examples, lengths, strict=True)
+        if n > cutoff_len
+    )
+
+
+def infer_seqlen(source_len: int, target_len: int, cutoff_len: int) -> tuple[int, int]:
+    """The number of tokens that a question and its answer keep when they share ``cutoff_len``.
+
+    The shorter one stays whole where it takes less than half; otherwise both shrink in proportion.
+    Source: LLaMA-Factory, src/llamafactory/data/processor/processor_utils.py.
+    """
+    if target_len * 2 < cutoff_len:
+        longest_target = cutoff_len
+    elif source_len * 2 < cutoff_len:
+        longest_target = cutoff_len - source_len
+    else:
+        longest_target = int(cutoff_len * (target_len / (source_len + target_len)))
+    target = min(longest_target, target_len)
+    return min(max(cutoff_len - target, 0), source_len), target
+
+
+def fit_turns(turns: Sequence[Turn], room: int, rule: str, last_first: bool = False) -> list[Turn]:
+    """The turns that fit into ``room`` tokens, truncated where they must be.
+
+    Args:
+        last_first: the last turn keeps most, instead of the first.
+    """
+    kept: list[Turn] = []
+    for prompt, response in reversed(turns) if last_first else turns:
+        fitted = fit_segments(prompt, [response], room, rule) if room > 0 else None
+        if fitted is None:
+            break
+        kept.append((fitted[0], fitted[1]))
+        room -= sum(len(segment.ids) for segment in fitted)
+    return kept[::-1] if last_first else kept
+
+
+def fit_segments(prompt: Segment, responses: Sequence[Segment], room: int, rule: str) -> list[Segment] | None:
+    """A prompt and each response to it (one, or the two of a pair) within ``room`` tokens.
+
+    All responses are held to the same length, and keep the same prompt.
+    """
+    return _RULES[rule](prompt, responses, room)
+
+
+def _content(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment] | None:
+    longest = max(len(response.ids) for response in responses)
+    if len(prompt.ids) + longest <= room:
+        return [prompt, *responses]
+    removable = [list(segment.content()) for segment in (prompt, *responses)]
+    least_prompt, least_response = _least(removable[0]), max(map(_least, removable[1:]))
+    if least_prompt + least_response > room:
+        return None
+    of_prompt, of_response = infer_seqlen(len(prompt.ids), longest, room)
+    of_prompt = min(max(of_prompt, least_prompt), room - least_response)
+    of_response = min(max(of_response, least_response), room - of_prompt)
+    sizes = [of_prompt, *[of_response] * len(responses)]
+    return [
+        segment if len(segment.ids) <= size else segment.only(_kept(content, size))
+        for segment, content, size in zip((prompt, *responses), removable, sizes, strict=True)
+    ]
+
+
+def _from_the_right(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment]:
+    of_prompt, of_response = infer_seqlen(len(prompt.ids), max(len(one.ids) for one in responses), room)
+    return [_first(prompt, of_prompt), *(_first(response, of_response) for response in responses)]
+
+
+def _keep_start(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment]:
+    left = max(room - len(prompt.ids), 0)
+    return [_first(prompt, room), *(_first(response, left) for response in responses)]
+
+
+def _keep_end(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment]:
+    left = max(room - max(len(response.ids) for response in responses), 0)
+    return [_last(prompt, left), *(_last(response, room) for response in responses)]
+
+
+def _keep_end_of_prompt(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment]:
+    left = max(room - max(len(response.ids) for response in responses), 1)
+    return _keep_start(_last(prompt, left), responses, room)
+
+
+Rule: TypeAlias = "Callable[[Segment, Sequence[Segment], int], list[Segment] | None]"
+_RULES: Mapping[str, Rule] = {
+    "content": _content,
+    "llamafactory": _from_the_right,
+    "keep_start": _keep_start,
+    "keep_end": _keep_end,
+    "keep_end_of_prompt": _keep_end_of_prompt,
+}
+
+
+def _first(segment: Segment, length: int) -> Segment:
+    return segment if len(segment.ids) <= length else segment.only(range(length))
+
+
+def _last(segment: Segment, length: int) -> Segment:
+    size = len(segment.ids)
+    return segment if size <= length else segment.only(range(size - length, size))
+
+
+def _least(content: Sequence[bool]) -> int:
+    """The smallest length of a segment: everything that is not content, and one token of content."""
+    return len(content) - sum(content) + any(content)
+
+
+def _kept(content: Sequence[bool], length: int) -> list[int]:
+    """The positions that stay in a segment of ``length``: the longest message is shortened first, from its end."""
+    runs = _runs(content)
+    level = _level([len(run) for run in runs], length - (len(content) - sum(content)))
+    removed = {place for run, kept in zip(runs, level, strict=True) for place in run[kept:]}
+    return [place for place in range(len(content)) if place not in removed]
+
+
+def _runs(content: Sequence[bool]) -> list[list[int]]:
+    """The positions of each contiguous run of content."""
+    runs: list[list[int]] = []
+    for place, is_content in enumerate(content):
+        if is_content and (place == 0 or not content[place - 1]):
+            runs.append([])
+        if is_content:
+            runs[-1].append(place)
+    return runs
+
+
+def _level(lengths: Sequence[int], budget: int) -> list[int]:
+    """Divide ``budget`` tokens between messages as evenly as their lengths allow, so that the longest are cut first."""
+    kept = [0] * len(lengths)
+    left = min(budget, sum(lengths))
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    for done, index in enumerate(order):
+        kept[index] = min(lengths[index], left // (len(order) - done))
+        left -= kept[index]
+    return kept

@@ -1,0 +1,1 @@
+"""``burnish demo``: the bundled model and data, and the command that trains on them."""

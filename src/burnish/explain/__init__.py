@@ -1,0 +1,1 @@
+"""What a run will do, before it starts: as text and as JSON."""

@@ -1,0 +1,128 @@
+"""The explanation of a run as JSON, for editors and pages: the same that ``burnish explain`` prints.
+
+In: a plan. Out: ``{"yaml", "command", "problems", "notes", "sections", "steps",
+"memory", "disk", "rows"}``; of what is refused, the problems, each with the option that it is about.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from burnish.checkpoint.checkpoint import output_folder
+from burnish.config.errors import UserError
+from burnish.config.options import specs
+from burnish.data.batches.batching import answers_of
+from burnish.data.rows.row_set import ListedRows
+from burnish.explain.explain import curve_of, first_of_pack, memory_terms_of, pieces_of, sections
+from burnish.report.journal import given_yaml
+from burnish.run.plan.checks import trains
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.plan import Plan, placing
+from burnish.run.plan.resources import available_memory, disk_of, free_disk
+from burnish.run.prepare import Prepared, prepare
+
+_POINTS = 64
+
+
+def explained_parts(chosen: Plan, num_rows: int = 2, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Parts of the answer as they become known: first what the options alone say.
+
+    Raises:
+        UserError: where ``burnish train`` would refuse.
+    """
+    given = {name: getattr(chosen.options, name) for name in chosen.provenance if name in specs(RunOptions)}
+    yield {"yaml": given_yaml(given, {}), "command": command_of(given), "problems": [], "notes": list(chosen.notes)}
+    prepared = prepare(chosen)
+    yield {
+        "notes": [*chosen.notes, *prepared.notes],
+        "dropped": prepared.tally.sentences(),
+        "sections": [
+            {"title": section.title, "lines": [[line.label, line.text, line.where] for line in section.lines]}
+            for section in sections(chosen, prepared)
+        ],
+        "steps": _steps(chosen, prepared),
+        "rows": rows_of(prepared, num_rows, seed),
+    }
+    yield _resources(chosen, prepared)
+
+
+def whole(chosen: Plan, num_rows: int = 2) -> dict[str, Any]:
+    """All parts of the answer as one; of a run that is refused, its problems."""
+    found: dict[str, Any] = {}
+    try:
+        with placing(chosen.provenance):
+            for part in explained_parts(chosen, num_rows):
+                found |= part
+    except UserError as error:
+        found |= {"problems": problems_of(error)}
+    return found
+
+
+def problems_of(error: UserError) -> list[dict[str, str]]:
+    """Each problem as JSON data, with the first option that it concerns."""
+    return [
+        {"option": next(iter(one.options), ""), "sentence": " ".join(filter(None, (one.what, one.why))),
+         "remedy": one.remedy, "where": one.where}
+        for one in error.problems
+    ]  # fmt: skip
+
+
+def command_of(given: Mapping[str, Any]) -> str:
+    """The same run as one line for a shell."""
+    words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items()]
+    return " ".join(["burnish train", *map(shlex.quote, words)])
+
+
+def _steps(chosen: Plan, prepared: Prepared) -> dict[str, Any]:
+    steps, options = prepared.steps, chosen.options
+    found = {"total": steps.max_steps, "per_epoch": steps.steps_per_epoch, "rows": steps.rows}
+    curve = curve_of(options, steps.max_steps, _POINTS) if trains(options) and steps.max_steps > 0 else []
+    return {**found, "curve": [options.learning_rate * factor for factor in curve]}
+
+
+def _resources(chosen: Plan, prepared: Prepared) -> dict[str, Any]:
+    options, sizes, formats = chosen.options, prepared.sizes, prepared.formats
+    terms = memory_terms_of(chosen, prepared)
+    return {
+        "memory": {
+            "terms": [{"name": term.name, "bytes": term.num_bytes, "why": term.reason} for term in terms],
+            "total": sum(term.num_bytes for term in terms),
+            "available": available_memory(options),
+        },
+        "disk": {
+            "needed": disk_of(options, prepared.config, sizes, formats, prepared.steps),
+            "free": free_disk(output_folder(options)),
+        },
+    }
+
+
+def rows_of(prepared: Prepared, num_rows: int, seed: int) -> list[dict[str, Any]]:
+    """The longest row, the shortest, and some at random, of a pair both answers: its pieces of text, each with its ids
+    and whether it is trained."""
+    rows = prepared.sample if len(prepared.sample) else next(iter(prepared.eval_rows.values()), ListedRows([]))
+    if not len(rows):
+        return []
+    lengths = list(rows.lengths)
+    ends = {"longest": lengths.index(max(lengths)), "shortest": lengths.index(min(lengths))}
+    drawn = random.Random(seed).sample(range(len(rows)), min(num_rows, len(rows)))  # noqa: S311  (a choice to look at)
+    named = [(f"{place + 1}", place) for place in drawn]
+    return [
+        {"title": f"{title}, {name}" if name else title, "number": place + 1, "of": len(rows),
+         "tokens": len(answer["input_ids"]),
+         "pieces": pieces_of(first_of_pack({**rows[place], **answer}), prepared.tokenizer)}
+        for title, place in [*named, *ends.items()]
+        for name, answer in answers_of(rows[place]).items()
+    ]  # fmt: skip
+
+
+def as_json(planned: Callable[[], Plan]) -> tuple[str, int]:
+    """The output of ``burnish explain --json``, and its exit status: 2 where the run would be refused."""
+    try:
+        found = whole(planned())
+    except UserError as error:
+        found = {"problems": problems_of(error)}
+    return json.dumps(found, ensure_ascii=False, indent=1), 2 if found["problems"] else 0

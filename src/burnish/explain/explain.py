@@ -1,0 +1,371 @@
+"""``burnish explain``: a description of what a run will do, before it starts.
+
+In: a plan. Out: sections of lines, and two rows with every trained token marked; ``explain_view.py`` prints them.
+Everything that ``train`` would refuse before it reads a weight is refused here, by the same code; nothing is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from typing import Any
+
+from burnish.checkpoint.checkpoint import Checkpoints, load_state, output_folder
+from burnish.config.secrets import BLOTTED
+from burnish.data.batches.batching import answers_of, collate_prefix_sharing, packs_rows
+from burnish.data.batches.stream import num_tokens, order_of, share_of_waiting
+from burnish.data.rows.row_set import ListedRows, RowSet
+from burnish.explain.model import model_section
+from burnish.explain.view import Line, Sample, Section, show
+from burnish.loop.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
+from burnish.loop.types import IGNORE_INDEX, Row
+from burnish.models.load import meta_model
+from burnish.parallel.options import device_of
+from burnish.report.pace import counted
+from burnish.run.build import wants_padding_free, wants_prefix_sharing
+from burnish.run.callbacks import listeners_of
+from burnish.run.plan.checks import evaluates, trains
+from burnish.run.plan.listing import shown
+from burnish.run.plan.memory import DecoderShape, Term, shown_bytes
+from burnish.run.plan.memory_per_device import peaks, shared, sharing_of
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.plan import Plan
+from burnish.run.plan.resources import (
+    available_memory,
+    disk_of,
+    free_disk,
+    loaded_dtype,
+    memory_of,
+    rows_of_batch,
+    tokens_of_largest_batch,
+)
+from burnish.run.predict import ANSWERS_NAME
+from burnish.run.prepare import Prepared, prepare
+from burnish.run.recovery.interrupt import InterruptCallback
+from burnish.run.recovery.resume import start_of
+
+LOOKED_AT = 1000
+"""Rows whose labels are counted; all lengths are."""
+
+
+def explain(plan: Plan) -> None:
+    """Print what ``burnish train`` would do with the same arguments.
+
+    Raises:
+        UserError: where it would be refused.
+    """
+    prepared = prepare(plan)
+    show(list(sections(plan, prepared)), list(samples(plan, prepared)))
+
+
+def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
+    yield model_section(plan, prepared)
+    yield _data(plan, prepared)
+    yield _steps(plan, prepared) if trains(plan.options) else _measuring(plan, prepared)
+    yield _events(plan)
+    yield _options(plan)
+    yield _resources(plan, prepared)
+    notes = [*plan.notes, *prepared.notes]
+    if notes:
+        yield Section("Worth knowing", [Line("", text) for text in notes])
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def _data(plan: Plan, prepared: Prepared) -> Section:
+    options, rows, is_trained = plan.options, _looked_at(plan, prepared), trains(plan.options)
+    kind = _kind(options, is_eval=not is_trained)
+    named = options.dataset if is_trained or options.val_size else options.eval_dataset
+    by = "dataset" if named is options.dataset else "eval_dataset"
+    also = ", for evaluation too" if is_trained and prepared.eval_rows else ""
+    lines = [
+        Line("data sets", ", ".join(map(str, named or [])) or "none", plan.where(by)),
+        Line("template", prepared.template.name, plan.where("template")),
+        Line("records", f"{prepared.tally.seen:,} read{also}"),
+    ]
+    if is_trained or len(prepared.rows):
+        unread = "" if is_trained else ", which the run has no use for"
+        lines.append(Line("training set", _size_of(prepared.rows, _kind(options)) + unread))
+    eval_kind = _kind(options, is_eval=True)
+    lines += [Line("evaluation", f"{_size_of(found, eval_kind)} {name}") for name, found in prepared.eval_rows.items()]
+    if len(rows):
+        lengths = rows.lengths
+        mean = sum(lengths) / len(lengths)
+        is_all = rows is not prepared.sample or rows is prepared.rows
+        known = f"{sum(lengths):,}; " if is_all else ""
+        among = "" if is_all else f" of {len(rows):,} that were looked at; the rest is encoded while training"
+        lines.append(Line("tokens", f"{known}{mean:.1f} in a {kind}, {max(lengths):,} in the longest{among}"))
+        lines.append(Line("trained" if is_trained else "measured", _labelled_share(rows)))
+        if kind == "pack":
+            full = f"{100 * mean / options.cutoff_len:.1f} %"
+            lines.append(
+                Line("packing", f"packs of {options.cutoff_len:,} tokens are {full} full", plan.where("packing"))
+            )
+        if (spared := _spared_share(rows, prepared, options)) > 0:
+            why = "no loss depends on them, or rows share them"
+            text = f"{100 * spared:.3g} % of the tokens need not be computed: {why}; if the model has no dropout"
+            lines.append(Line("spared", text, plan.where("needed_tokens_only")))
+    lines += [Line("counted", sentence) for sentence in prepared.tally.sentences()]
+    return Section("Data", lines)
+
+
+def _looked_at(plan: Plan, prepared: Prepared) -> RowSet[Row]:
+    """The rows of the run; for one that does not train, those of the first evaluation set."""
+    return prepared.sample if trains(plan.options) else next(iter(prepared.eval_rows.values()), ListedRows(()))
+
+
+def _kind(options: RunOptions, is_eval: bool = False) -> str:
+    return "pack" if packs_rows(options, options.stage, is_eval) else "row"
+
+
+def _size_of(rows: Sequence[Row | None], kind: str) -> str:
+    """``4,000 rows``, ``2,012 packs of 4,000 rows``."""
+    if kind == "row":
+        return counted(len(rows), "row")
+    num_rows = sum(len(row.get("seq_lengths", [0])) for row in rows if row)
+    return f"{counted(len(rows), 'pack')} of {counted(num_rows, 'row')}"
+
+
+def _labelled_share(rows: Sequence[Row]) -> str:
+    """``38.2 % of the tokens, 12.3 in a row``."""
+    looked_at = list(islice(rows, LOOKED_AT))
+    labels = [answer["labels"] for row in looked_at for answer in answers_of(row).values()]
+    tokens = sum(map(len, labels))
+    trained = sum(label != IGNORE_INDEX for some in labels for label in some)
+    among = "" if len(looked_at) == len(rows) else f" (counted in the first {len(looked_at):,})"
+    return f"{100 * trained / tokens:.3g} % of the tokens, {trained / len(looked_at):.1f} in each{among}"
+
+
+def _spared_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions) -> float:
+    """The share of tokens that need not be computed, as if the first rows were the first micro-batches. A model that
+    draws random numbers is not detected, which would need its weights; an adapter with dropout is."""
+    shapes = meta_model(prepared.config, options.trust_remote_code)
+    draws = options.finetuning_type == "lora" and options.lora_dropout > 0
+    wanted = wants_padding_free(options) and wants_prefix_sharing(
+        prepared.objective, shapes, options, device_of(options)
+    )
+    if draws or not wanted:
+        return 0.0
+    looked_at = list(islice(rows, LOOKED_AT))
+    size = rows_of_batch(options)
+    cut = (looked_at[begin : begin + size] for begin in range(0, len(looked_at), size))
+    batches = [collate_prefix_sharing([answer for row in some for answer in _computed(row)]) for some in cut]
+    computed: int = sum(batch["input_ids"].numel() for batch in batches)
+    return 1 - computed / sum(map(num_tokens, batches))
+
+
+def samples(plan: Plan, prepared: Prepared) -> Iterator[Sample]:
+    """The first row, and the one in the middle."""
+    rows, marked = _looked_at(plan, prepared), "trained" if trains(plan.options) else "measured"
+    for index in sorted({0, len(rows) // 2} if len(rows) else set()):
+        for name, answer in answers_of(rows[index]).items():
+            title = f"Row {index + 1:,} of {len(rows):,}, {_title(plan, rows[index], name)}what is {marked}"
+            pieces = pieces_of(first_of_pack({**rows[index], **answer}), prepared.tokenizer)
+            yield Sample(title, [(text, trained) for text, trained, _ in pieces])
+
+
+_TITLES = {
+    "chosen": "the chosen answer, ",
+    "rejected": "the rejected answer, ",
+    "kl": "its prompt with another record's answer, for the baseline; ",
+}
+
+
+def _title(plan: Plan, row: Row, name: str) -> str:
+    if plan.options.stage == "rm":
+        return f"{_TITLES[name]}scored at its last token; "
+    if "tag" in row and not name:
+        return f"a {'desirable' if row['tag'] else 'undesirable'} answer, "
+    return _TITLES.get(name, "")
+
+
+def _computed(row: Row) -> list[Row]:
+    """The sequences of a row that lie in one micro-batch, or of a pack the pack."""
+    if row.get("seq_lengths"):
+        return [row]
+    return [answer for name, answer in answers_of(row).items() if name != "kl"]
+
+
+def first_of_pack(row: Row) -> Row:
+    end = (row.get("seq_lengths") or [len(row["input_ids"])])[0]
+    return {"input_ids": row["input_ids"][:end], "labels": row["labels"][:end]}
+
+
+def pieces_of(row: Row, tokenizer: Any) -> list[tuple[str, bool, list[int]]]:
+    """The row's text, split where learned tokens begin and end: (text, whether it is learned, ids). Each piece is
+    decoded as a whole, because a character may be several tokens."""
+    pairs = zip(row["input_ids"], (label != IGNORE_INDEX for label in row["labels"]), strict=True)
+    runs = ((trained, [int(token) for token, _ in run]) for trained, run in groupby(pairs, key=lambda pair: pair[1]))
+    return [(tokenizer.decode(ids, skip_special_tokens=False), trained, ids) for trained, ids in runs]
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _steps(plan: Plan, prepared: Prepared) -> Section:
+    options, steps = plan.options, prepared.steps
+    kind = _kind(options)
+    rows = f"{counted(steps.rows_per_step, kind)} a step"
+    starter = plan.where("num_processes") or ("the launcher" if plan.world_size > 1 else "")
+    lines = [
+        Line("per device", f"{options.per_device_train_batch_size:,}", plan.where("per_device_train_batch_size")),
+        Line("accumulated", f"x {options.gradient_accumulation_steps}", plan.where("gradient_accumulation_steps")),
+        Line("processes", f"x {plan.world_size} = {rows}", starter),
+    ]
+    if (waiting := _share_of_waiting(plan, prepared)) is not None:
+        text = f"{100 * waiting:.2g} % of a process's time, for the one with the most tokens, if time goes with tokens"
+        lines.append(Line("waiting", text))
+    if options.max_tokens_per_batch is not None:
+        text = f"as few as hold them, of at most {options.max_tokens_per_batch:,} tokens"
+        lines.append(Line("micro-batches", text, plan.where("max_tokens_per_batch")))
+    if steps.rows is not None:
+        last = steps.rows % steps.rows_per_step
+        rest = f", the last with {counted(last, kind)}" if last and not options.dataloader_drop_last else ""
+        in_steps = counted(steps.steps_per_epoch, "step")
+        text = f"{counted(steps.rows, kind)} / {steps.rows_per_step:,} = {in_steps}{rest}"
+        lines.append(Line("an epoch", text))
+    lines += [_total(plan, prepared), _start(plan, prepared), _rate(plan, prepared), *_intervals(plan, prepared)]
+    return Section("Steps", lines)
+
+
+def _share_of_waiting(plan: Plan, prepared: Prepared) -> float | None:
+    """Share of time that processes wait for one another, in the first steps; None for one process, or where lengths
+    are not known before the run."""
+    rows, per_step = prepared.rows, prepared.steps.rows_per_step
+    if plan.world_size == 1 or prepared.sample is not rows or not len(rows):
+        return None
+    seed = plan.options.seed if plan.options.data_seed is None else plan.options.data_seed
+    order = order_of(len(rows), seed, 0)[: LOOKED_AT * per_step]
+    parts = [order[start : start + per_step] for start in range(0, len(order), per_step)]
+    return share_of_waiting(parts, prepared.sample.lengths, plan.world_size)
+
+
+def _total(plan: Plan, prepared: Prepared) -> Line:
+    options, steps = plan.options, prepared.steps
+    if options.max_steps > 0:
+        return Line("in all", counted(steps.max_steps, "step"), plan.where("max_steps"))
+    epochs = counted(options.num_train_epochs, "epoch")
+    product = f"{steps.steps_per_epoch:,} x {epochs} = {counted(steps.max_steps, 'step')}"
+    return Line("in all", product, plan.where("num_train_epochs"))
+
+
+def _start(plan: Plan, prepared: Prepared) -> Line:
+    """The start of the run: step 0 or a checkpoint. Refuses what ``train`` would refuse to resume from."""
+    start = start_of(plan, prepared.fingerprints, prepared.steps)
+    there = len(Checkpoints(output_folder(plan.options)).all())
+    removed = f"{counted(there, 'checkpoint')} in output_dir {'is' if there == 1 else 'are'} removed"
+    text = f"at step 0; {removed}" if there else "at step 0"
+    if start.checkpoint is not None:
+        text = start.done or f"where {start.checkpoint} ended, at step {load_state(start.checkpoint).global_step:,}."
+    return Line("begins", " ".join([text, *start.notes]), plan.where("resume_from_checkpoint"))
+
+
+def _rate(plan: Plan, prepared: Prepared) -> Line:
+    """The peak, the warm-up, the curve, and its picture."""
+    options, total = plan.options, prepared.steps.max_steps
+    warmup = warmup_steps_of(options, total)
+    rise = f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
+    curve = "".join(_BARS[min(int(value * len(_BARS)), len(_BARS) - 1)] for value in curve_of(options, total, _WIDTH))
+    text = f"{options.learning_rate:g}{rise}, {options.lr_scheduler_type}  {curve}"
+    return Line("learning rate", text.rstrip(), plan.where("learning_rate"))
+
+
+_BARS, _WIDTH = "▁▂▃▄▅▆▇█", 24
+
+
+def curve_of(options: RunOptions, max_steps: int, points: int) -> list[float]:
+    """The learning rate over the run at some points, as shares of its peak; none for a curve that follows a metric."""
+    if options.lr_scheduler_type in FOLLOWS_METRIC:
+        return []
+    factor = lr_factor(options, max_steps, options.learning_rate)
+    return [factor(round(place * (max_steps - 1) / (points - 1))) for place in range(points)]
+
+
+def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
+    """Intervals of logging, evaluation and saving, in steps, and the number of times."""
+    options, total = plan.options, prepared.steps.max_steps
+    every = {
+        "log": (options.logging_strategy, options.logging_steps, "logging"),
+        "evaluate": (options.eval_strategy, options.eval_steps, "eval"),
+        "save": (options.save_strategy, options.save_steps, "save"),
+    }
+    for verb, (strategy, interval, name) in every.items():
+        where = plan.where(f"{name}_steps") if strategy == "steps" else plan.where(f"{name}_strategy")
+        if strategy == "steps":
+            steps = steps_of(interval, total, options.logging_steps)
+            how_often = "every step" if steps == 1 else f"every {steps:,} steps"
+            yield Line(verb, f"{how_often}, {_times(verb, steps, total)}", where)
+        else:
+            yield Line(
+                verb, {"no": "never", "epoch": "after every epoch", "best": "at the best evaluation"}[strategy], where
+            )
+
+
+def _times(verb: str, every: int, total: int) -> str:
+    """The number of times, in words. The last step is always evaluated and saved, but not always logged."""
+    count = total // every if verb == "log" else math.ceil(total / every)
+    return {0: "never", 1: "once"}.get(count, f"{count:,} times")
+
+
+def _measuring(plan: Plan, prepared: Prepared) -> Section:
+    """The evaluations and predictions of a run that does not train, and its files."""
+    options, where = plan.options, plan.where("per_device_eval_batch_size")
+    across = options.per_device_eval_batch_size * plan.world_size
+    lines = []
+    for name, rows in prepared.eval_rows.items():
+        batches = counted(math.ceil(len(rows) / across), "batch", "batches")
+        lines.append(Line("batches", f"{batches} of {across:,} {_kind(options, is_eval=True)}s {name}".rstrip(), where))
+    if options.max_tokens_per_batch is not None:
+        text = f"more where they would hold over {options.max_tokens_per_batch:,} tokens"
+        lines.append(Line("micro-batches", text, plan.where("max_tokens_per_batch")))
+    if evaluates(options):
+        lines.append(Line("evaluates", "the loss: eval_results.json", plan.where("do_eval")))
+    if options.do_predict:
+        does = f"answers in {ANSWERS_NAME}.jsonl" if options.predict_with_generate else "the loss"
+        lines.append(Line("predicts", f"{does}: predict_results.json", plan.where("do_predict")))
+    return Section("Evaluation", lines)
+
+
+def _events(plan: Plan) -> Section:
+    found = listeners_of(plan.options, [InterruptCallback()])
+    return Section("Events", [Line(event, ", ".join(names)) for event, names in found.items()])
+
+
+# --- options and resources --------------------------------------------------------------------------------------------
+
+
+def _options(plan: Plan) -> Section:
+    """Every option that is not at its default."""
+    lines = [
+        Line(spec.name, f"{BLOTTED if spec.is_secret else shown(value)} (default {shown(spec.default)})", where)
+        for spec, value, where in plan.changed()
+    ]
+    return Section("Options that are not at their default", lines)
+
+
+def memory_terms_of(plan: Plan, prepared: Prepared) -> list[Term]:
+    """Memory of the run on each device, term by term."""
+    options, sizes, formats = plan.options, prepared.sizes, prepared.formats
+    tokens = tokens_of_largest_batch(_looked_at(plan, prepared), options)
+    shape, trained = DecoderShape.of(prepared.config.get_text_config()), sizes.active if trains(options) else 0
+    terms = memory_of(options, prepared.config, sizes, formats, tokens)
+    return shared(terms, sharing_of(options, plan.world_size), shape, formats, sizes.total, trained)
+
+
+def _resources(plan: Plan, prepared: Prepared) -> Section:
+    options, sizes, formats = plan.options, prepared.sizes, prepared.formats
+    terms, trained = memory_terms_of(plan, prepared), sizes.active if trains(options) else 0
+    total, free = sum(term.num_bytes for term in terms), available_memory(options)
+    lines = [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in terms]
+    where = device_of(options) if plan.world_size == 1 else f"{device_of(options)}, for each of {plan.world_size}"
+    lines.append(Line("together", f"{shown_bytes(total):<10} about; {shown_bytes(free)} are free on {where}"))
+    if plan.world_size > 1 and trained:
+        sharing, loaded = sharing_of(options, plan.world_size), loaded_dtype(prepared.config).itemsize
+        at_times = peaks(sharing, sizes.total, trained, formats, loaded)
+        lines += [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in at_times]
+    if needed := disk_of(options, prepared.config, sizes, formats, prepared.steps):
+        there = f"in {options.output_dir}; {shown_bytes(free_disk(output_folder(options)))} are free"
+        lines.append(Line("disk", f"{shown_bytes(needed):<10} {there}", plan.where("output_dir")))
+    return Section("Memory and disk, estimated", lines)

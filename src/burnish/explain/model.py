@@ -1,0 +1,129 @@
+"""The first section of ``burnish explain``: the model, what of it trains, its formats, the patches to its code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from burnish.adapters.base import ADAPTERS
+from burnish.explain.view import Line, Section
+from burnish.kernels.probe import causal_lm
+from burnish.kernels.tied import TIED
+from burnish.losses.neftune import EmbeddingNoise
+from burnish.models.load import SAMPLING, context_length, samples_without_sampling
+from burnish.models.patches.attention import PADDING_FREE
+from burnish.models.patches.fused import patch_forwards
+from burnish.models.patches.liger import LIGER, takes_liger
+from burnish.models.quantization.quantize import UNTOUCHED, quantisation_of
+from burnish.models.source import adapter_folders
+from burnish.models.tokens import fitted_shapes
+from burnish.parallel.checkpointing import checkpoint_activations
+from burnish.parallel.options import device_of
+from burnish.run.build import takes_own_attention, wants_padding_free
+from burnish.run.plan.checks import trains
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.plan import Plan
+from burnish.run.plan.resources import compute_dtype, formats_in_words, held_dtype, loaded_dtype, trained_dtype
+from burnish.run.prepare import Prepared
+from burnish.run.references import needs_reference, planned_reference
+from burnish.utils.patching import Reason, allows, patch, patch_summary, patches_of
+
+
+def model_section(plan: Plan, prepared: Prepared) -> Section:
+    options, config, sizes = plan.options, prepared.config, prepared.sizes
+    begin = "random weights" if options.train_from_scratch else options.model_name_or_path
+    device = device_of(options)
+    formats = f"forward passes in {_name(compute_dtype(options, config))}"
+    context = context_length(config)
+    if trains(options):
+        moved = torch.float32 if sizes.turns else trained_dtype(options, config)  # of a copy of what has its turn
+        formats += f", updates in {_name(moved)}"
+        share, method = f"{100 * sizes.trained / sizes.total:.3g} %", ADAPTERS.get(options.finetuning_type).summary
+        trained = Line(
+            "trained",
+            f"{sizes.trained:,} of {sizes.total:,} ({share}): {options.finetuning_type}. {method}",
+            plan.where("finetuning_type"),
+        )
+    else:
+        trained = Line("trained", "nothing: the run only evaluates or predicts", plan.where("do_train"))
+    turns = sizes.turns.lines if sizes.turns else ()
+    lines = [
+        Line("model", f"{sizes.class_name}, {sizes.base:,} parameters, from {begin}", plan.where("model_name_or_path")),
+        trained,
+        *(Line(label, text, plan.where("use_badam")) for label, text in turns),
+        Line("context", f"{context:,} tokens" if context else "without a limit"),
+        Line("device", f"{device}, {formats}"),
+        *(Line("formats", text) for text in _formats(options, prepared)),
+        *_reference(plan, prepared),
+    ]
+    return Section("Model", [*lines, *_patches(plan, prepared)])
+
+
+def _formats(options: RunOptions, prepared: Prepared) -> list[str]:
+    """The formats of the weights, where the run changes them."""
+    config, saves = prepared.config, trains(options) and prepared.sizes.saves_whole_model
+    if quantisation_of(options, config):
+        return []
+    held, moved = held_dtype(options, config), trained_dtype(options, config)
+    frozen = moved if prepared.sizes.total == prepared.sizes.trained or prepared.sizes.turns else held
+    return [
+        text.removeprefix("Formats: ")
+        for text in formats_in_words(
+            loaded_dtype(config), frozen, moved if trains(options) else None, held if saves else None
+        )
+    ]
+
+
+def _patches(plan: Plan, prepared: Prepared) -> Iterator[Line]:
+    """The patches that the run will make to the model's code."""
+    model = patched_shapes(plan.options, prepared.config, prepared.tokenizer)
+    for sentence in patch_summary(model) or ["nothing"]:
+        yield Line("patched", sentence, plan.where("patches"))
+    for why in dict.fromkeys(done.why for done in patches_of(model)):
+        yield Line("why", f"{why.kind}: {why.why}")
+    for why in tried_patches(plan.options, prepared.config):
+        yield Line("tried", f"{why.kind}: {why.why}; kept if the model says the same")
+
+
+def patched_shapes(options: RunOptions, config: Any, tokenizer: Any) -> nn.Module:
+    """The model without weights, with its adapter and the patches that its structure alone decides, made by the very
+    functions that the run calls."""
+    with torch.device("meta"):
+        model = ADAPTERS[options.finetuning_type](options, adapter_folders(options)).attach(
+            fitted_shapes(config, tokenizer, options)
+        )
+    if samples_without_sampling(model):
+        patch(model, "generation_config.do_sample", True, SAMPLING)
+    if not options.torch_compile:
+        patch_forwards(model, options, device_of(options))
+    if options.neftune_noise_alpha is not None:
+        EmbeddingNoise(causal_lm(model).get_input_embeddings(), options.neftune_noise_alpha)
+    if options.gradient_checkpointing:
+        checkpoint_activations(model, options.gradient_checkpointing_kwargs)
+    return model
+
+
+def tried_patches(options: RunOptions, config: Any) -> list[Reason]:
+    """The kinds that the run tries on the weights, and keeps where the model says the same."""
+    wanted = {
+        PADDING_FREE: wants_padding_free(options) and takes_own_attention(options),
+        TIED: options.fused_loss is not False and config.get_text_config().tie_word_embeddings,
+        LIGER: takes_liger(options, device_of(options)),
+    }
+    found = [why for why, is_wanted in wanted.items() if is_wanted and allows(options, why)]
+    return [*found, UNTOUCHED] if options.quantization_bit == 4 else found
+
+
+def _reference(plan: Plan, prepared: Prepared) -> list[Line]:
+    """Lines about the reference model: the one that the policy is compared with, and its cost."""
+    if not needs_reference(prepared.objective):
+        return []
+    text = planned_reference(plan.options, prepared.sizes, prepared.formats)
+    return [Line("reference", text, plan.where("ref_model"))]
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

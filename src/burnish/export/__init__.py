@@ -1,0 +1,1 @@
+"""Exports of a trained model: merged, quantized, GGUF, with a Modelfile for Ollama."""

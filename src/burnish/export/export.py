@@ -1,0 +1,228 @@
+"""``burnish export``: merge base model and adapters to one folder that any library loads.
+
+    plan       the options of the model, its adapters and its template; the file of the training works too
+    merge      the adapters, in their order, into the base
+    save       safetensors in shards, config, tokenizer with the chat template, a Modelfile for Ollama
+    quantise   where export_quantization_bit asks for it: GPTQ or AWQ in place of full precision
+    compare    one conversation, rendered from the folder and by the template of the training: the ids must be equal
+    upload     to the hub, where asked for
+
+Refuses, before a weight is read: what ``train`` would refuse of model, adapter and template; a quantised base, into
+which nothing can be merged; a folder that is not empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import Given, build, raise_if, specs
+from burnish.data.chat.choose import check_template, fit_tokenizer, load_template
+from burnish.data.chat.rows import Template
+from burnish.data.tally import Tally
+from burnish.export.gguf import check_gguf, gguf_file, write_gguf
+from burnish.export.modelfile import modelfile
+from burnish.export.quantized import calibration, quantise_into
+from burnish.inference.loading import (
+    LONG_ENOUGH,
+    as_chat,
+    merged_model,
+    problems_of_adapters,
+    readable_example,
+    reward_head,
+    tokenizer_of,
+    writes_answers,
+)
+from burnish.models.check import check_model
+from burnish.models.export import inference_dtype, problems_of_export, upload, without_gguf
+from burnish.models.load import context_length, load_config
+from burnish.models.quantization.export import without_bits
+from burnish.models.quantization.quantize import quantisation_of
+from burnish.models.reward_files import save_reward_head
+from burnish.models.save import save_model
+from burnish.models.source import adapter_folders, find_source
+from burnish.models.tokens import load_tokenizer
+from burnish.report.card import serving_lines
+from burnish.report.console import note
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.plan import aliases
+from burnish.run.plan.unsupported import take_absent
+from burnish.run.recovery.clearing import SetAside
+from burnish.utils.files import named_where_full, only_writer
+
+
+def export(given: Mapping[str, Given]) -> Path:
+    """Run the whole of ``burnish export``. Returns the folder.
+
+    Raises:
+        UserError: for what the user gave.
+        RuntimeError: where the exported tokenizer renders another text than that of the training.
+    """
+    options = export_options(given)
+    adapters = adapter_folders(options)
+    config = load_config(options)
+    notes = [*without_gguf(options), *without_bits(options)]
+    tokenizer, options = tokenizer_of(options, adapters, notes)
+    head = reward_head(options, adapters)
+    if options.export_format == "gguf":
+        raise_if(check_gguf(config, options))
+    if options.export_format == "gguf" or options.export_quantization_bit:
+        raise_if([_NO_HEAD] if head is not None else [])
+    raise_if(problems_of_adapters(options, config, tokenizer, adapters))
+    template = load_template(options, tokenizer, LONG_ENOUGH)
+    notes += fit_tokenizer(template, tokenizer)
+    tokenizer.chat_template = template.jinja()
+    using = calibration(options, config, tokenizer) if options.export_quantization_bit else None
+
+    device = "cuda" if options.export_device == "auto" and torch.cuda.is_available() else "cpu"
+    model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head=head is None)
+    folder = Path(options.export_dir or "")
+    with (
+        only_writer(folder),
+        SetAside(folder, also=("*.gguf", "Modelfile", "quantize_config.json")),
+        named_where_full(folder, "Free some space, or name an export_dir on another disk, and export again."),
+        _place_of_weights(folder, using is not None) as place,
+    ):
+        save_model(
+            model, tokenizer, place, dtype=inference_dtype(options), max_shard_size=f"{options.export_size}GB",
+            stop_token_ids=template.stop_token_ids(),
+        )  # fmt: skip
+        if head is not None:
+            save_reward_head(head.weights(), model, tokenizer, folder)
+        if using is None:
+            file = folder / "Modelfile"
+            file.write_text(modelfile(template, tokenizer, context_length(model.config)), encoding="utf-8")
+        else:  # which Ollama does not read
+            del model  # another process loads it
+            notes += quantise_into(folder, place, tokenizer, using, options)
+        notes += compare_templates(folder, template, options)
+        gguf = gguf_file(folder, options) if options.export_format == "gguf" else None
+        notes += write_gguf(folder, gguf, options) if gguf is not None else []
+    lines = "\n  ".join(serving_lines(str(folder), gguf=gguf.name if gguf is not None else ""))
+    for sentence in (*notes, f"The model is in {folder}. To answer with it:\n  {lines}"):
+        note(sentence)
+    if options.export_hub_model_id:
+        note(f"Uploaded to {upload(folder, options)}.")
+    return folder
+
+
+_NO_HEAD = Problem(
+    "a reward model gives scores, for which GGUF, GPTQ and AWQ have no place.",
+    remedy="Leave export_format and export_quantization_bit out: safetensors.",
+)
+
+
+@contextmanager
+def _place_of_weights(folder: Path, is_passing: bool) -> Iterator[Path]:
+    """The folder for weights in full precision: a passing one beside ``folder`` where they are only a step."""
+    if not is_passing:
+        yield folder
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as place:
+        yield Path(place) / "whole"
+
+
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+def export_options(given: Mapping[str, Given]) -> RunOptions:
+    """Check and build the options that an export reads. Options of training may be among them."""
+    present, problems, _ = take_absent(given, {**specs(RunOptions), **aliases()})
+    options, wrong = build(RunOptions, present)
+    problems += [*wrong, *check_template(options)]
+    problems += [] if problems else quantised_base(options) or check_model(options, needs_head=writes_answers(options))
+    if not problems:
+        folders = [find_source(options.model_name_or_path, options).folder, *adapter_folders(options)]
+        problems += problems_of_export(options, [folder for folder in folders if folder is not None])
+    if not problems and options.export_quantization_bit and options.export_format == "gguf":
+        what = '"export_quantization_bit" is for GPTQ and AWQ, and "export_format" is gguf.'
+        problems.append(
+            Problem(
+                what,
+                remedy="Leave one out; export_gguf_type: q4_0 is a GGUF file of 4 bits.",
+                option=("export_quantization_bit", "export_format"),
+            )
+        )
+    raise_if(problems)
+    return options
+
+
+def quantised_base(options: RunOptions) -> list[Problem]:
+    """A problem where the base is quantised, or would be while it is loaded."""
+    try:
+        method = quantisation_of(options, load_config(options))
+    except UserError:
+        return []  # check_model finds what is wrong with it
+    if not method:
+        return []
+    what = "an adapter cannot be merged into it" if options.adapter_name_or_path else "it stays as it is"
+    return [
+        Problem(
+            f"the base model is quantised ({method}): {what}.",
+            where=str(options.model_name_or_path),
+            remedy="Leave quantization_bit out, so that the adapter is merged into the model as it was before."
+            if options.quantization_bit
+            else "Set model_name_or_path to the model that was quantised, in full precision.",
+        )
+    ]
+
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+def compare_templates(folder: Path, template: Template, options: RunOptions) -> list[str]:
+    """Render a conversation with the tokenizer in ``folder`` and with ``template``, and compare the ids.
+
+    Returns:
+        a sentence on the result.
+    Raises:
+        RuntimeError: where the two are different texts.
+    """
+    tokenizer = load_tokenizer(
+        replace(options, model_name_or_path=str(folder), add_tokens=None, add_special_tokens=None)
+    )
+    example = readable_example(template)
+    if example is None:
+        return ["The template writes no plain conversation, so the exported chat template was not compared with it."]
+    row = template.encode([example], Tally())[0]
+    assert row is not None
+    chat = as_chat(example)
+    for trained, exported in (
+        (row["input_ids"], tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]),
+        (
+            template.prompt(example),
+            tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=True)["input_ids"],
+        ),
+    ):
+        if list(trained) != list(exported):
+            return [_difference(list(trained), list(exported), tokenizer)]
+    return [f"A conversation of {len(row['input_ids'])} tokens is rendered from {folder} as it was trained."]
+
+
+def _difference(trained: list[int], exported: list[int], tokenizer: Any) -> str:
+    """A sentence for the same text with different tokens. Raises RuntimeError where the text differs by more than the
+    spaces that a tokenizer puts before each slot."""
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in (trained, exported)]
+    place = next(
+        (i for i, (a, b) in enumerate(zip(trained, exported, strict=False)) if a != b),
+        min(map(len, (trained, exported))),
+    )
+    around = [tokenizer.convert_ids_to_tokens(ids[max(0, place - 2) : place + 3]) for ids in (trained, exported)]
+    if texts[0].replace(" ", "") != texts[1].replace(" ", ""):
+        raise RuntimeError(
+            f"The exported chat template writes another text than was trained, from token {place} on: "
+            f"trained {around[0]}, exported {around[1]}."
+        )
+    spaces = " but for spaces" if texts[0] != texts[1] else ""
+    return (
+        f"The exported chat template writes the trained text{spaces}, but the tokenizer cuts it otherwise from "
+        f"{place} on: trained {around[0]}, exported {around[1]}. Nothing separates the parts of this template for it."
+    )

@@ -1,0 +1,236 @@
+"""One GGUF file of an exported folder, for llama.cpp and what is built on it.
+
+In:  the folder that ``burnish export`` wrote. Out: ``<name>.gguf`` in it. Two ways:
+
+- with ``llama_cpp``, a checkout or an installation of llama.cpp: its own converter and its own quantiser, as processes;
+- without, this file over the library ``gguf`` (extra ``gguf``), for the shapes of llama, mistral, qwen2 and qwen3 with
+  the tokenizers of ``gguf_tokens.py``, as f32, f16, bf16 or q8_0 and its like.
+
+Refuses: other shapes and tokenizers, by name, with the first way as the remedy. Afterwards tokens, chat template and
+stop token of the file are held against the folder's.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from burnish.config.errors import MissingExtraError, Problem, UserError
+from burnish.export.gguf_tokens import add_tokenizer, tokenizer_kind
+from burnish.models.save import whole_or_nothing
+from burnish.run.plan.options import RunOptions
+from burnish.utils.tensor_files import read_header
+from burnish.utils.work import work
+
+EXTRA = "gguf"
+ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""model_type -> llama.cpp's name of the shape."""
+OWN_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+"""Types that the library ``gguf`` can write; the K-quants are llama.cpp's own."""
+WRITING: Final = "Writing the GGUF file"
+
+
+def gguf_file(folder: Path, options: RunOptions) -> Path:
+    """The file that is written into an exported folder."""
+    return folder / f"{folder.resolve().name}-{options.export_gguf_type}.gguf"
+
+
+def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
+    """Write the file, or nothing where that fails. Returns sentences for a person.
+
+    Raises:
+        UserError: where this way is closed to the model; before anything is written.
+        RuntimeError: where llama.cpp fails.
+    """
+    kind = options.export_gguf_type
+    with whole_or_nothing(folder):
+        if options.llama_cpp:
+            with work(WRITING):
+                _through_llama_cpp(folder, target, kind, Path(options.llama_cpp))
+        else:
+            _own(folder, target, kind)
+        compare_gguf(folder, target)
+    size = target.stat().st_size / 1e6
+    return [f"{target} ({size:,.0f} MB): its tokens, chat template and stop token are the folder's."]
+
+
+def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
+    """Reason why burnish's own writer cannot write this model; none where llama.cpp does it."""
+    if options.llama_cpp:
+        return []
+    kind, model_type = options.export_gguf_type, config.model_type
+    remedy = "Set llama_cpp to a checkout or an installation of llama.cpp, whose converter is used then."
+    if model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        what = f'export_format: gguf is written for {known}. Received: a model of type "{model_type}".'
+        return [Problem(what, remedy=remedy, option="export_format")]
+    if kind not in OWN_TYPES:
+        what = f'"export_gguf_type" {kind} is made by llama.cpp alone.'
+        return [Problem(what, remedy=f"{remedy} Without it: {', '.join(OWN_TYPES)}.", option="export_gguf_type")]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default":
+        return [Problem(f"rotary positions of type {rope['rope_type']} are not written here.", remedy=remedy)]
+    return []
+
+
+# --- llama.cpp --------------------------------------------------------------------------------------------------------
+
+
+def _through_llama_cpp(folder: Path, target: Path, kind: str, place: Path) -> None:
+    converter = next((p for p in (place, place / "bin") if (p / "convert_hf_to_gguf.py").is_file()), None)
+    if converter is None:
+        raise UserError(f'"llama_cpp" "{place}" holds no convert_hf_to_gguf.py.', option="llama_cpp")
+    direct = {"f32", "f16", "bf16", "q8_0"}
+    first = target if kind in direct else target.with_suffix(".f16.gguf")
+    outtype = kind if kind in direct else "f16"
+    _run([sys.executable, str(converter / "convert_hf_to_gguf.py"), str(folder), "--outfile", str(first),
+          "--outtype", outtype])  # fmt: skip
+    if first is not target:
+        names = (place / "llama-quantize", place / "build" / "bin" / "llama-quantize", place / "bin" / "llama-quantize")
+        program = next((path for path in names if path.is_file()), None)
+        if program is None:
+            raise UserError(
+                f'"llama_cpp" "{place}" holds no llama-quantize.', remedy="Build llama.cpp first.", option="llama_cpp"
+            )
+        _run([str(program), str(first), str(target), kind])
+        first.unlink()
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 (an argument list)
+    if done.returncode:
+        last = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+        raise RuntimeError(f"{Path(command[0]).name} ended with {done.returncode}:\n  {last}")
+
+
+# --- our own ----------------------------------------------------------------------------------------------------------
+
+
+def _own(folder: Path, target: Path, kind: str) -> None:
+    gguf = _library()
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = tokenizer_kind(words)
+    writer = gguf.GGUFWriter(target, ARCHITECTURES[config["model_type"]])
+    _add_shape(writer, config, folder.resolve().name, kind)
+    add_tokenizer(writer, folder, words, tokens, config["vocab_size"])
+    paths = sorted(folder.glob("*.safetensors"))
+    weights = [(path, name) for path in paths for name in read_header(path)]
+    with work(WRITING, len(weights), "weights") as advance:
+        for name, tensor in _tensors(weights, config):
+            _add_tensor(gguf, writer, name, tensor, kind)
+            advance(1)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise MissingExtraError("gguf", "export_format: gguf", EXTRA, option="export_format") from None
+    return gguf
+
+
+def _add_shape(writer: Any, config: dict[str, Any], name: str, kind: str) -> None:
+    gguf = _library()
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    writer.add_name(name)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
+
+
+def _tensors(weights: Sequence[tuple[Path, str]], config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Name in the file -> weight. Args: weights: where each is, and its name there."""
+    from safetensors import safe_open
+
+    gguf = _library()
+    names = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH[ARCHITECTURES[config["model_type"]].upper()], config["num_hidden_layers"]
+    )
+    turned = _turned(config)
+    for path, name in weights:
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise UserError(f'the weight "{name}" has no place in a GGUF file of this shape.')
+        with safe_open(path, framework="pt") as file:
+            yield found, turned(name, file.get_tensor(name))
+
+
+def _turned(config: dict[str, Any]) -> Callable[[str, Tensor], Tensor]:
+    """llama.cpp turns pairs of neighbours by a rotary position in its llama shape, where Hugging Face's files have the
+    two halves of a head: the rows of queries and keys are put in the other order."""
+    heads = config["num_attention_heads"]
+    keys = config.get("num_key_value_heads") or heads
+
+    def turn(name: str, weight: Tensor) -> Tensor:
+        if ARCHITECTURES[config["model_type"]] != "llama" or (".q_proj." not in name and ".k_proj." not in name):
+            return weight
+        number = heads if ".q_proj." in name else keys
+        return (
+            weight.reshape(number, 2, weight.shape[0] // number // 2, *weight.shape[1:])
+            .transpose(1, 2)
+            .reshape_as(weight)
+        )
+
+    return turn
+
+
+def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, kind: str) -> None:
+    """Vectors stay float32; so does a matrix whose rows are no whole blocks of the type."""
+    numbers = tensor.detach().to(torch.float32).numpy()
+    wanted = gguf.GGMLQuantizationType[kind.upper()]
+    block = gguf.GGML_QUANT_SIZES[wanted][0]
+    if tensor.ndim < 2 or kind == "f32" or numbers.shape[-1] % block:
+        writer.add_tensor(name, numbers)
+        return
+    writer.add_tensor(name, gguf.quants.quantize(numbers, wanted), raw_dtype=wanted)
+
+
+# --- afterwards -------------------------------------------------------------------------------------------------------
+
+
+def compare_gguf(folder: Path, target: Path) -> None:
+    """Hold tokens, chat template and stop token of the file against the folder's.
+
+    Raises:
+        RuntimeError: where they differ.
+    """
+    from burnish.models.tokens import tokenizer_in
+
+    gguf = _library()
+    fields = gguf.GGUFReader(target).fields
+    tokenizer = tokenizer_in(folder)
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    differs = [
+        word for word, number in tokenizer.get_vocab().items() if number >= len(tokens) or tokens[number] != word
+    ]
+    written = fields["tokenizer.chat_template"].contents() if "tokenizer.chat_template" in fields else None
+    ends = fields["tokenizer.ggml.eos_token_id"].contents()
+    if differs or written != tokenizer.chat_template or ends != tokenizer.eos_token_id:
+        what = f"tokens ({', '.join(differs[:3])})" if differs else "the chat template or the stop token"
+        raise RuntimeError(f"{target} does not say what {folder} says: {what}.")

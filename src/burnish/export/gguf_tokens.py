@@ -1,0 +1,181 @@
+"""The tokenizer of an exported folder, as fields of a GGUF file.
+
+In:  the folder's ``tokenizer.json``. Out: tokens, their types, scores or merges, ids with a meaning, the chat template.
+Two kinds: byte-level, where llama.cpp reads the merges and knows the cut into words by a name; and SentencePiece with
+byte fallback (Llama 2, Mistral), where it joins the two neighbours whose joined token has the highest score.
+
+Refuses: a cut without a known name; merges that scores cannot say, since llama.cpp would write other ids.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from burnish.config.errors import UserError
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPLITS: Final = {
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+    _CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
+    "": "gpt-2",
+}
+"""A tokenizer's cut of text into words -> llama.cpp's name of it; "" is the cut that byte-level tokenizers bring."""
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_SPACE = "▁"
+_BYTES: Final = {f"<0x{byte:02X}>" for byte in range(256)}
+_ADDED_SCORE = -1000.0
+"""The score of tokens that are never joined from others; any number would do."""
+
+
+@dataclass(frozen=True)
+class TokenizerKind:
+    """A tokenizer by llama.cpp's names.
+
+    Args:
+        model: ``gpt2`` (byte-level) or ``llama`` (SentencePiece).
+        pre: the cut into words.
+        scores: of the tokens of a SentencePiece vocabulary.
+        has_prefix: a text begins with a space that nobody wrote.
+    """
+
+    model: str
+    pre: str
+    scores: dict[str, float] | None = None
+    has_prefix: bool = False
+
+
+def tokenizer_kind(words: dict[str, Any]) -> TokenizerKind:
+    """The kind of a ``tokenizer.json``.
+
+    Raises:
+        UserError: for one that is not written.
+    """
+    model = words["model"]
+    if model.get("type") == "BPE" and model.get("byte_fallback"):
+        return TokenizerKind("llama", "default", _scores(words), _prefix(words))
+    return TokenizerKind("gpt2", _split_of(words))
+
+
+def _refusal(what: str) -> UserError:
+    return UserError(what, remedy="Set llama_cpp to a checkout of llama.cpp, whose converter is used then.")
+
+
+def _split_of(words: dict[str, Any]) -> str:
+    found = words.get("pre_tokenizer") or {}
+    parts = found.get("pretokenizers", [found])
+    patterns = [part["pattern"].get("Regex", "") for part in parts if part.get("type") == "Split"]
+    is_bytes = any(part.get("type") == "ByteLevel" for part in parts)
+    pattern = patterns[0] if patterns else ""
+    if words["model"].get("type") != "BPE" or not is_bytes or len(patterns) > 1 or pattern not in _SPLITS:
+        raise _refusal("the tokenizer is no byte-level one whose cut into words llama.cpp has a name for that is known "
+                       "here, nor SentencePiece's BPE with byte fallback.")  # fmt: skip
+    return _SPLITS[pattern]
+
+
+# --- SentencePiece ----------------------------------------------------------------------------------------------------
+
+
+def _prefix(words: dict[str, Any]) -> bool:
+    """Return whether a text begins with a space that nobody wrote.
+
+    Raises:
+        UserError: where the tokenizer changes or cuts the text otherwise than by writing spaces as ``▁``.
+    """
+    normalizer, cut = words.get("normalizer") or {}, words.get("pre_tokenizer") or {}
+    steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
+    begins = {"type": "Prepend", "prepend": _SPACE}
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    is_metaspace = cut.get("type") == "Metaspace" and cut.get("replacement") == _SPACE and cut.get("split") is False
+    if all(step in (begins, spaces) for step in steps) and (is_metaspace or (not cut and spaces in steps)):
+        return begins in steps or cut.get("prepend_scheme", "never") != "never"
+    raise _refusal("the tokenizer changes or cuts its text in a way that llama.cpp's SentencePiece does not.")
+
+
+def _scores(words: dict[str, Any]) -> dict[str, float]:
+    """Scores by which joining the best neighbours makes the tokens that the merges make: the earlier, the higher.
+
+    A merge names two parts, a score the token that they make. So the merges of a token have to stand together, and
+    each pair of tokens that makes a token has to be a merge.
+    """
+    model = words["model"]
+    added = {token["content"] for token in words.get("added_tokens", ())}
+    pieces = set(model["vocab"]) - added
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    if missing := _BYTES - pieces:
+        raise _refusal(f"the tokenizer falls back to bytes, but has no token {min(missing)}.")
+    pairs = ((piece[:at], piece[at:]) for piece in pieces for at in range(1, len(piece)))
+    unsaid = {(a, b) for a, b in pairs if a in pieces and b in pieces} - set(merges)
+    if unsaid or model.get("ignore_merges") or model.get("dropout"):
+        example = ': it has no merge of "{}" and "{}"'.format(*min(unsaid)) if unsaid else ""
+        raise _refusal(f"the tokenizer joins its tokens in a way that scores cannot say{example}.")
+    made = ["".join(merge) for merge in merges]
+    steps = _steps(made)
+    return {piece: -float(steps.get(piece, len(steps))) for piece in pieces}
+
+
+def _steps(made: list[str]) -> dict[str, int]:
+    """The place of each token among those that merges make. Runs of one character (spaces) may share a place, as where
+    a vocabulary gives them one score."""
+    last = {token: at for at, token in enumerate(made)}
+    steps: dict[str, int] = {}
+    step, end, group = -1, -1, ""
+    for at, token in enumerate(made):
+        if at > end:
+            step, group = step + 1, token
+        elif token != group and (set(token) != set(group) or len(set(token)) > 1):
+            raise _refusal(f'the merges of "{group}" and "{token}" are mixed, which scores cannot say.')
+        steps.setdefault(token, step)
+        end = max(end, last[token])
+    return steps
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def add_tokenizer(writer: Any, folder: Path, words: dict[str, Any], kind: TokenizerKind, rows: int) -> None:
+    """Write the fields of a folder's tokenizer, with a token for each of the embedding's ``rows``."""
+    from burnish.models.tokens import tokenizer_in
+
+    tokenizer = tokenizer_in(folder)
+    tokens = {i: token for token, i in tokenizer.get_vocab().items()}
+    texts = [tokens.get(i, f"[PAD{i}]") for i in range(rows)]
+    writer.add_tokenizer_model(kind.model)
+    writer.add_tokenizer_pre(kind.pre)
+    writer.add_token_list(texts)
+    writer.add_token_types(_types(tokenizer, tokens, kind, rows))
+    if kind.scores is None:
+        merges = words["model"]["merges"]
+        writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    else:
+        writer.add_token_scores([kind.scores.get(text, _ADDED_SCORE) for text in texts])
+        writer.add_add_space_prefix(kind.has_prefix)
+    for name in ("bos", "eos", "pad", *(("unk",) if kind.scores else ())):
+        if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    generation = folder / "generation_config.json"
+    ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None
+    if isinstance(ends, list) and len(ends) > 1:
+        writer.add_eot_token_id(next(end for end in ends if end != tokenizer.eos_token_id))
+    around = tokenizer("", add_special_tokens=True)["input_ids"]
+    writer.add_add_bos_token(bool(around) and around[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(bool(around) and around[-1] == tokenizer.eos_token_id)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _types(tokenizer: Any, tokens: dict[int, str], kind: TokenizerKind, rows: int) -> list[int]:
+    special, added = set(tokenizer.all_special_ids), set(tokenizer.get_added_vocab().values())
+    is_sentencepiece = kind.scores is not None
+
+    def type_of(number: int) -> int:
+        if number not in tokens:
+            return _UNUSED if is_sentencepiece else _USER_DEFINED
+        if is_sentencepiece and (number == tokenizer.unk_token_id or tokens[number] in _BYTES):
+            return _UNKNOWN if number == tokenizer.unk_token_id else _BYTE
+        return _CONTROL if number in special else _USER_DEFINED if number in added else _NORMAL
+
+    return [type_of(number) for number in range(rows)]

@@ -1,0 +1,62 @@
+"""A ``Modelfile`` for Ollama: the template, the system message and the stop words of an exported model.
+
+Ollama's templates are Go's, not Jinja's (https://docs.ollama.com/modelfile, "TEMPLATE"): named templates are written
+slot by slot. For a model with its own chat template none is written, and Ollama must know it. Tools are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burnish.data.chat.jinja import slot_text
+from burnish.data.chat.rows import Template
+from burnish.data.chat.table import CONTENT, Slots, TemplateSpec
+
+DEFAULT_CONTEXT = 4096
+
+
+def modelfile(template: Template, tokenizer: Any, context: int | None = None) -> str:
+    """The text of the file.
+
+    Args:
+        context: the longest conversation that Ollama keeps, in tokens; 4096 if not given, and never more, since Ollama
+            allocates memory for all of it.
+    """
+    lines = ["FROM .", ""]
+    if template.spec is not None:
+        lines += [f'TEMPLATE """{go_template(template.spec, tokenizer)}"""', ""]
+        if template.spec.default_system:
+            lines += [f'SYSTEM """{template.spec.default_system}"""', ""]
+    stops = tokenizer.convert_ids_to_tokens(template.stop_token_ids(tokenizer))
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops]
+    lines += [f"PARAMETER num_ctx {min(context or DEFAULT_CONTEXT, DEFAULT_CONTEXT)}"]
+    return "\n".join(lines) + "\n"
+
+
+def go_template(spec: TemplateSpec, tokenizer: Any) -> str:
+    """The conversation in Ollama's template language.
+
+    The text is LLaMA-Factory's, except that a system message which belongs into the first user message is put there.
+    """
+
+    def written(slots: Slots, content: str) -> str:
+        return "".join(slot_text(slot, tokenizer) for slot in slots).replace(CONTENT, content)
+
+    system = f"{{{{ if .System }}}}{written(spec.system, '{{ .System }}')}{{{{ end }}}}"
+    messages, message, in_user = "range .Messages", "", ""
+    if spec.system_in_user:
+        messages, message, system = "range $i, $message := .Messages", "$message", ""
+        in_user = f"{{{{ if and $.System (eq $i 0) }}}}{written(spec.system[:1], '{{ $.System }}')}{{{{ end }}}}"
+    content = f"{{{{ {message}.Content }}}}"
+    return "".join(
+        (
+            written(spec.prefix, ""),
+            system,
+            f"{{{{ {messages} }}}}",
+            f'{{{{ if eq {message}.Role "user" }}}}',
+            written(spec.user, in_user + content),
+            f'{{{{ else if eq {message}.Role "assistant" }}}}',
+            written(spec.assistant, content),
+            "{{ end }}{{ end }}",
+        )
+    )

@@ -1,0 +1,369 @@
+"""Loading for answers: the model with its adapters, the tokenizer, the template of its training.
+
+In:  options that name them. Out: ``Answerer``: everything beside the engine, which ``seat_engine`` makes over it; and
+     ``merged_model``, the base with every adapter in it, which ``burnish export`` writes.
+
+``adapter_name_or_path`` is a chain: merged in order, it is the model. ``served_adapters`` stand beside each other, and
+each ask names one. Refuses: adapters of another base, and those that have no rows (``modules_to_save``) beside others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from burnish.adapters.base import ADAPTERS
+from burnish.adapters.lora import load_adapter
+from burnish.adapters.lora_fit import check_fit
+from burnish.adapters.lora_model import BASE as WITHOUT
+from burnish.adapters.lora_model import merge_into_base, rows_through, set_active
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import raise_if
+from burnish.data.chat.answers import UnreadableTemplate
+from burnish.data.chat.chat_template import JinjaFormat
+from burnish.data.chat.choose import RECORDED, fit_tokenizer, load_template
+from burnish.data.chat.rows import Template
+from burnish.data.tally import Tally
+from burnish.inference.engine import SeatEngine
+from burnish.inference.loaded_model import Answerer
+from burnish.inference.options import is_remote
+from burnish.inference.replies.reply_forms import form_of
+from burnish.inference.scoring import NO_ANSWERS, ScoreEngine
+from burnish.inference.slots import Deliver, SeatLimits, Through
+from burnish.inference.types import BASE, AnswerEngine, Sampling
+from burnish.loop.types import Example, Message
+from burnish.losses.reward import ValueHead
+from burnish.models.export import inference_dtype
+from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite
+from burnish.models.quantization.quantize import quantisation_of
+from burnish.models.reward_files import BIAS, WEIGHT, read_head
+from burnish.models.source import adapter_folders, find_source, local_folder
+from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer
+from burnish.parallel.options import device_of
+from burnish.utils.files import expanded
+from burnish.utils.json_files import read_json
+from burnish.utils.work import watched
+
+if TYPE_CHECKING:
+    from burnish.inference.options import AnsweringOptions
+
+Chosen = TypeVar("Chosen", bound="AnsweringOptions")
+LONG_ENOUGH = 1 << 20
+"""No cut: a template that only writes prompts has no rows to keep short."""
+SEATS_OF_CPU, MOST_SEATS, MOST_CONTEXT = 8, 64, 8192
+_SHARE_OF_FREE = 0.9
+
+
+def load_answerer(
+    options: AnsweringOptions, name: str = "", on_note: Callable[[str], None] | None = None, may_score: bool = False
+) -> Answerer:
+    """Load what the options name.
+
+    Args:
+        name: of the model; by default the last part of its path.
+        on_note: is told each sentence as it is known.
+        may_score: whether a reward model will do.
+    Raises:
+        UserError: for what cannot be loaded.
+    """
+    notes: list[str] = []
+    adapters, config = adapter_folders(options), load_config(options)
+    tokenizer, options = tokenizer_of(options, adapters, notes)
+    options = with_recorded_template(options, tokenizer)
+    template = load_template(options, tokenizer, LONG_ENOUGH)
+    own = tokenizer.chat_template
+    notes += fit_tokenizer(template, tokenizer)
+    notes += _other_template(template, own, tokenizer)
+    served = _served_folders(options)
+    raise_if(problems_of_adapters(options, config, tokenizer, [*adapters, *served.values()]))
+    head = None if is_remote(options) else _reward_head(options, adapters, may_score)
+    model = None if is_remote(options) else _model(options, config, tokenizer, adapters, notes, head is None)
+    through = _beside_each_other(model, served) if model is not None and served else None
+    for sentence in notes:
+        (on_note or (lambda said: None))(sentence)
+    last = str(adapters[-1] if adapters else options.model_name_or_path)
+    return Answerer(
+        name or expanded(last).resolve().name, options, model, tokenizer, template, form_of(template),
+        tuple(template.stop_token_ids()), default_sampling(options, model), longest_answer(options),
+        context_of(options, config), tuple(served), through, tuple(notes), head,
+    )  # fmt: skip
+
+
+def engine_of(answerer: Answerer, waiting: int | None = None, deliver: Deliver | None = None) -> AnswerEngine:
+    """The engine that the options name: in this process, a server that is started, or one that runs already.
+
+    Args:
+        deliver: takes all that one turn of the engine in this process made, at once.
+    """
+    if answerer.head is not None and answerer.model is not None:
+        return ScoreEngine(answerer.model, answerer.head, answerer.context)
+    if not is_remote(answerer.options):
+        return seat_engine(answerer, waiting, deliver)
+    from burnish.inference.remote.client import started_engine
+
+    return started_engine(answerer, waiting)
+
+
+def seat_engine(answerer: Answerer, waiting: int | None = None, deliver: Deliver | None = None) -> SeatEngine:
+    """The engine in this process over what was loaded; its thread is started."""
+    model, options = answerer.model, answerer.options
+    assert model is not None
+    limits = SeatLimits(seats_of(options, model, answerer.context), answerer.context, waiting, options.infer_exact)
+    return SeatEngine(model, limits, adapters=answerer.adapters, through=answerer.through, deliver=deliver)
+
+
+# --- how much, and how ------------------------------------------------------------------------------------------------
+
+
+def context_of(options: AnsweringOptions, config: Any) -> int:
+    """Tokens that prompt and answer may have together: as asked, within what the model was made for."""
+    own = context_length(config) or MOST_CONTEXT
+    if is_remote(options) and options.infer_url is None:
+        return int(min(own, getattr(options, f"{options.infer_backend}_maxlen")))
+    return min(own, options.infer_context or MOST_CONTEXT)
+
+
+def seats_of(options: AnsweringOptions, model: nn.Module, context: int) -> int:
+    """Answers at once: as asked; else 8 on a CPU, and on a GPU what fits into 90 % of the free memory, at most 64."""
+    device = next(model.parameters()).device
+    if options.infer_seats or device.type != "cuda":
+        return options.infer_seats or SEATS_OF_CPU
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(MOST_SEATS, int(free * _SHARE_OF_FREE) // max(1, seat_bytes(model, context))))
+
+
+def seat_bytes(model: nn.Module, context: int) -> int:
+    """Memory of one seat: 2 x layers x key heads x size of a head x bytes x positions."""
+    config: Any = model.config
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * size * next(model.parameters()).element_size() * context)
+
+
+def longest_answer(options: AnsweringOptions) -> int:
+    return int(options.max_new_tokens if options.max_new_tokens > 0 else options.max_length)
+
+
+_OWN_SETTINGS = ("temperature", "top_p", "top_k", "repetition_penalty")
+
+
+def default_sampling(options: AnsweringOptions, model: nn.Module | None = None) -> Sampling:
+    """As the options say. Where they are at their defaults and the model's own ``generation_config`` says something,
+    as that says."""
+    plain, config = type(options)(), getattr(model, "generation_config", None)
+    values = {}
+    for name in _OWN_SETTINGS:
+        value, own = getattr(options, name), getattr(config, name, None)
+        values[name] = own if own is not None and value == getattr(plain, name) else value
+    samples = options.do_sample
+    if samples and config is not None and getattr(config, "do_sample", None) and values["temperature"] == 0:
+        samples = False
+    return Sampling(
+        temperature=float(values["temperature"]) if samples else 0.0, top_p=float(values["top_p"]),
+        top_k=int(values["top_k"]), repetition_penalty=float(values["repetition_penalty"]),
+    )  # fmt: skip
+
+
+# --- template ---------------------------------------------------------------------------------------------------------
+
+
+def with_recorded_template(options: AnsweringOptions, tokenizer: Any) -> Any:
+    """The options with the template that trained, where the folder records one and none is asked for."""
+    recorded = tokenizer.init_kwargs.get(RECORDED)
+    if options.template is not None or not isinstance(recorded, Mapping):
+        return options
+    known = {name: value for name, value in recorded.items() if hasattr(options, name)}
+    return replace(options, **known)
+
+
+CONVERSATION = (
+    Message("user", "What is 2 + 2?"),
+    Message("assistant", "4."),
+    Message("user", "And in words, per favore: «due»?"),
+    Message("assistant", "Four.\nQuattro."),
+)
+
+
+def readable_example(template: Template) -> Example | None:
+    """A conversation that the template accepts: with a system message, else without one."""
+    for system in ("You answer in one line.", None):
+        example = Example(messages=CONVERSATION, system=system, source="export", number=1)
+        if template.encode([example], Tally())[0] is not None:
+            return example
+    return None
+
+
+def as_chat(example: Example) -> list[dict[str, str]]:
+    """The messages as chat templates take them."""
+    chat = [{"role": message.role, "content": message.text} for message in example.messages]
+    return [{"role": "system", "content": example.system}, *chat] if example.system is not None else chat
+
+
+def _other_template(template: Template, own: Any, tokenizer: Any) -> list[str]:
+    """A sentence where the template that was asked for writes another prompt than the folder's own chat template."""
+    example = readable_example(template)
+    if template.spec is None or not own or example is None:
+        return []
+    try:
+        found = JinjaFormat(own, template.options, tokenizer, "the folder's own").prompt(example)
+    except (UnreadableTemplate, UserError) as error:
+        return [f"The folder's own chat template refuses a plain conversation: {error}"]
+    ours = template.prompt(example)
+    if ours == found:
+        return []
+    at = next((i for i, (a, b) in enumerate(zip(ours, found, strict=False)) if a != b), min(len(ours), len(found)))
+    around = [tokenizer.convert_ids_to_tokens(ids[max(0, at - 2) : at + 3]) for ids in (ours, found)]
+    return [
+        f'Template "{template.name}" writes other prompts than the folder\'s own chat template, from token {at} on: '
+        f"{around[0]} here, {around[1]} there."
+    ]
+
+
+# --- model and adapters -----------------------------------------------------------------------------------------------
+
+
+def tokenizer_of(options: Chosen, adapters: Sequence[Path], notes: list[str]) -> tuple[Any, Chosen]:
+    """The tokenizer, and options with which the model fits it: from the last adapter that has one, where training saves
+    it with new tokens and chat template; else the model's."""
+    for folder in reversed(adapters):
+        if any((folder / name).is_file() for name in TOKENIZER_FILES):
+            there = replace(options, model_name_or_path=str(folder))
+            return load_tokenizer(there, notes), replace(options, resize_vocab=True)
+    return load_tokenizer(options, notes), options
+
+
+def problems_of_adapters(
+    options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path]
+) -> list[Problem]:
+    """Find adapters that do not fit the base. No weight is read."""
+    if _is_of_peft(options):
+        return []  # peft checks its own adapters
+    model = fitted_shapes(config, tokenizer, options)
+    return [problem for folder in adapters for problem in check_fit(model, folder)]
+
+
+def _is_of_peft(options: AnsweringOptions) -> bool:
+    return bool(ADAPTERS.get(options.finetuning_type).traits.get("is_of_peft"))
+
+
+def merged_model(
+    options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path], notes: list[str],
+    device: str | torch.device, needs_head: bool = True,
+) -> nn.Module:  # fmt: skip
+    """Merge every adapter into the base, in order. Sums are computed in float32, whatever the dtype of the weights."""
+    dtype: Any = torch.float32 if inference_dtype(options) == torch.float32 else "auto"
+    model: nn.Module = load_model(
+        options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head
+    )
+    fit_vocabulary(model, tokenizer, options, notes)
+    if adapters and _is_of_peft(options):
+        from burnish.adapters.peft import merge_folders
+
+        model = merge_folders(model, adapters)
+    else:
+        for folder in watched(adapters, "Merging", "adapters"):
+            load_adapter(model, folder)
+            merge_into_base(model)
+    notes += [f"The adapter {folder} was merged." for folder in adapters]
+    raise_if_not_finite(model, str(options.model_name_or_path))
+    return model
+
+
+def _model(
+    options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path], notes: list[str],
+    needs_head: bool = True,
+) -> nn.Module:  # fmt: skip
+    """The model that answers, on its device and in its format; an adapter stays beside a quantised base."""
+    device = device_of(options)
+    if method := quantisation_of(options, config):
+        model: nn.Module = load_model(options, config=config, device=device, notes=notes, needs_head=needs_head)
+        if len(adapters) > 1:
+            what = f"several adapters cannot be merged into a base that is quantised ({method})."
+            raise UserError(what, remedy="Merge all but the last: burnish export without quantization_bit.")
+        for folder in adapters:
+            load_adapter(model, folder)
+    else:
+        model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head)
+        wanted = inference_dtype(options)
+        if wanted is None and device.type == "cpu" and next(model.parameters()).dtype == torch.float16:
+            wanted = torch.float32
+            notes.append("The weights are float16, for which a CPU has no products of its own; float32 is used.")
+        model = model if wanted is None else model.to(wanted)
+    model.config.use_cache = True  # type: ignore[union-attr]
+    return model.eval().requires_grad_(False)
+
+
+def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> ValueHead | None:
+    """The head of a reward model, float32 on the CPU; None for a model that writes answers.
+
+    Args:
+        adapters: folders of its adapters, in order; the last folder that has a head counts.
+    """
+    base = find_source(options.model_name_or_path, options).folder
+    found = read_head([*([base] if base is not None else []), *adapters])
+    if found is None:
+        return None
+    weights = found[0]
+    head = ValueHead(weights[WEIGHT].numel(), has_bias=BIAS in weights)
+    head.take(weights)
+    return head.requires_grad_(False)
+
+
+def writes_answers(options: AnsweringOptions) -> bool:
+    """Tell whether it is no reward model; true as well where its folders cannot be found, which their check says."""
+    try:
+        return reward_head(options, adapter_folders(options)) is None
+    except UserError:
+        return True
+
+
+def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score: bool) -> ValueHead | None:
+    head = reward_head(options, adapters)
+    if head is not None and not may_score:
+        remedy = "Its scores: burnish predict writes a file; burnish api answers at POST /v1/score/evaluation."
+        raise UserError(NO_ANSWERS, where=str(options.model_name_or_path), remedy=remedy)
+    return None if head is None else head.to(device_of(options))
+
+
+def _served_folders(options: AnsweringOptions) -> dict[str, Path]:
+    """Name -> folder of each adapter that is served beside the model."""
+    named: dict[str, Path] = {}
+    problems: list[Problem] = []
+    for name, folder in (options.served_adapters or {}).items():
+        if name == BASE:
+            problems.append(Problem(f'"{BASE}" is the name of the model without an adapter.', where="served_adapters"))
+        try:
+            named[name] = local_folder(folder, options, "served_adapters", ("adapter_*",))
+        except UserError as error:
+            problems += error.problems
+            continue
+        config = named[name] / "adapter_config.json"
+        whole = read_json(config).get("modules_to_save") if config.is_file() else None
+        if whole and len(options.served_adapters or ()) > 1:
+            what = f'the adapter "{name}" holds whole modules ({", ".join(whole)}), which others do not share.'
+            problems.append(Problem(what, remedy="Serve it alone, as adapter_name_or_path."))
+    raise_if(problems)
+    return named
+
+
+def _beside_each_other(model: nn.Module, folders: Mapping[str, Path]) -> Through:
+    """Put adapters into the model, and say how rows go through them."""
+    for name, folder in folders.items():
+        load_adapter(model, folder, name)
+    set_active(model, [])
+    model.eval()
+    return partial(_rows, model)
+
+
+def _rows(model: nn.Module, names: Sequence[str]) -> Any:
+    if all(name == BASE for name in names):
+        return nullcontext()  # none is active
+    return rows_through(model, [WITHOUT if name == BASE else name for name in names])

@@ -1,0 +1,78 @@
+"""Probe: choose the way of ``forward.py`` by comparing its logits with those of the plain model.
+
+In: a model. Out: the first way of ``forward.py`` whose logits agree with a forward pass without any cache, and a
+sentence where that is not the one with seats.
+"""
+
+# T tokens, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from burnish.inference.forward import Forward, NewTokens, OverSeats, OwnCache, Precision, WholeText
+from burnish.kernels.probe import REFUSALS, causal_lm
+
+_LENGTHS = (7, 12, 5)
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
+_COARSE = 3e-2
+"""Tolerance as a share of the largest logit, in formats of 16 bits."""
+
+
+def choose(model: nn.Module, seats: int, precision: Precision = nullcontext) -> tuple[Forward, str]:
+    """The way, and a sentence for a person ("" where it is the one with seats)."""
+    ways: tuple[Callable[[], Forward], ...] = (
+        lambda: OverSeats(model, len(_LENGTHS), precision=precision),
+        lambda: OwnCache(model, precision),
+    )
+    name = type(causal_lm(model)).__name__
+    for way in ways:
+        try:
+            made = way()
+            if agrees(model, made, precision):
+                made.resize(seats)
+                said = f"{name} keeps what it has read in a way of its own, so its answers are made one at a time."
+                return made, "" if made.batches else said
+        except REFUSALS:
+            continue
+    said = f"{name} gives other logits with a cache than without, so each token is made of the whole text anew."
+    return WholeText(model, precision), said
+
+
+def agrees(model: nn.Module, way: Forward, precision: Precision = nullcontext) -> bool:
+    """Rows of different lengths, read in pieces and side by side, against each of them alone and without a cache."""
+    vocabulary = causal_lm(model).config.get_text_config().vocab_size
+    drawn = torch.Generator().manual_seed(1)
+    texts = [torch.randint(vocabulary, (length,), generator=drawn).tolist() for length in _LENGTHS]
+    texts = texts if way.batches else texts[:1]
+    for text, logits in zip(texts, _in_pieces(way, texts), strict=True):
+        alone = _alone(model, text, precision)
+        bound = _TOLERANCE.get(alone.dtype, _COARSE) * float(alone.float().abs().max())
+        # Written so that NaN, which is no way to agree, is refused.
+        if not float((alone.float() - logits.float()).abs().max()) <= bound:
+            return False
+    return True
+
+
+def _in_pieces(way: Forward, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """(T, V) of each text: all but its last two tokens at once, then one by one, as an answer is made."""
+    found: list[list[Tensor]] = [[] for _ in texts]
+    for begin, end in ((None, -2), (-2, -1), (-1, None)):
+        pieces = [text[begin:end] for text in texts]
+        starts = [0 if begin is None else len(text) + begin for text in texts]
+        rows = [NewTokens(ids, start, range(len(ids))) for ids, start in zip(pieces, starts, strict=True)]
+        for logits, each in zip(way.run(0, rows), found, strict=True):
+            each.append(logits)
+    return [torch.cat(pieces) for pieces in found]
+
+
+@torch.no_grad()
+def _alone(model: nn.Module, text: Sequence[int], precision: Precision) -> Tensor:
+    with precision():
+        inner = causal_lm(model)
+        logits: Tensor = inner(input_ids=torch.tensor([list(text)], device=inner.device), use_cache=False).logits[0]
+        return logits

@@ -1,0 +1,1 @@
+"""Inference servers in other processes: vLLM, SGLang, or any that serves OpenAI's completions."""

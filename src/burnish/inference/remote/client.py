@@ -1,0 +1,285 @@
+"""The engine of another process: a server of vLLM or SGLang, or any that speaks OpenAI's completions, fed with ids.
+
+In:  asks, as the engine in this process takes them. Out: the same words. Prompts travel as arrays of ids, so that no
+     server renders a conversation by another template; replies are read from ids by ``replies.py`` where the server
+     gives ids, and from its text, tokenised again, where it does not.
+Each ask is one streamed request in a thread of its own. A key is sent to the address that was given or started, and to
+nobody else; no redirect is followed. Written against a stub with recorded replies; no server of vLLM or SGLang was at
+hand, so that what they do beyond those replies is not known here.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from burnish.config.errors import Problem, UserError
+from burnish.inference.remote.process import start_server
+from burnish.inference.types import BASE, Ask, Closed, EndReason, EngineFacts, Filled, Full, Logprob, Made, Sink, Ticket
+
+if TYPE_CHECKING:
+    from burnish.inference.loaded_model import Answerer
+
+_TIMEOUT_S = 600.0
+
+
+class RemoteEngine:
+    """``types.AnswerEngine`` over HTTP.
+
+    Args:
+        url: of the server, without ``/v1``.
+        key: sent as a bearer token; "" for none.
+        model: the name under which the server has the model; adapters are named as they are.
+        tokenizer: reads ids from the text of a server that gives no ids.
+        slots: asks at once.
+        waiting: asks that may wait; None for any number.
+        at_end: what is to be done once it is closed.
+    """
+
+    def __init__(
+        self, url: str, tokenizer: Any, *, key: str = "", model: str = "", context: int = 4096, slots: int = 64,
+        waiting: int | None = None, adapters: tuple[str, ...] = (), name: str = "remote",
+        at_end: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(
+                f'"infer_url" is an address such as http://127.0.0.1:8000. Received: {url}.', option="infer_url"
+            )
+        self._parts, self._key, self.tokenizer = parts, key, tokenizer
+        self.context, self.slots, self.adapters, self.name = context, slots, adapters, name
+        self._limit, self._at_end = waiting, at_end
+        self.note = ""
+        self._numbers, self._lock = count(1), threading.Lock()
+        self._open: dict[int, threading.Event] = {}  # number of an ask -> set where it was cancelled
+        self._room = threading.Semaphore(slots)
+        self._running = 0
+        self._is_closed = False
+        self._sums = [0, 0]
+        self.model = model or self._first_model()
+
+    def submit(self, ask: Ask, sink: Sink) -> Ticket:
+        if self._is_closed:
+            raise Closed("The engine is closed.")
+        self._refuse(ask)
+        with self._lock:
+            waiting = len(self._open) - self._running
+            if self._limit is not None and waiting >= self._limit:
+                raise Full(waiting, 1.0)
+            ticket = Ticket(next(self._numbers))
+            cancelled = self._open[ticket.number] = threading.Event()
+        threading.Thread(target=self._run, args=(ask, sink, ticket, cancelled), daemon=True).start()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        if event := self._open.get(ticket.number):
+            event.set()
+
+    def close(self, drain_s: float = 0.0) -> None:
+        self._is_closed, until = True, time.monotonic() + drain_s
+        while self._open and time.monotonic() < until:
+            time.sleep(0.01)
+        for event in list(self._open.values()):
+            event.set()
+        until = time.monotonic() + 5
+        while self._open and time.monotonic() < until:
+            time.sleep(0.01)
+        if self._at_end is not None:
+            self._at_end()
+
+    def facts(self) -> EngineFacts:
+        waiting = max(0, len(self._open) - self._running)
+        return EngineFacts(
+            self.name, self.slots, self._running, waiting, self.context, self.adapters, {}, self._sums[0], 0,
+            self._sums[1], is_alive=not self._is_closed,
+        )  # fmt: skip
+
+    # --- one ask ------------------------------------------------------------------------------------------------------
+
+    def _run(self, ask: Ask, sink: Sink, ticket: Ticket, cancelled: threading.Event) -> None:
+        reason: EndReason = "failed"
+        error: Problem | None = None
+        with self._room:
+            self._running += 1
+            try:
+                reason = self._stream(ask, sink, cancelled)
+                if time.monotonic() > ask.deadline:
+                    error = Problem("the answer was not ready before its deadline.")
+            except (OSError, ValueError, KeyError, http.client.HTTPException) as failure:
+                if cancelled.is_set():
+                    reason = "cancelled"
+                else:
+                    error = Problem(f"engine_failed: {self._parts.netloc}: {failure or type(failure).__name__}")
+            finally:
+                self._running -= 1
+                self._open.pop(ticket.number, None)
+        sink(Made(reason=reason, error=error))
+
+    def _stream(self, ask: Ask, sink: Sink, cancelled: threading.Event) -> EndReason:
+        """Hand on what comes, one id at a time or several. Returns why it ended."""
+        with self._lock:
+            self._sums[0] += len(ask.ids)
+        sink(Made(filled=Filled()))
+        reader = _TextReader(self.tokenizer)
+        reason: EndReason = "length"
+        for choice in self._choices(ask):
+            if cancelled.is_set() or time.monotonic() > ask.deadline:
+                return "cancelled"
+            ids = choice["token_ids"] if choice.get("token_ids") is not None else reader.ids(choice.get("text") or "")
+            logprobs = _logprobs(choice.get("logprobs"), ids, ask)
+            if ids:
+                self._sums[1] += len(ids)
+                sink(Made(tuple(ids), logprobs))
+            if choice.get("finish_reason"):
+                reason = "length" if choice["finish_reason"] == "length" else "stop"
+        rest = reader.rest()
+        if rest:
+            sink(Made(tuple(rest)))
+        return reason
+
+    def _choices(self, ask: Ask) -> Iterator[Mapping[str, Any]]:
+        """The choices of a streamed completion, one after another."""
+        connection = self._connection()
+        try:
+            connection.request(
+                "POST", f"{self._parts.path.rstrip('/')}/v1/completions", self._body(ask), self._headers()
+            )
+            response = connection.getresponse()
+            if response.status != 200:
+                raise ValueError(f"it answered {response.status}: {response.read(2000).decode('utf-8', 'replace')}")
+            for line in response:
+                text = line.decode("utf-8").strip()
+                if not text.startswith("data:"):
+                    continue
+                data = text.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise ValueError(str(chunk["error"].get("message", chunk["error"])))
+                yield from chunk.get("choices", ())
+            raise ValueError("the stream broke off")
+        finally:
+            connection.close()
+
+    def _body(self, ask: Ask) -> bytes:
+        sampling = ask.sampling
+        body: dict[str, Any] = {
+            "model": self.model if ask.adapter == BASE else ask.adapter, "prompt": list(ask.ids), "stream": True,
+            "max_tokens": min(ask.max_new_tokens, self.context - len(ask.ids)), "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "top_k": sampling.top_k or -1, "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty, "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty, "stop_token_ids": sorted(ask.stop_ids),
+            "min_tokens": ask.min_new_tokens, "return_token_ids": True, "skip_special_tokens": False,
+        }  # fmt: skip
+        if sampling.bias:
+            body["logit_bias"] = {str(token): value for token, value in sampling.bias.items()}
+        if sampling.seed is not None:
+            body["seed"] = (sampling.seed + ask.request) % (1 << 63)
+        if ask.top_logprobs is not None:
+            body["logprobs"] = ask.top_logprobs
+        return json.dumps(body).encode()
+
+    # --- the connection -----------------------------------------------------------------------------------------------
+
+    def _connection(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port, timeout=_TIMEOUT_S)
+
+    def _headers(self) -> dict[str, str]:
+        own = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        return {"Content-Type": "application/json", **own}
+
+    def _first_model(self) -> str:
+        connection = self._connection()
+        try:
+            connection.request("GET", f"{self._parts.path.rstrip('/')}/v1/models", headers=self._headers())
+            response = connection.getresponse()
+            body = response.read(1 << 20)
+            if response.status != 200:
+                raise ValueError(f"it answered {response.status}")
+            return str(json.loads(body)["data"][0]["id"])
+        except (OSError, ValueError, KeyError, IndexError, http.client.HTTPException) as error:
+            raise UserError(f"the server at {self._parts.netloc} lists no model: {error}") from error
+        finally:
+            connection.close()
+
+    def _refuse(self, ask: Ask) -> None:
+        """Raises UserError for what a remote engine does not do, or cannot for this ask."""
+        lacking = [
+            word
+            for word, is_asked in (
+                ("log-probabilities of the prompt", ask.prompt_logprobs_from is not None),
+                ("a grammar", ask.grammar is not None),
+                ("log-probabilities of given tokens", bool(ask.also)),
+            )
+            if is_asked
+        ]
+        problems = [Problem(f"the engine {self.name} gives no {', no '.join(lacking)}.")] if lacking else []
+        if not ask.ids or ask.max_new_tokens < 1:
+            problems.append(Problem("an ask has at least one token of prompt and one of answer."))
+        if len(ask.ids) >= self.context:
+            problems.append(Problem(f"the prompt has {len(ask.ids)} tokens, and {self.context} is the most."))
+        if ask.adapter != BASE and ask.adapter not in self.adapters:
+            known = ", ".join((BASE, *self.adapters))
+            problems.append(Problem(f'there is no adapter "{ask.adapter}".', remedy=f"Known: {known}."))
+        if problems:
+            raise UserError(problems)
+
+
+def started_engine(answerer: Answerer, waiting: int | None = None) -> RemoteEngine:
+    """The engine at ``infer_url``, whose key is INFER_KEY; or over a server that is started, which ends with it.
+
+    Raises:
+        UserError: where adapters would have to be merged first, or there is no server.
+    """
+    options = answerer.options
+    if options.infer_url is None and options.adapter_name_or_path:
+        what = f'"infer_backend" {options.infer_backend} loads folders as they are, and adapter_name_or_path is merged.'
+        remedy = "burnish export merges it first; or name it in served_adapters."
+        raise UserError(what, remedy=remedy, option=("infer_backend", "adapter_name_or_path"))
+    given: dict[str, Any] = {
+        "context": answerer.context, "waiting": waiting, "adapters": answerer.adapters,
+        "slots": options.infer_seats or 64, "name": options.infer_url or options.infer_backend,
+    }  # fmt: skip
+    if options.infer_url is not None:
+        return RemoteEngine(options.infer_url, answerer.tokenizer, key=os.environ.get("INFER_KEY", ""), **given)
+    server = start_server(options, str(options.model_name_or_path), dict(options.served_adapters or {}))
+    return RemoteEngine(server.url, answerer.tokenizer, key=server.key, at_end=server.close, **given)
+
+
+class _TextReader:
+    """Text of a server that gives no ids -> ids, held back to the last blank: what follows may change a token."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self._held = tokenizer, ""
+
+    def ids(self, text: str) -> list[int]:
+        self._held += text
+        place = max(self._held.rfind(" "), self._held.rfind("\n"))
+        if place <= 0:
+            return []
+        ready, self._held = self._held[:place], self._held[place:]
+        return self._ids(ready)
+
+    def rest(self) -> list[int]:
+        ready, self._held = self._held, ""
+        return self._ids(ready) if ready else []
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _logprobs(given: Mapping[str, Any] | None, ids: list[int], ask: Ask) -> tuple[Logprob, ...]:
+    """One per id, where as many came."""
+    values = (given or {}).get("token_logprobs") or []
+    if ask.top_logprobs is None or len(values) != len(ids):
+        return ()
+    return tuple(Logprob(token, float(value)) for token, value in zip(ids, values, strict=True))

@@ -1,0 +1,146 @@
+"""vLLM and SGLang as processes that burnish starts: an argument list, loopback, a free port, a key of their own.
+
+In:  options, the folder of a model. Out: the address and key of a server that answers. Its output goes into a log file,
+     and it ends with the process that started it. Neither program was at hand; their flags are as their manuals have
+     them, and a stub stands in for them in the tests.
+"""
+
+from __future__ import annotations
+
+import atexit
+import http.client
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from burnish.config.errors import UserError
+from burnish.parallel.process_counts import free_port
+
+if TYPE_CHECKING:
+    from burnish.inference.options import AnsweringOptions
+
+WAIT_S = 900.0
+"""For the weights of a large model to be loaded."""
+_MANAGED = "a key, a port or an address"
+
+
+@dataclass
+class Child:
+    """A server that was started. ``close`` ends it."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    key: str
+    log: Path
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def start_server(options: AnsweringOptions, folder: str, adapters: dict[str, str], wait_s: float = WAIT_S) -> Child:
+    """Start the server that ``infer_backend`` names and wait until it answers.
+
+    Raises:
+        UserError: where its program is not there.
+        RuntimeError: where it ends, or does not answer in time; with the last lines of its log.
+    """
+    backend = options.infer_backend
+    program = shutil.which(options.infer_executable or ("vllm" if backend == "vllm" else "python3"))
+    if program is None:
+        named = options.infer_executable or backend
+        what = f'"infer_backend" is {backend}, and its program "{named}" is not there.'
+        raise UserError(
+            what, remedy="Name it: infer_executable: /path/to/its/environment/bin/vllm", option="infer_backend"
+        )
+    key, port = secrets.token_urlsafe(24), free_port()
+    command = [program, *arguments(options, folder, adapters, port)]
+    log = Path(tempfile.mkdtemp(prefix=f"burnish-{backend}-")) / "server.log"
+    environment = {**os.environ, "VLLM_API_KEY": key, "SGLANG_API_KEY": key}
+    with log.open("wb") as out:
+        process = subprocess.Popen(  # noqa: S603 (an argument list, no shell)
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environment
+        )
+    child = Child(process, f"http://127.0.0.1:{port}", key, log)
+    atexit.register(child.close)
+    _wait(child, port, time.monotonic() + wait_s)
+    return child
+
+
+def arguments(options: AnsweringOptions, folder: str, adapters: dict[str, str], port: int) -> list[str]:
+    """The words after the program. The key travels in the environment."""
+    if options.infer_backend == "vllm":
+        words = [
+            "serve", folder, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(options.vllm_maxlen),
+            "--gpu-memory-utilization", str(options.vllm_gpu_util),
+        ]  # fmt: skip
+        words += ["--enforce-eager"] if options.vllm_enforce_eager else []
+        if adapters:
+            words += ["--enable-lora", "--max-lora-rank", str(options.vllm_max_lora_rank), "--lora-modules"]
+            words += [f"{name}={path}" for name, path in adapters.items()]
+        return [*words, *_flags(options.vllm_config, "vllm_config")]
+    words = [
+        "-m", "sglang.launch_server", "--model-path", folder, "--host", "127.0.0.1", "--port", str(port),
+        "--context-length", str(options.sglang_maxlen), "--mem-fraction-static", str(options.sglang_mem_fraction),
+    ]  # fmt: skip
+    words += ["--tp-size", str(options.sglang_tp_size)] if options.sglang_tp_size > 0 else []
+    if adapters:
+        words += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
+    return [*words, *_flags(options.sglang_config, "sglang_config")]
+
+
+def _flags(config: dict[str, Any] | str | None, name: str) -> Sequence[str]:
+    """More settings of a server: ``{"max_num_seqs": 8}`` as ``--max-num-seqs 8``."""
+    if config is None:
+        return []
+    try:
+        values = json.loads(config) if isinstance(config, str) else config
+    except ValueError as error:
+        raise UserError(f'"{name}" is not JSON: {error}.') from error
+    if taken := sorted({"host", "port", "api_key", "uds"} & {str(key).replace("-", "_") for key in values}):
+        raise UserError(f'"{name}" sets {", ".join(taken)}; burnish chooses {_MANAGED}.')
+    words: list[str] = []
+    for key, value in values.items():
+        flag = f"--{str(key).replace('_', '-')}"
+        words += [flag] if value is True else [] if value in (False, None) else [flag, _word(value)]
+    return words
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def _wait(child: Child, port: int, until: float) -> None:
+    while time.monotonic() < until:
+        if child.process.poll() is not None:
+            raise RuntimeError(f"The engine ended with {child.process.returncode}. {_last_lines(child.log)}")
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+        try:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        except (OSError, http.client.HTTPException):
+            time.sleep(0.2)
+        finally:
+            connection.close()
+    child.close()
+    raise RuntimeError(f"The engine did not answer in time. {_last_lines(child.log)}")
+
+
+def _last_lines(log: Path, number: int = 5) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-number:]
+    return f"Its last lines, of {log}:\n  " + "\n  ".join(lines)

@@ -1,0 +1,322 @@
+"""Text from ids: letters, stops, thoughts and tool calls, read one id at a time.
+
+In:  the ids of an answer as they come. Out: pieces: content, thought, call. A whole answer is a stream that is fed at
+     once, so the two never differ.
+
+    reply = Reply(form, tokenizer, offered=schemas, stop=["\\n\\n"])
+    for piece in reply.feed(ids): ...
+    for piece in reply.end(): ...
+
+Text that may still become something else is held back: half a letter, the beginning of a stop, of a thought's word or
+of a call. A call is given out when it is whole; what looked like one and is none is content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from burnish.data.chat.tools.tool_calls import Call, Offered
+from burnish.inference.replies.reply_forms import ReplyForm
+
+PieceKind: TypeAlias = Literal["content", "thought", "call"]
+_BROKEN = "\ufffd"
+_LONGEST_LETTER = 4
+"""Tokens after which half a letter is given out as what it is."""
+
+
+@dataclass(frozen=True)
+class ReplyPiece:
+    """A part of a reply.
+
+    Args:
+        tokens: ids that were fed since the piece before this one.
+    """
+
+    kind: PieceKind
+    text: str = ""
+    call: Call | None = None
+    tokens: int = 0
+
+
+@dataclass
+class Whole:
+    """A reply put together."""
+
+    content: str = ""
+    thought: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, pieces: Iterable[ReplyPiece]) -> Whole:
+        for piece in pieces:
+            if piece.call is not None:
+                self.calls.append(piece.call)
+            elif piece.kind == "thought":
+                self.thought += piece.text
+            else:
+                self.content += piece.text
+        return self
+
+
+class Reply:
+    """One answer being read.
+
+    Args:
+        offered: the functions that were offered, with the JSON schemas of their parameters; without any, nothing is a
+            call.
+        stop: strings that end the answer and are not part of it.
+        stop_ids: tokens that end it, never text.
+        in_thought: whether the prompt has opened a thought (``opens_thought``).
+        skips_special: leave control tokens out of the text.
+        only_one_call: the answer ends with its first call.
+
+    ``has_stopped`` says that a stop string came, or the only call: whoever feeds it may cancel the rest.
+    """
+
+    def __init__(
+        self, form: ReplyForm, tokenizer: Any, *, offered: Offered | None = None, stop: Sequence[str] = (),
+        stop_ids: Iterable[int] = (), in_thought: bool = False, skips_special: bool = True,
+        only_one_call: bool = False,
+    ) -> None:  # fmt: skip
+        marks = [*form.thought_words, *form.around_calls]
+        if form.reader is not None and offered:
+            marks += [*form.reader.openings, form.reader.closing]
+        self._letters = Letters(tokenizer, [mark for mark in marks if mark], stop_ids, skips_special)
+        self._stops = _Stops(stop)
+        self._parts = _Parts(form, offered or {}, in_thought)
+        self._only_one_call = only_one_call
+        self._since = 0
+        self.has_stopped = False
+
+    def feed(self, ids: Sequence[int]) -> list[ReplyPiece]:
+        """Take ids; returns the text that is certain after them."""
+        if self.has_stopped:
+            return []
+        self._since += len(ids)
+        text = self._stops.feed(self._letters.feed(ids))
+        found = self._counted(self._parts.feed(text))
+        return [*found, *self.end()] if self._stops.has_come and not self.has_stopped else found
+
+    def end(self) -> list[ReplyPiece]:
+        """Return the text that was held back, after the last id."""
+        if self.has_stopped:
+            return []
+        text = "" if self._stops.has_come else self._stops.feed(self._letters.end())
+        text += "" if self._stops.has_come else self._stops.end()
+        found = self._counted([*self._parts.feed(text), *self._parts.end()])
+        self.has_stopped = True
+        return found
+
+    def _counted(self, pieces: Iterable[ReplyPiece]) -> list[ReplyPiece]:
+        found: list[ReplyPiece] = []
+        for piece in pieces:
+            found.append(ReplyPiece(piece.kind, piece.text, piece.call, self._since))
+            self._since = 0
+            if piece.call is not None and self._only_one_call:
+                self.has_stopped = True
+                break
+        return found
+
+
+def read_whole(
+    ids: Sequence[int], form: ReplyForm, tokenizer: Any, *, offered: Offered | None = None,
+    stop_ids: Iterable[int] = (), in_thought: bool = False,
+) -> Whole:  # fmt: skip
+    """A whole answer, read as a stream that is fed at once."""
+    reply = Reply(form, tokenizer, offered=offered, stop_ids=stop_ids, in_thought=in_thought)
+    return Whole().add([*reply.feed(ids), *reply.end()])
+
+
+# --- letters ----------------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """Ids -> text, without half letters. A token's text depends on the one before it, so a few are decoded again.
+
+    Args:
+        marks: texts whose control tokens are kept where others are left out.
+        stop_ids: tokens that are never text.
+    """
+
+    def __init__(self, tokenizer: Any, marks: Sequence[str], stop_ids: Iterable[int], skips_special: bool) -> None:
+        self.tokenizer = tokenizer
+        left_out = set(tokenizer.all_special_ids) if skips_special else set()
+        kept = {i for i in left_out if any(tokenizer.convert_ids_to_tokens(i) in mark for mark in marks)}
+        self._left_out = (left_out - kept) | set(stop_ids)
+        self._ids: list[int] = []  # from the last ones that were given out on
+        self._given = 0  # how many of them were
+
+    def feed(self, ids: Sequence[int]) -> str:
+        return "".join(self._next(i) for i in ids if i not in self._left_out)
+
+    def _next(self, token: int) -> str:
+        self._ids.append(token)
+        whole = self._decode(self._ids)
+        is_half = whole.endswith(_BROKEN) and len(self._ids) - self._given <= _LONGEST_LETTER
+        return "" if is_half else self._give(whole)
+
+    def end(self) -> str:
+        return self._give(self._decode(self._ids)) if len(self._ids) > self._given else ""
+
+    def _give(self, whole: str) -> str:
+        new = whole[len(self._decode(self._ids[: self._given])) :]
+        self._ids = self._ids[self._given :]
+        self._given = len(self._ids)
+        return new
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+# --- stops ------------------------------------------------------------------------------------------------------------
+
+
+class _Stops:
+    """Text up to the first stop string; what may be the beginning of one is held back."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+        self.has_come = False
+
+    def feed(self, text: str) -> str:
+        if not self._stop:
+            return text
+        text = self._held + text
+        places = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
+        if places:
+            self.has_come, self._held = True, ""
+            return text[: min(places)]
+        given = len(text) - _may_begin(text, self._stop)
+        self._held = text[given:]
+        return text[:given]
+
+    def end(self) -> str:
+        text, self._held = self._held, ""
+        return text
+
+
+def _may_begin(text: str, words: Iterable[str]) -> int:
+    """Number of characters at the end of ``text`` that may be the beginning of one of ``words``."""
+    longest = 0
+    for word in words:
+        for length in range(min(len(word) - 1, len(text)), longest, -1):
+            if text.endswith(word[:length]):
+                longest = length
+                break
+    return longest
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+class _Parts:
+    """Text -> content, thoughts and calls."""
+
+    def __init__(self, form: ReplyForm, offered: Offered, in_thought: bool) -> None:
+        self.form, self.offered = form, offered
+        self._opens, self._closes = form.thought_words
+        self._reader = form.reader if offered else None
+        head = form.around_calls[0]
+        self._openings = (*((head,) if head else ()), *self._reader.openings_for(offered)) if self._reader else ()
+        self._state: PieceKind = "thought" if in_thought else "content"
+        self._text = ""  # not given out yet
+        self._tail = ""  # what the template writes behind the calls that were read
+        self._has_content = False  # something other than blanks was given out as content
+        self._trims = in_thought  # blanks at the beginning of what comes next belong to a word around it
+
+    def feed(self, text: str) -> Iterator[ReplyPiece]:
+        self._text += text
+        step = True
+        while step and self._text:
+            if self._trims:
+                self._text = self._text.lstrip("\n")
+                self._trims = not self._text
+            found, step = {"content": self._content, "thought": self._thought, "call": self._call}[self._state]()
+            yield from found
+
+    def end(self) -> Iterator[ReplyPiece]:
+        """Return the rest: a thought that was not closed is a thought, a call that was cut is content."""
+        text, self._text = self._text, ""
+        if self._state == "call":
+            yield from self._calls(text)
+        elif text:
+            yield ReplyPiece(self._state, text)
+
+    def _content(self) -> tuple[list[ReplyPiece], bool]:
+        """Pieces, and whether what is left is to be looked at again."""
+        marks = self._marks()
+        found = min(((self._text.find(mark), mark) for mark in marks if mark in self._text), default=None)
+        if found is None:
+            given = len(self._text) - _may_begin(self._text, marks)
+            if marks and not self._has_content and not self._text[:given].strip():
+                return [], False  # blanks before a thought or a call are not content
+            return self._given(given), False
+        place, mark = found
+        is_blank = not self._text[:place].strip()
+        pieces = self._given(place)
+        pieces = [] if is_blank else pieces
+        if mark == self._tail:
+            self._text, self._tail, self._trims = self._text[len(mark) :], "", True
+        elif mark == self._opens:
+            self._text, self._state, self._trims = self._text[len(mark) :], "thought", True
+        else:
+            self._state = "call"
+        return pieces, True
+
+    def _marks(self) -> list[str]:
+        """The texts that may begin another part here: a thought, and some formats' calls, only before any content."""
+        is_start = not self._has_content
+        calls = self._openings if self._reader and (is_start or not self._reader.only_at_start) else ()
+        marks = [*calls, *([self._opens] if self._opens and is_start else [])]
+        if self._tail:
+            marks.append(self._tail)
+        if is_start:
+            # At the start a mark counts where nothing but blanks precedes it.
+            begun = self._text.lstrip()
+            only = {self._opens, *(calls if self._reader and self._reader.only_at_start else ())}
+            return [mark for mark in marks if mark not in only or begun.startswith(mark) or mark.startswith(begun)]
+        return marks
+
+    def _given(self, length: int) -> list[ReplyPiece]:
+        text, self._text = self._text[:length], self._text[length:]
+        self._has_content |= bool(text.strip())
+        return [ReplyPiece("content", text)] if text else []
+
+    def _thought(self) -> tuple[list[ReplyPiece], bool]:
+        place = self._text.find(self._closes)
+        if place >= 0:
+            text, self._text = self._text[:place].rstrip("\n"), self._text[place + len(self._closes) :]
+            self._state, self._trims = "content", True
+            return [ReplyPiece("thought", text)] if text else [], True
+        # Line breaks before the closing word are not part of the thought.
+        given = len(self._text[: len(self._text) - _may_begin(self._text, [self._closes])].rstrip("\n"))
+        text, self._text = self._text[:given], self._text[given:]
+        return [ReplyPiece("thought", text)] if text else [], False
+
+    def _call(self) -> tuple[list[ReplyPiece], bool]:
+        closing = self._reader.closing if self._reader else ""
+        place = self._text.find(closing) if closing else -1
+        if place < 0:
+            return [], False
+        end = place + len(closing)
+        text, self._text = self._text[:end], self._text[end:]
+        pieces = list(self._calls(text))
+        self._state = "content"
+        if pieces and pieces[-1].call is not None:
+            self._tail, self._trims = self.form.around_calls[1], True
+        return pieces, True
+
+    def _calls(self, text: str) -> Iterator[ReplyPiece]:
+        """The calls in a text that begins as one; content where there are none, or not of offered functions."""
+        head, tail = self.form.around_calls
+        inside = text.strip().removeprefix(head).strip()
+        inside = inside.removesuffix(tail).strip() if tail else inside
+        calls = self._reader.read(inside, self.offered) if self._reader else None
+        if calls and all(call.name in self.offered and isinstance(call.arguments, Mapping) for call in calls):
+            yield from (ReplyPiece("call", call=call) for call in calls)
+        elif text:
+            self._has_content |= bool(text.strip())
+            yield ReplyPiece("content", text)

@@ -1,0 +1,80 @@
+"""Scores of texts by a reward model: one number a text, read at its last token.
+
+In:  a model with its head, texts as token ids. Out: scores. A model that gives scores writes no answers: what is asked
+     of its engine is refused, and the engine only tells how it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from burnish.config.errors import UserError
+from burnish.inference.types import Ask, Closed, EngineFacts, Sink, Ticket
+from burnish.kernels.probe import causal_lm
+from burnish.losses.reward import ValueHead
+
+AT_ONCE = 8
+"""Texts in one forward pass."""
+NO_ANSWERS = "This is a reward model: it gives scores and writes no answers."
+
+
+class ScoreEngine:
+    """``types.AnswerEngine`` for a reward model.
+
+    Args:
+        model: of transformers, adapted or not; in evaluation mode.
+        head: (N, H) -> (N,).
+        context: tokens of the longest text.
+    """
+
+    def __init__(self, model: nn.Module, head: ValueHead, context: int) -> None:
+        self.model, self.head, self.context = model, head, context
+        self._is_closed = False
+        self._tokens = 0
+        self._lock = threading.Lock()
+
+    def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each text, in order. Texts of like length are computed together.
+
+        Args:
+            texts: token ids; each text has at least one, and at most ``context``.
+        """
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        found = [0.0] * len(texts)
+        with self._lock, torch.inference_mode():
+            for start in range(0, len(order), AT_ONCE):
+                chosen = order[start : start + AT_ONCE]
+                for index, score in zip(chosen, self._of([texts[i] for i in chosen]).tolist(), strict=True):
+                    found[index] = score
+            self._tokens += sum(map(len, texts))
+        return found
+
+    def _of(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """(B,) scores in float32. Padding stands behind each text, where no token of it looks."""
+        device = next(self.model.parameters()).device
+        ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)  # (B, T)
+        last = torch.tensor([len(text) - 1 for text in texts], device=device)
+        mask = (torch.arange(ids.shape[1], device=device) <= last[:, None]).long()
+        hidden: Tensor = causal_lm(self.model).base_model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
+        scores: Tensor = self.head(hidden[torch.arange(len(texts), device=device), last])
+        return scores
+
+    def submit(self, ask: Ask, sink: Sink) -> Ticket:
+        raise Closed("closed") if self._is_closed else UserError(NO_ANSWERS)
+
+    def cancel(self, ticket: Ticket) -> None:
+        return None
+
+    def close(self, drain_s: float = 0.0) -> None:
+        self._is_closed = True
+
+    def facts(self) -> EngineFacts:
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return EngineFacts(
+            "scores", AT_ONCE, 0, 0, self.context, memory_bytes={"weights": weights}, prompt_tokens=self._tokens
+        )

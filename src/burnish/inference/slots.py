@@ -1,0 +1,121 @@
+"""Parts of the loop of seats: its limits, an ask on its way, the row of the cache that it takes, the pace."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from burnish.config.errors import Problem, UserError
+from burnish.inference.types import BASE, Ask, Logprob, Made, Sink, Ticket
+
+Through = Callable[[Sequence[str]], AbstractContextManager[Any]]
+"""Names of adapters, one per row -> a context in which each row goes through its own."""
+Deliver = Callable[[Sequence[tuple[Sink, Made]]], None]
+
+
+@dataclass(frozen=True)
+class SeatLimits:
+    """Limits of what is answered at once.
+
+    Args:
+        seats: asks at once.
+        context: the longest prompt and answer together.
+        waiting: asks that may wait; None for any number.
+        exact: each ask alone in its forward passes, so that no sum depends on neighbours to the last bit.
+    """
+
+    seats: int
+    context: int
+    waiting: int | None = None
+    exact: bool = False
+
+
+@dataclass(eq=False)
+class Job:
+    """An ask on its way."""
+
+    ask: Ask
+    sink: Sink
+    ticket: Ticket
+    limit: int  # tokens that the answer may have
+    seed: int
+    answer: list[int] = field(default_factory=list)
+    cached: int = 0
+    is_over: bool = False  # its sink has heard a reason
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Seat:
+    """A row of the cache, and whose tokens it holds."""
+
+    ids: list[int] = field(default_factory=list)
+    adapter: str = BASE
+    job: Job | None = None
+    used: int = 0  # the turn in which it was used last
+
+
+class RecentSpeed:
+    """New tokens per second over the last turns that made any."""
+
+    def __init__(self) -> None:
+        self._turns: deque[tuple[float, int]] = deque(maxlen=64)
+
+    def add(self, tokens: int) -> None:
+        self._turns.append((time.monotonic(), tokens))
+
+    def rate(self) -> float:
+        if len(self._turns) < 2 or self._turns[-1][0] <= self._turns[0][0]:
+            return 0.0
+        return sum(number for _, number in list(self._turns)[1:]) / (self._turns[-1][0] - self._turns[0][0])
+
+    def patience(self, waiting: Sequence[Job]) -> float:
+        """Seconds until asks that wait are likely to be answered, in [1, 60]."""
+        return min(60.0, max(1.0, sum(job.limit for job in waiting) / max(self.rate(), 1.0)))
+
+
+def refuse_ask(ask: Ask, limits: SeatLimits, adapters: Sequence[str]) -> None:
+    """Raises UserError for an ask that can never be answered."""
+    context, problems = limits.context, []
+    if not ask.ids:
+        problems.append(Problem("a prompt has at least one token. Received: none."))
+    if len(ask.ids) + min(1, ask.max_new_tokens) > context:
+        what = f"the prompt has {len(ask.ids)} tokens, and {context} is the most that prompt and answer may have."
+        problems.append(Problem(what, remedy="Shorten the prompt, or raise infer_context."))
+    if ask.max_new_tokens < (ask.prompt_logprobs_from is None):
+        problems.append(
+            Problem(f"max_new_tokens must be at least 1. Received: {ask.max_new_tokens}.", option="max_new_tokens")
+        )
+    if ask.adapter != BASE and ask.adapter not in adapters:
+        known = ", ".join((BASE, *adapters))
+        problems.append(Problem(f'there is no adapter "{ask.adapter}".', remedy=f"Known: {known}."))
+    if problems:
+        raise UserError(problems)
+
+
+def takes_likeliest(job: Job) -> bool:
+    """Return whether the model's own logits alone decide the next token."""
+    sampling, ask = job.ask.sampling, job.ask
+    is_changed = sampling.bias or sampling.presence_penalty or sampling.frequency_penalty
+    is_early = ask.stop_ids and len(job.answer) < ask.min_new_tokens
+    return not (
+        sampling.temperature or is_changed or sampling.repetition_penalty != 1 or ask.grammar is not None or is_early
+    )
+
+
+def common_length(a: Sequence[int], b: Sequence[int], most: int) -> int:
+    """Length of the common prefix of two texts, in tokens, up to ``most``."""
+    most = min(most, len(a), len(b))
+    if list(a[:most]) == list(b[:most]):
+        return most
+    return next(at for at in range(most) if a[at] != b[at])
+
+
+def deliver_each(made: Sequence[tuple[Sink, Made]]) -> None:
+    """Give each sink what was made for it."""
+    for sink, each in made:
+        sink(each)

@@ -1,0 +1,214 @@
+"""The words of answering: what is asked of an engine, and what it makes.
+
+An engine is fed with token ids, which the template that trained has made, and gives token ids back. Text, stops that
+are strings, tool calls and thoughts are read from those ids elsewhere, by one reader for every engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
+
+from torch import Tensor
+
+from burnish.config.errors import Problem
+
+BASE = "base"
+"""The name of the model without any of the adapters that are served beside it."""
+
+EndReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling of one answer.
+
+    Args:
+        temperature: logits are divided by it; 0 takes the most likely token.
+        top_k: draw from this many of the likeliest; 0 for all.
+        top_p: draw from the likeliest whose probabilities add up to this.
+        min_p: draw from tokens at least this likely, relative to the likeliest.
+        repetition_penalty: of tokens of the prompt and the answer (Keskar et al. 2019, section 4.1,
+            https://arxiv.org/abs/1909.05858); 1 for none.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens of the answer, once, and per use.
+        bias: token -> what is added to its logit.
+        seed: with ``Ask.request`` and the position it decides each draw; None for one that nobody knows.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Grammar(Protocol):
+    """The tokens that may come next in one answer (``grammar.py``). Each ask has one of its own."""
+
+    def mask(self, logits: Tensor) -> None:
+        """Put -inf into the (V,) logits of tokens that may not come next, in place."""
+        ...
+
+    def take(self, token: int) -> None:
+        """``token`` has come."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One sequence to be answered. A request for three choices is three asks, which share their prefill.
+
+    Args:
+        ids: the prompt, from ``Template.prompt``; at least one token.
+        max_new_tokens: the longest answer; 0 only with ``prompt_logprobs_from``.
+        adapter: the name of a served adapter, or BASE.
+        stop_ids: tokens that end the answer, the last of which is part of what was made.
+        min_new_tokens: before so many tokens no stop token is drawn.
+        top_logprobs: log-probabilities of what was made, and of so many of the likeliest beside it (0 to 20); None for
+            none.
+        also: tokens whose log-probabilities are wanted at each step besides; they stand at the end of ``Logprob.top``.
+        prompt_logprobs_from: the first position of the prompt, at least 1, whose log-probability is wanted too.
+        request: which of the answers under one seed this is (the number of a record, the index of a choice).
+        deadline: in seconds of ``time.monotonic``; then it ends as "cancelled".
+    """
+
+    ids: list[int]
+    max_new_tokens: int
+    adapter: str = BASE
+    sampling: Sampling = GREEDY
+    stop_ids: frozenset[int] = frozenset()
+    min_new_tokens: int = 0
+    top_logprobs: int | None = None
+    also: tuple[int, ...] = ()
+    prompt_logprobs_from: int | None = None
+    grammar: Grammar | None = None
+    request: int = 0
+    deadline: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token, and its log-probability under the model's own logits, in nats.
+
+    Args:
+        top: (token, log-probability) of the likeliest ones, the first is the likeliest.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Filled:
+    """The prompt has been read.
+
+    Args:
+        cached_tokens: tokens of it whose keys and values were there already.
+        logprobs: of its tokens from ``prompt_logprobs_from`` on, where that was asked for.
+    """
+
+    cached_tokens: int = 0
+    logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Made:
+    """One step's result for one ask.
+
+    Args:
+        ids: one token; none where only ``filled`` or ``reason`` is said; more from a remote engine.
+        logprobs: one per id, where asked for.
+        filled: set once, in the first of an ask.
+        reason: set once, in the last: a stop token came, the room was used up, or why it ended before.
+        error: why it failed, or that its deadline has passed.
+    """
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
+    filled: Filled | None = None
+    reason: EndReason | None = None
+    error: Problem | None = None
+
+
+Sink: TypeAlias = Callable[[Made], None]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """An ask that was taken in."""
+
+    number: int
+
+
+class Full(RuntimeError):
+    """Too many asks wait already. ``retry_after_s`` is when to come again."""
+
+    def __init__(self, waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"{waiting} asks are waiting already.")
+        self.waiting, self.retry_after_s = waiting, retry_after_s
+
+
+class Closed(RuntimeError):
+    """The engine takes no more asks: it was closed, or its thread has ended."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """An engine at one moment.
+
+    Args:
+        way: "seats" (batches), "own cache" or "whole text" (one ask at a time), or the name of a remote engine.
+        seats, running, waiting: asks that can be answered at once, that are, and that wait.
+        context: the longest prompt and answer together.
+        adapters: names beside BASE.
+        memory_bytes: kind -> bytes: "weights", "cache".
+        prompt_tokens, cached_prompt_tokens, new_tokens: since the start.
+        tokens_per_second: of new tokens, over the last seconds in which any were made.
+        is_alive: false once its thread has ended.
+    """
+
+    way: str
+    seats: int
+    running: int
+    waiting: int
+    context: int
+    adapters: tuple[str, ...] = ()
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    new_tokens: int = 0
+    tokens_per_second: float = 0.0
+    is_alive: bool = True
+
+
+class AnswerEngine(Protocol):
+    """An engine of answers: in this process (``engine.SeatEngine``) or in another one (``remote.RemoteEngine``)."""
+
+    def submit(self, ask: Ask, sink: Sink) -> Ticket:
+        """Take in an ask; ``sink`` is called from the engine's thread with each ``Made``, the last has a reason.
+
+        Raises:
+            Full: where too many wait.
+            Closed: where it takes no more.
+            UserError: for an ask that can never be answered: no ids, an unknown adapter, a prompt beyond the context.
+        """
+        ...
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End an ask within a step; its sink hears "cancelled". Does nothing for one that has ended."""
+        ...
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take no more; give those that run ``drain_s`` seconds, then cancel them."""
+        ...
+
+    def facts(self) -> EngineFacts: ...

@@ -1,0 +1,330 @@
+"""The head of a language model and its cross entropy, at target positions only.
+
+In:  hidden states, the head's weight, the token that each should predict. Out: sums over the tokens: loss, and if asked
+for, the number of right predictions and the entropy.
+
+``linear_cross_entropy`` never holds the logits of all tokens: it computes them in chunks and, since the gradient of a
+token's loss depends on its own logits alone, computes the gradients in the same pass. This takes three matrix products,
+where recomputing the chunks in the backward pass would take four. In the backward pass the gradients are multiplied by
+the upstream factor, once. ``plain_cross_entropy`` computes the same from given logits, as the formula says.
+
+    loss of a token = (1 - s) * -log p(target) + s / V * sum over v of -log p(v)
+
+with label smoothing s, as in transformers' ``LabelSmoother`` (Szegedy et al. 2016, section 7,
+https://arxiv.org/abs/1512.00567). The loss of each token may be multiplied by a factor from the model's own
+probabilities (``loss_factors``), which counts as a constant: no gradient goes through it.
+"""
+
+# N tokens that are learned, H hidden size, V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from burnish.kernels.cpu import buffer_pool
+
+CHUNK_BYTES = 2**26
+_CHUNK_BYTES_OF_GPU = 2**29
+"""Size of a chunk of logits in float32. On a CPU, chunks of 64 and of 512 MiB take the same time. On a GPU
+each chunk reads and writes the whole gradient of the head: 110 tokens, the 64 MiB of a vocabulary of 152,000, are too
+few for that."""
+
+_FEWEST_TOKENS = 256
+"""Least tokens of a chunk on a CPU, for any vocabulary, because a product first reorders the whole head in memory. Both
+products per token, 152,000 words and a width of 896, bfloat16 on one AVX512-BF16 core: 4.2 ms in chunks of 46 tokens,
+3.3 ms of 110, 3.2 ms of 133, 3.0 ms of 178 to 320."""
+
+_ROWS_BYTES = 2**20
+"""Size, in float32, of the rows of a chunk that are processed together on a CPU, so that they stay in the processor's
+cache. For 1,120 tokens and 32,000 words on one AVX512-BF16 core, bfloat16: 236 ms for whole chunks, 124 ms for 1 MiB,
+152 ms for 4 MiB."""
+
+_TILE_BYTES = 2**22
+"""Size of a tile of the weight's gradient, which is summed while it is in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Definition of the loss, and the further sums that are computed.
+
+    Args:
+        label_smoothing: s above, in [0, 1).
+        softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2, https://arxiv.org/abs/2408.00118).
+        accuracy: count the tokens whose most probable candidate is right; takes one more pass over the logits.
+        entropy: sum the entropy of the predictions; takes two more.
+        factor: "dft" or "eaft": the factor of each token's loss (``loss_factors``).
+        eaft_alpha: the exponent in the factor of "eaft".
+    """
+
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    accuracy: bool = False
+    entropy: bool = False
+    factor: Literal["dft", "eaft"] | None = None
+    eaft_alpha: float = 1.0
+
+
+class TokenSums(NamedTuple):
+    """Sums over tokens, each multiplied by its weight. All () float32; zero where not asked for."""
+
+    total: Tensor  # in nats; the only one with a gradient
+    correct: Tensor  # tokens
+    entropy: Tensor  # in nats
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rules: TokenLoss | None = None,
+    bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
+) -> TokenSums:
+    """Compute the sums from hidden states, without the logits of all tokens.
+
+    Args:
+        hidden: (N, H); N may be 0: then the sums and the gradients are zero.
+        weight: (V, H) the head. Products have autocast's dtype where that is on, else the weight's.
+        targets: (N,) token ids.
+        bias: (V,) of the head.
+        token_weights: (N,) the weight of each token; None is 1.
+    """
+    dtype = product_dtype(hidden.device, weight)
+    # Inside forward() gradients are off, so it has to be told which of them are needed.
+    needs = tuple(
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
+    )
+    sums = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, token_weights, rules or TokenLoss(), dtype, needs
+    )
+    return TokenSums(*sums)
+
+
+def plain_cross_entropy(
+    logits: Tensor, targets: Tensor, rules: TokenLoss | None = None, token_weights: Tensor | None = None
+) -> TokenSums:
+    """Compute the sums from given logits (N, V), with a cap already applied; in float32."""
+    rules = rules or TokenLoss()
+    weights = torch.ones_like(targets, dtype=torch.float32) if token_weights is None else token_weights
+    logps = torch.log_softmax(logits.float(), -1)
+    losses = F.nll_loss(logps, targets, reduction="none") * (1 - rules.label_smoothing)
+    if rules.label_smoothing:
+        losses = losses - rules.label_smoothing * logps.mean(-1)
+    measured = logps.detach()
+    if rules.factor:
+        losses = losses * loss_factors(measured.exp(), targets, rules)
+    return TokenSums(
+        (losses * weights).sum(),
+        ((measured.argmax(-1) == targets) * weights).sum() if rules.accuracy else weights.new_zeros(()),
+        (-(measured.exp() * measured).sum(-1) * weights).sum() if rules.entropy else weights.new_zeros(()),
+    )
+
+
+_EAFT_CANDIDATES = 20
+_EAFT_SCALE = 3.0
+"""Candidates over which the entropy is computed, and about its maximum, ln 20 (Diao et al. 2026, section 3)."""
+
+
+def loss_factors(probabilities: Tensor, targets: Tensor, rules: TokenLoss) -> Tensor:
+    """Factors of the loss of each token, beside its weight.
+
+    dft: the probability of the target, so that an unlikely target has no larger gradient than a likely one (Wu et al.
+    2025, eq. 9, https://arxiv.org/abs/2508.05629).
+    eaft: (entropy of the 20 likeliest candidates / 3) ^ alpha, so that little is learned where the model is confident
+    of another token (Diao et al. 2026, https://arxiv.org/abs/2601.02151).
+
+    Args:
+        probabilities: (n, V) float32, without a gradient.
+        targets: (n,) token ids.
+    Returns:
+        (n,) float32, at least 0.
+    """
+    if rules.factor == "dft":
+        return probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    likeliest = probabilities.topk(min(_EAFT_CANDIDATES, probabilities.shape[-1]), -1).values
+    entropy: Tensor = torch.special.entr(likeliest / likeliest.sum(-1, keepdim=True)).sum(-1)
+    return (entropy / _EAFT_SCALE).pow(rules.eaft_alpha)
+
+
+def chunk_length(vocabulary: int, device: torch.device) -> int:
+    """The largest number of tokens whose logits are in memory at a time."""
+    if device.type == "cpu":
+        return max(_FEWEST_TOKENS, CHUNK_BYTES // (4 * vocabulary))
+    return max(1, _CHUNK_BYTES_OF_GPU // (4 * vocabulary))
+
+
+def even_length(count: int, most: int) -> int:
+    """Tokens of each chunk but the last: as few chunks as possible, of about equal length, as a short one is slow."""
+    chunks = max(1, -(-count // most))
+    return max(1, -(-count // chunks))
+
+
+def product_dtype(device: torch.device, weight: Tensor) -> torch.dtype:
+    """The dtype of the products: autocast's where that is on, else the weight's."""
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_on else weight.dtype
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, token_weights: Tensor | None,
+        rules: TokenLoss, dtype: torch.dtype, needs: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        with torch.autocast(hidden.device.type, enabled=False):
+            h, w = hidden.to(dtype), weight.to(dtype)
+            weights = None if token_weights is None else token_weights.float()
+            sums = [hidden.new_zeros((), dtype=torch.float32) for _ in range(3)]
+            gradients = Gradients.zero(hidden, weight, bias, needs)
+            size = even_length(len(h), chunk_length(len(w), h.device))
+            whole = buffer_pool.empty((min(size, len(h)), len(w)), dtype, h.device)
+            for begin in range(0, len(h), size):
+                part = slice(begin, begin + size)
+                logits = logits_into(h[part], w, None if bias is None else bias.to(dtype), whole)
+                made, slope = _chunk(
+                    logits, targets[part], None if weights is None else weights[part], rules, any(needs)
+                )
+                sums = [so_far + value for so_far, value in zip(sums, made, strict=True)]
+                if slope is not None:
+                    gradients.add(part, slope, h[part], w, is_first=begin == 0)
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(sums[1], sums[2])
+        return tuple(sums)  # type: ignore[return-value]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
+        return (*gradients, None, None, None, None, None)
+
+
+def logits_into(hidden: Tensor, weight: Tensor, bias: Tensor | None, whole: Tensor) -> Tensor:
+    """(n, V) the logits, written into the first rows of ``whole``."""
+    into = whole[: len(hidden)]
+    if bias is None:
+        return torch.mm(hidden, weight.t(), out=into)
+    return torch.addmm(bias, hidden, weight.t(), out=into)
+
+
+def _kept(like: Tensor) -> Tensor:
+    return buffer_pool.empty(tuple(like.shape), like.dtype, like.device)
+
+
+def _chunk(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
+) -> tuple[TokenSums, Tensor | None]:
+    """The sums of some tokens, and (n, V) the derivative of their total by the logits, which overwrites the logits."""
+    of_tokens = token_values(logits, targets, weights, rules, needs_slope)
+    sums = TokenSums(*(values.sum() if weights is None else values @ weights for values in of_tokens))
+    return sums, logits if needs_slope else None
+
+
+def token_values(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(n,) each: losses, whether predicted right, entropies. With ``needs_slope`` the logits (n, V) become the
+    derivative of the weighted losses by them.
+
+    On a CPU a few rows at a time, which changes no result.
+    """
+    height = max(1, _ROWS_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
+    parts = list(zip(torch.split(logits, height), torch.split(targets, height), strict=True))
+    counts = [None] * len(parts) if weights is None else torch.split(weights, height)
+    each = [_rows(some, ids, count, rules, needs_slope) for (some, ids), count in zip(parts, counts, strict=True)]
+    losses, correct, entropy = (torch.cat(of_rows) for of_rows in zip(*each, strict=True))
+    return losses, correct, entropy
+
+
+def _rows(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(n,) each: losses, whether predicted right, entropies; zero where not asked for. With ``needs_slope`` the logits
+    (n, V) become the derivative of the weighted losses by them.
+
+    With p = softmax(logits) and one for the target: (p - (1 - s) * one - s / V) * weight * factor, and times
+    ``1 - (logit / softcap)²`` where a logit is capped.
+    """
+    smoothing, at_target = rules.label_smoothing, targets.unsqueeze(-1)
+    capped = rules.softcap * torch.tanh(logits.float() / rules.softcap) if rules.softcap else logits
+    slope = torch.softmax(capped, -1, dtype=torch.float32)  # p; the only exponential per logit
+    log_p, log_sum = _logarithms(capped, slope, at_target)
+    losses = -log_p * (1 - smoothing)
+    if smoothing:
+        losses += smoothing * (log_sum - capped.mean(-1, dtype=torch.float32))
+    none = torch.zeros_like(losses)
+    correct = (capped.max(-1).indices == targets).float() if rules.accuracy else none  # a quarter of argmax's time
+    entropy = log_sum - (slope * capped).sum(-1) if rules.entropy else none
+    if rules.factor:
+        factors = loss_factors(slope, targets, rules)
+        losses, weights = losses * factors, factors if weights is None else weights * factors
+    if needs_slope:
+        if smoothing:
+            slope -= smoothing / slope.shape[-1]
+        slope.scatter_add_(-1, at_target, slope.new_full(at_target.shape, smoothing - 1))
+        if rules.softcap:
+            slope *= 1 - (capped / rules.softcap).square()
+        logits.copy_(slope if weights is None else slope.mul_(weights.unsqueeze(-1)))
+    return losses, correct, entropy
+
+
+def _logarithms(logits: Tensor, p: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor]:
+    """(n,) log p(target), and (n,) the logarithm of the sum of exponentials, from p = softmax(logits) (n, V).
+
+    On a CPU from the target's own logit and probability. If that is too small for a logarithm, and always on a GPU,
+    where testing it would wait for the device, from the greatest probability, which is never less than 1 / V.
+    """
+    logit, of_target = (x.gather(-1, at_target).squeeze(-1).float() for x in (logits, p))
+    if p.device.type == "cpu" and of_target.min() > _LEAST_P:
+        log_p = of_target.log()
+        return log_p, logit - log_p
+    log_sum = logits.amax(-1).float() - p.amax(-1).log()
+    return logit - log_sum, log_sum
+
+
+_LEAST_P = 1e-30
+"""Well above the smallest normal float32, 1e-38."""
+
+
+class Gradients(NamedTuple):
+    """Gradients of hidden states (N, H), weight (V, H) and bias (V,), each in the dtype of its tensor, or None."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def zero(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]) -> Gradients:
+        # The first chunk writes the weight's gradient, so it is filled with zeros only if there is no chunk.
+        of_weight = _kept if len(hidden) else torch.zeros_like
+        return cls(
+            torch.empty_like(hidden) if needs[0] else None,
+            of_weight(weight) if needs[1] else None,
+            torch.zeros_like(bias) if needs[2] and bias is not None else None,
+        )
+
+    def add(self, part: slice, slope: Tensor, hidden: Tensor, weight: Tensor, is_first: bool) -> None:
+        """Add a chunk: ``slope`` (n, V), ``hidden`` (n, H) and ``weight`` (V, H), all in the dtype of the products."""
+        if self.bias is not None:
+            self.bias.add_(slope.sum(0, dtype=torch.float32))
+        if self.hidden is not None:
+            self.hidden[part] = slope @ weight
+        if self.weight is not None:
+            self._add_to_weight(slope, hidden, is_first)
+
+    def _add_to_weight(self, slope: Tensor, hidden: Tensor, is_first: bool) -> None:
+        assert self.weight is not None
+        # Tiles are for the cache of a CPU; a GPU computes one product, not a hundred small ones.
+        row_bytes, is_cpu = hidden.shape[1] * hidden.element_size(), hidden.device.type == "cpu"
+        height = max(1, _TILE_BYTES // row_bytes) if is_cpu else len(self.weight)
+        for tile, slopes in zip(torch.split(self.weight, height), torch.split(slope, height, dim=1), strict=True):
+            product = slopes.t() @ hidden
+            if is_first:
+                tile.copy_(product)
+            else:
+                tile.add_(product)

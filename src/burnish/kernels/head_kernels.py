@@ -1,0 +1,125 @@
+"""Backends of the head and its loss: burnish's own chunks, or a kernel of another library that was asked for by name.
+
+In:  hidden states of target positions, the head, targets, and the name of a backend. Out: the sums of
+``ops.cross_entropy``, whichever backend computed them. ``head_obstacle`` says in a sentence what a kernel cannot do.
+
+``chunked`` is burnish's own and the default on every device: it supports everything, and reads nothing from the device.
+``liger`` (https://arxiv.org/abs/2410.10989) computes chunks too, V / H of them, and waits for the device to count the
+targets. ``cut_cross_entropy`` (https://arxiv.org/abs/2411.09009) stores no logits at all, computes them twice, and
+waits for the device where some targets are blank. By default it skips small gradients; that is switched off here, so
+that the step stays the same.
+"""
+
+# N tokens that are learned, H hidden size, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from burnish.kernels.cross_entropy import TokenLoss, TokenSums, chunk_length, linear_cross_entropy
+from burnish.loop.types import IGNORE_INDEX
+
+LIBRARIES = {"liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy"}
+"""Backend -> the module that it needs. The packages have the same name, with a hyphen."""
+
+BACKENDS = ("chunked", *LIBRARIES)
+
+
+def head_obstacle(way: str, device: torch.device, rules: TokenLoss, has_bias: bool = False) -> str:
+    """The reason why the backend ``way`` cannot be used, as a sentence; "" where it can."""
+    library = LIBRARIES.get(way)
+    if library is None:
+        return ""
+    if find_spec(library) is None:
+        return f"It needs the library {library.replace('_', '-')}, which is not installed."
+    if device.type != "cuda":
+        return "Its kernels run on a GPU only."
+    if rules.accuracy or rules.entropy:
+        return "It sums losses alone, no accuracy and no entropy."
+    if rules.factor:
+        return "It does not weigh the loss of a token by the model's own probabilities."
+    if way == "cut_cross_entropy" and rules.label_smoothing:
+        return "It knows no label smoothing."
+    if way == "cut_cross_entropy" and has_bias:
+        return "It knows no bias, which the head of this model has."
+    return ""
+
+
+def head_loss(
+    way: str, hidden: Tensor, weight: Tensor, targets: Tensor, rules: TokenLoss, bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
+) -> TokenSums:  # fmt: skip
+    """Compute the sums of the learned tokens.
+
+    Args:
+        way: one of ``BACKENDS``, for which there is no ``head_obstacle``.
+        hidden: (N, H). weight: (V, H). bias: (V,).
+        targets: (N,) token ids; ``IGNORE_INDEX`` has no weight.
+        token_weights: (N,) the weight of each token; None is 1.
+    """
+    kernel = _KERNELS.get(way)
+    if kernel is None or not len(hidden):
+        counts = _counts(targets, token_weights)
+        return linear_cross_entropy(hidden, weight, targets.clamp(min=0), rules, bias, counts)
+    total = kernel(hidden, weight, targets, rules, bias, token_weights)
+    none = total.detach().new_zeros(())
+    return TokenSums(total, none, none)
+
+
+def logits_bytes(way: str, tokens: int, hidden: int, vocabulary: int, device: torch.device) -> int:
+    """Bytes of the logits that are in memory at a time, for ``tokens`` trained tokens; with ``liger`` about N x H."""
+    if way == "cut_cross_entropy":
+        return 0
+    if way == "liger":
+        return 4 * tokens * min(hidden, vocabulary)
+    return 4 * vocabulary * min(tokens, chunk_length(vocabulary, device))
+
+
+def _counts(targets: Tensor, token_weights: Tensor | None) -> Tensor | None:
+    """(N,) the weight of each token, 0 for ``IGNORE_INDEX``; None where all are 1, which is looked up on a CPU only."""
+    is_counted = targets != IGNORE_INDEX
+    if token_weights is not None:
+        return is_counted * token_weights
+    return None if targets.device.type == "cpu" and bool(is_counted.all()) else is_counted.float()
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, TokenLoss, Tensor | None, Tensor | None], Tensor]
+
+
+def _liger(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rules: TokenLoss, bias: Tensor | None, token_weights: Tensor | None
+) -> Tensor:
+    """() float32, with liger. The kernel sums tokens of equal weight, and then computes their gradients in one pass."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
+
+    rule = LigerFusedLinearCrossEntropyLoss(
+        ignore_index=IGNORE_INDEX,
+        label_smoothing=rules.label_smoothing,
+        reduction="sum" if token_weights is None else "none",
+        softcap=rules.softcap,
+        accum_dtype=torch.float32,  # the gradient of the head is a sum over chunks: in 16 bits each addition rounds
+    )
+    losses: Tensor = rule(weight, hidden, targets, bias)
+    return losses.float() if token_weights is None else losses.float() @ token_weights
+
+
+def _cut_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rules: TokenLoss, bias: Tensor | None, token_weights: Tensor | None
+) -> Tensor:
+    """() float32, with cut_cross_entropy."""
+    from cut_cross_entropy import linear_cross_entropy as cut  # type: ignore[import-not-found]
+
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):  # its kernels need both in one dtype, and ignore autocast
+        hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
+    losses: Tensor = cut(
+        hidden, weight, targets, ignore_index=IGNORE_INDEX, softcap=rules.softcap, reduction="none", filter_eps=None
+    )
+    return losses.float().sum() if token_weights is None else losses.float() @ token_weights
+
+
+_KERNELS: dict[str, Kernel] = {"liger": _liger, "cut_cross_entropy": _cut_cross_entropy}

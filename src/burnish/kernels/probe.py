@@ -1,0 +1,290 @@
+"""Probes: find out by forward passes over a few tokens how a model behaves.
+
+Neither the name of a model nor its config says reliably whether it keeps the sequences of a row apart or what it does
+between its last hidden states and its logits. A probe costs some forward passes over about twenty tokens, in evaluation
+mode; weights, gradients, random numbers and the mode of every module are the same afterwards.
+"""
+
+# T tokens, H hidden size, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.utils.patching import Reason, hooked
+
+REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
+"""Errors that models raise for inputs they do not support; they count as a result of the probe."""
+
+_NEIGHBOUR, _LENGTH = 9, 13
+_LEAK = 0.05
+_LOUD = 1024.0
+_QUESTION = Reason("head", "it is asked with louder hidden states")
+
+
+def isolates_sequences(model: nn.Module) -> bool:
+    """Return whether a sequence has the same logits alone and after another sequence in the same row.
+
+    The other sequence is replaced, and the logits must stay the same. Where they are not equal to the bit (in a mixture
+    of experts, the other tokens influence the order in which sums are rounded), they may change by at most a twentieth
+    of the change where the sequence does attend to the other one. Bloom, state-space models and some eager attention
+    mix sequences silently, and with ``use_cache=True`` all models do.
+    """
+    try:
+        with _asking(model) as ask:
+            neighbour, other, tokens = (_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, 9, _LENGTH)))
+            alone = ask(tokens)
+            beside, beside_other = (
+                ask(torch.cat([first, tokens], 1), **_two_sequences(tokens.device))[:, _NEIGHBOUR:]
+                for first in (neighbour, other)
+            )
+            if not _close(beside, alone, model):
+                return False
+            if torch.equal(beside, beside_other):
+                return True
+            seen, seen_other = (ask(torch.cat([first, tokens], 1))[:, _NEIGHBOUR:] for first in (neighbour, other))
+            return bool((beside - beside_other).abs().max() < _LEAK * (seen - seen_other).abs().max())
+    except REFUSALS:
+        return False
+
+
+def shares_prefixes(model: nn.Module) -> bool:
+    """Return whether prefixes may be shared: two sequences with a common prefix that is computed once
+    (``data.batches.batching``) have the same logits as alone, and the model draws no random numbers in training.
+    With dropout, for example, the prefix would differ between the two sequences. Besides the logits, the state of
+    the random generators is compared, because the dropout of an adapter that is still zero changes gradients only.
+
+    Rotary positions that depend on the longest row of a batch cannot be found with a few tokens; the config has them.
+    """
+    if _looks_at_the_longest(causal_lm(model).config):
+        return False
+    try:
+        with _asking(model) as ask:
+            shared, first, second = (_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, _LENGTH, _LENGTH)))
+            together = ask(torch.cat([shared, first, second], 1), **_two_from_one(shared.device))
+            for own, place in ((first, _NEIGHBOUR), (second, _NEIGHBOUR + _LENGTH)):
+                alone = ask(torch.cat([shared, own], 1))
+                beside = torch.cat([together[:, :_NEIGHBOUR], together[:, place : place + _LENGTH]], 1)
+                if not _close(beside, alone, model):
+                    return False
+            model.train()
+            before = _generators(shared.device)
+            return torch.equal(ask(first), ask(first)) and torch.equal(before, _generators(shared.device))
+    except REFUSALS:
+        return False
+
+
+def _looks_at_the_longest(config: Any) -> bool:
+    """Return whether the frequencies of rotary positions depend on the length of the input
+    (https://huggingface.co/docs/transformers/internal/rope_utils)."""
+    found = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [found, *(value for value in found.values() if isinstance(value, dict))]  # one for all, or by kind of layer
+    return any(kind.get("rope_type") in {"dynamic", "longrope"} for kind in kinds)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a model, from last hidden states to logits: ``softcap(scale * linear(hidden))``.
+
+    Args:
+        backbone: ids -> hidden states (B, T, H).
+        linear: (B, T, H) -> (B, T, V); its weight may be the embedding's.
+        scale: before the cap; Cohere and Granite have one.
+        softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2).
+    """
+
+    backbone: nn.Module
+    linear: nn.Linear
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def hidden(self, **inputs: Any) -> Tensor:
+        states: Tensor = self.backbone(**inputs)[0]
+        return states
+
+    def hidden_at(self, positions: Tensor, **inputs: Any) -> Tensor:
+        """(N, H) the hidden states at ``positions`` (N,), indices into the flattened rows."""
+        return self.hidden(**inputs).flatten(0, 1).index_select(0, positions)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.linear(hidden) * self.scale
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Findings about a model; false and None where it does not, or was not asked.
+
+    Args:
+        model: the one that was asked.
+        is_padding_free: sequences laid end to end in one row do not see each other.
+        shares_prefixes: what sequences have in common at their start may be computed once.
+        head: how it makes its logits of its last hidden states, where that is a plain linear layer.
+        makes_some_logits: it can make those of chosen positions alone.
+        notes: sentences for a person.
+    """
+
+    model: nn.Module
+    is_padding_free: bool = False
+    shares_prefixes: bool = False
+    head: Head | None = None
+    makes_some_logits: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def find_head(model: nn.Module) -> Head | None:
+    """Find the head of a causal language model; None where its logits do not follow the formula of ``Head``.
+
+    None too where the head is no plain linear layer (quantised, adapted), or where it has hooks, which would not be
+    called. For the comparison the hidden states are multiplied by a thousand, so that a cap or an offset shows, which
+    hardly changes small logits.
+    """
+    try:
+        head = _claimed_head(model)
+        if head is None or type(head.linear) is not nn.Linear or _has_hooks(head.linear):
+            return None
+        tokens = _tokens(model, _LENGTH, seed=3)
+        with _asking(model) as ask, _louder(head.linear):
+            said = ask(tokens)
+            hidden = head.hidden(input_ids=tokens, use_cache=False)
+            return head if _close(said, head.logits(hidden), model) else None
+    except REFUSALS:
+        return None
+
+
+def makes_some_logits(model: nn.Module) -> bool:
+    """Return whether the model can compute the logits of chosen positions alone: ``logits_to_keep=(N,)``."""
+    try:
+        tokens, chosen = _tokens(model, _LENGTH, seed=4), torch.tensor([1, 4, 5], device=_device(model))
+        with _asking(model) as ask:
+            whole, some = ask(tokens), ask(tokens, logits_to_keep=chosen)
+        # A trained prompt before the tokens (peft's prompt tuning) shifts the positions.
+        return whole.shape[1] == _LENGTH and _close(some, whole[:, chosen], model)
+    except REFUSALS:
+        return False
+
+
+def keeps_answers(model: nn.Module, change: Callable[[], object]) -> bool:
+    """Make ``change`` to the model, and return whether its logits stay the same but for rounding. The change stays."""
+    tokens = _tokens(model, _LENGTH, seed=5)
+    with _asking(model) as ask:
+        before = ask(tokens)
+        change()
+        return _close(ask(tokens), before, model)
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The model itself, or the one that an adapter of the peft library is wrapped around."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model
+
+
+def _claimed_head(model: nn.Module) -> Head | None:
+    """The head according to the attributes and the config of a transformers model."""
+    inner = causal_lm(model)
+    backbone, linear, config = inner.base_model, inner.get_output_embeddings(), inner.config.get_text_config()
+    if backbone is inner or linear is None:
+        return None
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(backbone, linear, float(scale), getattr(config, "final_logit_softcapping", None))
+
+
+@contextmanager
+def _asking(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
+    """The context of a probe; yields a function ids (1, T) -> logits (1, T, V). Afterwards the model is as before."""
+    modes = {module: module.training for module in model.modules()}
+    device = _device(model)
+
+    def ask(input_ids: Tensor, **inputs: Any) -> Tensor:
+        logits: Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
+        return logits
+
+    try:
+        model.eval()
+        random = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with random, torch.no_grad(), _one_format(model, device):
+            yield ask
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _one_format(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
+    """The autocast of a probe: on where only some weights are in half precision, as in training of such a model, since
+    a frozen layer in bfloat16 and a trained one in float32 cannot be mixed without it. Also on where all weights are in
+    float32 and the attention has no kernel for that. Else off, even inside an autocast of the caller."""
+    halves = _formats(model) & {torch.bfloat16, torch.float16}
+    is_mixed = bool(halves) and len(_formats(model)) > 1
+    return torch.autocast(device.type, halves.pop() if is_mixed else None, enabled=is_mixed)
+
+
+def _formats(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes in which a model computes."""
+    formats = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    attention = str(getattr(causal_lm(model).config, "_attn_implementation", ""))
+    # Flash attention, by transformers' names or as a kernel of the hub (owner/name), supports 16 bits only.
+    return formats | {torch.bfloat16} if "flash" in attention and formats == {torch.float32} else formats
+
+
+@contextmanager
+def _louder(linear: nn.Linear) -> Iterator[None]:
+    with hooked(linear, "forward_pre", lambda module, inputs: (inputs[0] * _LOUD, *inputs[1:]), _QUESTION):
+        yield
+
+
+def _two_sequences(device: torch.device) -> dict[str, Any]:
+    """A padding-free batch of two sequences, without the ids (``data.batches.batching.collate_padding_free``)."""
+    position_ids = torch.cat([torch.arange(_NEIGHBOUR), torch.arange(_LENGTH)]).unsqueeze(0).to(device)
+    begins = torch.tensor([0, _NEIGHBOUR, _NEIGHBOUR + _LENGTH], dtype=torch.int32, device=device)
+    lengths = {"max_length_q": _LENGTH, "max_length_k": _LENGTH}
+    return {"position_ids": position_ids, "cu_seq_lens_q": begins, "cu_seq_lens_k": begins, **lengths}
+
+
+def _two_from_one(device: torch.device) -> dict[str, Any]:
+    """A batch of two sequences with a shared prefix, without the ids (``data.batches.batching``)."""
+    whole = _NEIGHBOUR + _LENGTH
+    own = torch.arange(_NEIGHBOUR, whole)
+    lengths, widths = (_NEIGHBOUR, _LENGTH, _LENGTH), (_NEIGHBOUR, whole, whole)
+    begins, begins_of_keys = (
+        torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (lengths, widths)
+    )
+    shared = (0, _NEIGHBOUR)
+    return {
+        "position_ids": torch.cat([torch.arange(_NEIGHBOUR), own, own]).unsqueeze(0).to(device),
+        "cu_seq_lens_q": begins, "cu_seq_lens_k": begins_of_keys, "max_length_q": _LENGTH, "max_length_k": whole,
+        "key_runs": (shared, shared, (_NEIGHBOUR, _LENGTH), shared, (whole, _LENGTH)),
+    }  # fmt: skip
+
+
+def _tokens(model: nn.Module, length: int, seed: int) -> Tensor:
+    """(1, T) random ids of the vocabulary, the same for a seed."""
+    vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
+    drawn = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(_device(model))
+
+
+def _generators(device: torch.device) -> Tensor:
+    """The state of the random generators that a model on ``device`` uses."""
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return torch.cat([torch.get_rng_state(), *own])
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _close(a: Tensor, b: Tensor, model: nn.Module) -> bool:
+    """Return whether both are equal but for rounding in the coarsest dtype of the weights: half of its digits agree."""
+    tolerance = max(torch.finfo(dtype).eps for dtype in _formats(model)) ** 0.5
+    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,0 +1,163 @@
+"""The log-probability of each learned token, from hidden states and the head, without the logits of all tokens.
+
+In: hidden states, the head's weight, the token that each should predict. Out: a number per token, each with a gradient
+of its own: a preference loss, for example, sums them over a sequence and decides its factor after the forward pass.
+
+This is the difference to ``ops.cross_entropy``, which computes gradients in the forward pass for one common factor.
+Where only the hidden states need a gradient (a frozen head), it is computed in the forward pass too, one vector per
+token, and multiplied by the token's factor later: two matrix products in all. Where the head is trained as well, its
+gradient is a sum in which each token has its own factor, so the chunks of logits are computed again in the backward
+pass: four products in place of three, and no more memory. ``plain_token_logps`` computes the same from given logits.
+"""
+
+# N tokens that are learned, H hidden size, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from burnish.kernels.cpu import buffer_pool
+from burnish.kernels.cross_entropy import (
+    Gradients,
+    TokenLoss,
+    chunk_length,
+    even_length,
+    logits_into,
+    product_dtype,
+    token_values,
+)
+
+
+@dataclass(frozen=True)
+class LogpRules:
+    """The numbers that are computed for each token.
+
+    Args:
+        softcap: logits become ``softcap * tanh(logit / softcap)``.
+        accuracy: whether the most probable candidate is right; takes one more pass over the logits.
+        entropy: of the prediction, in nats; one more.
+        evenness: log p(token) - ln Σ_v p(v)²; one more (WPO).
+    """
+
+    softcap: float | None = None
+    accuracy: bool = False
+    entropy: bool = False
+    evenness: bool = False
+
+    @property
+    def of_loss(self) -> TokenLoss:
+        return TokenLoss(softcap=self.softcap, accuracy=self.accuracy, entropy=self.entropy)
+
+
+class TokenLogps(NamedTuple):
+    """Numbers per token, all (N,) float32; zero where not asked for. Only ``logps`` has a gradient."""
+
+    logps: Tensor  # in nats, at most 0
+    correct: Tensor  # 1 or 0
+    entropy: Tensor  # in nats
+    evenness: Tensor  # log p(token) - ln Σ_v p(v)²
+
+
+def linear_token_logps(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rules: LogpRules | None = None, bias: Tensor | None = None
+) -> TokenLogps:
+    """Compute the numbers of each token from hidden states.
+
+    Args:
+        hidden: (N, H); N may be 0.
+        weight: (V, H) the head. Products have autocast's dtype where that is on, else the weight's.
+        targets: (N,) token ids.
+        bias: (V,) of the head.
+    """
+    needs = tuple(
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
+    )
+    dtype = product_dtype(hidden.device, weight)
+    values = _LinearTokenLogps.apply(hidden, weight, bias, targets, rules or LogpRules(), dtype, needs)  # type: ignore[no-untyped-call]
+    return TokenLogps(*values)
+
+
+def plain_token_logps(logits: Tensor, targets: Tensor, rules: LogpRules | None = None) -> TokenLogps:
+    """Compute the same from given logits (N, V), with a cap already applied; in float32."""
+    rules = rules or LogpRules()
+    every = torch.log_softmax(logits.float(), -1)
+    logps = every.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    measured, none = every.detach(), torch.zeros_like(logps.detach())
+    return TokenLogps(
+        logps,
+        (measured.argmax(-1) == targets).float() if rules.accuracy else none,
+        -(measured.exp() * measured).sum(-1) if rules.entropy else none,
+        logps.detach() - torch.logsumexp(2 * measured, -1) if rules.evenness else none,
+    )
+
+
+class _LinearTokenLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rules: LogpRules,
+        dtype: torch.dtype, needs: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        head_trains = needs[1] or needs[2]
+        makes_gradient = needs[0] and not head_trains
+        with torch.autocast(hidden.device.type, enabled=False):
+            h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            slopes = torch.empty_like(hidden) if makes_gradient else None  # (N, H) of each token's own logp
+            found = []
+            for part, logits in _chunks(h, w, b):
+                evenness = _evenness(logits, targets[part], rules)
+                losses, correct, entropy = token_values(logits, targets[part], None, rules.of_loss, makes_gradient)
+                found.append((-losses, correct, entropy, evenness - losses if rules.evenness else evenness))
+                if slopes is not None:
+                    slopes[part] = torch.mm(logits, w).neg_()
+        if head_trains:
+            ctx.save_for_backward(hidden, weight, targets, *(() if bias is None else (bias,)))
+        else:
+            ctx.save_for_backward(*(() if slopes is None else (slopes,)))
+        ctx.rules, ctx.dtype, ctx.needs, ctx.head_trains = rules, dtype, needs, head_trains
+        none = [hidden.new_zeros(0, dtype=torch.float32) for _ in TokenLogps._fields]
+        values = tuple(map(torch.cat, zip(none, *found, strict=True)))
+        ctx.mark_non_differentiable(*values[1:])
+        return values  # type: ignore[return-value]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.head_trains:
+            slopes = ctx.saved_tensors[0] if ctx.saved_tensors else None
+            of_hidden = None if slopes is None else slopes * upstream.unsqueeze(-1).to(slopes.dtype)
+            return of_hidden, None, None, None, None, None, None
+        hidden, weight, targets, *more = ctx.saved_tensors
+        bias = more[0] if more else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            h, w, b = hidden.to(ctx.dtype), weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
+            gradients = Gradients.zero(hidden, weight, bias, ctx.needs)
+            for part, logits in _chunks(h, w, b):
+                # d(-logp) / d(logits) times -upstream; the token's other numbers are not needed again.
+                token_values(logits, targets[part], -upstream[part].float(), TokenLoss(softcap=ctx.rules.softcap), True)
+                gradients.add(part, logits, h[part], w, is_first=part.start == 0)
+        return (*gradients, None, None, None, None)
+
+
+def _chunks(h: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (part, logits) of some tokens at a time; the next logits overwrite them."""
+    size = even_length(len(h), chunk_length(len(w), h.device))
+    whole = buffer_pool.empty((min(size, len(h)), len(w)), h.dtype, h.device)
+    for begin in range(0, len(h), size):
+        part = slice(begin, min(begin + size, len(h)))
+        yield part, logits_into(h[part], w, bias, whole)
+
+
+def _evenness(logits: Tensor, targets: Tensor, rules: LogpRules) -> Tensor:
+    """(n,) -ln Σ_v p(v)², before the logits are overwritten; zero where not asked for."""
+    if not rules.evenness:
+        return torch.zeros(len(targets), device=logits.device)
+    wide = logits.float()
+    if rules.softcap:
+        wide = rules.softcap * torch.tanh(wide / rules.softcap)
+    return 2 * torch.logsumexp(wide, -1) - torch.logsumexp(2 * wide, -1)

@@ -1,0 +1,115 @@
+"""Stop a run whose evaluations no longer get better.
+
+Meaning and names are transformers' ``EarlyStoppingCallback``; the option is LLaMA-Factory's: after
+``early_stopping_steps`` evaluations in a row that are not better than the best so far by more than
+``early_stopping_threshold``, training stops. What "best" means is said by ``metric_for_best_model`` and
+``greater_is_better``. The count is part of a checkpoint, so a run that goes on stops where the other would have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from burnish.config.checks import check
+from burnish.config.errors import Problem
+from burnish.config.options import option, raise_if
+from burnish.loop.best import deciding_metric, is_higher_better
+from burnish.loop.events import TrainerCallback
+from burnish.loop.state import TrainerControl, TrainerState
+
+
+@dataclass
+class EarlyStoppingOptions:
+    """Early stopping."""
+
+    early_stopping_steps: int | None = option(
+        None, "Stop after this many evaluations in a row without improvement.", unit="evaluations", ge=1
+    )
+    early_stopping_threshold: float = option(0.0, "An improvement must be larger than this to count.", ge=0)
+
+
+class StoppingChoices(Protocol):
+    """The options by which a run stops by itself."""
+
+    early_stopping_steps: int | None
+    eval_strategy: str
+    load_best_model_at_end: bool
+    metric_for_best_model: str | None
+    save_strategy: str
+
+
+@check
+def check_early_stopping(options: StoppingChoices) -> list[Problem]:
+    return [] if options.early_stopping_steps is None else _what_is_missing(options)
+
+
+def _what_is_missing(options: StoppingChoices) -> list[Problem]:
+    """Without evaluations, or a metric to judge them by, a run would never stop early."""
+    problems = []
+    if options.eval_strategy == "no":
+        what = "Early stopping needs evaluations to judge by, and eval_strategy is no."
+        problems.append(
+            Problem(
+                what,
+                remedy="Set eval_strategy: steps and an evaluation set, or leave early_stopping_steps out.",
+                option="eval_strategy",
+            )
+        )
+    if not (options.metric_for_best_model or options.load_best_model_at_end or options.save_strategy == "best"):
+        what = "Early stopping needs to know which evaluation is the best, and metric_for_best_model is not given."
+        problems.append(
+            Problem(
+                what,
+                remedy="Set metric_for_best_model: loss, or load_best_model_at_end: true.",
+                option="metric_for_best_model",
+            )
+        )
+    return problems
+
+
+def early_stopping_callbacks(options: EarlyStoppingOptions) -> list[EarlyStoppingCallback]:
+    """The callback, where ``early_stopping_steps`` asks for it."""
+    if options.early_stopping_steps is None:
+        return []
+    return [EarlyStoppingCallback(options.early_stopping_steps, options.early_stopping_threshold)]
+
+
+class EarlyStoppingCallback(TrainerCallback):
+    """Counts evaluations without improvement.
+
+    Args:
+        early_stopping_patience: evaluations without improvement that are waited for.
+        early_stopping_threshold: how much better an evaluation must be.
+    """
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold
+        self.early_stopping_patience_counter = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        raise_if(_what_is_missing(args))
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        """``state.best_metric`` is still that of the evaluations before this one."""
+        value, best = deciding_metric(args, metrics or {}), state.best_metric
+        gain = 0.0 if best is None else value - best if is_higher_better(args) else best - value  # NaN is never a gain
+        if best is None or gain > self.early_stopping_threshold:
+            self.early_stopping_patience_counter = 0
+        else:
+            self.early_stopping_patience_counter += 1
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+    def state(self) -> dict[str, Any]:
+        """Settings and counter for a checkpoint, in the form of transformers' ``ExportableState``."""
+        return {
+            "args": {
+                "early_stopping_patience": self.early_stopping_patience,
+                "early_stopping_threshold": self.early_stopping_threshold,
+            },
+            "attributes": {"early_stopping_patience_counter": self.early_stopping_patience_counter},
+        }

@@ -1,0 +1,218 @@
+"""The events of a run, their order, and the callback that decides when to log, evaluate and save.
+
+Names, signatures and order are transformers' (https://huggingface.co/docs/transformers/main_classes/callback), so its
+callbacks run here unchanged. With two micro-batches to a step, and log, evaluation and save all due, a run fires:
+
+    on_init_end, on_train_begin, [eval_on_start: on_prediction_step*, on_log, on_evaluate],
+    on_epoch_begin,
+      on_step_begin, on_substep_end, on_pre_optimizer_step, on_optimizer_step, on_step_end,
+      on_log, on_prediction_step*, on_log, on_evaluate, on_save, ...
+    on_epoch_end, ..., on_log (the summary), on_train_end
+
+A callback sees ``args`` (the options), ``state``, ``control`` and, as keywords, the parts of the run. It asks for
+something by raising a flag on ``control``; it may return a control object, which then takes the place of the current
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from burnish.config.checks import check
+from burnish.config.errors import Problem
+from burnish.config.options import option
+from burnish.loop.state import TrainerControl, TrainerState
+
+
+@dataclass
+class FlowOptions:
+    """Intervals of logging, evaluation and saving."""
+
+    logging_strategy: str = option("steps", "When to log.", choices=("no", "steps", "epoch"))
+    logging_steps: float = option(500, "Steps between two logs; below 1 a share of all steps.", unit="steps", gt=0)
+    logging_first_step: bool = option(False, "Log the first step too.")
+    eval_strategy: str = option(
+        "no", "When to evaluate.", choices=("no", "steps", "epoch"), aliases=("evaluation_strategy",)
+    )
+    eval_steps: float | None = option(
+        None,
+        "Steps between two evaluations; below 1 a share of all steps; logging_steps if not given.",
+        unit="steps",
+        gt=0,
+    )
+    eval_delay: float = option(0, "No evaluation before this step (or epoch, by eval_strategy).", ge=0)
+    eval_on_start: bool = option(False, "Evaluate once before the first step.")
+    save_strategy: str = option("steps", "When to save a checkpoint.", choices=("no", "steps", "epoch", "best"))
+    save_steps: float = option(500, "Steps between two checkpoints; below 1 a share of all steps.", unit="steps", gt=0)
+
+
+@check
+def check_flow(options: FlowOptions) -> list[Problem]:
+    """Interval options that are neither a count nor a share."""
+    return [
+        Problem(
+            f'"{name}" must be a whole number of steps, or below 1 for a share of all steps. Received: {value}.',
+            option=name,
+        )
+        for name in ("logging_steps", "eval_steps", "save_steps")
+        if (value := getattr(options, name)) is not None and value > 1 and value != int(value)
+    ]
+
+
+class TrainerCallback:
+    """Base of callbacks, which watch a run. Any method may be overridden; by itself none does anything."""
+
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_predict(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> Any: ...
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> Any: ...
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+
+EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+
+class FlowChoices(Protocol):
+    """The options by which flags are raised."""
+
+    logging_strategy: str
+    logging_first_step: bool
+    eval_strategy: str
+    eval_delay: float
+    save_strategy: str
+
+
+class DefaultFlowCallback(TrainerCallback):
+    """Raises the flags that the options ask for: log, evaluate, save, stop."""
+
+    def on_step_end(
+        self, args: FlowChoices, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        step = state.global_step
+        if args.logging_strategy == "steps" and step % state.logging_steps == 0:
+            control.should_log = True
+        if step == 1 and args.logging_first_step:
+            control.should_log = True
+        if args.eval_strategy == "steps" and step % state.eval_steps == 0 and args.eval_delay <= step:
+            control.should_evaluate = True
+        if args.save_strategy == "steps" and state.save_steps > 0 and step % state.save_steps == 0:
+            control.should_save = True
+        if step >= state.max_steps:
+            control.should_training_stop = True
+            # The last step is evaluated and saved even where the intervals do not divide it.
+            if args.eval_strategy == "steps" and args.eval_delay <= step:
+                control.should_evaluate = True
+            if args.save_strategy == "steps":
+                control.should_save = True
+        return control
+
+    def on_epoch_end(
+        self, args: FlowChoices, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        if args.logging_strategy == "epoch":
+            control.should_log = True
+        if args.eval_strategy == "epoch" and args.eval_delay <= state.epoch:
+            control.should_evaluate = True
+        if args.save_strategy == "epoch":
+            control.should_save = True
+        return control
+
+
+class CallbackHandler:
+    """Fires each event on each callback, in the order in which they were added.
+
+    Args:
+        callbacks: objects with transformers' callback methods; a missing method is a method that does nothing.
+        args: the options of the run, passed to each callback.
+        parts: what every event passes by keyword: model, processing_class, optimizer, lr_scheduler, dataloaders.
+    """
+
+    def __init__(
+        self, callbacks: Iterable[Any], args: Any, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        self.callbacks = list(callbacks)
+        self.args = args
+        self.state = state
+        self.control = control
+        self.parts = parts
+
+    def fire(self, event: str, **details: Any) -> TrainerControl:
+        """Call ``event`` on every callback. ``details``: ``logs`` for on_log, ``metrics`` for on_evaluate."""
+        for flag in _LOWERED_BY.get(event, ()):
+            setattr(self.control, flag, False)
+        for callback in self.callbacks:
+            method = getattr(callback, event, None)
+            if method is None:
+                continue
+            result = method(self.args, self.state, self.control, **self.parts, **details)
+            if result is not None and result is not self.control:
+                # The run holds this very object, so it takes over what the other one says.
+                for name in vars(self.control):
+                    setattr(self.control, name, getattr(result, name))
+        return self.control
+
+    def listeners(self, event: str) -> list[str]:
+        """The names of the callbacks that do something on ``event``, for ``explain``."""
+        found = []
+        for callback in self.callbacks:
+            kind = type(callback)
+            # The root of its class tree: burnish's TrainerCallback or transformers'.
+            root = next((c for c in reversed(kind.__mro__) if hasattr(c, "on_train_begin")), TrainerCallback)
+            if getattr(kind, event, None) not in (None, getattr(root, event, None)):
+                found.append(kind.__name__)
+        return found
+
+    def foreign_callbacks(self, event: str) -> list[str]:
+        """The names among ``listeners`` of callbacks that were not written by burnish."""
+        ours = {
+            type(callback).__name__ for callback in self.callbacks if type(callback).__module__.startswith("burnish.")
+        }
+        return [name for name in self.listeners(event) if name not in ours]
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{class name: {"args": ..., "attributes": ...}}`` of the callbacks that keep a state (transformers'
+        ``ExportableState``); a list where two share a class."""
+        states: dict[str, Any] = {}
+        for callback in self.callbacks:
+            if not callable(getattr(callback, "state", None)):
+                continue
+            name, value = type(callback).__name__, callback.state()
+            if name in states:
+                states[name] = [*states[name], value] if isinstance(states[name], list) else [states[name], value]
+            else:
+                states[name] = value
+        return states
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        """Give each callback its state back; the first of a class takes the first of a list."""
+        queues = {name: list(v) if isinstance(v, list) else [v] for name, v in states.items()}
+        for callback in self.callbacks:
+            queue = queues.get(type(callback).__name__)
+            if queue and callable(getattr(callback, "state", None)):
+                for attribute, value in queue.pop(0)["attributes"].items():
+                    setattr(callback, attribute, value)
+
+
+_LOWERED_BY = {
+    "on_train_begin": ("should_training_stop",), "on_epoch_begin": ("should_epoch_stop",),
+    "on_step_begin": ("should_save", "should_evaluate", "should_log"), "on_evaluate": ("should_evaluate",),
+    "on_save": ("should_save",), "on_log": ("should_log",),
+}  # fmt: skip
+"""Event -> the flags that it answers, or that are raised anew after it."""

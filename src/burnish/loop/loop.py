@@ -1,0 +1,365 @@
+"""Training, from the first step to the last. ``Loop.train`` and ``Loop.step`` are the whole of it.
+
+One step, in order:
+
+    take a step batch           the micro-batches of one step, on this rank
+    prepare                     what an objective has to know of the whole step before its first micro-batch
+    count the items             label-bearing tokens, say, over all micro-batches and all ranks
+    per micro-batch             forward, then backward on its share: total / items of the step
+    clip, then update           unless the loss or a gradient is not finite
+    schedule, state, cursor     move on together
+    callbacks                   raise flags: log, evaluate, save, stop
+    handle the flags            in that order
+
+Because a micro-batch adds ``total / items of the whole step``, the update does not depend on how the step was divided
+into micro-batches, padded, packed or spread over ranks. Because the order of the stream is a function of (seed, epoch),
+an evaluation in between cannot disturb it. Because everything that changes is in ``Loop.parts``, a run that was stopped
+continues as if it had not been.
+
+The loop knows *when*; an ``Objective`` knows *what*. ``burnish train`` and ``burnish.Trainer`` run this loop, each by a
+subclass (``RunLoop``, ``TrainerLoop``) that overrides single methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from burnish.checkpoint.checkpoint import Checkpoints, load, load_part
+from burnish.checkpoint.parts import Part, parts_of
+from burnish.config.errors import NonFiniteError
+from burnish.config.options import option
+from burnish.core.rollout import RolloutBuffer
+from burnish.loop.best import BestChoices, deciding_metric, remember_best
+from burnish.loop.events import CallbackHandler
+from burnish.loop.meter import Clock, Meter, Totals
+from burnish.loop.metrics import joined_by_name
+from burnish.loop.protocols import Engine, EvalSet, Objective, Stream
+from burnish.loop.schedule import schedule_of
+from burnish.loop.spikes import SpikeChoices, SpikeWatch
+from burnish.loop.state import keeping_plan
+from burnish.loop.types import Batch, Loss, ModelPart, Stateful, StepBatch
+from burnish.utils.work import watched
+
+
+@dataclass
+class LoopOptions:
+    """Gradient clipping, and losses that are not finite."""
+
+    max_grad_norm: float = option(1.0, "Gradients longer than this are scaled down to it; 0 leaves them.", ge=0)
+    logging_nan_inf_filter: bool = option(True, "Leave NaN and infinite losses out of the logged mean.")
+    on_non_finite: str = option(
+        "stop", "A step whose loss or gradient is not finite is never applied; then stop, or skip it and go on.",
+        choices=("stop", "skip"),
+    )  # fmt: skip
+
+
+class TrainOutput(NamedTuple):
+    """transformers' return value of ``train()``."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class LoopChoices(BestChoices, SpikeChoices, Protocol):
+    """The options that the loop reads."""
+
+    eval_on_start: bool
+    logging_nan_inf_filter: bool
+    max_grad_norm: float
+    on_non_finite: str
+    save_only_model: bool
+
+
+class Loop:
+    """One training run: its parts are attributes, and training is its methods.
+
+    Args:
+        model: ``objective.module(...)`` as the engine prepared it.
+        weights: the weights that a checkpoint holds.
+        optimizer: as the engine prepared it.
+        scheduler: of that optimizer; torch's, transformers' or a script's own.
+        callbacks: their ``state`` and ``control`` are the run's.
+        eval_sets: by name; "" for a single one.
+        other_parts: what checkpoints hold besides what every run has.
+        flos_per_token: floating-point operations of forward and backward for one token.
+        logs_tokens: whether every log has num_input_tokens_seen.
+    """
+
+    def __init__(
+        self, options: LoopChoices, *, model: nn.Module, weights: ModelPart, objective: Objective, engine: Engine,
+        stream: Stream, optimizer: Any, scheduler: Any, callbacks: CallbackHandler, checkpoints: Checkpoints,
+        eval_sets: Mapping[str, EvalSet] | None = None, other_parts: Mapping[str, Stateful] | None = None,
+        flos_per_token: int = 0, logs_tokens: bool = False,
+    ) -> None:  # fmt: skip
+        self.options = options
+        self.model, self.objective, self.engine, self.stream = model, objective, engine, stream
+        self.optimizer = optimizer
+        self.schedule = schedule_of(scheduler, partial(deciding_metric, options))
+        self.callbacks, self.state, self.control = callbacks, callbacks.state, callbacks.control
+        self.checkpoints = checkpoints
+        self.eval_sets = {} if eval_sets is None else eval_sets
+        self.meter = Meter(engine.device, options.logging_nan_inf_filter)
+        self.spikes = SpikeWatch(options.spike_ratio) if options.on_spike == "go_back" else None
+        self.rollout = RolloutBuffer(engine.world_size)
+        self.flos_per_token, self.logs_tokens = flos_per_token, logs_tokens
+        others: dict[str, Stateful | Part] = {"stream": stream, "state": self.state, **(other_parts or {})}
+        others |= objective.parts
+        if self.spikes is not None:
+            others["spikes"] = self.spikes
+        others |= {"meter": self.meter, **engine.parts}
+        if objective.inner_steps > 1:
+            others["rollout"] = Part(self.rollout, "rollout", on_each_rank=True)
+        parts = parts_of(
+            weights, weights.file_stem, optimizer, scheduler, others, save_only_model=options.save_only_model
+        )
+        self.parts = engine.sharded(parts)  # everything that a checkpoint holds, by name
+
+    def train(self) -> TrainOutput:
+        """Train from the current step to ``max_steps``, or until a callback stops the run.
+
+        Raises:
+            NonFiniteError: at a loss or gradient that is not finite, under ``on_non_finite: stop``. The weights are
+                those of the last finite step.
+        """
+        self.meter.start()
+        self.set_training_mode(True)
+        self.callbacks.fire("on_train_begin")
+        if self.options.eval_on_start and self.state.global_step == 0:
+            self.evaluate()
+        while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+            self.callbacks.fire("on_epoch_begin")
+            for step_batch in self.step_batches():
+                self.callbacks.fire("on_step_begin")
+                self.step(step_batch)
+                self.callbacks.fire("on_step_end")
+                self.handle_control()
+                if self.control.should_epoch_stop or self.control.should_training_stop:
+                    break
+            if self.control.should_epoch_stop or self.stream.is_used_up:
+                self.end_epoch()
+            self.callbacks.fire("on_epoch_end")
+            self.handle_control()
+        return self.end_training()
+
+    def step_batches(self) -> Iterator[StepBatch]:
+        """Yield the step batches of the rest of the epoch: those left of a rollout, then what is made of the next."""
+        yield from self.rollout.remaining()
+        for step_batch in self.stream.step_batches():
+            made = self.objective.rollout(self, step_batch)
+            assert len(made) == self.objective.inner_steps, f"{type(self.objective).__name__}.rollout: {len(made)}"
+            self.rollout.fill(made, step_batch)
+            yield from self.rollout.remaining()
+
+    def step(self, step_batch: StepBatch) -> None:
+        """Update the weights once."""
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        batches: Sequence[Batch] = [self.engine.to_device(batch) for batch in step_batch.batches]
+        batches = self.objective.prepare_step(self.model, batches, self.engine)
+        num_items = self.engine.sum(sum_of([self.objective.num_items(batch) for batch in batches]))
+        divisor = torch.where(num_items > 0, num_items, 1)
+
+        losses: list[Loss] = []
+        for index, batch in enumerate(batches):
+            is_last = index == len(batches) - 1
+            losses.append(self.microstep(batch, divisor, is_last))
+            if not is_last:
+                self.callbacks.fire("on_substep_end")
+
+        loss = sum_of([each.total.detach() for each in losses]) / divisor
+        norm = self.engine.clip(self.trainable_parameters(), self.options.max_grad_norm)
+        self.callbacks.fire("on_pre_optimizer_step")
+        self.checkpoints.wait_for_copies()  # a checkpoint under way may not have copied the weights yet
+        is_applied = self.engine.step(self.optimizer, torch.isfinite(loss) & torch.isfinite(norm))
+        self.callbacks.fire("on_optimizer_step")
+        if is_applied:
+            self.schedule.after_step()
+        self.optimizer.zero_grad()
+
+        self.stream.advance(step_batch)
+        self.rollout.advance()
+        self.state.global_step += 1
+        self.state.epoch = step_batch.epoch
+        sums = joined_by_name([each.sums for each in losses])
+        self.meter.add_step(loss, num_items, sums, norm, learning_rate, step_batch.items)
+        self.meter.add_rows(step_batch.num_rows, step_batch.num_tokens)
+        if self.spikes is not None:
+            self.spikes.check(self.engine, self.state.global_step, step_batch, loss, norm)
+        if not is_applied:
+            which = "gradient" if torch.isfinite(loss) else "loss"
+            numbers = f"loss {loss.item()}, gradient norm {norm.item()}"
+            what = f"The {which} of step {self.state.global_step} is not finite ({numbers})."
+            self.stop_at_non_finite(what, step_batch.items)
+
+    def microstep(self, batch: Batch, num_items: Tensor, is_last: bool) -> Loss:
+        """Run forward and backward for one micro-batch. Ranks sync gradients on the last micro-batch of a step only.
+
+        The engine averages gradients over ranks; the factor ``world_size`` makes a sum of that mean.
+
+        Args:
+            num_items: () of the whole step, over all micro-batches and ranks; positive.
+        """
+        with self.engine.microbatch(self.model, last=is_last):
+            loss = self.loss(batch)
+            self.engine.backward(loss.total * (self.engine.world_size / num_items))
+        return loss
+
+    def loss(self, batch: Batch) -> Loss:
+        """Compute the loss of one micro-batch, a sum over its items, in the precision of the run."""
+        with self.engine.precision():
+            return self.objective.loss(self.model, batch)
+
+    def handle_control(self) -> None:
+        """Log, evaluate and save if a callback asked for it, in transformers' order."""
+        if self.control.should_log:
+            self.log()
+        is_new_best = False
+        if self.control.should_evaluate:
+            metrics = self.evaluate()
+            is_new_best = remember_best(self.state, self.checkpoints, metrics, self.options)
+            self.schedule.after_evaluation(metrics)
+        if self.control.should_save or (self.options.save_strategy == "best" and is_new_best):
+            self.save()
+
+    def log(self) -> None:
+        """Log the means since the last log, with the learning rate that the last step used."""
+        means = self.meter.read(self.state, self.engine, self.flos_per_token)
+        if not means:
+            return
+        values = {**self.objective.report(means), "learning_rate": self.meter.learning_rate}
+        has_skipped = self.meter.num_skipped > 0 and not self.engine.scales_loss
+        if has_skipped:
+            values["skipped_steps"] = self.meter.num_skipped
+        self.record(values)
+        if has_skipped:
+            many = f"{self.meter.run_non_finite} steps up to step {self.state.global_step}"
+            what = f"{many} had a loss or a gradient that is not finite."
+            self.stop_at_non_finite(what, self.meter.skipped_items())
+
+    def record(self, values: dict[str, Any]) -> None:
+        """Append ``values`` to ``state.log_history``, and pass them to every callback."""
+        values["epoch"] = self.state.epoch
+        if self.logs_tokens:
+            values["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+        self.state.log_history.append({**values, "step": self.state.global_step})
+        self.callbacks.fire("on_log", logs=values)
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate every evaluation set, and log each. Returns their metrics together."""
+        metrics: dict[str, float] = {}
+        for name, eval_set in self.eval_sets.items():
+            metrics |= self.evaluate_set(eval_set, f"eval_{name}" if name else "eval")
+        self.callbacks.fire("on_evaluate", metrics=metrics)
+        return metrics
+
+    @torch.no_grad()
+    def evaluate_set(self, eval_set: EvalSet, prefix: str) -> dict[str, float]:
+        """Compute and log the mean loss over the items of a whole set, and its metrics.
+
+        Sums over items are divided by the items of the set, so the result does not depend on the batch size.
+        """
+        clock, totals = Clock(), Totals()
+        self.set_training_mode(False)
+        batches = self.objective.iter_eval(self.model, eval_set, self.engine)
+        for batch in watched(batches, "Evaluating", "batches", of=eval_set):
+            totals.add(self.loss(batch), self.objective.num_items(batch))
+            self.callbacks.fire("on_prediction_step")
+        self.set_training_mode(True)
+        means = self.objective.report(totals.means(self.engine))
+        metrics = {f"{prefix}_{name}": value for name, value in means.items()}
+        metrics |= clock.rates(prefix, num_rows=eval_set.num_rows, num_steps=totals.num_batches)
+        self.record(metrics)
+        return metrics
+
+    def save(self) -> None:
+        """Save a checkpoint, and tell the callbacks."""
+        self.write_checkpoint()
+        self.callbacks.fire("on_save")
+
+    def write_checkpoint(self) -> Path:
+        """Write everything in ``parts`` as a checkpoint of this step. Returns its folder."""
+        self.meter.collect(self.engine)
+        folder = self.checkpoints.path(self.state.global_step)
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+        self.state.stateful_callbacks = self.callbacks.state_dict()
+        return self.checkpoints.save(self.state.global_step, self.parts, best=self.state.best_model_checkpoint)
+
+    def load(self, folder: Path) -> None:
+        """Give every part the state that a checkpoint holds. What the options plan (steps, intervals) stays.
+
+        Raises:
+            UserError: if the checkpoint is damaged, lacks a part, or belongs to another optimizer.
+        """
+        with keeping_plan(self.state):
+            load(folder, self.parts, self.engine.rank)
+
+    def end_epoch(self) -> None:
+        """Move to the start of the next epoch. Step batches that are left of a rollout are dropped."""
+        self.rollout.clear()
+        self.stream.end_epoch()
+
+    def end_training(self) -> TrainOutput:
+        """Log the summary of the run, and load the best weights if the options ask for them."""
+        unlogged = self.meter.read(self.state, self.engine, self.flos_per_token)
+        metrics = self.summary(unlogged)
+        self.record(metrics)
+        self.checkpoints.wait()
+        best = self.state.best_model_checkpoint
+        if self.options.load_best_model_at_end and best and Path(best).is_dir():  # a failed save was reported
+            load_part(Path(best), self.parts["model"])
+        self.callbacks.fire("on_train_end")
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def summary(self, unlogged: Mapping[str, float]) -> dict[str, float]:
+        """The values of the last log. Args: unlogged: means of the steps since the last log, if there are any."""
+        return {**self.meter.summary(), "total_flos": self.state.total_flos}
+
+    def set_training_mode(self, is_training: bool) -> None:
+        """Switch dropout and the like on or off."""
+        self.model.train(is_training)
+        set_optimizer_mode(self.optimizer, is_training)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer updates."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def describe_rows(self, items: Sequence[int]) -> str:
+        """The records of a step's items, for messages; "" if they are not known."""
+        return ""
+
+    def learned_from(self, items: Sequence[int]) -> str:
+        """`` Learned from: data.json, record 3.``; "" if the records are not known."""
+        rows = self.describe_rows(items) if items else ""
+        return f" Learned from: {rows}." if rows else ""
+
+    def stop_at_non_finite(self, what: str, items: Sequence[int]) -> None:
+        """Raise for steps that were not applied, unless such steps are skipped, or are part of finding a loss scale.
+
+        Args:
+            what: a sentence on the loss or the gradient.
+            items: the rows of these steps, as step batches name them.
+        """
+        if self.options.on_non_finite == "skip" or self.engine.scales_loss:
+            return
+        rows = self.learned_from(items)
+        raise NonFiniteError(f"{what}{rows} It was not applied. Lower learning_rate, or set on_non_finite: skip.")
+
+
+def set_optimizer_mode(optimizer: Any, is_training: bool) -> None:
+    """Give the model the weights for training, or those for use, if the optimizer has both (schedule-free ones)."""
+    swap = getattr(optimizer, "train" if is_training else "eval", None)
+    if callable(swap):
+        swap()
+
+
+def sum_of(values: list[Tensor]) -> Tensor:
+    """Add () tensors up in their order; returns ()."""
+    return torch.stack(values).sum()

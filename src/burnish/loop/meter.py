@@ -1,0 +1,241 @@
+"""Sums of loss, metrics, tokens and rows since the last log, kept on the device and read once.
+
+Between two logs nothing is copied to the host: a read of one number from a GPU waits for all the work queued before
+it. A log then costs one read, and one sum over ranks, of one small vector.
+
+Beside them the share of time in which the thread that trains waits: for other processes in collectives, or for data.
+Waiting is what is left of the time when the thread neither ran nor stood ready to run: on a CPU, where products run in
+this thread, that is the time in which it waits for others. On a GPU the thread runs ahead of the device and tells
+nothing: none is logged there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.loop.metrics import Metrics
+from burnish.loop.protocols import Engine
+from burnish.loop.state import TrainerState
+from burnish.loop.types import Loss, Metric
+
+
+class Meter:
+    """Sums since the last log, and since the run began.
+
+    Args:
+        filter_non_finite: leave a NaN or infinite loss out of the logged mean (never out of the decision to apply
+            the update): it counts as the mean of the steps since the last log, as in transformers.
+    """
+
+    def __init__(self, device: torch.device, filter_non_finite: bool = True) -> None:
+        self.device = device
+        self.filter_non_finite = filter_non_finite
+        self.loss = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+        self.run_loss = 0.0  # since the run began, in whichever process
+        self.run_steps = 0
+        self.metrics = Metrics()  # on this rank
+        self.weight = torch.zeros((), device=device)  # items over all ranks
+        self.non_finite_steps = torch.zeros((), device=device)
+        self.grad_norm: Tensor | None = None
+        self.learning_rate = 0.0  # of the last step
+        self.taken: list[tuple[Tensor, Sequence[int]]] = []  # since the last log: () is it finite, and its items
+        self.logged: list[tuple[Tensor, Sequence[int]]] = []  # the same of the steps of the last log
+        self.steps = 0  # since the last log
+        self.steps_here = 0  # since train() began
+        self.tokens = 0  # on this rank, since the last log
+        self.rows = 0
+        self.rows_here = 0
+        self.num_skipped = 0  # steps of the last log that were not finite
+        self.run_non_finite = 0
+        self.started_s = time.perf_counter()
+        self.waiting = Waiting()
+
+    def add_step(
+        self, loss: Tensor, weight: Tensor, sums: Mapping[str, Metric], grad_norm: Tensor, learning_rate: float,
+        items: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Add a step: ``loss`` () is this rank's part of its mean loss, ``weight`` () its items over all ranks,
+        ``items`` those of the data."""
+        finite = torch.isfinite(loss)
+        is_whole = finite & torch.isfinite(grad_norm)
+        self.non_finite_steps += ~is_whole
+        self.taken.append((is_whole, items))
+        if self.filter_non_finite:
+            loss = torch.where(finite, loss, (self.loss / (1 + self.steps)).to(loss.dtype))
+        self.loss += loss
+        self.weight += weight
+        self.metrics.add(sums)
+        self.grad_norm, self.learning_rate = grad_norm, learning_rate
+        self.steps += 1
+        self.run_steps += 1
+        self.steps_here += 1
+
+    def add_rows(self, rows: int, tokens: int) -> None:
+        self.rows += rows
+        self.tokens += tokens
+
+    def read(self, state: TrainerState, engine: Engine, flos_per_token: int = 0) -> dict[str, float]:
+        """Return the means since the last log, add counts to ``state``, and start the sums again. One device read.
+
+        Returns:
+            loss, grad_norm and one mean per metric; of several processes on CPUs also the share of their time that they
+            waited; empty where no step was taken.
+        """
+        over_ranks = engine.sum(torch.cat([self._vector(), self.loss.new_tensor(self.waiting.lap())]))
+        extremes = self.metrics.extremes(engine, over_ranks.dtype)
+        everywhere = [self.weight.to(over_ranks.dtype), self._norm().to(over_ranks.dtype), *extremes]
+        numbers = torch.cat([over_ranks, torch.stack(everywhere)]).tolist()
+        loss, non_finite, tokens, rows, *addends, waited_s, passed_s = numbers[: len(over_ranks)]
+        weight, norm, *ends = numbers[len(over_ranks) :]
+        means = {}
+        if self.steps:
+            means["loss"] = loss / self.steps
+            if self.grad_norm is not None:
+                means["grad_norm"] = norm
+            means.update(self.metrics.means(addends, ends, max(weight, 1.0), engine.world_size))
+            if engine.world_size > 1 and self.device.type == "cpu":
+                means["waiting"] = waited_s / max(passed_s, 1e-9)
+        self.run_loss += loss
+        self.rows_here += int(rows)
+        self.num_skipped = int(non_finite) // engine.world_size
+        self.run_non_finite += self.num_skipped
+        state.num_input_tokens_seen += int(tokens)
+        state.total_flos += int(tokens) * flos_per_token
+        self._restart()
+        return means
+
+    def _vector(self) -> Tensor:
+        """(4 + addends of the metrics,) what is summed over ranks: loss, non-finite steps, tokens, rows, metrics."""
+        wide = self.loss.dtype
+        counts = torch.tensor([self.tokens, self.rows], dtype=wide, device=self.device).unbind()
+        return torch.stack([self.loss, self.non_finite_steps.to(wide), *counts, *self.metrics.addends(wide)])
+
+    def _norm(self) -> Tensor:
+        return torch.zeros_like(self.weight) if self.grad_norm is None else self.grad_norm.to(self.weight.dtype)
+
+    def collect(self, engine: Engine) -> None:
+        """Move the open sums of all ranks to rank 0 before a checkpoint, so that one file holds them all."""
+        if engine.world_size == 1:
+            return
+        over_ranks = engine.sum(self._vector())
+        loss, non_finite, tokens, rows, *addends = over_ranks.unbind()
+        mine = float(engine.rank == 0)
+        self.loss = loss * mine
+        self.metrics.of_all_ranks(addends, self.metrics.extremes(engine, over_ranks.dtype), mine)
+        self.non_finite_steps = (non_finite * mine).to(self.non_finite_steps.dtype)
+        self.tokens, self.rows = int(tokens.item() * mine), int(rows.item() * mine)
+
+    def _restart(self) -> None:
+        self.loss = torch.zeros_like(self.loss)
+        self.metrics = Metrics()
+        self.weight = torch.zeros_like(self.weight)
+        self.non_finite_steps = torch.zeros_like(self.non_finite_steps)
+        self.steps = self.tokens = self.rows = 0
+        self.logged, self.taken = self.taken, []
+
+    def skipped_items(self) -> list[int]:
+        """Items of the steps of the last log that were not finite. One device read per step of it."""
+        return [item for is_finite, items in self.logged if not is_finite for item in items]
+
+    def summary(self) -> dict[str, float]:
+        """Values of the last log: the mean loss of all steps of the run; runtime and rates of this process alone."""
+        runtime_s = time.perf_counter() - self.started_s
+        return {
+            "train_runtime": runtime_s,
+            "train_samples_per_second": self.rows_here / runtime_s,
+            "train_steps_per_second": self.steps_here / runtime_s,
+            "train_loss": self.run_loss / max(self.run_steps, 1),
+        }
+
+    def start(self) -> None:
+        """Start the clock of the rates in the summary; ``train()`` calls it first."""
+        self.started_s = time.perf_counter()
+        self.rows_here = self.steps_here = 0
+        self.waiting.lap()
+
+    # A checkpoint between two logs carries the open sums, so that the next log of a continued run is the same number.
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "loss": self.loss, "weight": self.weight, "sums": self.metrics.state_dict(), "steps": self.steps,
+            "tokens": self.tokens, "rows": self.rows, "non_finite_steps": self.non_finite_steps,
+            "run_loss": self.run_loss, "run_steps": self.run_steps,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            if name == "sums":
+                self.metrics.load_state_dict(value, self.device)
+            else:
+                setattr(self, name, value.to(self.device) if isinstance(value, Tensor) else value)
+
+
+class Totals:
+    """Sums over an evaluation set, on the device until its end."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.num_batches = 0
+
+    def add(self, loss: Loss, weight: Tensor) -> None:
+        self.metrics.add({"loss": loss.total.float(), "weight": weight.float(), **loss.sums})
+        self.num_batches += 1
+
+    def means(self, engine: Engine) -> dict[str, float]:
+        """Each sum divided by the weight of the whole set, or by its own. One device read."""
+        if not self.num_batches:
+            return {}
+        over_ranks = engine.sum(torch.stack(self.metrics.addends(torch.float32)))
+        extremes = self.metrics.extremes(engine, torch.float32)
+        numbers = torch.cat([over_ranks, torch.stack([*extremes, over_ranks[1]])]).tolist()
+        addends, (*ends, weight) = numbers[: len(over_ranks)], numbers[len(over_ranks) :]
+        means = self.metrics.means(addends, ends, weight or 1.0, engine.world_size)
+        del means["weight"]
+        return means
+
+
+RATES = ("runtime", "samples_per_second", "steps_per_second")
+"""Names of the timings of an evaluation, to which its prefix is added."""
+
+
+class Clock:
+    """The time since it was made, and the rates that follow from it."""
+
+    def __init__(self) -> None:
+        self.started_s = time.perf_counter()
+
+    def rates(self, prefix: str, num_rows: int, num_steps: int) -> dict[str, float]:
+        runtime_s = time.perf_counter() - self.started_s
+        values = (runtime_s, num_rows / runtime_s, num_steps / runtime_s)
+        return {f"{prefix}_{name}": value for name, value in zip(RATES, values, strict=True)}
+
+
+class Waiting:
+    """A clock of the thread that made it. A lap reads one small file of the system, some 20 microseconds (``run_delay``
+    in https://docs.kernel.org/scheduler/sched-stats.html); other systems than Linux count time ready to run as waiting.
+    """
+
+    def __init__(self) -> None:
+        self.passed_s, self.busy_s = time.perf_counter(), _busy_s()
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds waited and seconds passed since the last lap."""
+        passed_s, busy_s = time.perf_counter(), _busy_s()
+        passed, busy = passed_s - self.passed_s, busy_s - self.busy_s
+        self.passed_s, self.busy_s = passed_s, busy_s
+        return max(0.0, passed - busy), passed
+
+
+def _busy_s() -> float:
+    """Seconds in which this thread ran or was ready to."""
+    try:
+        ready_ns = int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])
+    except OSError:
+        ready_ns = 0
+    return time.thread_time() + ready_ns / 1e9

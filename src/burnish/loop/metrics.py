@@ -1,0 +1,132 @@
+"""Metrics: numbers beside the loss, each with what it is divided by.
+
+In:  per micro-batch a mapping from names to metrics: a () tensor is a sum over the items of the loss, and divided by
+     their weight; a ``Sum`` brings a count of its own, or is not divided at all (the smallest, the largest, the last).
+Out: one number per name, over all micro-batches and ranks since the last log or of a whole evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.loop.protocols import Engine
+from burnish.loop.types import Metric, Sum
+
+
+def joined(metrics: Sequence[Metric]) -> Metric:
+    """Join one metric of several micro-batches, in their order; the result is detached from the autograd graph."""
+    first = metrics[0]
+    if isinstance(first, Tensor):
+        return torch.stack([_tensor(metric).detach() for metric in metrics]).sum()
+    totals = torch.stack([_sum(metric).total.detach() for metric in metrics])
+    counts = torch.stack([_sum(metric).count.detach() for metric in metrics])
+    if first.reduction == "mean":
+        return Sum(totals.sum(), counts.sum())
+    if first.reduction == "last":
+        return Sum(totals[-1], counts[-1], "last")
+    # A micro-batch with nothing to count has no extreme either.
+    nothing = torch.inf if first.reduction == "min" else -torch.inf
+    seen = torch.where(counts > 0, totals, nothing)
+    return Sum(seen.amin() if first.reduction == "min" else seen.amax(), counts.sum(), first.reduction)
+
+
+def joined_by_name(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """``joined`` of each name; a name that some micro-batches lack is joined over the others."""
+    found: dict[str, list[Metric]] = {}
+    for metrics in several:
+        for name, metric in metrics.items():
+            found.setdefault(name, []).append(metric)
+    return {name: joined(metrics) for name, metrics in found.items()}
+
+
+class Metrics:
+    """Metrics on their way to a log: joined on each rank as they come, and over ranks once."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Metric] = {}
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        self.by_name = joined_by_name([self.by_name, metrics])
+
+    def addends(self, dtype: torch.dtype) -> list[Tensor]:
+        """() tensors that are summed over ranks, in the order in which ``means`` takes them. A plain metric adds its
+        sum, a ``Sum`` its total and count; a minimum or maximum adds its count only (see ``extremes``)."""
+        found: list[Tensor] = []
+        for metric in self.by_name.values():
+            if isinstance(metric, Tensor):
+                found.append(metric.to(dtype))
+            else:
+                extreme = metric.reduction in ("min", "max")
+                found += [torch.zeros_like(metric.total, dtype=dtype) if extreme else metric.total.to(dtype)]
+                found += [metric.count.to(dtype)]
+        return found
+
+    def extremes(self, engine: Engine, dtype: torch.dtype) -> list[Tensor]:
+        """() tensors: smallest or largest value over ranks, for metrics that ask for it. One collective, or none."""
+        asked = [m for m in self.by_name.values() if isinstance(m, Sum) and m.reduction in ("min", "max")]
+        if not asked:
+            return []
+        of_ranks = engine.gather(torch.stack([metric.total.to(dtype) for metric in asked])[None])  # (ranks, extremes)
+        return [
+            (column.amin() if metric.reduction == "min" else column.amax())
+            for metric, column in zip(asked, of_ranks.unbind(1), strict=True)
+        ]
+
+    def means(
+        self, addends: Iterable[float], extremes: Iterable[float], weight: float, world_size: int
+    ) -> dict[str, float]:
+        """The numbers for a log. A metric that counted nothing is left out.
+
+        Args:
+            addends, extremes: what those methods gave, over ranks, read from the device.
+            weight: the weight of the loss, which plain metrics share.
+        """
+        given, ends, found = iter(addends), iter(extremes), {}
+        for name, metric in self.by_name.items():
+            if isinstance(metric, Tensor):
+                found[name] = next(given) / weight
+                continue
+            total, count = next(given), next(given)
+            end = next(ends) if metric.reduction in ("min", "max") else 0.0
+            if count > 0:
+                found[name] = {"mean": total / count, "last": total / world_size}.get(metric.reduction, end)
+        return found
+
+    def of_all_ranks(self, addends: Sequence[Tensor], extremes: Sequence[Tensor], share: float) -> None:
+        """Take over the sums of all ranks (``share`` 1), or drop the own ones (``share`` 0), before a checkpoint."""
+        given, ends = iter(addends), iter(extremes)
+        for name, metric in self.by_name.items():
+            if isinstance(metric, Tensor):
+                self.by_name[name] = next(given) * share
+                continue
+            total, count = next(given), next(given)
+            total = next(ends) if metric.reduction in ("min", "max") else total * share
+            self.by_name[name] = Sum(total, count * share, metric.reduction)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: m if isinstance(m, Tensor) else {"total": m.total, "count": m.count, "reduction": m.reduction}
+            for name, m in self.by_name.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self.by_name = {
+            name: given.to(device)
+            if isinstance(given, Tensor)
+            else Sum(given["total"].to(device), given["count"].to(device), given["reduction"])
+            for name, given in state.items()
+        }
+
+
+def _tensor(metric: Metric) -> Tensor:
+    assert isinstance(metric, Tensor), "a metric is a plain sum in every micro-batch, or in none"
+    return metric
+
+
+def _sum(metric: Metric) -> Sum:
+    assert isinstance(metric, Sum), "a metric has a count of its own in every micro-batch, or in none"
+    return metric

@@ -1,0 +1,310 @@
+"""Step arithmetic and learning-rate curves.
+
+Everything that says how many steps there are, which rows a step takes and how the learning rate moves is a pure
+function here, so that ``explain`` prints the numbers which the loop will use.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.config.errors import Problem, UserError, why_not
+from burnish.config.options import option
+
+
+@dataclass
+class StepOptions:
+    """Rows of a step, and number of steps."""
+
+    per_device_train_batch_size: int = option(8, "Rows in a micro-batch on each device.", unit="rows", ge=1)
+    per_device_eval_batch_size: int = option(8, "Rows in an evaluation batch on each device.", unit="rows", ge=1)
+    gradient_accumulation_steps: int = option(1, "Micro-batches whose gradients make one step.", ge=1)
+    num_train_epochs: float = option(3.0, "Passes over the training set.", unit="epochs", gt=0, lt=math.inf)
+    max_steps: int = option(-1, "Steps in all; overrides num_train_epochs where it is positive.", unit="steps", ge=-1)
+    dataloader_drop_last: bool = option(False, "Leave out the rows at the end of an epoch that do not fill a batch.")
+
+
+@dataclass
+class CurveOptions:
+    """Schedule of the learning rate."""
+
+    lr_scheduler_type: str = option("linear", "The curve of the learning rate.", choices=lambda: curve_names())
+    lr_scheduler_kwargs: dict[str, Any] | None = option(None, "Arguments of that curve, such as num_cycles or min_lr.")
+    warmup_steps: float = option(0, "Steps of linear warm-up; below 1 a share of all steps.", unit="steps", ge=0)
+    warmup_ratio: float = option(0.0, "Share of all steps to warm up over; warmup_steps wins.", ge=0, le=1)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The numbers of a run.
+
+    ``steps_per_epoch`` counts the incomplete last step of an epoch too, as transformers 5 does.
+    """
+
+    rows: int | None  # in the training set; None where it has no length
+    rows_per_step: int  # over all micro-batches and ranks; a rollout trains several steps on them
+    steps_per_epoch: int
+    max_steps: int
+    num_train_epochs: int  # epochs begun
+
+
+NO_STEPS = StepPlan(0, 0, 0, 0, 0)
+"""The plan of a run that only evaluates or predicts."""
+
+
+def steps_of(interval: float | None, max_steps: int, fallback: float) -> int:
+    """Convert an interval to steps: below 1 it is a share of ``max_steps``, rounded up."""
+    value = fallback if interval is None else interval
+    return math.ceil(max_steps * value) if value < 1 else int(value)
+
+
+def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1, inner_steps: int = 1) -> StepPlan:
+    """Count the steps.
+
+    Args:
+        rows: of the training set; None if it has no length.
+        inner_steps: steps that are trained on the rows of one step batch (``Objective.inner_steps``).
+    Raises:
+        UserError: if there would be no step, or if a set of unknown length has no ``max_steps``.
+    """
+    per_batch = options.per_device_train_batch_size * world_size
+    rows_per_step = per_batch * options.gradient_accumulation_steps
+    if rows is None:
+        if options.max_steps <= 0:
+            raise UserError(
+                "The training set has no length, so max_steps must be a positive number. Received: -1.",
+                option="max_steps",
+            )
+        return StepPlan(None, rows_per_step, options.max_steps, options.max_steps, sys.maxsize)
+    used = rows - rows % per_batch if options.dataloader_drop_last else rows
+    steps_per_epoch = math.ceil(used / rows_per_step) * inner_steps
+    if steps_per_epoch == 0:
+        raise UserError(
+            f"No step would run: the {rows} of the training set do not fill a batch of {per_batch} rows, and "
+            "dataloader_drop_last is set.",
+            remedy="Lower per_device_train_batch_size, or set dataloader_drop_last: false.",
+            option="dataloader_drop_last",
+        )
+    if options.max_steps > 0:
+        return StepPlan(
+            rows, rows_per_step, steps_per_epoch, options.max_steps, math.ceil(options.max_steps / steps_per_epoch)
+        )
+    max_steps = math.ceil(options.num_train_epochs * steps_per_epoch)
+    return StepPlan(rows, rows_per_step, steps_per_epoch, max_steps, math.ceil(options.num_train_epochs))
+
+
+def warmup_steps_of(options: CurveOptions, max_steps: int) -> int:
+    """The warm-up in steps: a count of 1 or more as it is, below 1 a share of ``max_steps``, rounded up."""
+    if options.warmup_steps >= 1:
+        return int(options.warmup_steps)
+    return math.ceil(max_steps * (options.warmup_steps or options.warmup_ratio))
+
+
+def _never_peaks(options: CurveOptions, max_steps: int) -> bool:
+    return warmup_steps_of(options, max_steps) >= max_steps > 0 and options.lr_scheduler_type != "constant"
+
+
+def check_curve(options: CurveOptions, max_steps: int) -> list[Problem]:
+    """Find a warm-up that is longer than the run, and so never ends."""
+    if options.warmup_steps < 1 or not _never_peaks(options, max_steps):
+        return []
+    what = (
+        f"the learning rate would never reach its peak: {options.warmup_steps:g} warm-up steps (warmup_steps) in a "
+        f"run of {max_steps} steps."
+    )
+    return [
+        Problem(
+            what, remedy=f"Set warmup_steps below {max_steps}, or train longer.", option=("warmup_steps", "max_steps")
+        )
+    ]
+
+
+def curve_notes(options: CurveOptions, max_steps: int) -> list[str]:
+    """Note a warm-up that is given as a share and, rounded up, takes all steps, as in a trial run of one step."""
+    if options.warmup_steps >= 1 or not _never_peaks(options, max_steps):
+        return []
+    name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
+    return [
+        f"The learning rate never reaches its peak: {name} {options.warmup_steps or options.warmup_ratio:g}, rounded "
+        f"up, is the whole of the run (max_steps {max_steps})."
+    ]
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+# Each is (step, warmup, total, **arguments) -> the factor that multiplies the learning rate at that step. The names,
+# arguments and values are those of transformers.optimization, against which tests hold them.
+
+
+def _after_warmup(curve: Callable[..., float]) -> Callable[..., float]:
+    """Linear from 0 to 1 over ``warmup`` steps, then ``curve`` of the share of the rest that has passed."""
+
+    def factor(step: int, warmup: int, total: int, **arguments: Any) -> float:
+        if step < warmup:
+            return step / max(1, warmup)
+        return curve((step - warmup) / max(1, total - warmup), **arguments)
+
+    return factor
+
+
+def _cosine(passed: float, num_cycles: float = 0.5) -> float:
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * passed)))
+
+
+def _cosine_with_restarts(passed: float, num_cycles: int = 1) -> float:
+    if passed >= 1.0:
+        return 0.0
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * passed) % 1.0))))
+
+
+def _cosine_with_min_lr(passed: float, num_cycles: float = 0.5, min_lr_rate: float = 0.0) -> float:
+    factor = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * passed))
+    return max(0.0, factor * (1 - min_lr_rate) + min_lr_rate)
+
+
+def _polynomial(step: int, warmup: int, total: int, lr_init: float, lr_end: float = 1e-7, power: float = 1.0) -> float:
+    if step < warmup:
+        return step / max(1, warmup)
+    if step > total:
+        return lr_end / lr_init
+    left: float = (1 - (step - warmup) / max(1, total - warmup)) ** power
+    return ((lr_init - lr_end) * left + lr_end) / lr_init
+
+
+def _inverse_sqrt(step: int, warmup: int, total: int, timescale: int | None = None) -> float:
+    timescale = timescale or warmup or 10_000
+    if step < warmup:
+        return step / max(1, warmup)
+    return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
+
+
+def _cosine_warmup_with_min_lr(
+    step: int, warmup: int, total: int, num_cycles: float = 0.5, min_lr_rate: float = 0.0,
+    warmup_lr_rate: float | None = None,
+) -> float:  # fmt: skip
+    if step < warmup:
+        if warmup_lr_rate is None:
+            return (step + 1.0) / max(1.0, warmup)
+        return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, warmup - 1)
+    passed = (step - warmup + 1.0) / max(1, total - warmup)
+    return _cosine_with_min_lr(passed, num_cycles, min_lr_rate)
+
+
+def _warmup_stable_decay(
+    step: int, warmup: int, total: int, num_decay_steps: int = 0, num_stable_steps: int | None = None,
+    warmup_type: str = "linear", decay_type: str = "cosine", min_lr_ratio: float = 0.0, num_cycles: float = 0.5,
+) -> float:  # fmt: skip
+    stable = num_stable_steps if num_stable_steps is not None else total - warmup - num_decay_steps
+    shapes: dict[str, Callable[[float], float]] = {
+        "linear": lambda p: p,
+        "cosine": lambda p: 0.5 * (1.0 - math.cos(math.pi * p)),
+        "1-sqrt": lambda p: 1.0 - math.sqrt(1.0 - p),
+    }
+    if step < warmup:
+        return max(0.0, shapes[warmup_type](step / max(1, warmup)) * (1.0 - min_lr_ratio) + min_lr_ratio)
+    if step < warmup + stable:
+        return 1.0
+    if step < warmup + stable + num_decay_steps:
+        passed = (step - warmup - stable) / max(1, num_decay_steps)
+        falls: dict[str, Callable[[float], float]] = {
+            "linear": lambda p: 1.0 - p,
+            "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * p)),
+            "1-sqrt": lambda p: 1.0 - math.sqrt(p),
+        }
+        return max(0.0, falls[decay_type](passed) * (1.0 - min_lr_ratio) + min_lr_ratio)
+    return min_lr_ratio
+
+
+_FACTORS: dict[str, Callable[..., float]] = {
+    "linear": _after_warmup(lambda passed: max(0.0, 1.0 - passed)),
+    "cosine": _after_warmup(_cosine),
+    "cosine_with_restarts": _after_warmup(_cosine_with_restarts),
+    "polynomial": _polynomial,
+    "constant": lambda step, warmup, total: 1.0,
+    "constant_with_warmup": lambda step, warmup, total: step / max(1.0, warmup) if step < warmup else 1.0,
+    "inverse_sqrt": _inverse_sqrt,
+    "cosine_with_min_lr": _after_warmup(_cosine_with_min_lr),
+    "cosine_warmup_with_min_lr": _cosine_warmup_with_min_lr,
+    "warmup_stable_decay": _warmup_stable_decay,
+}
+FOLLOWS_METRIC = ("reduce_lr_on_plateau", "greedy")
+_FOLLOWS_METRIC = {"ReduceLROnPlateau", "GreedyLR"}  # the classes behind them: torch's, and transformers'
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning-rate schedule: the loop reports each step and each evaluation, and one of the two moves it.
+
+    Args:
+        scheduler: torch's object, which holds the state.
+        deciding: the metrics of an evaluation -> the one that decides; None where each step moves it.
+    """
+
+    scheduler: Any
+    deciding: Callable[[Mapping[str, float]], float] | None = None
+
+    def after_step(self) -> None:
+        if self.deciding is None:
+            self.scheduler.step()
+
+    def after_evaluation(self, metrics: Mapping[str, float]) -> None:
+        if self.deciding is not None:
+            self.scheduler.step(self.deciding(metrics))
+
+
+def schedule_of(scheduler: Any, deciding: Callable[[Mapping[str, float]], float]) -> Schedule:
+    """Wrap a scheduler of torch, of transformers or of a script as a ``Schedule``."""
+    follows_metric = any(kind.__name__ in _FOLLOWS_METRIC for kind in type(scheduler).__mro__)
+    return Schedule(scheduler, deciding if follows_metric else None)
+
+
+def curve_names() -> list[str]:
+    return [*_FACTORS, *FOLLOWS_METRIC]
+
+
+def lr_factor(options: CurveOptions, max_steps: int, learning_rate: float) -> Callable[[int], float]:
+    """step -> the factor of the learning rate, for a ``LambdaLR``; ``explain`` reads it too.
+
+    Args:
+        learning_rate: the peak, which curves that end at an absolute ``min_lr`` or ``lr_end`` need.
+    Raises:
+        UserError: where ``lr_scheduler_kwargs`` has a name or a value that the curve does not take.
+    """
+    warmup, curve = warmup_steps_of(options, max_steps), _FACTORS[options.lr_scheduler_type]
+    with refused_by_curve(options):
+        arguments = _curve_arguments(options, max_steps, warmup, learning_rate)
+        for step in (0, warmup, (warmup + max_steps) // 2, max_steps):
+            curve(step, warmup, max_steps, **arguments)
+    return lambda step: curve(step, warmup, max_steps, **arguments)
+
+
+def _curve_arguments(options: CurveOptions, max_steps: int, warmup: int, learning_rate: float) -> dict[str, Any]:
+    """``lr_scheduler_kwargs`` as the curve takes them, with rates as shares of the peak."""
+    name, arguments = options.lr_scheduler_type, dict(options.lr_scheduler_kwargs or {})
+    if name == "polynomial":
+        arguments["lr_init"] = learning_rate
+    if name == "warmup_stable_decay" and "num_decay_steps" not in arguments:
+        # LLaMA-Factory's split where none is given: a third of what follows the warm-up is stable, the rest decays.
+        stable = arguments.setdefault("num_stable_steps", (max_steps - warmup) // 3)
+        arguments["num_decay_steps"] = max_steps - warmup - stable
+    for lowest in ("min_lr", "lr_end"):
+        if arguments.get(lowest, 0) > learning_rate:
+            raise ValueError(f"{lowest} {arguments[lowest]:g} is above learning_rate {learning_rate:g}")
+    if "min_lr" in arguments:
+        arguments["min_lr_rate"] = arguments.pop("min_lr") / learning_rate
+    return arguments
+
+
+@contextmanager
+def refused_by_curve(options: CurveOptions) -> Iterator[None]:
+    """Turn the error of a curve about its arguments into a UserError."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        name = options.lr_scheduler_type
+        what = f'lr_scheduler_type "{name}" does not take all of lr_scheduler_kwargs: {why_not(error)}'
+        raise UserError(f"{what.rstrip('.')}.", option=("lr_scheduler_kwargs", "lr_scheduler_type")) from error

@@ -1,0 +1,210 @@
+"""The nouns of a training run, in the order in which data becomes weights.
+
+record (as read) -> example (typed) -> row (encoded, plain lists) -> batch (one micro-batch of tensors)
+-> step batch (the micro-batches of one step) -> step (one weight update).
+"""
+
+# B sequences in a micro-batch, T tokens per sequence, V vocabulary
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
+
+from burnish.config.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORE_INDEX = -100
+"""The label of a position that is not learned (torch's default ``ignore_index``)."""
+
+Ids: TypeAlias = "array[int]"
+"""Token ids, or labels, as 32-bit numbers: joined and written at the speed of memory, as no list is."""
+RoleName: TypeAlias = Literal["system", "user", "assistant", "function", "observation"]
+
+
+@dataclass(frozen=True, slots=True)
+class ContentPart:
+    """A piece of a message's content.
+
+    Args:
+        kind: ``text``, ``image``, ``audio`` or ``video``.
+        value: the text, or where the rest lies: a path or an address.
+    """
+
+    kind: str
+    value: str
+
+
+Content: TypeAlias = "str | tuple[ContentPart, ...]"
+"""The content of a message: a text, or parts in their order where some are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation.
+
+    ``function`` is an assistant's tool call (its content is JSON: one call or a list of calls), ``observation`` is a
+    tool's answer. ``train`` overrides whether this turn is learned; ``weight`` scales the loss of its tokens.
+    """
+
+    role: RoleName
+    content: Content
+    train: bool | None = None
+    weight: float = 1.0
+
+    @property
+    def text(self) -> str:
+        """The content as one text. Raises UserError where a part is none."""
+        if isinstance(self.content, str):
+            return self.content
+        if others := sorted({part.kind for part in self.content} - {"text"}):
+            what = f"a message holds {', '.join(others)}, and text alone is learned here."
+            raise UserError(what, remedy="Leave these parts out, or write an objective that encodes them.")
+        return "".join(part.value for part in self.content)
+
+
+Answer: TypeAlias = "tuple[Message, ...] | str"
+"""The answer to a prompt: messages, usually one, or a text where the prompt is a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One record, typed. Exactly one of ``messages``, ``text``, ``completion`` is filled; of a pair ``messages`` or
+    ``prompt``, which is what its two answers follow.
+
+    Args:
+        messages: the conversation, without the system message.
+        system: its system message; None or "" lets the template's default speak.
+        tools: JSON text of the list of tools the assistant may call, or "".
+        text: plain text, for pretraining or already rendered.
+        prompt: what precedes ``completion``; not learned.
+        completion: what is learned, given ``prompt``.
+        chosen, rejected: the two answers of a pair, of one kind.
+        tag: whether the last answer of ``messages``, or ``completion``, is a desirable one.
+        other: an answer to another prompt, which a verdict is held against (KTO).
+        margin: how much better the chosen answer is.
+        source: where it was read: file or data set name.
+        number: 1-based record number in ``source``, as a person would count.
+        extra: further columns that an objective may ask for.
+    """
+
+    messages: tuple[Message, ...] = ()
+    system: str | None = None
+    tools: str = ""
+    text: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    chosen: Answer | None = None
+    rejected: Answer | None = None
+    tag: bool | None = None
+    other: Answer | None = None
+    margin: float | None = None
+    source: str = ""
+    number: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """``data/train.json, record 17``: how an error names this example."""
+        return f"{self.source}, record {self.number}"
+
+
+class Row(TypedDict, total=False):
+    """One encoded example: columns of the same length T, or of several sequences those of each. They are arrays on
+    their way from the template to the row store, and lists from there on (``as_lists``)."""
+
+    input_ids: Sequence[int]
+    labels: Sequence[int]  # IGNORE_INDEX where nothing is learned; not shifted: labels[t] belongs to input_ids[t]
+    loss_weights: Sequence[float]  # only where a message carried a weight other than 1
+    seq_lengths: Sequence[int]  # only in a pack: the lengths of the rows that were concatenated to it
+    sequence: Sequence[int]  # only where sums are wanted of each sequence in a batch: which one a token belongs to
+    chosen_input_ids: Sequence[int]  # a pair is a row of two sequences, each with labels of its own
+    chosen_labels: Sequence[int]
+    rejected_input_ids: Sequence[int]
+    rejected_labels: Sequence[int]
+    margin: float
+    reference_logps: float
+    reference_kl_logps: float
+    reference_chosen_logps: float  # in nats, where the reference's were computed before
+    reference_rejected_logps: float
+    tag: bool  # the verdict on an answer, and beside it the same prompt with another record's answer
+    kl_input_ids: Sequence[int]
+    kl_labels: Sequence[int]
+
+
+def as_lists(row: Row | None) -> Row | None:
+    """Convert the columns of a row to plain lists."""
+    columns: Mapping[str, Any] = row or {}
+    lists: Any = {name: values.tolist() if isinstance(values, array) else values for name, values in columns.items()}
+    return None if row is None else lists
+
+
+Batch: TypeAlias = dict[str, Any]
+"""One micro-batch, ready for the model: ``input_ids`` (B, T), ``labels`` (B, T), and either ``attention_mask`` (B, T)
+or, if padding-free (all sequences concatenated to one row), ``position_ids`` (1, T) that restart at each sequence and
+``cu_seq_lens_q`` (sequences + 1,)."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The micro-batches of one step, and where the stream stands once they have been used."""
+
+    batches: Sequence[Batch]
+    cursor: Mapping[str, Any] | None  # what Stream.load_state_dict takes; None: the stream stays where it is
+    epoch: float  # epochs passed once this step is done, fraction included
+    num_rows: int = 0  # on this rank, blanks not counted
+    num_tokens: int = 0  # on this rank, padding not counted
+    items: Sequence[int] = ()  # rows or packs of the step, over all ranks, by their index in the training set
+
+
+Reduction: TypeAlias = Literal["mean", "min", "max", "last"]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A metric over items of its own.
+
+    Args:
+        total: () the sum over them; for a reduction other than "mean" the number itself.
+        count: () how many they are; 0 where a micro-batch has none.
+        reduction: how two values become one. "last" is the mean over ranks of the last value of each.
+    """
+
+    total: Tensor
+    count: Tensor
+    reduction: Reduction = "mean"
+
+
+Metric: TypeAlias = "Tensor | Sum"
+"""A plain tensor () is a sum over the items of the loss, and shares their weight."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The part of one micro-batch in the loss of its step.
+
+    ``total`` is a sum over items, never a mean: the loop divides by the weight of the whole step, so the update does
+    not depend on how the step was cut.
+    """
+
+    total: Tensor  # () sum over items, in nats
+    sums: Mapping[str, Metric] = field(default_factory=dict)  # metric -> its sum, and the count that divides it
+    outputs: Any = None  # numbers of each row that an evaluation keeps beside the loss, such as rewards
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that a checkpoint can hold. Its dict may nest, and hold tensors, numbers, strings, lists and None."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], /) -> Any: ...
+
+
+class ModelPart(Stateful, Protocol):
+    """The weights as the part of a checkpoint called "model"."""
+
+    file_stem: str  # "model" or "adapter_model"

@@ -1,0 +1,238 @@
+"""``stage: kto``: learning from single answers, each with a verdict.
+
+In: answers that are desirable or not, and for each the same prompt with another record's answer (``kl`` rows). Out: per
+answer KTO's loss, as a sum over records.
+
+The baseline z of a step is a mean over the other answers of the whole step, on all processes, under policy and
+reference; it is found in ``ready``, without a gradient. The other answer was chosen with the data (``data/sets/
+preferences.py``), so neither order nor micro-batch has a say in it.
+"""
+
+# P records in a micro-batch, S = P sequences
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import option
+from burnish.loop.protocols import Engine
+from burnish.loop.types import Batch, Example, Loss, Metric, Row, Sum
+from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
+from burnish.losses.pairs import AnswersObjective, PairChoices, asking
+from burnish.losses.preference_losses import kto
+from burnish.losses.sequence_logps import SequenceValues, collate_sequences, mean_row
+
+FEW_RECORDS = 8
+"""Below so many records in a step the mean over them says little."""
+_LEAST, _MOST = 1.0, 4 / 3
+"""Bounds of desirable weight times count over the other (Ethayarajh et al. 2024, eq. 8)."""
+
+
+@dataclass
+class KtoOptions:
+    """Learning from answers with a verdict."""
+
+    kto_chosen_weight: float = option(1.0, "What a desirable answer counts.", ge=0, aliases=("desirable_weight",))
+    kto_rejected_weight: float = option(1.0, "What another answer counts.", ge=0, aliases=("undesirable_weight",))
+    kto_loss: str = option(
+        "kto", "KTO, or the same without a baseline (apo_zero_unpaired).", choices=("kto", "apo_zero_unpaired")
+    )
+    kl_pairing: str = option(
+        "neighbour", "Where KTO's other answers come from: the record before in the set, chosen with the data, or "
+        "(group) the row before in the same step.",
+        choices=("neighbour", "group"),
+    )  # fmt: skip
+
+
+class KtoChoices(PairChoices, Protocol):
+    """The options of KTO."""
+
+    kl_pairing: str
+    kto_chosen_weight: float
+    kto_loss: str
+    kto_rejected_weight: float
+
+
+@OBJECTIVES.register("kto", options=KtoOptions)
+class KtoObjective(AnswersObjective):
+    """Single answers with a verdict on each (KTO)."""
+
+    options: KtoChoices
+
+    def __init__(self, options: KtoChoices, template: RowEncoder, tokenizer: Any = None) -> None:
+        super().__init__(options, template, tokenizer)
+        self.has_baseline = options.kto_loss == "kto"
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics that an evaluation reports for a set."""
+        sides = [f"{name}/{side}" for name in ("rewards", "logps") for side in ("chosen", "rejected")]
+        return ["loss", *sides, "rewards/margins", "kl"]
+
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]:
+        """Args: truncate: without effect: answers are always held to ``cutoff_len``."""
+        return self.template.encode_verdicts(examples, tally)
+
+    def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
+        """List remarks about the verdicts of a set that the user should read.
+
+        Raises:
+            UserError: where all are alike: there is nothing to tell apart.
+        """
+        desirable = sum(bool(row["tag"]) for row in rows)
+        others = len(rows) - desirable
+        if not desirable or not others:
+            raise UserError(_one_kind(len(rows), bool(desirable)))
+        return [*self._imbalance(desirable, others), *self._few(rows_per_step)]
+
+    def _imbalance(self, desirable: int, others: int) -> list[str]:
+        options = self.options
+        ratio = options.kto_chosen_weight * desirable / max(options.kto_rejected_weight * others, 1e-9)
+        if _LEAST <= ratio <= _MOST:
+            return []
+        up, down = options.kto_rejected_weight * others / desirable, options.kto_chosen_weight * desirable / others
+        return [
+            f"{desirable:,} answers are desirable and {others:,} are not; with their weights that is {ratio:.2f} to 1, "
+            f"and KTO wants 1 to 1.33. Set kto_chosen_weight: {up:.2f} to {up * _MOST:.2f}, or kto_rejected_weight: "
+            f"{down / _MOST:.2f} to {down:.2f}."
+        ]
+
+    def _few(self, rows_per_step: int) -> list[str]:
+        if rows_per_step >= FEW_RECORDS or not self.has_baseline:
+            return []
+        number = f"{rows_per_step} record{'s' if rows_per_step > 1 else ''}"
+        return [
+            f"A step holds {number}; KTO's KL term is a mean over the records of a step. Raise "
+            "gradient_accumulation_steps."
+        ]
+
+    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+        """The micro-batch, and of its records ``items`` (P,) and ``tag`` (P,) bool; ``kl``, a micro-batch of its own,
+        with its ``items``."""
+        batch = collate_sequences(collate, [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows])
+        batch["items"] = torch.ones(len(rows))
+        batch["tag"] = torch.tensor([bool(row["tag"]) for row in rows])
+        if "reference_logps" in rows[0]:
+            batch["reference"] = torch.tensor([row["reference_logps"] for row in rows])
+        if self.has_baseline:
+            batch["kl"] = self._collated_others(collate, rows)
+        return batch
+
+    def _collated_others(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+        """The other answers; where there are none, an answer that counts nothing: all ranks ask for something."""
+        beside = [row for row in rows if row.get("kl_input_ids")]
+        others: list[Row] = [{"input_ids": row["kl_input_ids"], "labels": row["kl_labels"]} for row in beside]
+        own: list[Row] = [{"input_ids": rows[0]["input_ids"], "labels": rows[0]["labels"]}]
+        batch = collate_sequences(collate, others or own)
+        batch["items"] = torch.ones(len(others)) if others else torch.zeros(1)
+        if "reference_kl_logps" in rows[0]:
+            batch["reference"] = torch.tensor([row["reference_kl_logps"] for row in beside] or [0.0])
+        return batch
+
+    def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]:
+        """Columns of ``rows``: what the reference says of the answer, and of the other answer."""
+        batch = engine.to_device(self.collate(rows))
+        (logps,) = self._reference_logps(module, [batch], engine)
+        if "kl" not in batch:
+            return {"reference_logps": logps.tolist()}
+        (of_others,) = self._reference_logps(module, [engine.to_device(batch["kl"])], engine)
+        others = iter(of_others.tolist())
+        beside = [next(others) if row.get("kl_input_ids") else float("nan") for row in rows]
+        return {"reference_logps": logps.tolist(), "reference_kl_logps": beside}
+
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+        """Each micro-batch with what the reference says of it, and with z, () the baseline of the step."""
+        self.step_begins(module)
+        total, count = self._ratios_of_others(module, batches, engine)
+        return self._with(self._baseline(total, count, engine), module, batches, engine)
+
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+        """Two passes over the set: z is the mean over all of it."""
+        total, count = torch.zeros((), device=engine.device), torch.zeros((), device=engine.device)
+        for batch in batches:
+            more = self._ratios_of_others(module, [engine.to_device(batch)], engine)
+            total, count = total + more[0], count + more[1]
+        baseline = self._baseline(total, count, engine)
+        for batch in batches:
+            yield from self._with(baseline, module, [engine.to_device(batch)], engine)
+
+    def _ratios_of_others(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> tuple[Tensor, Tensor]:
+        """() the sum of r over the other answers of these micro-batches, and () how many they are."""
+        others = [engine.to_device(batch["kl"]) for batch in batches if "kl" in batch]
+        total, count = torch.zeros((), device=engine.device), torch.zeros((), device=engine.device)
+        if not others:
+            return total, count
+        reference = self._reference_logps(module, others, engine)
+        with asking(module, engine):
+            for batch, of_reference in zip(others, reference, strict=True):
+                total = total + ((module(batch).logps - of_reference) * batch["items"]).sum()
+                count = count + batch["items"].sum()
+        return total, count
+
+    def _baseline(self, total: Tensor, count: Tensor, engine: Engine) -> Tensor:
+        """() z: the mean over all processes, at least 0."""
+        if not self.has_baseline:
+            return torch.zeros((), device=engine.device)
+        total, count = engine.sum(torch.stack([total, count])).unbind()
+        return (total / count.clamp(min=1)).clamp(min=0)
+
+    def _with(self, baseline: Tensor, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> list[Batch]:
+        more: dict[str, Any] = {"baseline": baseline}
+        if (row := mean_row(self.head, engine)) is not None:
+            more["mean_row"] = row
+        own = [{name: value for name, value in batch.items() if name != "kl"} for batch in batches]
+        reference = self._reference_logps(module, own, engine)
+        return [{**batch, "reference": logps, **more} for batch, logps in zip(own, reference, strict=True)]
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        options = self.options
+        values = self.answered(module, batch)
+        ratio, items, tag = values.logps - batch["reference"], batch["items"], batch["tag"]
+        weights = (options.kto_chosen_weight, options.kto_rejected_weight)
+        losses = kto(ratio, tag, batch["baseline"], options.pref_beta, weights)
+        if options.pref_ftx:
+            losses = losses - options.pref_ftx * tag * values.logps / batch["lengths"]
+        metrics = self._measured(values, ratio.detach(), batch)
+        total = (losses * items).sum()
+        if values.aux is not None:
+            metrics["aux_loss"] = (values.aux * items.sum()).detach()
+            total = total + self.aux_coefficient * values.aux * items.sum()
+        return Loss(total, metrics, outputs=options.pref_beta * ratio.detach())
+
+    def _measured(self, values: SequenceValues, ratio: Tensor, batch: Batch) -> dict[str, Metric]:
+        """Means over the desirable answers, and over the others."""
+        items, found = batch["items"], dict[str, Metric]()
+        for name, mask in (("chosen", batch["tag"]), ("rejected", ~batch["tag"])):
+            counted = items * mask
+            found[f"rewards/{name}"] = Sum((self.options.pref_beta * ratio * counted).sum(), counted.sum())
+            found[f"logps/{name}"] = Sum((values.logps.detach() * counted).sum(), counted.sum())
+            if "mean_row" in batch:
+                of_tokens = (batch["lengths"] * counted).sum()
+                found[f"logits/{name}"] = Sum((values.mean_logits * counted).sum(), of_tokens)
+        if self.has_baseline:
+            found["kl"] = batch["baseline"] * items.sum()
+        found["entropy"] = Sum((values.entropy * items).sum(), (batch["lengths"] * items).sum())
+        return found
+
+    def report(self, values: dict[str, float]) -> dict[str, float]:
+        """With the margin between the means of both kinds, where there are both."""
+        return with_margin(values)
+
+
+def with_margin(values: dict[str, float]) -> dict[str, float]:
+    chosen, rejected = values.get("rewards/chosen"), values.get("rewards/rejected")
+    if chosen is None or rejected is None:
+        return values
+    return {**values, "rewards/margins": chosen - rejected}
+
+
+def _one_kind(count: int, is_desirable: bool) -> Problem:
+    kind = "desirable" if is_desirable else "undesirable"
+    remedy = "With desirable answers only, use stage: sft." if is_desirable else "Add answers that are desirable."
+    return Problem(f"All {count:,} records are {kind}; KTO needs both kinds.", remedy=remedy)

@@ -1,0 +1,343 @@
+"""Next-token prediction: pretraining (``stage: pt``) and supervised fine-tuning (``stage: sft``).
+
+In: examples, a template, a causal language model. Out: rows; micro-batches; and for a micro-batch the sum of the
+negative log-likelihood of the tokens that are learned, never a mean.
+
+Position t predicts token t + 1; the shift happens in ``logits.target_positions`` and nowhere else. Target positions
+are those whose next token is learned; they alone go through the head, in chunks (``ops.cross_entropy``).
+``fused_loss: false`` computes all logits of all positions instead, and gives the same numbers.
+"""
+
+# B rows, T tokens in a row, S sequences in a padding-free row, N target positions, H hidden size, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, is_grad_enabled, nn
+
+from burnish.config.checks import check, notes
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import option
+from burnish.kernels.cross_entropy import TokenLoss, TokenSums
+from burnish.kernels.head_kernels import BACKENDS, LIBRARIES, head_obstacle
+from burnish.kernels.probe import Fitted, Head, causal_lm
+from burnish.kernels.tied import TIED, TiedEmbedding
+from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Row
+from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
+from burnish.losses.logits import NOT_FOR_THE_MODEL, logits_at
+from burnish.losses.neftune import EmbeddingNoise
+from burnish.losses.targets import Targets, collate_learned, sums_of_hidden, sums_of_logits
+from burnish.parallel.choices import DeviceChoice
+from burnish.parallel.options import device_of
+from burnish.utils.patching import PatchChoice, PatchOptions, allows
+
+_EVERYTHING = PatchOptions()
+
+
+@dataclass
+class LmOptions:
+    """Loss of a language model."""
+
+    label_smoothing_factor: float = option(0.0, "Share of each target spread over the whole vocabulary.", ge=0, lt=1)
+    neftune_noise_alpha: float | None = option(None, "Size of the noise on embeddings in training (NEFTune).", gt=0)
+    fused_loss: bool | str = option(
+        "auto", "Head and loss in chunks, without all logits; auto does so where the model's head allows it. By name: "
+        "chunked is burnish's own, liger and cut_cross_entropy are kernels of other libraries, for a GPU.",
+        choices=("auto", True, False, *BACKENDS),
+    )  # fmt: skip
+    use_dft_loss: bool = option(
+        False, "Multiply the loss of each token by the probability that the model gives it (DFT)."
+    )
+    use_eaft_loss: bool = option(
+        False, "Multiply the loss of each token by how undecided the model is between its likeliest candidates (EAFT)."
+    )
+    eaft_alpha: float = option(1.0, "The power to which EAFT raises that entropy.", ge=0)
+    router_aux_loss_coef: float | None = option(
+        None, "Weight of the loss that balances a mixture of experts; as the model's config says if not given.", ge=0,
+        aliases=("moe_aux_loss_coef",),
+    )  # fmt: skip
+    compute_accuracy: bool = option(False, "Log the share of tokens whose most probable candidate is right.")
+    compute_entropy: bool = option(False, "Log the mean entropy of the predictions.")
+
+
+class CheckpointingChoices(Protocol):
+    """The options of gradient checkpointing."""
+
+    gradient_checkpointing: bool
+    gradient_checkpointing_kwargs: dict[str, Any] | None
+
+
+class LmChoices(CheckpointingChoices, DeviceChoice, PatchChoice, Protocol):
+    """The options of the loss of a language model."""
+
+    compute_accuracy: bool
+    compute_entropy: bool
+    eaft_alpha: float
+    fused_loss: bool | str
+    label_smoothing_factor: float
+    neftune_noise_alpha: float | None
+    router_aux_loss_coef: float | None
+    use_dft_loss: bool
+    use_eaft_loss: bool
+
+
+@check
+def check_fused_loss(options: LmChoices) -> list[Problem]:
+    """Refuse a kernel for the loss that was asked for by name and cannot run here, or not with the other options."""
+    reason = head_obstacle(way_of(options), device_of(options), token_loss(options)) if options.fused_loss else ""
+    if not reason:
+        return []
+    return [
+        Problem(
+            f"fused_loss: {options.fused_loss} cannot be used. {reason}",
+            remedy="Leave fused_loss out.",
+            option="fused_loss",
+        )
+    ]
+
+
+@check
+def check_loss_factors(options: LmChoices) -> list[Problem]:
+    if not (options.use_dft_loss and options.use_eaft_loss):
+        return []
+    return [
+        Problem(
+            '"use_dft_loss" and "use_eaft_loss" are two losses.',
+            remedy="Leave one of the two out.",
+            option=("use_dft_loss", "use_eaft_loss"),
+        )
+    ]
+
+
+@notes
+def loss_notes(options: LmChoices) -> list[str]:
+    if options.eaft_alpha == LmOptions().eaft_alpha or options.use_eaft_loss:
+        return []
+    return ['"eaft_alpha" has no effect without use_eaft_loss.']
+
+
+def way_of(options: LmChoices) -> str:
+    """The backend of ``ops.head_kernels`` that computes head and loss, where they are fused."""
+    return options.fused_loss if options.fused_loss in LIBRARIES else "chunked"
+
+
+def token_loss(options: LmChoices, softcap: float | None = None) -> TokenLoss:
+    factor: Literal["dft", "eaft"] | None = "dft" if options.use_dft_loss else "eaft" if options.use_eaft_loss else None
+    return TokenLoss(
+        options.label_smoothing_factor, softcap, options.compute_accuracy, options.compute_entropy, factor,
+        options.eaft_alpha,
+    )  # fmt: skip
+
+
+class LmObjective(StageObjective):
+    """Base of pretraining and supervised fine-tuning, which differ only in how an example becomes a row.
+
+    Args:
+        options: the flat options; those of ``LmOptions`` are read.
+        template: examples -> rows.
+        tokenizer: what every objective is given; not read here.
+    """
+
+    def __init__(self, options: LmChoices, template: RowEncoder, tokenizer: Any = None) -> None:
+        self.options = options
+        self.template = template
+        self.head: Head | None = None
+        self.makes_some_logits = False
+        self.collate: Collate = unfitted
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics of an evaluation; the last only for models with a router."""
+        accuracy, entropy = self.options.compute_accuracy, self.options.compute_entropy
+        return ["loss", *["accuracy"] * accuracy, *["entropy"] * entropy, "aux_loss"]
+
+    def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
+        """Take over how the model makes its logits.
+
+        Args:
+            fitted: what the model was asked (``models.fitted``).
+            collate: rows -> micro-batch, padding-free or padded (``data.batches.batching.collator``).
+        Returns:
+            Sentences for the user.
+        Raises:
+            UserError: where ``fused_loss`` is asked for and the head of the model does not allow it, and where the loss
+                of a router would have no gradient.
+        """
+        self.collate, inner = partial(collate_learned, collate), causal_lm(fitted.model)
+        if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
+            raise UserError(ROUTER_WITHOUT_GRADIENT)
+        if self.options.fused_loss is False:
+            return []
+        self.head, self.makes_some_logits = fitted.head, fitted.makes_some_logits
+        if self.head is not None:
+            bias, weight = self.head.linear.bias, self.head.linear.weight
+            what = head_obstacle(way_of(self.options), weight.device, token_loss(self.options), bias is not None)
+        else:
+            what = f"The head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
+        if what and self.options.fused_loss != "auto":
+            asked = str(self.options.fused_loss).lower()
+            raise UserError(f'"fused_loss" is {asked}. {what}', remedy="Leave fused_loss out.", option="fused_loss")
+        return [f"{what} Its loss is made of whole logits, which takes more memory."] if what else []
+
+    def allows_prefix_sharing(self, model: nn.Module) -> bool:
+        """Return whether tokens that no loss depends on may be skipped, and shared prefixes be computed once. Not where
+        each token of a row gets noise of its own, nor where a loss is a mean over all tokens."""
+        aux = aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
+        return self.options.neftune_noise_alpha is None and not aux
+
+    def module(self, model: nn.Module) -> nn.Module:
+        """The model and its loss as one module. Call ``fit`` first."""
+        return ModelWithLoss(model, self.head, self.makes_some_logits, self.options, self.options)
+
+    def num_items(self, batch: Batch) -> Tensor:
+        """() the number of learned tokens, or the sum of their weights."""
+        is_learned: Tensor = batch["labels"][:, 1:] != IGNORE_INDEX
+        if "loss_weights" in batch:
+            return is_learned.mul(batch["loss_weights"][:, 1:]).sum()
+        return is_learned.sum().float()
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        """Compute the loss. Args: module: the result of ``module``, wrapped by the engine."""
+        loss: Loss = module(batch)
+        return loss
+
+
+@OBJECTIVES.register("sft", options=LmOptions)
+class SftObjective(LmObjective):
+    """Supervised fine-tuning: answers, given the text before them."""
+
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[Row | None]:
+        """Encode conversations. Args: truncate: without effect: they are always truncated, turn by turn."""
+        return self.template.encode_flat(examples, tally)
+
+
+@OBJECTIVES.register("pt", options=LmOptions)
+class PretrainObjective(LmObjective):
+    """Pretraining: plain text, all of it."""
+
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[Row | None]:
+        """Encode texts. Args: truncate: to ``cutoff_len``; false where packing splits rows (``splits_rows``)."""
+        return self.template.encode_text(examples, tally, truncate=truncate)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def unfitted(rows: Sequence[Row]) -> Batch:
+    raise RuntimeError("The objective was not fitted to a model; call fit() before collate().")
+
+
+# --- model and loss ---------------------------------------------------------------------------------------------------
+
+
+class ModelWithLoss(nn.Module):
+    """A causal language model and its loss as one module: a micro-batch goes in, a ``Loss`` comes out.
+
+    So the wrapper of an engine is called once per micro-batch, and all weights, the head's too, are used inside that
+    call. Wrappers need this to sync gradients and to gather sharded weights.
+
+    Args:
+        model: a causal language model of transformers, adapted or not.
+        head: the model's head; None to let the model compute its logits.
+        makes_some_logits: whether the model can compute the logits of chosen positions alone.
+        options: those of ``LmOptions`` are read.
+        patches: whether the embedding may be patched.
+    """
+
+    def __init__(
+        self, model: nn.Module, head: Head | None, makes_some_logits: bool, options: LmChoices,
+        patches: PatchChoice = _EVERYTHING,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        inner = causal_lm(model)
+        self.model = model
+        self._head = head
+        self._tied = tied_embedding(inner, head) if head is not None and allows(patches, TIED) else None
+        self._way = way_of(options)
+        self._rules = token_loss(options, head.softcap if head else None)
+        self._makes_some_logits = makes_some_logits
+        self._aux_coefficient = aux_coefficient(inner, options.router_aux_loss_coef)
+        alpha = options.neftune_noise_alpha
+        self._noise = EmbeddingNoise(inner.get_input_embeddings(), alpha) if alpha is not None else None
+
+    def forward(self, batch: Batch) -> Loss:
+        """The sum over the learned tokens of a micro-batch; an exact zero, with a graph, where there are none."""
+        targets = Targets.of(batch["labels"], batch.get("target_positions"), batch.get("loss_weights"))
+        inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
+        inputs["use_cache"] = False  # with a cache, the sequences of a padding-free row would attend to each other
+        with self._noise.around(batch) if self._noise and self.training else nullcontext():
+            if self._head is not None and not self._aux_coefficient:
+                return self._loss(self._sums_in_chunks(self._head, inputs, targets))
+            return self._loss_from_logits(inputs, targets)
+
+    def _sums_in_chunks(self, head: Head, inputs: dict[str, Any], targets: Targets) -> TokenSums:
+        """Compute the sums from hidden states, in chunks."""
+        is_joined = self._tied is not None and head.linear.weight.requires_grad and is_grad_enabled()
+        with self._tied.joined() if self._tied is not None and is_joined else nullcontext() as joined:
+            hidden = head.hidden_at(targets.positions, **inputs)  # (N, H)
+        # Asked for now: ZeRO-3 took a tied weight away again when the embedding had run.
+        weight = head.linear.weight if joined is None else joined
+        return sums_of_hidden(hidden, head, targets, self._rules, self._way, weight)
+
+    def _loss_from_logits(self, inputs: dict[str, Any], targets: Targets) -> Loss:
+        """From logits that the model makes: of learned positions where it can make some only, else of all."""
+        asks_router = bool(self._aux_coefficient)
+        of_targets, output = logits_at(self.model, inputs, targets.positions, self._makes_some_logits, asks_router)
+        sums = sums_of_logits(of_targets, targets, self._rules)
+        aux = output.aux_loss * targets.counts.sum() if self._aux_coefficient else None
+        return self._loss(sums, aux)
+
+    def _loss(self, sums: TokenSums, aux: Tensor | None = None) -> Loss:
+        """Combine the sums to a ``Loss``. Args: aux: () the loss of a router: its mean over tokens times the weight of
+        the micro-batch."""
+        named = {}
+        if self._rules.accuracy:
+            named["accuracy"] = sums.correct
+        if self._rules.entropy:
+            named["entropy"] = sums.entropy
+        if aux is None:
+            return Loss(sums.total, named)
+        return Loss(sums.total + self._aux_coefficient * aux, named | {"aux_loss": aux.detach()})
+
+
+def tied_embedding(model: Any, head: Head) -> TiedEmbedding | None:
+    """The embedding, where it shares the weight of the head and does no more than to look up."""
+    embedding = model.get_input_embeddings()
+    return TiedEmbedding.of(embedding) if getattr(embedding, "weight", None) is head.linear.weight else None
+
+
+def is_reentrant(options: CheckpointingChoices) -> bool:
+    given = options.gradient_checkpointing_kwargs if options.gradient_checkpointing else None
+    return bool((given or {}).get("use_reentrant"))
+
+
+ROUTER_WITHOUT_GRADIENT = Problem(
+    'gradient_checkpointing_kwargs: "use_reentrant" is true, and the model has a router. That way runs a layer without '
+    "a graph first, and what the router says there is what its loss is made of: the loss would move nothing.",
+    remedy="Leave use_reentrant out, or set router_aux_loss_coef: 0.",
+    option="gradient_checkpointing_kwargs",
+)
+
+
+def aux_coefficient(model: Any, given: float | None) -> float:
+    """The weight of the loss that balances experts: as given, or the config's where the config asks for that loss.
+
+    Raises:
+        UserError: where one is given, and the model has no router.
+    """
+    config = model.config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None)
+    if given and own is None:
+        raise UserError(
+            f'"router_aux_loss_coef" balances a mixture of experts, and {type(model).__name__} has none.',
+            remedy="Leave it out.",
+            option="router_aux_loss_coef",
+        )
+    if given is not None:
+        return given
+    return float(own or 0.0) if getattr(config, "output_router_logits", False) else 0.0

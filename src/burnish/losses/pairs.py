@@ -1,0 +1,431 @@
+"""``stage: dpo``: learning from pairs of answers, the better one named.
+
+In: pairs, a template, a causal language model, a reference. Out: rows of two sequences; micro-batches in which the two
+lie next to each other behind one prompt; per pair one of the losses of ``preference_losses``, as a sum over pairs.
+
+Nothing is a mean over a micro-batch: what couples the pairs of a step (AOT's ranks, BCO's baseline, means over tokens)
+and what the reference says are found in ``ready``, once per step, before the first gradient.
+"""
+
+# P pairs in a micro-batch, S = 2P sequences, N learned tokens
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from burnish.config.errors import UserError
+from burnish.kernels.elementwise import rounding_as_trained
+from burnish.kernels.probe import Fitted, Head, causal_lm, find_head, makes_some_logits
+from burnish.kernels.token_logps import LogpRules
+from burnish.loop.modes import evaluating
+from burnish.loop.protocols import Engine
+from burnish.loop.types import Batch, Example, Loss, Metric, Row, Stateful, Sum
+from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
+from burnish.losses.lm import (
+    ROUTER_WITHOUT_GRADIENT,
+    CheckpointingChoices,
+    aux_coefficient,
+    is_reentrant,
+    unfitted,
+)
+from burnish.losses.preference_losses import (
+    PAIR_LOSSES,
+    LossShape,
+    Matches,
+    PairLoss,
+    Pairs,
+    Side,
+    alphapo,
+    at_same_rank,
+    bco,
+    log_odds,
+    odds_ratio_loss,
+    wpo_weights,
+)
+from burnish.losses.preference_options import PairOptions
+from burnish.losses.reference import Following, Reference
+from burnish.losses.sequence_logps import (
+    SequenceModel,
+    SequenceValues,
+    collate_sequences,
+    factors_beyond,
+    mean_row,
+)
+from burnish.utils.patching import PatchChoice
+
+
+class PairChoices(CheckpointingChoices, PatchChoice, Protocol):
+    """The options of losses over answers."""
+
+    alphapo_alpha: float
+    cpo_alpha: float
+    discopop_tau: float
+    dpo_label_smoothing: float
+    dpop_lambda: float
+    f_alpha_divergence_coef: float
+    f_divergence_type: str
+    fused_loss: bool | str
+    ld_alpha: float | None
+    pref_bco_weight: float
+    pref_beta: float
+    pref_ftx: float
+    pref_loss: list[str]
+    pref_loss_weights: list[float] | None
+    router_aux_loss_coef: float | None
+    simpo_gamma: float
+    use_weighting: bool
+
+
+class AnswersObjective(StageObjective):
+    """Base of learning from pairs and from verdicts: log-probabilities of answers under policy and reference.
+
+    Args:
+        options: the flat options.
+        template: examples -> rows.
+        tokenizer: what every objective is given; not read here.
+
+    Attributes:
+        reference: whoever assembles the run sets it, where ``needs_reference``.
+    """
+
+    asks_evenness = False
+    needs_reference = True
+
+    def __init__(self, options: PairChoices, template: RowEncoder, tokenizer: Any = None) -> None:
+        self.options = options
+        self.template = template
+        self.reference: Reference | None = None
+        self.head: Head | None = None
+        self.makes_some_logits = False
+        self.aux_coefficient = 0.0
+        self.collate: Collate = unfitted
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        """The objective's own parts of a checkpoint."""
+        return {} if self.reference is None else self.reference.parts
+
+    def setup(self, module: nn.Module) -> None:
+        if self.reference is not None:
+            self.reference.setup(module)
+
+    def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
+        """Take over how the model makes its logits. As ``LmObjective.fit``."""
+        self.collate, inner = partial(self._collated, collate), causal_lm(fitted.model)
+        if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
+            raise UserError(ROUTER_WITHOUT_GRADIENT)
+        self.head, self.makes_some_logits = fitted.head, fitted.makes_some_logits
+        if self.head is not None or self.options.fused_loss is False:
+            return []
+        name = type(inner).__name__
+        return [f"The head of {name} is not a plain linear layer: its logits are made whole, which takes more memory."]
+
+    def allows_prefix_sharing(self, model: nn.Module) -> bool:
+        return not aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
+
+    def module(self, model: nn.Module) -> SequenceModel:
+        """The model as one that is asked for answers. ``fit`` comes first."""
+        options = self.options
+        rules = LogpRules(
+            self.head.softcap if self.head else None, accuracy=True, entropy=True, evenness=self.asks_evenness
+        )  # fmt: skip
+        self.aux_coefficient = aux_coefficient(causal_lm(model), options.router_aux_loss_coef)
+        return SequenceModel(model, self.head, self.makes_some_logits, rules, bool(self.aux_coefficient), options)
+
+    def module_of_reference(self, model: nn.Module) -> SequenceModel:
+        """A second model as one that is asked the same."""
+        head = None if self.options.fused_loss is False else find_head(model)
+        rules = LogpRules(head.softcap if head else None)
+        return SequenceModel(model, head, head is None and makes_some_logits(model), rules, False, self.options)
+
+    def num_items(self, batch: Batch) -> Tensor:
+        """() pairs, or records."""
+        items: Tensor = batch["items"]
+        return items.sum()
+
+    def answered(self, module: nn.Module, batch: Batch) -> SequenceValues:
+        """Log-probabilities of the policy; in an evaluation too with the rounding of a step, so that an
+        untouched model is its own reference to the bit."""
+        with rounding_as_trained():
+            values: SequenceValues = module(batch)
+        return values
+
+    def step_begins(self, module: nn.Module) -> None:
+        """A step, or an evaluation, begins."""
+        if isinstance(self.reference, Following) and module.training:
+            self.reference.step_begins()
+
+    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+        raise NotImplementedError
+
+    def _reference_logps(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> list[Tensor]:
+        """(S,) of each micro-batch, under the reference: as its rows have it, or asked now."""
+        if all("reference" in batch for batch in batches):
+            return [batch["reference"] for batch in batches]
+        if self.reference is None:
+            what = "The reference's numbers were computed before training, and these rows were not among them."
+            raise UserError(what, remedy="Give them as an evaluation set from the start.")
+        with self.reference.answering(module) as answering, engine.other_modules(), asking(answering, engine):
+            return [answering(batch).logps for batch in batches]
+
+
+@OBJECTIVES.register("dpo", options=PairOptions)
+class PairObjective(AnswersObjective):
+    """Pairs of answers, the better one named (DPO and its relatives)."""
+
+    def __init__(self, options: PairChoices, template: RowEncoder, tokenizer: Any = None) -> None:
+        super().__init__(options, template, tokenizer)
+        self.losses: list[PairLoss] = [PAIR_LOSSES[name] for name in options.pref_loss]
+        self.weights: list[float] = options.pref_loss_weights or [1.0] * len(self.losses)
+        self.needs_reference = any(loss.needs_reference for loss in self.losses) or bool(options.pref_bco_weight)
+        self.averages = any(loss.averages for loss in self.losses) and not self.needs_reference
+        self.sorts = next((name for name in options.pref_loss if PAIR_LOSSES[name].sorts), None)
+        self.counts_tokens = any(loss.counts_tokens for loss in self.losses) or bool(options.cpo_alpha)
+        self.asks_evenness = options.use_weighting
+        self.baseline = RunningMean()
+        self.shape = LossShape(
+            options.pref_beta, options.dpo_label_smoothing, options.simpo_gamma, options.discopop_tau,
+            options.f_divergence_type, options.f_alpha_divergence_coef, options.dpop_lambda, options.alphapo_alpha,
+        )  # fmt: skip
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        own: dict[str, Stateful] = {"bco_baseline": self.baseline} if self.options.pref_bco_weight else {}
+        return {**super().parts, **own}
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics of an evaluation."""
+        names = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins"))]
+        return [*names, "logps/chosen", "logps/rejected"]
+
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]:
+        """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
+        return self.template.encode_pairs(examples, tally)
+
+    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+        """The micro-batch, and of its pairs ``items`` (P,), what each counts; ``reference`` (S,) where rows have it."""
+        batch = collate_sequences(collate, [answer for row in rows for answer in two_answers(row)])
+        batch["items"] = torch.ones(len(rows))
+        if self.options.ld_alpha is not None:
+            shorter = batch["lengths"].view(-1, 2).amin(-1).repeat_interleave(2)
+            batch["factors"] = factors_beyond(batch["owner"], shorter, self.options.ld_alpha)
+        if self.needs_reference and all("reference_chosen_logps" in row for row in rows):
+            given = [[row["reference_chosen_logps"], row["reference_rejected_logps"]] for row in rows]
+            batch["reference"] = torch.tensor(given).flatten()
+        return batch
+
+    def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]:
+        """Columns of ``rows``: what the reference says of both answers."""
+        (logps,) = self._reference_logps(module, [engine.to_device(self.collate(rows))], engine)
+        return {f"reference_{side}_logps": logps[at::2].tolist() for at, side in enumerate(("chosen", "rejected"))}
+
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+        """Each micro-batch with what the reference says of it, and with what its loss has to know of the whole step."""
+        found: list[dict[str, Any]] = [{} for _ in batches]
+        self.step_begins(module)
+        if self.needs_reference:
+            for more, logps in zip(found, self._reference_logps(module, batches, engine), strict=True):
+                more["reference"] = logps
+        if (row := mean_row(self.head, engine)) is not None:
+            found = [{**more, "mean_row": row} for more in found]
+        made = [{**batch, **more} for batch, more in zip(batches, found, strict=True)]
+        if self.counts_tokens:
+            share = token_share(made, engine)
+            made = [{**batch, "pairs_per_token": share} for batch in made]
+        if self.sorts or (self.options.pref_bco_weight and module.training):
+            made = self._with_the_step(module, made, engine)
+        if self.options.pref_bco_weight:
+            made = [{**batch, "baseline": self.baseline.value.to(engine.device)} for batch in made]
+        return made
+
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+        """As ``Objective.iter_eval``; ranks are those among all pairs of the set, and a mean over tokens is one over
+        the tokens of the set."""
+        if self.sorts:
+            yield from self.prepare_step(module, [engine.to_device(batch) for batch in batches], engine)
+            return
+        share = token_share(map(engine.to_device, batches), engine) if self.counts_tokens else None
+        for batch in batches:
+            (made,) = self.prepare_step(module, [engine.to_device(batch)], engine)
+            yield made if share is None else {**made, "pairs_per_token": share}
+
+    def _with_the_step(self, module: nn.Module, batches: list[Batch], engine: Engine) -> list[Batch]:
+        """Compute the policy's log-probabilities of the step's pairs without gradient: for ranks and BCO's baseline."""
+        with asking(module, engine):
+            pairs = [self._pairs(module(batch), batch) for batch in batches]
+        if self.options.pref_bco_weight and module.training:
+            self._move_baseline(pairs, batches, engine)
+        return with_matches(pairs, batches, engine, self.sorts) if self.sorts else batches
+
+    def _move_baseline(self, pairs: Sequence[Pairs], batches: Sequence[Batch], engine: Engine) -> None:
+        rewards = [
+            (self.shape.beta * (pair.chosen.ratio + pair.rejected.ratio) * batch["items"]).sum()
+            for pair, batch in zip(pairs, batches, strict=True)
+        ]
+        count = 2 * torch.stack([batch["items"].sum() for batch in batches]).sum()
+        total, number = engine.sum(torch.stack([torch.stack(rewards).sum(), count])).unbind()
+        self.baseline.add(total, number)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        values = self.answered(module, batch)
+        pairs, items = self._pairs(values, batch), batch["items"]
+        losses = sum(
+            weight * loss.of(pairs, self.shape) for weight, loss in zip(self.weights, self.losses, strict=True)
+        )
+        assert isinstance(losses, Tensor)
+        losses = self._with_additions(losses, pairs, values, batch)
+        metrics: dict[str, Metric] = {
+            name: (value * items).sum() for name, value in self._measured(pairs).items()
+        } | token_metrics(values, batch)
+        total = (losses * items).sum()
+        if values.aux is not None:
+            metrics["aux_loss"] = (values.aux * items.sum()).detach()
+            total = total + self.aux_coefficient * values.aux * items.sum()
+        rewards = [self._reward(side) for side in detached(pairs)[:2]]
+        return Loss(total, metrics, outputs=torch.stack(rewards, 1).flatten())
+
+    def _pairs(self, values: SequenceValues, batch: Batch) -> Pairs:
+        """Chosen and rejected answers lie in turns."""
+        reference = batch["reference"] if self.needs_reference else torch.zeros_like(values.logps.detach())
+        chosen, rejected = (Side(values.logps[at::2], reference[at::2], batch["lengths"][at::2]) for at in (0, 1))
+        matches = None
+        if "matches_chosen" in batch:
+            matches = Matches(batch["matches_chosen"], batch["matches_rejected"])
+        return Pairs(chosen, rejected, matches, batch.get("pairs_per_token"))
+
+    def _with_additions(self, losses: Tensor, pairs: Pairs, values: SequenceValues, batch: Batch) -> Tensor:
+        options = self.options
+        if options.use_weighting:
+            means = values.evenness / batch["lengths"]
+            losses = losses * wpo_weights(means[0::2], means[1::2])
+        if options.pref_bco_weight:
+            weight = options.pref_bco_weight
+            losses = (losses + weight * bco(pairs, self.shape, batch["baseline"])) / (1 + weight)
+        if options.pref_ftx:
+            losses = losses - options.pref_ftx * pairs.chosen.mean
+        if options.cpo_alpha:
+            losses = losses + options.cpo_alpha * PAIR_LOSSES["sft"].of(pairs, self.shape)
+        return losses
+
+    def _measured(self, pairs: Pairs) -> dict[str, Tensor]:
+        """(P,) of each metric, without a gradient. A tie is no success."""
+        pairs = detached(pairs)
+        chosen, rejected = (self._shown(side) for side in pairs[:2])
+        rewards = [self._reward(side) for side in pairs[:2]]
+        found = {
+            "rewards/chosen": rewards[0],
+            "rewards/rejected": rewards[1],
+            "rewards/accuracies": (rewards[0] > rewards[1]).float(),
+            "rewards/margins": rewards[0] - rewards[1],
+            "logps/chosen": chosen,
+            "logps/rejected": rejected,
+        }
+        if "orpo" in self.options.pref_loss:
+            ratio = odds_ratio_loss(pairs)
+            found |= {"sft_loss": -pairs.chosen.mean, "nll_loss": -pairs.chosen.mean, "odds_ratio_loss": ratio}
+            found |= {"log_odds_ratio": -ratio, "log_odds_chosen": log_odds(pairs)}
+        if self.counts_tokens:
+            found["nll_loss"] = PAIR_LOSSES["sft"].of(pairs, self.shape)
+        return found
+
+    def _reward(self, side: Side) -> Tensor:
+        """(P,) β r(y), or without a reference β times what is logged of the answer, as AlphaPO bends it."""
+        return self.shape.beta * (side.ratio if self.needs_reference else alphapo(self._shown(side), self.shape))
+
+    def _shown(self, side: Side) -> Tensor:
+        """(P,) what is logged of an answer: its sum, or for a loss of means its mean."""
+        return side.mean if self.averages else side.logps
+
+
+@contextmanager
+def asking(module: nn.Module, engine: Engine) -> Iterator[None]:
+    """Around a pass whose numbers are compared with those of a step, without a gradient."""
+    with evaluating(module), rounding_as_trained(), engine.precision():
+        yield
+
+
+# --- small parts ------------------------------------------------------------------------------------------------------
+
+
+class RunningMean:
+    """The mean of all that was added, each number counting once (BCO's baseline δ)."""
+
+    def __init__(self) -> None:
+        self.value, self.count = torch.zeros(()), torch.zeros(())
+
+    def add(self, total: Tensor, count: Tensor) -> None:
+        """Args: total: () the sum of ``count`` () more numbers."""
+        total, count = total.detach().float().cpu(), count.detach().float().cpu()
+        self.count = self.count + count
+        self.value = self.value + (total - self.value * count) / self.count.clamp(min=1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"value": self.value, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value, self.count = state["value"].cpu(), state["count"].cpu()
+
+
+def two_answers(row: Row) -> list[Row]:
+    """The two sequences of a pair, the chosen one first."""
+    return [
+        {"input_ids": row["chosen_input_ids"], "labels": row["chosen_labels"]},
+        {"input_ids": row["rejected_input_ids"], "labels": row["rejected_labels"]},
+    ]
+
+
+def detached(pairs: Pairs) -> Pairs:
+    chosen, rejected = (Side(*(values.detach() for values in side)) for side in (pairs.chosen, pairs.rejected))
+    return pairs._replace(chosen=chosen, rejected=rejected)
+
+
+def token_share(batches: Iterable[Batch], engine: Engine) -> Tensor:
+    """() the number of pairs over that of the learned tokens of their chosen answers, over all ranks."""
+    counts = [torch.stack([batch["items"].sum(), (batch["lengths"][0::2] * batch["items"]).sum()]) for batch in batches]
+    pairs, tokens = engine.sum(torch.stack(counts).sum(0)).unbind()
+    share: Tensor = pairs / tokens.clamp(min=1)
+    return share
+
+
+def with_matches(pairs: Sequence[Pairs], batches: Sequence[Batch], engine: Engine, name: str) -> list[Batch]:
+    """With (P,) ``matches_chosen`` and ``matches_rejected``: what stands at the same rank among all pairs of a step."""
+    items = torch.cat([batch["items"] for batch in batches])
+    if name == "aot":
+        values = torch.cat([pair.chosen.logps - pair.rejected.logps for pair in pairs])
+        others = torch.cat([pair.chosen.reference - pair.rejected.reference for pair in pairs])
+    else:
+        values, others = (
+            torch.cat([side.ratio for side in sides]) for sides in zip(*(p[:2] for p in pairs), strict=True)
+        )
+    gathered = engine.gather(torch.stack([values, others, items]))  # (3 for each rank, most pairs of a rank)
+    every = gathered.view(-1, 3, gathered.shape[1]).transpose(0, 1).flatten(1)
+    counts = every[2] > 0
+    one, other = (torch.zeros_like(every[0]) for _ in range(2))
+    one[counts] = at_same_rank(every[0][counts], every[1][counts])
+    other[counts] = one[counts] if name == "aot" else at_same_rank(every[1][counts], every[0][counts])
+    own = slice(engine.rank * (len(one) // engine.world_size), None)
+    sizes = [len(batch["items"]) for batch in batches]
+    ours = [torch.split(matches[own][: sum(sizes)], sizes) for matches in (one, other)]
+    return [{**batch, "matches_chosen": a, "matches_rejected": b} for batch, a, b in zip(batches, *ours, strict=True)]
+
+
+def token_metrics(values: SequenceValues, batch: Batch) -> dict[str, Metric]:
+    """Means over the learned tokens of pairs, each with its own count."""
+    counted = batch["items"].repeat_interleave(2)  # (S,)
+    sides = {"chosen": slice(0, None, 2), "rejected": slice(1, None, 2)}
+    found: dict[str, Metric] = {}
+    if "mean_row" in batch:
+        for name, side in sides.items():
+            count = (batch["lengths"] * counted)[side].sum()
+            found[f"logits/{name}"] = Sum((values.mean_logits * counted)[side].sum(), count)
+    lengths, chosen = batch["lengths"] * counted, sides["chosen"]
+    found["entropy"] = Sum((values.entropy * counted).sum(), lengths.sum())
+    found["mean_token_accuracy"] = Sum((values.correct * counted)[chosen].sum(), lengths[chosen].sum())
+    return found

@@ -1,0 +1,278 @@
+"""The options of preference learning, and what can be found wrong with them before anything is read.
+
+Names and defaults are LLaMA-Factory's where it has the option, else TRL's; TRL's name of the same thing is an alias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from burnish.config.checks import check, notes
+from burnish.config.errors import Problem
+from burnish.config.options import changed_options, option, specs
+from burnish.losses.base import OBJECTIVES
+from burnish.losses.preference_losses import PAIR_LOSSES
+
+PREFERENCE_STAGES = ("rm", "dpo", "kto")
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+_OF_SFT = {"nll": "", "dft": "For TRL's dft set use_dft_loss: true."}
+REMOVED = {"kto_pair": "pref_loss: kto_pair was removed; use stage: kto, or pref_loss: bco_pair."}
+_OF_ANSWERS = ("train_on_prompt", "mask_history", "neat_packing", "predict_with_generate")
+_PAPER_BETA = 1.0
+_FULL_RATE = 2e-5
+
+
+@dataclass
+class PreferenceOptions:
+    """Preferences: options of stages dpo and kto."""
+
+    pref_beta: float = option(
+        0.1, "How far the policy may go from the reference: β of every loss of preferences.", gt=0,
+        aliases=("beta", "dpo_beta", "orpo_beta"),
+    )  # fmt: skip
+    pref_ftx: float = option(
+        0.0, "Weight of the chosen answers' own loss, a mean over tokens, which keeps them likely.", ge=0,
+        aliases=("dpo_ftx", "rpo_alpha"),
+    )  # fmt: skip
+    disable_dropout: bool = option(True, "No dropout in a model that learns from preferences, LoRA's neither.")
+
+
+@dataclass
+class ReferenceOptions:
+    """Reference model."""
+
+    ref_model: str | None = option(
+        None, "The reference model; the start of this run where none is named.", names_place=True
+    )
+    ref_model_adapters: list[str] | None = option(None, "Adapters that are merged into it, in order.", names_place=True)
+    ref_model_quantization_bit: int | None = option(None, "Load it in so many bits.", choices=(4, 8))
+    sync_ref_model: bool = option(False, "Move the reference towards the policy every ref_model_sync_steps (TR-DPO).")
+    ref_model_mixup_alpha: float = option(0.6, "The policy's share when it moves.", gt=0, le=1)
+    ref_model_sync_steps: int = option(512, "Steps between two moves.", ge=1, unit="steps")
+    precompute_ref_log_probs: bool = option(
+        False, "Ask the reference about every row once, before the first step; full training then keeps no copy of its "
+        "start, and steps are shorter.",
+    )  # fmt: skip
+
+
+@dataclass
+class PairOptions:
+    """Learning from pairs of answers."""
+
+    pref_loss: list[str] = option(
+        ["sigmoid"], "The loss of a pair; several are added.", choices=tuple(PAIR_LOSSES),
+        refused=lambda: (*REMOVED, "nll", "dft"),
+        aliases=("loss_type", "dpo_loss"),
+    )  # fmt: skip
+    pref_loss_weights: list[float] | None = option(
+        None, "What each of several losses counts; 1 each if not given.", aliases=("loss_weights",)
+    )
+    dpo_label_smoothing: float = option(
+        0.0, "The share of pairs whose answers are taken to be swapped; for sigmoid, robust, exo_pair and aot.", ge=0,
+        lt=0.5, aliases=("label_smoothing",),
+    )  # fmt: skip
+    pref_bco_weight: float = option(0.0, "Weight of BCO's loss, with a moving baseline, beside the loss.", ge=0)
+    simpo_gamma: float = option(0.5, "The margin between two answers that simpo asks for.", ge=0)
+    ld_alpha: float | None = option(
+        None, "What tokens beyond the length of the shorter answer count (LD-DPO).", ge=0, le=1
+    )
+    discopop_tau: float = option(0.05, "The temperature of discopop.", gt=0)
+    f_divergence_type: str = option("reverse_kl", "What the policy's distance is measured by.", choices=DIVERGENCES)
+    f_alpha_divergence_coef: float = option(0.5, "The coefficient of alpha_divergence.")
+    use_weighting: bool = option(False, "Weigh each pair by how likely the policy is to write it (WPO).")
+    cpo_alpha: float = option(
+        0.0, "Weight of the chosen answers' loss, a mean over the tokens of the step (CPO).", ge=0
+    )
+    alphapo_alpha: float = option(0.0, "The exponent of AlphaPO, for losses without a reference; 0 is none.")
+    dpop_lambda: float = option(50.0, "Weight of dpop's penalty on chosen answers that become less likely.", ge=0)
+
+
+class FixedReferenceChoices(Protocol):
+    """The options that say whether the reference may move."""
+
+    precompute_ref_log_probs: bool
+    sync_ref_model: bool
+
+
+class PairLossChoices(Protocol):
+    """The options that say what the loss of a pair is."""
+
+    dpo_label_smoothing: float
+    f_divergence_type: str
+    pref_bco_weight: float
+    pref_beta: float
+    pref_loss: list[str]
+    pref_loss_weights: list[float] | None
+    use_weighting: bool
+
+
+class PreferenceChoices(FixedReferenceChoices, PairLossChoices, Protocol):
+    """The options read here."""
+
+    finetuning_type: str
+    kl_pairing: str
+    kto_loss: str
+    learning_rate: float
+    max_tokens_per_batch: int | None
+    packing: bool | None
+    stage: str
+    streaming: bool
+
+
+@check
+def check_preferences(options: PreferenceChoices) -> list[Problem]:
+    """Find options that contradict each other, or that need rows of another stage."""
+    of_sft = [name for name in options.pref_loss if name in _OF_SFT]
+    if options.stage not in PREFERENCE_STAGES:
+        return [Problem('"loss_type" is dft.', remedy=_OF_SFT["dft"], option="pref_loss")] if "dft" in of_sft else []
+    problems = [
+        Problem(f'"pref_loss": {name} is a loss of stage: sft.', option="pref_loss")
+        for name in of_sft
+        if options.stage == "dpo"
+    ]
+    problems += [_only_sft(name) for name in _OF_ANSWERS if getattr(options, name)]
+    if options.packing:
+        problems.append(
+            Problem(
+                '"packing" is true. Pairs are not packed; rows lie flat without padding anyway.',
+                remedy="Leave packing out.",
+                option="packing",
+            )
+        )
+    problems += check_reference(options, options.streaming)
+    problems += _check_pairing(options) if options.stage == "kto" and options.kl_pairing == "group" else []
+    return problems + (check_pairs(options) if options.stage == "dpo" else [])
+
+
+def check_reference(options: FixedReferenceChoices, streams: bool) -> list[Problem]:
+    """Refuse numbers of a reference that would not stay true. Args: streams: whether rows are encoded when they are
+    used."""
+    if not options.precompute_ref_log_probs:
+        return []
+    moves = '"precompute_ref_log_probs" computes the reference\'s numbers once, and "sync_ref_model" moves it.'
+    never = '"precompute_ref_log_probs" asks about every row before the first step, and "streaming" has none by then.'
+    found = (
+        [Problem(moves, remedy="Leave one of them out.", option=("precompute_ref_log_probs", "sync_ref_model"))]
+        if options.sync_ref_model
+        else []
+    )
+    return (
+        [*found, Problem(never, remedy="Leave one of them out.", option=("precompute_ref_log_probs", "streaming"))]
+        if streams
+        else found
+    )
+
+
+def _check_pairing(options: PreferenceChoices) -> list[Problem]:
+    """Refuse what needs to know the other answers of a step before its rows are dealt."""
+    asked = {
+        "precompute_ref_log_probs": options.precompute_ref_log_probs,
+        "max_tokens_per_batch": options.max_tokens_per_batch,
+    }
+    return [
+        Problem(f'"{name}" needs every row before the first step, and kl_pairing: group makes rows of the step.',
+                remedy="Leave one of them out.", option=(name, "kl_pairing"))
+        for name, is_asked in asked.items() if is_asked
+    ]  # fmt: skip
+
+
+def _only_sft(name: str) -> Problem:
+    return Problem(f'"{name}" is for stage: sft; of preferences the answers are learned, and nothing else.',
+                   remedy="Leave it out.", option=name)  # fmt: skip
+
+
+@check
+def check_pairs(options: PairLossChoices) -> list[Problem]:
+    names, weights = options.pref_loss, options.pref_loss_weights
+    problems = [Problem(REMOVED[name], option="pref_loss") for name in names if name in REMOVED]
+    losses = [PAIR_LOSSES[name] for name in names if name in PAIR_LOSSES]
+    if weights is not None and len(weights) != len(names):
+        what = f"pref_loss_weights must have a number for each loss. Received: {len(weights)} for {len(names)}."
+        problems.append(Problem(what, option="pref_loss_weights"))
+    if not names:
+        problems.append(
+            Problem("pref_loss names no loss.", remedy=f"Known: {', '.join(PAIR_LOSSES)}.", option="pref_loss")
+        )
+    smoothing = options.dpo_label_smoothing
+    if smoothing and not any(loss.smooths for loss in losses):
+        what = f'"dpo_label_smoothing" belongs to sigmoid, robust, exo_pair, aot. Received: pref_loss {names[0]}.'
+        problems.append(
+            Problem(what, remedy="Leave it out, or choose one of these.", option=("dpo_label_smoothing", "pref_loss"))
+        )
+    if "exo_pair" in names and not smoothing:
+        what = "pref_loss: exo_pair compares with smoothed labels, so dpo_label_smoothing must be above 0."
+        problems.append(
+            Problem(what, remedy="Set dpo_label_smoothing: 0.001.", option=("pref_loss", "dpo_label_smoothing"))
+        )
+    if options.f_divergence_type != "reverse_kl" and not all(loss.diverges for loss in losses):
+        known = ", ".join(name for name, loss in PAIR_LOSSES.items() if loss.diverges)
+        problems.append(
+            Problem(f'"f_divergence_type" {options.f_divergence_type} is for {known}.', option="f_divergence_type")
+        )
+    if options.use_weighting and any(loss.sorts for loss in losses):
+        problems.append(
+            Problem(
+                '"use_weighting" weighs pairs, and aot compares across pairs.',
+                remedy="Keep one.",
+                option="use_weighting",
+            )
+        )
+    return problems
+
+
+@notes
+def preference_notes(options: PreferenceChoices) -> list[str]:
+    """Notes on options that have no effect, or are probably not meant."""
+    stage, why = options.stage, f"stage is {options.stage}"
+    groups = {member.name: member.options for member in OBJECTIVES if member.name in PREFERENCE_STAGES}
+    others = _unread(options, *(group for name, group in groups.items() if group and name != stage), why=why)
+    if stage not in PREFERENCE_STAGES:
+        return [*_unread(options, PreferenceOptions, ReferenceOptions, why=why), *others]
+    if stage == "rm":
+        shared = [note for note in _unread(options, PreferenceOptions, why=why) if "disable_dropout" not in note]
+        return [*shared, *_unread(options, ReferenceOptions, why=why), *others]
+    named = [name for name in options.pref_loss if name in PAIR_LOSSES]
+    own = pair_notes(options, named) if stage == "dpo" else _pairing_notes(options)
+    return [*own, *others, *_rate_notes(options, "1e-7 to 5e-6")]
+
+
+def _pairing_notes(options: PreferenceChoices) -> list[str]:
+    if options.kl_pairing == "neighbour" or options.kto_loss == "kto":
+        return []
+    return [f'"kl_pairing" has no effect: kto_loss {options.kto_loss} has no other answers.']
+
+
+def _unread(options: PreferenceChoices, *groups: type, why: str) -> list[str]:
+    names = {name for group in groups for name in specs(group)}
+    return [f'"{name}" has no effect: {why}.' for name in changed_options(options) if name in names]
+
+
+def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
+    losses, said = [PAIR_LOSSES[name] for name in names], changed_options(options)
+    shown = ", ".join(names)
+    needs = {
+        "simpo_gamma": "simpo" in names,
+        "discopop_tau": "discopop" in names,
+        "dpop_lambda": "dpop" in names,
+        "f_alpha_divergence_coef": options.f_divergence_type == "alpha_divergence",
+        "alphapo_alpha": any(not loss.needs_reference for loss in losses),
+    }
+    notes = [
+        f'"{name}" has no effect: pref_loss is {shown}.' for name, read in needs.items() if name in said and not read
+    ]
+    if not any(loss.needs_reference for loss in losses) and not options.pref_bco_weight:
+        given = [name for name in specs(ReferenceOptions) if name in said]
+        notes += [f'pref_loss: {shown} needs no reference; "{name}" has no effect.' for name in given]
+    if "simpo" in names and options.pref_beta < _PAPER_BETA:
+        notes.append(f"pref_beta {options.pref_beta:g} makes SimPO's loss flat; the paper uses 2.0 to 2.5.")
+    return notes
+
+
+def _rate_notes(options: PreferenceChoices, usual: str) -> list[str]:
+    if options.finetuning_type != "full" or options.learning_rate < _FULL_RATE:
+        return []
+    return [
+        f"learning_rate {options.learning_rate:g} is one for supervised fine-tuning; preferences are usually learned "
+        f"with {usual}, and above that a model soon writes nothing of use."
+    ]

@@ -1,0 +1,219 @@
+"""The reference with which the policy is compared, as an objective uses it.
+
+A reference is a context, in which a module computes what the reference does. Whoever assembles a run makes one: the
+base model under a new adapter, the weights from which training started, a second frozen model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from burnish.config.errors import UserError
+from burnish.loop.protocols import Engine
+from burnish.loop.types import Stateful
+
+
+class Reference(Protocol):
+    """Attributes: parts: what of it belongs into a checkpoint."""
+
+    parts: Mapping[str, Stateful]
+
+    def setup(self, module: nn.Module) -> None:
+        """Look at the policy as the engine prepared it, once; as ``Objective.begin``."""
+        return
+
+    def answering(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Inside it the module that gives the reference's numbers. Args: module: the policy, as the engine has it."""
+        ...
+
+
+def refuse_pieces(engine: Engine) -> None:
+    """Refuse a reference that moves where each process holds a part of each weight. Raises UserError."""
+    if engine.splits_weights:
+        what = '"sync_ref_model" moves whole weights, and each process holds a part of each (FSDP, ZeRO-3).'
+        raise UserError(what, remedy="Leave it out, or use DDP, ZeRO-1 or ZeRO-2.", option="sync_ref_model")
+
+
+def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that train, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+class AdapterOff(Reference):
+    """The model without its adapter, where that is how the run began.
+
+    Args:
+        adapter: switches itself off (``ModelAdapter.reference``).
+        model: as the adapter attached itself to it.
+    """
+
+    parts: Mapping[str, Stateful] = {}
+
+    def __init__(self, adapter: Any, model: nn.Module) -> None:
+        self.adapter, self.model = adapter, model
+
+    @contextmanager
+    def answering(self, module: nn.Module) -> Iterator[nn.Module]:
+        with self.adapter.reference(self.model):
+            yield module
+
+
+class AsItIs(Reference):
+    """The policy itself, for numbers that are computed before its first step."""
+
+    parts: Mapping[str, Stateful] = {}
+
+    @contextmanager
+    def answering(self, module: nn.Module) -> Iterator[nn.Module]:
+        yield module
+
+
+class StartOfRun(Reference):
+    """The weights that training began with, put in the place of those that train: of a whole model a copy, of an
+    adapter that is continued its size only. They follow from what the run loads at its start, so a resumed run has
+    the same.
+
+    Args:
+        model: as it is about to be trained, in the format in which it is.
+    """
+
+    parts: Mapping[str, Stateful] = {}
+
+    def __init__(self, model: nn.Module) -> None:
+        self.held = {name: (p, p.detach().clone()) for name, p in trained_of(model).items()}
+        self._model: nn.Module | None = None
+
+    def as_model(self, model: nn.Module) -> nn.Module:
+        """A model of its own over the kept weights, which are not copied. Args: model: the policy, as it was given."""
+        if self._model is None:
+            own: dict[int, Any] = {id(p): p for p in model.parameters()}
+            kept = {id(p): nn.Parameter(value, requires_grad=False) for p, value in self.held.values()}
+            self._model = deepcopy(model, own | kept).eval()
+        return self._model
+
+    @contextmanager
+    def answering(self, module: nn.Module) -> Iterator[nn.Module]:
+        trained = {name: parameter.data for name, (parameter, _) in self.held.items()}
+        try:
+            for parameter, value in self.held.values():
+                parameter.data = value
+            yield module
+        finally:
+            for name, (parameter, _) in self.held.items():
+                parameter.data = trained[name]
+
+    def values(self) -> Mapping[str, tuple[nn.Parameter, Tensor]]:
+        """Name -> (the policy's, the reference's)."""
+        return self.held
+
+
+class StartInPieces(Reference):
+    """The same where each rank holds a part of every weight (FSDP, ZeRO-3): it keeps a copy of its parts, and exchanges
+    the numbers of both for the time of the reference's passes.
+
+    ``begin`` is called when the engine has sharded the model, before a checkpoint is loaded.
+    """
+
+    parts: Mapping[str, Stateful] = {}
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.held: list[tuple[Tensor, Tensor]] = []
+
+    def setup(self, module: nn.Module) -> None:
+        """Keep the weights as they are now, unless it did. Args: module: the policy, as the engine has it."""
+        if self.held:
+            return
+        self.engine.drop_gathered(module)
+        self.held = [(piece, piece.clone()) for piece in self.engine.pieces(module)]
+
+    @contextmanager
+    def answering(self, module: nn.Module) -> Iterator[nn.Module]:
+        self._exchange(module)
+        try:
+            yield module
+        finally:
+            self._exchange(module)
+
+    def _exchange(self, module: nn.Module) -> None:
+        self.engine.drop_gathered(module)
+        with torch.no_grad():
+            for piece, other in self.held:
+                kept = piece.clone()
+                piece.copy_(other)
+                other.copy_(kept)
+
+
+class SecondModel(Reference):
+    """A model of its own, frozen.
+
+    Args:
+        module: with the same questions and answers as the policy's; ``module.model`` is of transformers.
+    """
+
+    parts: Mapping[str, Stateful] = {}
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module.requires_grad_(False).eval()
+        self.held: dict[str, tuple[nn.Parameter, Tensor]] = {}
+
+    def beside(self, policy: nn.Module) -> SecondModel:
+        """The same, with ``values`` for a ``Following``.
+
+        Raises:
+            UserError: where what trains is not among its weights.
+        """
+        model: Any = self.module.model
+        own, trained = dict(model.named_parameters()), trained_of(policy)
+        if any(name not in own or own[name].shape != parameter.shape for name, parameter in trained.items()):
+            what = '"sync_ref_model" moves the reference towards the policy; "ref_model" has not what trains.'
+            remedy = "Leave one of them out, or train all weights of a model of the same shape."
+            raise UserError(what, remedy=remedy, option=("sync_ref_model", "ref_model"))
+        self.held = {name: (parameter, own[name].data) for name, parameter in trained.items()}
+        return self
+
+    def values(self) -> Mapping[str, tuple[nn.Parameter, Tensor]]:
+        """Name -> (the policy's, the reference's)."""
+        return self.held
+
+    @contextmanager
+    def answering(self, module: nn.Module) -> Iterator[nn.Module]:
+        yield self.module
+
+
+class Following(Reference):
+    """A reference that moves towards the policy every so many steps: ρ <- α π + (1 - α) ρ.  TR-DPO, Gorbatovski et al.
+    2024, eq. 5, https://arxiv.org/abs/2404.09656
+
+    It changes while the run goes on, so it is a part of the checkpoint.
+    """
+
+    def __init__(self, start: StartOfRun | SecondModel, every: int, share: float) -> None:
+        self.start, self.every, self.share = start, every, share
+        self.steps = 0
+        self.parts: Mapping[str, Stateful] = {"reference": self}
+
+    def answering(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
+        return self.start.answering(module)
+
+    def step_begins(self) -> None:
+        """A step of training is about to begin; after every so many of them the reference moves."""
+        if self.steps and self.steps % self.every == 0:
+            with torch.no_grad():
+                for parameter, value in self.start.values().values():
+                    value.lerp_(parameter.to(value), self.share)
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "weights": {name: value for name, (_, value) in self.start.values().items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = int(state["steps"])
+        for name, (_, value) in self.start.values().items():
+            value.copy_(state["weights"][name])

@@ -1,0 +1,274 @@
+"""``stage: rm``: a model that gives answers a score, learned from pairs.
+
+In: pairs, a language model. Out: a score per answer, read at the last token of its row by one linear layer over the
+last hidden states; per pair the loss of Bradley and Terry, as a sum over pairs. The head of the language model is not
+asked: no logits are made. No dropout stands before the score.
+
+The score is read by length, at the last real token of a sequence, never by looking for padding: where the padding token
+is the end token, that look ends one token early.
+"""
+
+# P pairs in a micro-batch, S = 2P sequences, H hidden size
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from burnish.config.options import option
+from burnish.kernels.probe import Fitted, causal_lm
+from burnish.loop.protocols import Engine
+from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
+from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
+from burnish.losses.lm import unfitted
+from burnish.losses.logits import NOT_FOR_THE_MODEL, target_positions
+from burnish.losses.pairs import two_answers
+from burnish.losses.preference_losses import bradley_terry
+
+WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
+"""LLaMA-Factory's names in ``value_head.safetensors``."""
+
+
+@dataclass
+class RewardOptions:
+    """Learning a reward model."""
+
+    center_rewards_coefficient: float | None = option(
+        None, "Weight of the square of a pair's summed scores, which keeps their mean near 0.", ge=0
+    )
+    reward_head: str | None = option(
+        None, "What is saved: the language model with a value head in a file of its own (value_head), or one sequence "
+        "classifier of transformers (score); as the model came, and value_head for a new one, if not given.",
+        choices=("value_head", "score"),
+    )  # fmt: skip
+
+
+class ValueHead(nn.Module):
+    """One number of the hidden states of a token: a linear layer in float32.
+
+    Args:
+        width: H.
+        has_bias: a sequence classifier of transformers has none.
+    """
+
+    def __init__(self, width: int, has_bias: bool = True) -> None:
+        super().__init__()
+        self.summary = nn.Linear(width, 1, bias=has_bias, dtype=torch.float32)
+        with torch.no_grad():
+            # A new score of a row of normed hidden states is of the order of 1 (Stiennon et al. 2020, appendix B.1).
+            self.summary.weight.normal_(0.0, 1 / (width + 1) ** 0.5)
+            if has_bias:
+                self.summary.bias.zero_()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(N, H) -> (N,) float32."""
+        with torch.autocast(hidden.device.type, enabled=False):  # FSDP and ZeRO may have made it bfloat16
+            scores: Tensor = self.summary(hidden.to(self.summary.weight.dtype)).squeeze(-1)
+        return scores.float()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of the head, by their names in its file."""
+        bias = {} if self.summary.bias is None else {BIAS: self.summary.bias}
+        return {WEIGHT: self.summary.weight, **bias}
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Args: weights: as ``weights`` gives them; where a bias is missing it is zero."""
+        with torch.no_grad():
+            self.summary.weight.copy_(weights[WEIGHT].reshape(1, -1))
+            if self.summary.bias is not None:
+                given = weights.get(BIAS)
+                self.summary.bias.zero_() if given is None else self.summary.bias.copy_(given.reshape(1))
+
+
+class ScoringModel(nn.Module):
+    """A language model without its head, and a score.
+
+    Args:
+        model: of transformers, adapted or not.
+        head: (N, H) -> (N,).
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+
+    def forward(self, batch: Batch) -> Tensor:
+        """(S,) the score of each sequence."""
+        inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
+        backbone = causal_lm(self.model).base_model
+        hidden: Tensor = backbone(**inputs, use_cache=False)[0]
+        scores: Tensor = self.head(hidden.flatten(0, 1).index_select(0, batch["target_positions"]))
+        return torch.zeros_like(scores).index_add(0, batch["owner"], scores)
+
+
+class RewardChoices(Protocol):
+    """The options read here."""
+
+    center_rewards_coefficient: float | None
+    reward_head: str | None
+
+
+@OBJECTIVES.register("rm", options=RewardOptions)
+class RewardObjective(StageObjective):
+    """Scores of answers, from pairs of them (a reward model)."""
+
+    def __init__(self, options: RewardChoices, template: RowEncoder, tokenizer: Any = None) -> None:
+        self.options = options
+        self.template = template
+        self.head: nn.Module | None = None  # a ``ValueHead``, or a score that is a part of the model
+        self.came_as_score = False  # the head was a sequence classifier's; whoever assembles the run says so
+        self.collate: Collate = unfitted
+        self.margins = Margins()
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics that an evaluation reports for a set."""
+        return ["loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward"]
+
+    @property
+    def parts(self) -> Mapping[str, Any]:
+        return {"value_head": HeadState(self.head)} if isinstance(self.head, ValueHead) else {}
+
+    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]:
+        """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
+        return self.template.encode_pairs(examples, tally)
+
+    def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
+        """As ``LmObjective.fit``."""
+        self.collate, inner = partial(self._collated, collate), causal_lm(fitted.model)
+        if self.head is None:
+            width = inner.get_input_embeddings().weight.shape[1]
+            width = getattr(inner.config.get_text_config(), "hidden_size", width)
+            self.head = ValueHead(width, has_bias=self.options.reward_head != "score")
+        output = inner.get_output_embeddings()
+        if output is not None and output.weight is not inner.get_input_embeddings().weight:
+            output.requires_grad_(False)  # it is not asked, so nothing would move it
+        return []
+
+    def allows_prefix_sharing(self, model: nn.Module) -> bool:
+        return True
+
+    def module(self, model: nn.Module) -> ScoringModel:
+        """The model and its score as one module. ``fit`` comes first."""
+        assert self.head is not None
+        self.head.to(next(model.parameters()).device)
+        return ScoringModel(model, self.head)
+
+    def own_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        assert self.head is not None
+        return ((f"v_head.{name}", parameter) for name, parameter in self.head.named_parameters())
+
+    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+        """The micro-batch, and of its pairs ``items`` (P,) and ``margin`` (P,)."""
+        batch = collate_scored(collate, [answer for row in rows for answer in two_answers(row)])
+        margins = torch.tensor([row.get("margin", 0.0) for row in rows])
+        return {**batch, "items": torch.ones(len(rows)), "margin": margins}
+
+    def num_items(self, batch: Batch) -> Tensor:
+        """() pairs."""
+        items: Tensor = batch["items"]
+        return items.sum()
+
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+        self.margins.begin(batches)
+        yield from super().iter_eval(module, batches, engine)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        scores: Tensor = module(batch)
+        chosen, rejected, items = scores[0::2], scores[1::2], batch["items"]
+        self.margins.add((chosen - rejected).detach(), items, is_training=module.training)
+        centring = self.options.center_rewards_coefficient or 0.0
+        losses = bradley_terry(chosen, rejected, batch["margin"], centring)
+        measured = {"accuracy": (chosen > rejected).float(), "margin": (chosen - rejected).detach()}
+        metrics: dict[str, Metric] = {name: (value * items).sum() for name, value in measured.items()}
+        return Loss((losses * items).sum(), metrics | _rewards(scores.detach(), items), outputs=scores.detach())
+
+
+def _rewards(scores: Tensor, items: Tensor) -> dict[str, Metric]:
+    """The mean, the least and the greatest score of all answers."""
+    counted = items.repeat_interleave(2)
+    count, there = counted.sum(), counted > 0
+    least = torch.where(there, scores, torch.inf).amin()
+    most = torch.where(there, scores, -torch.inf).amax()
+    return {
+        "mean_reward": Sum((scores * counted).sum(), count),
+        "min_reward": Sum(least, count, "min"),
+        "max_reward": Sum(most, count, "max"),
+    }
+
+
+class Margins:
+    """The margin of each pair: of the last micro-batches of training, and of the sets as they were evaluated last. They
+    stay on their device until somebody asks, which is when a picture of their spread is drawn."""
+
+    def __init__(self) -> None:
+        self.trained: deque[Tensor] = deque(maxlen=_LAST)
+        self._of_sets: WeakKeyDictionary[Any, list[Tensor]] = WeakKeyDictionary()
+        self._evaluated: list[Tensor] = []
+
+    def begin(self, batches: Iterable[Batch]) -> None:
+        """An evaluation of these begins."""
+        self._evaluated = self._of_sets[batches] = []
+
+    def add(self, margins: Tensor, items: Tensor, is_training: bool) -> None:
+        """Args: margins, items: (P,) of a micro-batch; a pair whose item is 0 is none."""
+        (self.trained if is_training else self._evaluated).append(torch.stack([margins, items.to(margins)]))
+
+    def of(self, batches: Iterable[Batch] | None) -> list[float]:
+        """The margins of a set that was evaluated, or of training."""
+        found = list(self.trained if batches is None else self._of_sets.get(batches, []))
+        if not found:
+            return []
+        margins, items = torch.cat(found, 1).cpu()
+        return margins[items > 0].tolist()  # type: ignore[no-any-return]
+
+
+_LAST = 1000
+"""Micro-batches of training whose margins are kept."""
+
+
+class HeadState:
+    """The value head as a part of a checkpoint."""
+
+    def __init__(self, head: ValueHead) -> None:
+        self.head = head
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """The weights in it that train, for an engine that shards them."""
+        return self.head.parameters()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.head.weights()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.head.take(state)
+
+
+def collate_scored(collate: Collate, sequences: Sequence[Row]) -> Batch:
+    """A micro-batch whose target positions are the last tokens of its sequences.
+
+    A token is laid behind each sequence and is the only one that is learned: what is asked of a batch, to keep all
+    tokens on which something depends and to say where they are, is then asked of the token before it.
+
+    Returns: as ``collate``, and target_positions: (S,), owner: (S,), num_tokens: without those that were laid behind.
+    """
+    marked: list[Row] = [
+        {
+            "input_ids": [*row["input_ids"], row["input_ids"][-1]],
+            "labels": [IGNORE_INDEX] * len(row["input_ids"]) + [0],
+            "sequence": [at] * (len(row["input_ids"]) + 1),
+        }
+        for at, row in enumerate(sequences)
+    ]
+    batch = collate(marked)
+    positions = target_positions(batch["labels"])
+    owner = batch.pop("sequence").flatten()[positions + 1]
+    count = sum(len(row["input_ids"]) for row in sequences)
+    return {**batch, "target_positions": positions, "owner": owner, "num_tokens": count}

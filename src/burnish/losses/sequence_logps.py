@@ -1,0 +1,150 @@
+"""A language model as the log-probabilities of whole answers: what preference learning asks of it.
+
+In: a micro-batch of sequences in which answers are learned and prompts are not. Out: sums over the learned tokens of
+each sequence, with a gradient. Only positions that predict a learned token reach the head, and never all logits at once
+(``ops.token_logps``); sequences lie flat and share what they begin with, where model and run allow it.
+"""
+
+# S sequences in a micro-batch, N learned tokens in it, T tokens, H hidden size, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from burnish.kernels.probe import Head, causal_lm
+from burnish.kernels.tied import TIED
+from burnish.kernels.token_logps import LogpRules, TokenLogps, linear_token_logps, plain_token_logps
+from burnish.loop.protocols import Engine
+from burnish.loop.types import Batch, Row
+from burnish.losses.base import Collate
+from burnish.losses.lm import tied_embedding
+from burnish.losses.logits import NOT_FOR_THE_MODEL, logits_at, target_positions
+from burnish.utils.patching import PatchChoice, allows
+
+
+class SequenceValues(NamedTuple):
+    """Sums over the learned tokens of each sequence, (S,) float32. Only ``logps`` has a gradient."""
+
+    logps: Tensor  # in nats, each token times its factor
+    correct: Tensor  # tokens predicted right; zero where not asked for
+    entropy: Tensor  # in nats; zero where not asked for
+    evenness: Tensor  # log p(token) - ln Σ_v p(v)²; zero where not asked for
+    mean_logits: Tensor  # mean over the vocabulary; zero where the batch has no ``mean_row``
+    aux: Tensor | None = None  # () the loss of a router, a mean over tokens
+
+
+def collate_sequences(collate: Collate, sequences: Sequence[Row]) -> Batch:
+    """A micro-batch of single sequences.
+
+    Returns:
+        as ``collate``, and besides
+        target_positions: (N,) positions whose next token is learned, counted through the rows.
+        owner: (N,) the sequence that each of them belongs to.
+        lengths: (S,) float32, learned tokens of each sequence, at least 1.
+    """
+    numbered: list[Row] = [{**row, "sequence": [at] * len(row["input_ids"])} for at, row in enumerate(sequences)]
+    batch = collate(numbered)
+    learned = target_positions(batch["labels"])
+    owner = batch.pop("sequence").flatten()[learned + 1]
+    lengths = torch.bincount(owner, minlength=len(sequences)).clamp(min=1).float()
+    return {**batch, "target_positions": learned, "owner": owner, "lengths": lengths}
+
+
+def factors_beyond(owner: Tensor, limits: Tensor, factor: float) -> Tensor:
+    """(N,) 1 for the first ``limits[s]`` learned tokens of sequence s, ``factor`` for the others.
+
+    Args:
+        owner: (N,) as ``collate_sequences`` gives it; the tokens of a sequence stand in their order.
+        limits: (S,).
+    """
+    place = torch.empty_like(owner)
+    for sequence in range(len(limits)):
+        own = owner == sequence
+        place[own] = torch.arange(int(own.sum()))
+    return torch.where(place < limits[owner], 1.0, factor)
+
+
+class SequenceModel(nn.Module):
+    """A causal language model of which the log-probabilities of answers are asked.
+
+    Args:
+        model: of transformers, adapted or not.
+        head: how its logits are made; None to let it make them.
+        makes_some_logits: whether it then can make those of chosen positions alone.
+        rules: what else is asked of each token.
+        asks_router: whether the loss of the model's router is asked for.
+        patches: whether the embedding may be patched.
+    """
+
+    def __init__(
+        self, model: nn.Module, head: Head | None, makes_some_logits: bool, rules: LogpRules, asks_router: bool,
+        patches: PatchChoice,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model = model
+        self._head = head
+        self._tied = tied_embedding(causal_lm(model), head) if head is not None and allows(patches, TIED) else None
+        self._makes_some_logits = makes_some_logits
+        self._rules = rules
+        self._asks_router = asks_router
+
+    def forward(self, batch: Batch) -> SequenceValues:
+        learned, owner = batch["target_positions"], batch["owner"]
+        targets = batch["labels"].flatten()[learned + 1].clamp(min=0)  # those of a blank batch weigh nothing later
+        inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
+        inputs["use_cache"] = False
+        if self._head is not None and not self._asks_router:
+            tokens, mean_logits, aux = *self._in_chunks(self._head, inputs, learned, targets, batch), None
+        else:
+            tokens, mean_logits, aux = self._from_logits(inputs, learned, targets)
+        count = len(batch["lengths"])
+        logps = tokens.logps * batch["factors"] if "factors" in batch else tokens.logps
+        return SequenceValues(
+            _sums(logps, owner, count), _sums(tokens.correct, owner, count), _sums(tokens.entropy, owner, count),
+            _sums(tokens.evenness, owner, count), _sums(mean_logits, owner, count), aux,
+        )  # fmt: skip
+
+    def _in_chunks(
+        self, head: Head, inputs: dict[str, Any], learned: Tensor, targets: Tensor, batch: Batch
+    ) -> tuple[TokenLogps, Tensor]:
+        is_joined = self._tied is not None and head.linear.weight.requires_grad and torch.is_grad_enabled()
+        with self._tied.joined() if self._tied is not None and is_joined else nullcontext() as joined:
+            hidden = head.hidden_at(learned, **inputs)  # (N, H)
+        if head.scale != 1.0:
+            hidden = hidden * head.scale
+        # Asked for now: ZeRO-3 took a tied weight away again when the embedding had run.
+        weight = head.linear.weight if joined is None else joined
+        tokens = linear_token_logps(hidden, weight, targets, self._rules, head.linear.bias)
+        mean_row = batch.get("mean_row")
+        means = torch.zeros_like(tokens.correct) if mean_row is None else hidden.detach().float() @ mean_row
+        return tokens, means
+
+    def _from_logits(
+        self, inputs: dict[str, Any], learned: Tensor, targets: Tensor
+    ) -> tuple[TokenLogps, Tensor, Tensor | None]:
+        """From logits that the model makes."""
+        of_learned, output = logits_at(self.model, inputs, learned, self._makes_some_logits, self._asks_router)
+        aux = output.aux_loss if self._asks_router else None
+        return plain_token_logps(of_learned, targets, self._rules), of_learned.detach().float().mean(-1), aux
+
+
+def mean_row(head: Head | None, engine: Engine) -> Tensor | None:
+    """(H,) the mean of the head's rows: its product with hidden states is the mean logit. (0,) where the model makes
+    its logits itself, so that their mean is taken; None where neither is to be had, or no rank has a whole head."""
+    if engine.splits_weights:
+        return None
+    if head is None:
+        return torch.empty(0)
+    if head.softcap is not None or getattr(head.linear, "bias", None) is not None:
+        return None
+    return head.linear.weight.detach().mean(0, dtype=torch.float32)
+
+
+def _sums(values: Tensor, owner: Tensor, count: int) -> Tensor:
+    """(S,) the sum of ``values`` (N,) over each sequence."""
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, owner, values)

@@ -1,0 +1,135 @@
+"""Padding-free attention for transformers' models, through ``ops.attention``.
+
+In: a loaded model. Out: the same model, set so that the sequences of a row do not attend to each other, if possible,
+and whether it is. These ways are tried in order, each checked with the probe of ``ops.probe``:
+
+1. burnish's attention, for models that use transformers' attention interface and its flash-attention contract
+   (windows, caps and sinks are arguments, and masks are not needed);
+2. the model's own attention with the mask that transformers makes of ``position_ids`` that restart;
+3. none: the batches of the model are padded.
+
+https://huggingface.co/docs/transformers/attention_interface
+"""
+
+# B rows, H query heads, K key heads, T tokens in a row, D size of a head
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from burnish.kernels.attention import Scores, Sequences, flat_attention, masked_attention
+from burnish.kernels.probe import causal_lm, isolates_sequences
+from burnish.kernels.shared_prefix import Runs, laid_out
+from burnish.utils.patching import Reason, hook, restore
+
+NAME = "burnish"
+"""The name of this attention in transformers' configs, while a model is in memory."""
+
+PADDING_FREE = Reason("model with padding-free attention", "each sequence attends to itself, and no mask is made")
+_REPLACED = {"sdpa", "eager"}
+"""Attention that burnish's may replace; any other was asked for by name."""
+
+
+class PaddingFree(NamedTuple):
+    """The result: whether batches may be padding-free, and a sentence for the user about how, if there is one."""
+
+    is_flat: bool
+    note: str = ""
+
+
+def make_padding_free(model: nn.Module, *, own_attention: bool = True) -> PaddingFree:
+    """Set the model's attention so that the sequences of a padding-free row do not attend to each other.
+
+    Args:
+        own_attention: whether burnish's attention may replace the model's; false where one was asked for by name.
+    """
+    inner = causal_lm(model)
+    before = inner.config._attn_implementation
+    if before == NAME:  # set by an earlier call, which was answered
+        return PaddingFree(True)
+    speaks_the_interface = inner._supports_flash_attn and inner._can_set_attn_implementation()
+    if own_attention and before in _REPLACED and speaks_the_interface:
+        _register()
+        inner.set_attn_implementation(NAME)
+        made = hook(inner.base_model, "forward_pre", _without_mask, PADDING_FREE, with_kwargs=True)
+        if isolates_sequences(model):
+            return PaddingFree(True)
+        restore([made])
+        inner.set_attn_implementation(before)
+    if isolates_sequences(model):
+        return PaddingFree(
+            True, f"{type(inner).__name__} attends under a mask; burnish's faster attention does not fit it."
+        )
+    return PaddingFree(False, f"{type(inner).__name__} mixes sequences that lie beside each other, so rows are padded.")
+
+
+@cache
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Prevent transformers from making a mask for a padding-free batch, which would never be used.
+
+    That mask is (T, T), and finding out whether it is needed waits for the device. A mask that already has four
+    dimensions is passed on as it is (transformers.masking_utils, since 4.53), so one of a single element is passed.
+    """
+    cu_seq_lens = kwargs.get("cu_seq_lens_q")
+    if cu_seq_lens is None or kwargs.get("attention_mask") is not None:
+        return None
+    return args, {**kwargs, "attention_mask": cu_seq_lens.new_ones(1, 1, 1, 1, dtype=torch.bool)}
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None, cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None, key_runs: Runs | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The attention function for transformers' interface. A padded batch goes to transformers' own.
+
+    Args:
+        query: (B, H, T, D); key, value: (B, K, T, D).
+        key_runs: the tokens that each sequence of a padding-free batch attends to, where prefixes are shared
+            (``data.batches.batching.collate_prefix_sharing``); None where each attends to its own tokens.
+    Returns:
+        (B, T, H, D), and no attention weights.
+    """
+    scores = Scores(scaling, sliding_window, softcap, s_aux, dropout)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if cu_seq_lens_q is not None and max_length_q is not None:
+        if not is_causal or len(query) != 1:
+            raise ValueError(
+                f"A flat batch is one row under causal attention. Received: {len(query)} rows, {is_causal=}."
+            )
+        q, k, v = (whole.squeeze(0).transpose(0, 1) for whole in (query, key, value))
+        if key_runs is None or cu_seq_lens_k is None or max_length_k is None:
+            sequences = Sequences.alone(cu_seq_lens_q, max_length_q)
+        else:
+            sequences = Sequences(cu_seq_lens_q, max_length_q, cu_seq_lens_k, max_length_k)
+            k, v = laid_out(k, key_runs), laid_out(v, key_runs)
+        return flat_attention(q, k, v, sequences, scores).unsqueeze(0), None
+    if not scores.is_plain:
+        mask = _causal(query, key) if attention_mask is None and is_causal else attention_mask
+        return masked_attention(query, key, value, mask, scores).transpose(1, 2).contiguous(), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+    return output, None
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor | None:
+    """(T, M) true where a token attends to a key; None for a single new token, which attends to all before it."""
+    length, seen = query.shape[2], key.shape[2]
+    return None if length == 1 else torch.ones(length, seen, dtype=torch.bool, device=query.device).tril(seen - length)

@@ -1,0 +1,283 @@
+"""Patches of a model's forward passes: on a CPU, norms, gated layers and activations run ``ops.elementwise`` and linear
+layers run ``ops.cpu.cast_linear``; on any device, adapted layers run ``ops.lora``.
+
+In: a loaded model. Out: the same model, in which modules that compute the same as burnish's functions are replaced by
+these. Modules are found by their structure, never by their class's name, and each is tested first: for the same random
+input, its output must equal that of the function. Weights, names of weights, hooks and wrapped linear layers (LoRA,
+quantised) stay as they are. A module runs its own code on a device for which there is nothing faster, and what was
+replaced before, by Liger for example, stays replaced. Adapters on gate and up share their products
+(``ops.lora``), as do those on queries, keys and values too.
+"""
+
+# H hidden size, I size of an input, O size of an output
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from burnish.kernels.cpu.cast_linear import cast_linear
+from burnish.kernels.elementwise import ACTIVATIONS, activated, gains, gated, rms_norm
+from burnish.kernels.lora import LoraForward, holds_factors, together
+from burnish.kernels.probe import REFUSALS
+from burnish.utils.patching import Patch, PatchChoice, PatchOptions, Reason, allows, patch
+
+_TOLERANCE = 1e-5  # of the greatest value, in float32
+_EPSILONS = ("variance_epsilon", "eps")
+
+
+NORM = Reason("norm", "its formula in one pass, a few rows at a time; the result rounded once")
+GATED = Reason("gated layer", "gate and product in one pass; adapters on them share their input")
+ACTIVATION = Reason("activation", "one operation in the place of several")
+LINEAR = Reason("linear layer", "no copy of its weights in bfloat16 is kept for the backward pass")
+ATTENTION = Reason("attention layer", "the adapters on queries, keys and values share their input")
+ADAPTED = Reason("adapted layer", "layer and update in one product, which keeps its input once")
+
+Answer = tuple[Callable[[nn.Module], Callable[..., Any]], Reason] | None
+"""Builder of a forward pass for a module, and its reason; None where there is none for it."""
+
+_EVERYTHING = PatchOptions()
+
+
+def forwards_of(
+    model: nn.Module, device: torch.device, options: PatchChoice = _EVERYTHING
+) -> list[tuple[nn.Module, Callable[[nn.Module], Callable[..., Any]], Reason]]:
+    """The modules whose forward pass can be replaced, by what is made for them, and why. No random number of the run
+    is drawn for it.
+
+    Args:
+        model: may be without weights, on the meta device.
+        device: the device on which it will run.
+    """
+    found = []
+    of_device = (*_OF_ANY, *(_OF_CPU if device.type == "cpu" else ()))
+    with torch.random.fork_rng(devices=[]):
+        for module in model.modules():
+            answers = (way(module) for way in of_device if "forward" not in vars(module))
+            answer = next((answer for answer in answers if answer is not None), None)
+            if answer is not None and allows(options, answer[1]):
+                found.append((module, *answer))
+    return found
+
+
+def _method(forward: Callable[..., Any]) -> Callable[[nn.Module], Callable[..., Any]]:
+    """Descriptor that makes ``forward(module, ...)`` a method of a module."""
+    return partial(MethodType, forward)
+
+
+def patch_forwards(
+    model: nn.Module, options: PatchChoice = _EVERYTHING, device: torch.device | None = None
+) -> list[Patch]:
+    """Replace the forward passes that can be replaced.
+
+    Args:
+        device: the device on which the model will run, if it is not there yet.
+    """
+    device = device or next((weight.device for weight in model.parameters()), torch.device("cpu"))
+    forwards = forwards_of(model, device, options)
+    return [patch(module, "forward", forward(module), why) for module, forward, why in forwards]
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+def _norm_of(module: nn.Module) -> Answer:
+    """The forward pass of a root mean square norm: a module that has only a vector of weights and an eps."""
+    names = [name for name, _ in module.named_parameters()]
+    if names != ["weight"] or module.weight.ndim != 1 or _eps(module) is None:
+        return None
+    weight = 1 + torch.rand(module.weight.shape)  # type: ignore[arg-type]
+    x = torch.randn(3, len(weight))
+    for forward, offset in ((_plain_norm, 0.0), (_offset_norm, 1.0)):
+        if _same(lambda: functional_call(module, {"weight": weight}, (x,)), rms_norm(x, weight, _eps(module), offset)):  # type: ignore[arg-type]
+            return _method(forward), NORM
+    return None
+
+
+def _eps(module: Any) -> float | None:
+    return next((getattr(module, name) for name in _EPSILONS if isinstance(getattr(module, name, None), float)), None)
+
+
+def _plain_norm(module: Any, hidden_states: Tensor) -> Tensor:
+    return _normed(module, hidden_states, 0.0)
+
+
+def _offset_norm(module: Any, hidden_states: Tensor) -> Tensor:
+    return _normed(module, hidden_states, 1.0)
+
+
+def _normed(module: Any, x: Tensor, offset: float) -> Tensor:
+    if not gains(x):
+        return type(module).forward(module, x)  # type: ignore[no-any-return]
+    return rms_norm(x, module.weight, _eps(module), offset)  # type: ignore[arg-type]
+
+
+# --- gated layers -----------------------------------------------------------------------------------------------------
+
+_PARTS = ["act_fn", "down_proj", "gate_proj", "up_proj"]
+
+
+def _gated_of(module: nn.Module) -> Answer:
+    """The forward pass of ``down(activation(gate(x)) * up(x))``: a module that has only these four parts.
+
+    For the test, its linear layers are replaced by three simple functions, so that their kind does not matter.
+    """
+    if sorted(name for name, _ in module.named_children()) != _PARTS or list(module.parameters(recurse=False)):
+        return None
+    x = torch.randn(3, 8)
+    stand_in = type(module).__new__(type(module))
+    nn.Module.__init__(stand_in)
+    vars(stand_in).update({name: value for name, value in vars(module).items() if not name.startswith("_")})
+    stand_in.act_fn = module.act_fn
+    stand_in.gate_proj, stand_in.up_proj, stand_in.down_proj = _Times(2.0), _Times(3.0), _Times(5.0)
+    for name in ACTIVATIONS:
+        if _same(lambda: type(module).forward(stand_in, x), 5 * activated(2 * x, name) * (3 * x)):
+            return _method(_FORWARDS[name]), GATED
+    return None
+
+
+class _Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _gated_with(activation: str) -> Callable[..., Tensor]:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        if not gains(x):
+            return type(module).forward(module, x)  # type: ignore[no-any-return]
+        with together(module.gate_proj, module.up_proj):
+            gate, up = module.gate_proj(x), module.up_proj(x)
+        projected: Tensor = module.down_proj(gated(gate, up, activation))
+        return projected
+
+    return forward
+
+
+_FORWARDS = {name: _gated_with(name) for name in ACTIVATIONS}
+
+
+# --- low-rank updates -------------------------------------------------------------------------------------------------
+
+
+def _adapted_of(module: nn.Module) -> Answer:
+    """The forward pass of a module that holds a linear layer and the factors of its update, peft's say."""
+    return (lambda one: LoraForward(one).forward, ADAPTED) if holds_factors(module) else None
+
+
+# --- queries, keys and values ---------------------------------------------------------------------------------------
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+def _attention_of(module: nn.Module) -> Answer:
+    """The forward pass of a module with adapters on several of these parts: its own, inside a context in which the
+    adapted layers are computed together. It needs no test: that they share an input is checked at each call."""
+    parts = [getattr(module, name, None) for name in _PROJECTIONS]
+    return (_method(_attended), ATTENTION) if sum(map(holds_factors, parts)) > 1 else None
+
+
+def _attended(module: Any, *args: Any, **kwargs: Any) -> Any:
+    with together(*(getattr(module, name) for name in _PROJECTIONS)):
+        return type(module).forward(module, *args, **kwargs)
+
+
+# --- linear layers ----------------------------------------------------------------------------------------------------
+
+
+def _linear_of(module: nn.Module) -> Answer:
+    """The forward pass of torch's own linear layer, which needs no test, or of one with a transposed weight (GPT-2's);
+    only where its weights train, since frozen ones are loaded in the dtype of the products."""
+    if type(module) is nn.Linear:
+        return (_method(_projected), LINEAR) if module.weight.requires_grad else None
+    return (_method(_projected_by_transposed), LINEAR) if _is_transposed(module) else None
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Return whether a module has a weight (I, O) that trains and a bias (O,), and computes x W + b. It is tested with
+    random ones."""
+    own = dict(module.named_parameters())
+    if list(own) != ["weight", "bias"] or own["weight"].ndim != 2 or own["weight"].shape[1:] != own["bias"].shape:
+        return False
+    weight, bias = torch.randn(own["weight"].shape), torch.randn(own["bias"].shape)
+    x = torch.randn(3, len(weight))
+    asked = {"weight": weight, "bias": bias}
+    return own["weight"].requires_grad and _same(
+        lambda: functional_call(module, asked, (x,)), torch.addmm(bias, x, weight)
+    )
+
+
+def _projected(module: Any, input: Tensor) -> Tensor:
+    if (dtype := _narrower(module, input)) is not None:
+        return cast_linear(input, module.weight, module.bias, dtype)
+    return F.linear(input, module.weight, module.bias)
+
+
+def _projected_by_transposed(module: Any, x: Tensor) -> Tensor:
+    if (dtype := _narrower(module, x)) is not None:
+        return cast_linear(x, module.weight, module.bias, dtype, is_transposed=True)
+    return type(module).forward(module, x)  # type: ignore[no-any-return]
+
+
+def _narrower(module: Any, input: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast on a CPU would copy the weights, and keep them for a backward pass. None without a
+    backward pass, where nothing is kept, and autocast's copies serve all tokens of an answer."""
+    if not (input.device.type == "cpu" and torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()):
+        return None
+    dtype = torch.get_autocast_dtype("cpu")
+    return dtype if module.weight.dtype != dtype else None
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def _activation_of(module: nn.Module) -> Answer:
+    """The forward pass of an activation that is written in several operations (GPT-2's), as one operation of torch.
+
+    It is a module without parameters or parts, and none of torch's own, which are one operation each.
+    """
+    has_state = any(not name.startswith("_") and name != "training" for name in vars(module))
+    if has_state or type(module).__module__.startswith("torch.") or list(module.children()) or module.state_dict():
+        return None
+    x = torch.linspace(-4, 4, 33)
+    for name, forward in _ACTIVATED.items():
+        if _same(lambda: module(x), activated(x, name)):
+            return _method(forward), ACTIVATION
+    return None
+
+
+def _activated_with(activation: str) -> Callable[..., Tensor]:
+    def forward(module: Any, input: Tensor) -> Tensor:
+        if input.device.type != "cpu":
+            return type(module).forward(module, input)  # type: ignore[no-any-return]
+        return activated(input, activation)
+
+    return forward
+
+
+_ACTIVATED = {name: _activated_with(name) for name in ("gelu", "gelu_tanh")}
+
+
+_OF_ANY = (_adapted_of, _attention_of)
+_OF_CPU = (_norm_of, _gated_of, _activation_of, _linear_of)
+
+
+def _same(plain: Callable[[], Any], ours: Tensor) -> bool:
+    """Return whether a module's output equals that of burnish's function; not where the module refuses the input."""
+    try:
+        with torch.no_grad():
+            said = plain()
+    except REFUSALS:
+        return False
+    is_alike = isinstance(said, Tensor) and said.shape == ours.shape
+    return is_alike and bool((said - ours).abs().max() <= _TOLERANCE * ours.abs().max())

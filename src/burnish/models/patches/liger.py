@@ -1,0 +1,141 @@
+"""Liger's kernels for a model's norms, rotary positions and gated layers, on a GPU.
+
+In:  a loaded model of transformers, adapted or not. Out: the same model with the same weights and names; its logits are
+compared before and after. Refused: a device that is no GPU, a missing library, a model that Liger does not know, a part
+that it does not have. Liger's losses are not used here: ``fused_loss`` chooses the loss.
+
+For rotary positions Liger replaces a function of the model family's module, so all models of the family in this process
+are changed. https://github.com/linkedin/Liger-Kernel
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from burnish.config.checks import check, notes
+from burnish.config.errors import Problem, UserError, did_you_mean
+from burnish.config.options import option, raise_if
+from burnish.kernels.probe import causal_lm, keeps_answers
+from burnish.parallel.options import device_of
+from burnish.utils.patching import Reason, record
+
+LIGER = Reason("part by Liger", "its kernels for a GPU")
+_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+@dataclass
+class LigerOptions:
+    """Kernels of liger-kernel."""
+
+    enable_liger_kernel: bool | None = option(
+        None, "Liger's kernels for norms, rotary positions and gated layers; by default on a GPU where the library "
+        "liger-kernel is installed and knows the model.",
+        aliases=("use_liger_kernel",),
+    )  # fmt: skip
+    liger_kernel_config: dict[str, bool] | None = option(
+        None, "Which parts Liger replaces, by its names: {rope: true, rms_norm: true, swiglu: true}; all by default."
+    )
+
+
+class LigerChoice(Protocol):
+    """The option that asks for Liger's kernels."""
+
+    enable_liger_kernel: bool | None
+
+
+class LigerChoices(LigerChoice, Protocol):
+    """The options that say whether Liger's kernels are taken."""
+
+    liger_kernel_config: dict[str, bool] | None
+    use_cpu: bool
+
+
+@check
+def check_liger(options: LigerChoices) -> list[Problem]:
+    return liger_problems(device_of(options)) if options.enable_liger_kernel else []
+
+
+@notes
+def liger_notes(options: LigerChoices) -> list[str]:
+    if options.liger_kernel_config and not takes_liger(options, device_of(options)):
+        return ['"liger_kernel_config" has no effect: Liger\'s kernels are not used.']
+    return []
+
+
+def liger_problems(device: torch.device) -> list[Problem]:
+    """Reasons why the kernels cannot run here."""
+    reasons = []
+    if device.type != "cuda":
+        reasons.append("its kernels run on a GPU only, and this run is on a CPU")
+    if find_spec("liger_kernel") is None:
+        reasons.append("it needs the library liger-kernel, which is not installed")
+    remedy = "Leave it out: burnish's own layers compute the same."
+    return [
+        Problem(f'"enable_liger_kernel" is true, and {reason}.', remedy=remedy, option="enable_liger_kernel")
+        for reason in reasons
+    ]
+
+
+def takes_liger(options: LigerChoice, device: torch.device) -> bool:
+    """Return whether Liger is used: as the options say, and if they do not say, wherever the kernels can run."""
+    if options.enable_liger_kernel is None:
+        return not liger_problems(device)
+    return bool(options.enable_liger_kernel)
+
+
+def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: bool = True) -> list[str]:
+    """Replace parts of the model by Liger's kernels, as Liger does it for its family.
+
+    Args:
+        config: ``liger_kernel_config``: parts by Liger's names (rope, rms_norm, swiglu, geglu), and whether they are
+            replaced; those that are not named are.
+        is_asked: whether the options ask for Liger; then a model that it does not know is refused, else left as it is.
+    Returns:
+        Sentences for the user.
+    Raises:
+        UserError: where Liger does not know the model or a part, or its kernels change the model's logits.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # type: ignore[import-not-found]
+    from liger_kernel.transformers.monkey_patch import (  # type: ignore[import-not-found]
+        MODEL_TYPE_TO_APPLY_LIGER_FN,
+    )
+
+    inner, given = causal_lm(model), dict(config or {})
+    family = getattr(getattr(inner, "config", None), "model_type", type(inner).__name__)
+    if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        if not is_asked:
+            return []
+        raise UserError(
+            f'Liger has no kernels for a model of type "{family}".', remedy="Leave enable_liger_kernel out."
+        )
+    parts = [*inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[family]).parameters]
+    known = [name for name in parts if name != "model"]
+    remedy = f"Known: {', '.join(name for name in known if name not in _LOSSES)}."
+    raise_if(
+        Problem(
+            f'"liger_kernel_config": {family} models have no "{name}".{did_you_mean(name, known)}',
+            remedy=remedy,
+            option="liger_kernel_config",
+        )
+        for name in given
+        if name not in known
+    )
+    switches = given | {name: value for name, value in _LOSSES.items() if name in parts}
+
+    change = partial(_apply_liger_kernel_to_instance, model=inner, **switches)
+    if not keeps_answers(inner, lambda: record(inner, change, LIGER)):
+        raise UserError(
+            f"Liger's kernels change what this {type(inner).__name__} computes.",
+            why="The installed versions of liger-kernel and transformers do not go together for it.",
+            remedy="Set enable_liger_kernel: false.",
+        )
+    unused = [name for name in _LOSSES if given.get(name)]
+    return [f'"liger_kernel_config": {name} has no effect: see fused_loss.' for name in unused]

@@ -1,0 +1,237 @@
+"""Weights of a whole model in few bits, as GPTQ (Frantar et al. 2022, https://arxiv.org/abs/2210.17323) or AWQ (Lin et
+al. 2023, https://arxiv.org/abs/2306.00978) files, by the library gptqmodel.
+
+In:  a folder in full precision, rows to calibrate with, rows to measure on. Out: a folder that transformers, vLLM and
+     SGLang load, and the perplexity of both folders on the same rows.
+Refuses: a missing library; widths of layers that a method has no groups for.
+
+gptqmodel changes transformers as it is imported, talks, and writes logs where it stands; so it works in a process and a
+folder of its own. The process is this file too.
+Run with gptqmodel 7.7, optimum 2.3, transformers 5.23 and torch 2.13 on a CPU; on a GPU it was not tried.
+"""
+
+# I inputs and O outputs of a linear layer
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import chdir
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from burnish.config.checks import notes
+from burnish.config.errors import MissingExtraError, Problem
+from burnish.config.options import option, set_without
+from burnish.loop.types import IGNORE_INDEX, Row
+from burnish.models.quantization.quantize import LIBRARY_OF, quantised_by, use_kernels_that_train
+from burnish.utils.work import work
+
+EXTRA = "gptq"
+GROUPS: Final = (128, 64, 32)
+"""Inputs that share a scale: the largest of these that divides the inputs of every layer; kernels know these sizes."""
+_AWQ_OUTPUTS = 64  # gptqmodel 7.7 looks for the best clipping in batches of so many outputs
+_WORD = 32  # bits in which weights are packed, along inputs and along outputs
+
+
+@dataclass
+class QuantisedExportOptions:
+    """Export in few bits."""
+
+    export_quantization_bit: int | None = option(
+        None, "Export linear layers in this many bits, with gptqmodel.", choices=(2, 3, 4, 8), unit="bits"
+    )
+    export_quantization_method: str = option(
+        "gptq", "How they are quantised; awq is for 4 bits.", choices=("gptq", "awq")
+    )
+    export_quantization_dataset: str | None = option(
+        None,
+        "The data set to calibrate with, as dataset would name it; that of the training by default.",
+        names_place=True,
+    )
+    export_quantization_nsamples: int = option(128, "Rows to calibrate with.", unit="rows", ge=1)
+    export_quantization_maxlen: int = option(1024, "The longest of those rows.", unit="tokens", ge=1)
+
+
+def without_bits(options: QuantisedExportOptions) -> list[str]:
+    """A sentence for each option of an export in few bits where none is asked for."""
+    parts = ("method", "dataset", "nsamples", "maxlen")
+    return set_without(options, {f"export_quantization_{part}": "export_quantization_bit" for part in parts})
+
+
+@notes
+def quantised_export_notes(options: QuantisedExportOptions) -> list[str]:
+    if options.export_quantization_bit is None:
+        return without_bits(options)
+    return ['"export_quantization_bit" has no effect on training: burnish export reads it.']
+
+
+@dataclass(frozen=True)
+class QuantisationJob:
+    """All that the process which quantises is told.
+
+    Args:
+        group: inputs that share a scale; -1 for all inputs of an output.
+        rows: to calibrate with, ids.
+        held_out: to measure on, with labels.
+        device: "cpu" or "cuda".
+    """
+
+    source: str
+    target: str
+    method: str
+    bits: int
+    group: int
+    rows: Sequence[Sequence[int]]
+    held_out: Sequence[Row]
+    max_shard_size: str
+    trust_remote_code: bool
+    device: str
+
+
+def check_quantised_export(options: QuantisedExportOptions, shapes: nn.Module) -> list[Problem]:
+    """Find what keeps a model from being exported in few bits. Args: shapes: the model, without weights maybe."""
+    method, bits = options.export_quantization_method, options.export_quantization_bit
+    missing = [name for name in LIBRARY_OF[method] if find_spec(name) is None]
+    problems = [
+        problem
+        for name in missing
+        for problem in MissingExtraError(
+            name, '"export_quantization_bit"', EXTRA, option="export_quantization_bit"
+        ).problems
+    ]
+    if method == "awq" and bits != 4:
+        what = f'"export_quantization_method" awq writes 4 bits. Received: "export_quantization_bit" {bits}.'
+        problems.append(
+            Problem(
+                what,
+                remedy="Set export_quantization_bit: 4, or export_quantization_method: gptq.",
+                option=("export_quantization_method", "export_quantization_bit"),
+            )
+        )
+    if not _layers(shapes):  # GPT-2's
+        what = f"{type(shapes).__name__} has no linear layers of torch, which alone are quantised here."
+        problems.append(Problem(what, remedy="Leave export_quantization_bit out."))
+    inputs = _WORD // math.gcd(_WORD, bits or _WORD)
+    outputs = _AWQ_OUTPUTS if method == "awq" else inputs
+    for name, layer in _layers(shapes):
+        if layer.in_features % inputs or layer.out_features % outputs:
+            what = (
+                f"{method} of {bits} bits takes layers with a multiple of {inputs} inputs and of {outputs} outputs. "
+                f"{name} has {layer.in_features} and {layer.out_features}."
+            )
+            other = ", or export_quantization_method: gptq" if method == "awq" else ", or set 8 bits"
+            problems.append(Problem(what, remedy=f"Leave export_quantization_bit out{other}."))
+            break
+    return problems
+
+
+def group_of(shapes: nn.Module) -> int:
+    """Inputs that share a scale: as many as every layer can be divided into; -1 for all where no number can."""
+    widths = [layer.in_features for _, layer in _layers(shapes)]
+    return next((group for group in GROUPS if all(width % group == 0 for width in widths)), -1)
+
+
+def _layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """The linear layers that are quantised: all but the head."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head]
+
+
+def quantise(job: QuantisationJob, folder: Path) -> tuple[float, float]:
+    """Write ``job.target`` in a process of its own.
+
+    Args:
+        folder: for the process's files: its task, its log, its result.
+    Returns:
+        the perplexity on the held-out rows before and after.
+    Raises:
+        RuntimeError: where the library fails, with the last it said.
+    """
+    task, log = folder / "task.json", folder / "log.txt"
+    task.write_text(json.dumps(asdict(job)), encoding="utf-8")
+    with work(f"Quantising by {job.method}"), log.open("wb") as said:
+        done = subprocess.run(  # noqa: S603 (an argument list)
+            [sys.executable, "-m", __name__, str(task.resolve())], stdin=subprocess.DEVNULL, stdout=said,
+            stderr=subprocess.STDOUT, env=_surroundings(job), check=False,
+        )  # fmt: skip
+    if done.returncode:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-8:]
+        last = lines[-1] if lines else f"exit status {done.returncode}"
+        raise RuntimeError(f"the model could not be quantised with gptqmodel: {last}\n  " + "\n  ".join(lines))
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return result["before"], result["after"]
+
+
+def _surroundings(job: QuantisationJob) -> dict[str, str]:
+    """The environment of that process: on few cores gptqmodel 7.7 asks for more workers than it makes
+    (utils/threadx.py), and torch would compile a kernel for a few rows."""
+    own = {"GPTQMODEL_CPU_WORKERS": str(max(2, (os.cpu_count() or 1) // 2)), "TORCHDYNAMO_DISABLE": "1"}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if job.device == "cpu" else {}
+    return {**own, **os.environ, **hidden}
+
+
+# --- in the process that quantises ------------------------------------------------------------------------------------
+
+
+def main(task: Path) -> None:
+    job = QuantisationJob(**json.loads(task.read_text(encoding="utf-8")))
+    sys.path[:] = map(os.path.abspath, sys.path)
+    with chdir(task.parent):
+        before = _perplexity_of(job.source, job)
+        _write(job)
+        after = _perplexity_of(job.target, job)
+    (task.parent / "result.json").write_text(json.dumps({"before": before, "after": after}), encoding="utf-8")
+
+
+def _write(job: QuantisationJob) -> None:
+    from gptqmodel import GPTQModel
+    from gptqmodel.quantization.config import AWQConfig, GPTQConfig
+
+    shape: dict[str, Any] = {"bits": job.bits, "group_size": job.group, "offload_to_disk": False}
+    if job.method == "gptq":
+        config = GPTQConfig(**shape, act_group_aware=job.group > 0)  # which orders groups
+    else:
+        config = AWQConfig(**shape, sym=False)  # with zero points, as its authors publish it
+    model = GPTQModel.load(job.source, config, device=job.device, trust_remote_code=job.trust_remote_code)
+    rows = [{"input_ids": list(row), "attention_mask": [1] * len(row)} for row in job.rows]
+    model.quantize(rows, calibration_data_min_length=1)
+    model.save(job.target, max_shard_size=job.max_shard_size)
+
+
+def _perplexity_of(folder: str, job: QuantisationJob) -> float:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trust = {"trust_remote_code": job.trust_remote_code}
+    config = AutoConfig.from_pretrained(folder, **trust)
+    if quantised_by(config):
+        use_kernels_that_train(config, job.device)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", **trust)
+    return perplexity(model.to(job.device).eval(), job.held_out)
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> float:
+    """The exponential of the mean loss, in nats, of the learned tokens of ``rows``."""
+    device, total, count = next(model.parameters()).device, 0.0, 0
+    for row in rows:
+        ids = torch.tensor([row["input_ids"]], device=device)
+        labels = torch.tensor(row["labels"][1:], device=device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        total += functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum").item()
+        count += int((labels != IGNORE_INDEX).sum())
+    return math.exp(total / count)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

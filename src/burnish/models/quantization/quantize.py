@@ -1,0 +1,247 @@
+"""Weights in 8 or 4 bits: the base of a model whose adapter is trained (QLoRA, Dettmers et al. 2023,
+https://arxiv.org/abs/2305.14314).
+
+In:  ``quantization_bit`` and related options. Out: arguments of transformers, by which linear layers are quantised by
+     the library bitsandbytes while the weights are read; on a CPU too.
+Refuses: training weights that are quantised; decomposing them (PiSSA); other methods of quantising while a model is
+     loaded; a missing library.
+Models whose files hold quantised weights (GPTQ, AWQ) are loaded by transformers, where the library of their method is
+installed. Both were trained on a CPU with gptqmodel 7.7, optimum 2.3 and transformers 5.23
+(tests/models/test_quantised_files.py); on a GPU neither was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from burnish.config.checks import check, notes
+from burnish.config.errors import MissingExtraError, Problem
+from burnish.config.options import changed_options, option, raise_if, set_without
+from burnish.models.options import ModelOptions
+from burnish.utils.patching import Reason, patch
+
+EXTRA = "quantization"
+LIBRARY_OF = {"gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",), "bitsandbytes": ("bitsandbytes",),
+              "aqlm": ("aqlm",), "hqq": ("hqq",), "eetq": ("eetq",)}  # fmt: skip
+"""Method of quantised files -> the libraries by which transformers reads them."""
+
+
+@dataclass
+class QuantizationOptions:
+    """Quantisation of a frozen base model."""
+
+    quantization_bit: int | None = option(
+        None, "Load the model's linear layers in this many bits.", choices=(4, 8), unit="bits"
+    )
+    quantization_method: str = option(
+        "bnb", "The library that quantises while a model is loaded; bnb is bitsandbytes.", choices=lambda: METHODS
+    )
+    quantization_type: str = option("nf4", "The values that 4 bits stand for.", choices=("nf4", "fp4"))
+    double_quantization: bool = option(True, "With 4 bits, quantise the scales of the blocks as well.")
+    quantization_device_map: str | None = option(
+        None, "Where the layers of a quantised model go.",
+        ignored="a quantised model is loaded to the device that trains it",
+    )  # fmt: skip
+
+
+class QuantizationChoices(Protocol):
+    """The options that say what of a model is quantised."""
+
+    adapter_name_or_path: list[str] | None
+    create_new_adapter: bool
+    finetuning_type: str
+    pissa_init: bool
+    quantization_bit: int | None
+    train_from_scratch: bool
+
+
+@check
+def check_quantization(options: QuantizationChoices) -> list[Problem]:
+    if options.quantization_bit is None:
+        return []
+    problems: list[Problem] = []
+    if find_spec("bitsandbytes") is None:
+        problems += MissingExtraError("bitsandbytes", '"quantization_bit"', EXTRA, option="quantization_bit").problems
+    if options.finetuning_type in ("full", "freeze"):
+        what = (
+            f'"quantization_bit" {options.quantization_bit} leaves weights that cannot be trained, and '
+            f'"finetuning_type" is {options.finetuning_type}.'
+        )
+        problems.append(
+            Problem(
+                what,
+                remedy="Set finetuning_type: lora, or leave quantization_bit out.",
+                option=("quantization_bit", "finetuning_type"),
+            )
+        )
+    folders = options.adapter_name_or_path or []
+    if len(folders) > 1 or (folders and options.create_new_adapter):
+        problems.append(
+            Problem(
+                '"adapter_name_or_path" names adapters that would be merged into a base of '
+                f'"quantization_bit" {options.quantization_bit}: the sum would be rounded away.',
+                remedy="Merge them first: burnish export without quantization_bit. Then train on top of that model.",
+                option=("adapter_name_or_path", "quantization_bit"),
+            )
+        )
+    if options.pissa_init:
+        what = '"pissa_init" takes the base weights apart, and with "quantization_bit" they are not numbers any more.'
+        problems.append(
+            Problem(
+                what, remedy="Leave pissa_init out, or quantization_bit.", option=("pissa_init", "quantization_bit")
+            )
+        )
+    if options.train_from_scratch:
+        problems.append(
+            Problem(
+                '"quantization_bit" and "train_from_scratch" contradict: random weights have to train.',
+                option=("quantization_bit", "train_from_scratch"),
+            )
+        )
+    return problems
+
+
+@notes
+def quantization_notes(options: QuantizationOptions) -> list[str]:
+    switches = dict.fromkeys(("quantization_type", "double_quantization"), "quantization_bit")
+    notes = set_without(options, switches)
+    if options.quantization_bit == 8:
+        notes += [f'"{name}" has no effect: it is for 4 bits.' for name in switches if name in changed_options(options)]
+    return notes
+
+
+def quantization_arguments(options: ModelOptions, dtype: torch.dtype | str, config: Any) -> dict[str, Any]:
+    """Further arguments of ``from_pretrained``; none where nothing is to be quantised.
+
+    Args:
+        dtype: of weights that are not quantised, and of products; "auto" for that of the files.
+    Raises:
+        UserError: where the files hold quantised weights that cannot be read here.
+    """
+    if getattr(options, "quantization_bit", None) is None:  # a caller from Python may have ModelOptions only
+        return {}
+    raise_if(check_quantised_files(options, config))
+    wanted = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
+    return {"quantization_config": _quantized(cast(QuantizationOptions, options), wanted)}
+
+
+def _quantized(options: QuantizationOptions, compute_dtype: torch.dtype) -> Any:
+    return METHODS[options.quantization_method](options, compute_dtype)
+
+
+def _bitsandbytes(options: QuantizationOptions, compute_dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if options.quantization_bit == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_use_double_quant=options.double_quantization,
+        bnb_4bit_quant_type=options.quantization_type,
+    )
+
+
+METHODS: dict[str, Callable[[Any, torch.dtype], Any]] = {"bnb": _bitsandbytes, "bitsandbytes": _bitsandbytes}
+"""Method of quantising a model while it is loaded -> its config for transformers."""
+
+
+def quantised_by(config: Any) -> str:
+    """The method by which the weights in a model's files are quantised ("gptq", "awq", ...), or the empty string.
+
+    Args:
+        config: of transformers, or the JSON that it was read from.
+    """
+    described = _entry(config, "quantization_config")
+    if described is None:
+        return ""
+    found = _entry(described, "quant_method")
+    return str(getattr(found, "value", found) or "an unnamed method")
+
+
+PLAIN_KERNEL = {"gptq": "gptq_torch", "awq": "torch_awq"}
+"""Method of quantised files -> transformers' name of the kernel in torch alone, which every device has."""
+
+
+def use_kernels_that_train(config: Any, device: torch.device | str | None = None) -> str:
+    """Make the library of GPTQ and AWQ use a kernel that has a backward pass, unless the model names a kernel: "auto"
+    takes the fastest, which may have none. transformers documents "auto_trainable" for this, and peft uses it; on a CPU
+    it would compile a kernel of its own for minutes (gptqmodel 7.7).
+
+    Args:
+        device: the device of the model; the CPU if not given.
+    Returns:
+        A note for the user, or the empty string.
+    """
+    described, method = _entry(config, "quantization_config"), quantised_by(config)
+    if method not in PLAIN_KERNEL or _entry(described, "backend") not in (None, "auto", "autoawq"):
+        return ""
+    is_cpu = torch.device(device or "cpu").type == "cpu"
+    chosen = PLAIN_KERNEL[method] if is_cpu else "auto_trainable"
+    if isinstance(described, dict):
+        described["backend"] = chosen
+    else:
+        described.backend = chosen
+    return f"On a CPU, weights of {method} are multiplied by the kernel {chosen}." if is_cpu else ""
+
+
+def _entry(holder: Any, name: str) -> Any:
+    return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+
+
+def quantisation_of(options: QuantizationOptions, config: Any) -> str:
+    """The quantisation of the weights in memory ("4 bits", "gptq"), or the empty string."""
+    return f"{options.quantization_bit} bits" if options.quantization_bit else quantised_by(config)
+
+
+def check_quantised_files(options: ModelOptions, config: Any) -> list[Problem]:
+    """Find what keeps a model whose files are quantised from being loaded."""
+    method = quantised_by(config)
+    if not method:
+        return []
+    where = str(options.model_name_or_path)
+    missing = [name for name in LIBRARY_OF.get(method, ()) if find_spec(name) is None]
+    problems = []
+    if missing:
+        problems.append(
+            Problem(
+                f"its weights are quantised by {method}, which needs the library {' and '.join(missing)}.",
+                where=where,
+                remedy=f"Install it with: pip install {' '.join(missing)}; or use the model as it was before.",
+            )
+        )
+    if (trained := getattr(options, "finetuning_type", "lora")) in ("full", "freeze"):
+        what = f'its weights are quantised by {method} and cannot be trained; "finetuning_type" is {trained}.'
+        problems.append(
+            Problem(
+                what,
+                where=where,
+                remedy="Set finetuning_type: lora, or use the model as it was before.",
+                option="finetuning_type",
+            )
+        )
+    if getattr(options, "quantization_bit", None) is not None:
+        what = f'its weights are quantised already ({method}), so "quantization_bit" cannot quantise them.'
+        problems.append(Problem(what, where=where, remedy="Leave quantization_bit out.", option="quantization_bit"))
+    return problems
+
+
+UNTOUCHED = Reason("layer of 4 bits", "an evaluation leaves its weights as they are")
+
+
+def keep_as_loaded(model: nn.Module) -> None:
+    """Let an evaluation leave quantised weights as they are.
+
+    On a CPU with AVX512-BF16, bitsandbytes (0.49 to 0.50) converts weights of 4 bits to another layout at the first
+    product outside training, rounds their scales to bfloat16 and has no backward pass for that layout: an evaluation
+    would change the training that follows (bitsandbytes/nn/modules.py, Linear4bit.forward).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            patch(module, "support_avx512bf16_for_cpu", False, UNTOUCHED)

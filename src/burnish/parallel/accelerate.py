@@ -1,0 +1,47 @@
+"""Data parallelism set up by accelerate, where ``engine: accelerate`` asks for it. The only door to that library.
+
+accelerate finds the rank of the process, opens the process group and wraps the model. Everything else is done by
+``ParallelEngine``, as with torch's own wrapper (``ddp``), which ``auto`` takes because it starts sooner.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, cast
+
+from torch import nn
+
+from burnish.parallel.choices import EngineChoices
+from burnish.parallel.ddp import BUFFERS, DdpEngine, syncing_arguments
+
+
+class AccelerateEngine(DdpEngine):
+    """One of several processes, or one alone."""
+
+    def open_group(self) -> None:
+        self.accelerator = _accelerator(self.options, self.device.type == "cpu")
+        self.device = self.accelerator.device
+        if "WORLD_SIZE" not in os.environ:
+            super().open_group()
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        return cast(nn.Module, self.accelerator.prepare_model(model))
+
+
+def _accelerator(options: EngineChoices, is_on_cpu: bool) -> Any:
+    """An ``Accelerator`` that does only what the options say."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+    syncing = syncing_arguments(options)
+    if syncing.pop(BUFFERS, True) is False:
+        syncing["broadcast_buffers"] = False  # its name there
+    return Accelerator(
+        cpu=is_on_cpu,
+        mixed_precision="no",  # autocast and the loss scale are SingleEngine's
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(**syncing),
+            InitProcessGroupKwargs(backend=options.ddp_backend, timeout=timedelta(seconds=options.ddp_timeout)),
+        ],
+    )

@@ -1,0 +1,78 @@
+"""Settings of ``accelerate launch`` that are neither FSDP's nor DeepSpeed's: the number format, the CPU, and others.
+
+In: the variables that it sets for its flags and its YAML. Out: what they ask for where the options leave it open;
+notes on what has no effect; problems: what burnish does not have. Options of the run go first, as in transformers.
+
+https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Protocol
+
+from burnish.config.errors import Problem
+
+_FORMAT = "ACCELERATE_MIXED_PRECISION"
+_COMPILER = "ACCELERATE_DYNAMO_BACKEND"
+_NOT_PARALLEL = {
+    "tensor": "PARALLELISM_CONFIG_TP_SIZE", "context": "PARALLELISM_CONFIG_CP_SIZE",
+    "sequence": "PARALLELISM_CONFIG_SP_SIZE",
+}  # fmt: skip
+"""Ways to cut a model or its rows that are not here -> the variable of their number of processes."""
+
+
+class MixedChoices(Protocol):
+    """The options read here."""
+
+    bf16: bool
+    fp16: bool
+    pure_bf16: bool
+
+
+def mixed_precision(options: MixedChoices) -> str:
+    """The format of products in the forward pass, over weights in another: bf16, fp16 or no."""
+    if options.fp16:
+        return "fp16"
+    if options.pure_bf16:
+        return "no"
+    asked = "bf16" if options.bf16 else _asked(_FORMAT)
+    return asked if asked in ("bf16", "fp16") else "no"
+
+
+def is_told_to_stay_on_cpu() -> bool:
+    return is_true(os.environ.get("ACCELERATE_USE_CPU"))
+
+
+def launched_problems(options: MixedChoices) -> Iterator[Problem]:
+    for kind, variable in _NOT_PARALLEL.items():
+        if int(os.environ.get(variable) or 1) > 1:
+            what = f"{variable} is {os.environ[variable]}: burnish has no {kind} parallelism."
+            yield Problem(what, remedy="Leave it at 1, and shard the weights: fsdp, or deepspeed: zero3.")
+    if not _says_format(options) and _asked(_FORMAT) not in ("", "no", "bf16", "fp16"):
+        yield Problem(
+            f'{_FORMAT} is "{_asked(_FORMAT)}": burnish has bf16 and fp16.',
+            remedy="Set mixed_precision: bf16 in accelerate's file, or bf16: true in the run's.",
+        )
+    if is_true(os.environ.get("ACCELERATE_USE_MEGATRON_LM")):
+        yield Problem("ACCELERATE_USE_MEGATRON_LM is true: burnish does not run on Megatron.", remedy="Use FSDP.")
+
+
+def launched_notes(options: MixedChoices) -> Iterator[str]:
+    if not _says_format(options) and (asked := mixed_precision(options)) != "no":
+        yield f"{_FORMAT} is {asked}, and the options name no number format: the run takes it, as {asked}: true."
+    if _asked(_COMPILER) not in ("", "no"):
+        yield f"{_COMPILER} has no effect: torch_compile and torch_compile_backend say it."
+
+
+def is_true(value: object) -> bool:
+    return str(value).strip().lower() in ("true", "1", "yes", "on")
+
+
+def _says_format(options: MixedChoices) -> bool:
+    return options.bf16 or options.fp16 or options.pure_bf16
+
+
+def _asked(variable: str) -> str:
+    return os.environ.get(variable, "").strip().lower()

@@ -1,0 +1,101 @@
+"""Activation checkpointing: a layer's input is kept, and the rest of it computed again in the backward pass.
+
+In: ``gradient_checkpointing`` and its arguments, which are torch's, those of transformers' models, and TRL's
+``selective``. Refuses arguments that none of them knows, before a model loads, and a model that has no checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from burnish.config.errors import Problem, did_you_mean
+from burnish.parallel.choices import EngineChoices
+from burnish.utils.patching import Reason, record
+
+CHECKPOINTED = Reason("layer under gradient checkpointing", "gradient_checkpointing asks for it")
+_OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+_OF_MODELS = {"every_n_layers": 1, "offload": False}
+"""Further arguments of transformers 5.23's models, and the value at which each does nothing."""
+
+
+def checkpointing_problems(options: EngineChoices) -> Iterator[Problem]:
+    """Find what is wrong with ``gradient_checkpointing_kwargs``."""
+    given, known = options.gradient_checkpointing_kwargs or {}, [*_OF_TORCH, *_OF_MODELS, "selective"]
+    for name in [name for name in given if name not in known]:
+        yield Problem(
+            f'"gradient_checkpointing_kwargs": there is no "{name}".{did_you_mean(name, known)}',
+            remedy=f"Known: {', '.join(known)}.",
+            option="gradient_checkpointing_kwargs",
+        )
+    layers = given.get("every_n_layers", 1)
+    if type(layers) is not int or layers < 1:
+        yield Problem(
+            f'"gradient_checkpointing_kwargs": "every_n_layers" is a whole number from 1 on. Received: {layers!r}.',
+            option="gradient_checkpointing_kwargs",
+        )
+    if given.get("selective") and not options.gradient_checkpointing:
+        yield Problem(
+            "`gradient_checkpointing_kwargs={'selective': True}` requires `gradient_checkpointing=True`.",
+            option=("gradient_checkpointing_kwargs", "gradient_checkpointing"),
+        )
+    if given.get("selective") and given.get("use_reentrant"):
+        yield Problem(
+            "`gradient_checkpointing_kwargs={'selective': True}` requires non-reentrant gradient checkpointing.",
+            remedy="Set `use_reentrant` to `False`, or leave it unset.",
+            option="gradient_checkpointing_kwargs",
+        )
+
+
+def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> None:
+    """Make the layers of ``model`` keep only their inputs.
+
+    Args:
+        given: ``gradient_checkpointing_kwargs``.
+    Raises:
+        ValueError: where the model, or the transformers that is installed, cannot do it.
+    """
+    able: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing_enable")]
+    if not able:
+        raise ValueError(
+            f"gradient_checkpointing is set, and {type(model).__name__} has no gradient_checkpointing_enable(). "
+            "Leave it out, or use a model of transformers."
+        )
+    # Non-reentrant: it recomputes under the same autocast and random numbers, and needs no input that has a gradient,
+    # which frozen embeddings do not give.
+    arguments = {"use_reentrant": False, **(given or {})}
+    if arguments.pop("selective", False):
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_what_is_costly)
+    own = {name: arguments.pop(name, usual) for name, usual in _OF_MODELS.items()}
+    if next(model.parameters()).device.type == "cpu":  # activations are in that memory already
+        own["offload"] = False
+    record(model, partial(_enable, able[0], arguments, own), CHECKPOINTED)
+
+
+def _enable(model: Any, arguments: dict[str, Any], own: dict[str, Any]) -> None:
+    if arguments["use_reentrant"]:
+        model.enable_input_require_grads()  # that kind of it goes back only through an input that asks for it
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(arguments, **own)
+    elif own == _OF_MODELS:
+        model.gradient_checkpointing_enable(arguments)
+    else:
+        raise ValueError(
+            '"gradient_checkpointing_kwargs": every_n_layers and offload need a later transformers: '
+            'pip install "transformers>=5.23".'
+        )
+
+
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_int_mm"}
+"""Not baddbmm, nor products into an existing tensor (``aten::addmm.out``), because their results are overwritten."""
+
+
+def _keep_what_is_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Policy of ``selective``: keep the results of products and attention, and compute the cheap rest again."""
+    name: str = operation.name()  # attention of torch, of flash-attn, of whatever a model brings
+    is_costly = name in _PRODUCTS or "attention" in name or "attn" in name
+    return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE

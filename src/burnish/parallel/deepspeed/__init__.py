@@ -1,0 +1,1 @@
+"""DeepSpeed: its settings, its engine, and its shards in checkpoints of burnish."""

@@ -1,0 +1,331 @@
+"""DeepSpeed: ZeRO, which spreads optimizer states (1), gradients (2) and weights (3) over processes. The only door to
+that library.
+
+In: a model, an optimizer, the settings (``deepspeed_settings``). Out: the module that DeepSpeed runs, and where this
+rank's stretches of weights and optimizer states lie (``deepspeed_shards`` brings them to a checkpoint and back).
+DeepSpeed clips and moves weights when it is told to; the loss, the micro-batches and the decision not to apply a step
+stay the loop's.
+
+``bf16: true`` means here what it means to DeepSpeed and transformers: the forward pass runs on weights in bfloat16,
+and float32 copies are spread over the processes. DeepSpeed keeps its affairs in attributes of weights and optimizers
+that are not documented; the version that this was tested with is in ``TESTED``. Run on gloo and CPUs alone.
+
+Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
+"""
+
+# R ranks
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from burnish.checkpoint.parts import Part
+from burnish.checkpoint.shards import Piece
+from burnish.config.errors import UserError
+from burnish.loop.types import Loss
+from burnish.parallel.accelerate_launch import mixed_precision
+from burnish.parallel.choices import EngineChoices
+from burnish.parallel.deepspeed.settings import filled, zero_stage
+from burnish.parallel.deepspeed.shards import AdapterShards, StateShards, Stretch, WeightShards
+from burnish.parallel.multi_process import ParallelEngine, with_weights
+from burnish.parallel.single import set_precision
+from burnish.utils.files import expanded
+
+TESTED = "0.19"
+_USER = -1
+"""Number of a module that uses a weight: ZeRO-3 lets go of a weight behind the last module that uses it."""
+
+
+class DeepSpeedEngine(ParallelEngine):
+    """One of several processes, under ZeRO."""
+
+    is_sharded = True
+
+    def __init__(self, options: EngineChoices) -> None:
+        super().__init__(options)
+        self.dtype = None  # DeepSpeed makes the weights what they are to be; autocast would undo it
+        self.scaler, self.scales_loss = None, bool(mixed_precision(options) == "fp16" and self.device.type != "cpu")
+        self.deepspeed = _library(self.device.type)
+        self.runner: Any = None
+        self.weights: list[nn.Parameter] = []  # that train, in the order of the optimizer's groups
+        self.empty_groups: dict[int, dict[str, Any]] = {}  # number -> a group without weights, which DeepSpeed drops
+        self.offloaded: list[tuple[Tensor, Tensor | None]] = []  # weights of which the machine's memory has gradients
+        self.stage = zero_stage(options)
+        self.splits_weights = self.frees_weights = self.stage == 3
+
+    def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
+        """DeepSpeed moves this rank's parts, and keeps float32 copies of its own where it computes in half precision:
+        weights are raised only where it does not."""
+        if not self.options.pure_bf16 and mixed_precision(self.options) == "no":
+            set_precision(model, trained_in)
+
+    def settle(self, model: nn.Module) -> None:
+        return None
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
+        model, optimizer = super().prepare(model, optimizer)
+        if optimizer is None:
+            return model.to(self.device), None
+        settings = filled(self.options, _hidden_size(model), self.world_size, self.device.type == "cpu")
+        self.weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        groups = enumerate(optimizer.param_groups)
+        self.empty_groups = {number: dict(group) for number, group in groups if not group["params"]}
+        gives_loss = inspect.signature(type(model).forward).return_annotation in (Loss, "Loss")
+        self.runner, *_ = self.deepspeed.initialize(
+            model=_AsTuple(model) if gives_loss else model, optimizer=optimizer, config=settings,
+            dist_init_required=False,
+        )  # fmt: skip
+        if self.stage in (1, 2) and getattr(self.runner.optimizer, "cpu_offload", False):
+            self.offloaded = [(part, part.grad) for part in self.runner.optimizer.single_partition_of_fp32_groups]
+        if self.stage in (1, 2) and getattr(self.runner.optimizer, "round_robin_gradients", False):
+            _link_as_laid(self.runner.optimizer)
+        return (_FromTuple(self.runner, model) if gives_loss else self.runner), optimizer
+
+    @contextmanager
+    def microbatch(self, model: nn.Module, last: bool) -> Iterator[None]:
+        if self.runner is not None and model.training:
+            for part, gradient in self.offloaded:
+                part.grad = gradient  # which the optimizer's zero_grad took away, and ZeRO copies gradients into
+            self.runner.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        self.runner.backward(loss, scale_wrt_gas=False)
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """() the norm before clipping. Gradients are scaled when the update is made, to the ``max_grad_norm`` that the
+        settings were filled with."""
+        from deepspeed.runtime.zero.stage3 import combine_grad_norm_groups
+
+        zero = self.runner.optimizer
+        norm = zero.scaled_global_norm() if self.stage < 3 else combine_grad_norm_groups(zero._get_norm_groups())
+        norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device) / zero.loss_scale
+        return torch.where(norm < 0, torch.nan, norm)  # -1 stands for a norm that is not finite
+
+    def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
+        applied = bool(self.sum((~is_finite).float()) == 0)  # a read; DeepSpeed reads the norm anyway
+        if applied:
+            self.runner.step()
+            return not (self.scales_loss and self.runner.optimizer.overflow)
+        self._drop_gradients()
+        return False
+
+    def _drop_gradients(self) -> None:
+        zero = self.runner.optimizer
+        zero.zero_grad(set_to_none=True)
+        for held in (getattr(zero, "averaged_gradients", {}), getattr(zero, "all_grad_tensors", {})):
+            for group in held:
+                held[group] = None
+        if self.stage < 3:
+            zero._release_preflattened_grad_buffers()
+            zero.micro_step_id = -1
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        inner = model.given if isinstance(model, _FromTuple) else getattr(model, "module", model)
+        return super().unwrap(inner)
+
+    @contextmanager
+    def generating(self, model: nn.Module) -> Iterator[None]:
+        """Whole weights on every rank: answers end at different lengths, and no rank waits for another's."""
+        weights: list[Any] = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
+        with self.other_modules(), self._gathered(weights):
+            for weight in weights:
+                weight.ds_active_sub_modules.add(_USER)
+            try:
+                yield
+            finally:
+                for weight in weights:
+                    weight.ds_active_sub_modules.discard(_USER)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        with self._gathered([tensor]):
+            return tensor.detach().clone()
+
+    def _gathered(self, tensors: Sequence[Tensor]) -> Any:
+        lies_apart = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+        return self.deepspeed.zero.GatheredParameters(lies_apart, enabled=bool(lies_apart))
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        found = dict(parts)
+        is_adapter = parts["model"].stem != "model"
+        weights = AdapterShards(self) if is_adapter else WeightShards(self)
+        found["model"] = replace(parts["model"], shards=weights, is_collective=is_adapter)
+        if "optimizer" in parts:
+            found["optimizer"] = replace(parts["optimizer"], shards=StateShards(self))
+        for name in with_weights(parts):
+            of_part: Any = parts[name].held
+            shards = AdapterShards(self, list(of_part.parameters()))
+            found[name] = replace(parts[name], shards=shards, is_collective=True)
+        return found
+
+    def pieces(self, model: nn.Module) -> list[Tensor]:
+        trained: list[Any] = [weight for weight in model.parameters() if weight.requires_grad]
+        return [weight.ds_tensor.data for weight in trained]
+
+    def drop_gathered(self, model: nn.Module) -> None:
+        self.runner.empty_partition_cache()
+
+    @contextmanager
+    def other_modules(self) -> Iterator[None]:
+        """ZeRO-3 learns the order in which modules are called, to fetch their weights ahead, and takes another one for
+        an error where an adapter is off: it learns anew at both ends."""
+        self._forget_order()
+        try:
+            yield
+        finally:
+            self._forget_order()
+
+    def _forget_order(self) -> None:
+        if self.stage == 3 and self.runner is not None:
+            coordinator = self.runner.optimizer.parameter_offload.get_param_coordinator()
+            if not coordinator.is_invalid_trace():
+                coordinator._invalidate_trace()
+
+    def place_of(self, weight: nn.Parameter) -> Stretch | None:
+        """This rank's stretch of a weight that trains, in the vector in which ZeRO keeps it; None where it has none."""
+        zero = self.runner.optimizer
+        if self.stage == 3:
+            group, offset, _ = zero.grad_position[zero.get_param_id(weight)]
+            size = weight.ds_tensor.ds_numel  # type: ignore[attr-defined]
+            begin = self.rank * size
+            count = max(0, min(size, weight.ds_numel - begin))  # type: ignore[attr-defined]
+            return Stretch(zero.fp32_partitioned_groups_flat[group], offset, begin, count)
+        mapping = getattr(weight, "_hp_mapping", None)
+        if mapping is None:
+            return None
+        here, there = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
+        flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
+        return Stretch(flat, here.start, there.start, here.numel)
+
+    def piece(self, weight: nn.Parameter, key: str = "") -> Piece:
+        """This rank's stretch of a weight, or of a state that the optimizer keeps for it."""
+        place, shape = self.place_of(weight), tuple(getattr(weight, "ds_shape", weight.shape))
+        if place is None:
+            return Piece(torch.empty(0), 0, shape)
+        flat = self.runner.optimizer.optimizer.state[place.flat][key] if key else place.flat
+        return Piece(flat.detach()[place.offset : place.offset + place.length], place.begin, shape)
+
+    def spread(self) -> None:
+        """The forward pass's weights from the float32 ones, after those were loaded."""
+        zero = self.runner.optimizer
+        if self.stage == 3:
+            for weight in self.weights:
+                place = self.place_of(weight)
+                assert place is not None
+                weight.ds_tensor.data[: place.length].copy_(  # type: ignore[attr-defined]
+                    place.flat.detach()[place.offset : place.offset + place.length]
+                )
+        else:
+            zero.update_lp_params()
+
+
+class _AsTuple(nn.Module):
+    """A module that gives a ``Loss``, as one that gives a tuple: DeepSpeed looks for tensors in tuples and dicts.
+
+    The module's forward pass is called within this one's, so that weights which it uses beside its own modules (the
+    head's) are fetched for the whole of it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any) -> tuple[Any, ...]:
+        loss = self.module.forward(batch)
+        return loss.total, dict(loss.sums), loss.outputs
+
+
+class _FromTuple(nn.Module):
+    """The module that the loop calls: from a batch to a ``Loss``."""
+
+    def __init__(self, runner: nn.Module, given: nn.Module) -> None:
+        super().__init__()
+        self.runner, self.given = runner, given
+
+    def forward(self, batch: Any) -> Loss:
+        return Loss(*self.runner(batch))
+
+
+def _link_as_laid(zero: Any) -> None:
+    """Tell each weight again where its float32 stretch is.
+
+    Under ``round_robin_gradients`` DeepSpeed 0.19.8 lays weights in another order than they have in their group, and
+    looks for them in that of the group unless they are padded (runtime/zero/stage_1_and_2.py, ``_link_all_hp_params``).
+    """
+    from deepspeed.utils import link_hp_params
+
+    for number, weights in enumerate(zero.bit16_groups):
+        laid = zip(zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True)
+        offsets = {id(weight): offset for weight, offset in laid}
+        processes = zero.real_dp_process_group[number]
+        size = zero.bit16_groups_flat[number].numel() // dist.get_world_size(processes)
+        link_hp_params(
+            lp_param_list=weights, flat_hp_partition=zero.single_partition_of_fp32_groups[number],
+            gradient_dict=zero.averaged_gradients, offload_gradient_dict=zero.offload_gradient_dict,
+            use_offload=zero.cpu_offload, param_group_index=number,
+            partition_start=dist.get_rank(processes) * size, partition_size=size, dp_group=processes,
+            param_offsets=[offsets[id(weight)] for weight in weights],
+        )  # fmt: skip
+
+
+def _hidden_size(model: nn.Module) -> int:
+    """The hidden size of the model inside, from its config; 1024 where it has none."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    sizes = (getattr(config, "hidden_size", None) for config in configs)
+    return next((size for size in sizes if isinstance(size, int)), 1024)
+
+
+_OLD_LOCK_S = 120.0
+
+
+def raise_if_locked(cache: Path) -> None:
+    """A compilation that was killed leaves its lock in torch's cache of extensions, and every later start waits for it
+    without a word and without end. One takes under a minute (40 s on two cores).
+
+    Raises:
+        UserError: with the lock to remove.
+    """
+    now = time.time()
+    for lock in cache.glob("*/deepspeed_*/lock"):
+        age_s = now - lock.stat().st_mtime
+        if age_s > _OLD_LOCK_S:
+            what = (
+                f"DeepSpeed would wait for a compilation that began {age_s / 60:.0f} minutes ago and seems to have "
+                "been killed."
+            )
+            raise UserError(what, where=str(lock), remedy=f"Remove the folder {lock.parent}, and start again.")
+
+
+def _library(device_type: str) -> Any:
+    """DeepSpeed, told the device before it is loaded, and quiet."""
+    if device_type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    raise_if_locked(expanded(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")))
+    # torch 2.13 has other names for three collectives, and warns of the old ones at every step.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    import deepspeed
+
+    if not version("deepspeed").startswith(TESTED):
+        logging.getLogger("burnish").warning(
+            f"DeepSpeed is {version('deepspeed')}; burnish was tested with {TESTED}, and reads attributes of it that "
+            "may have changed."
+        )
+    deepspeed.utils.logging.logger.setLevel("ERROR")
+    return deepspeed

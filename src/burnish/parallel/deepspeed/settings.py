@@ -1,0 +1,237 @@
+"""DeepSpeed's settings: a user's own JSON, or a name for what is usually in one, with every "auto" filled.
+
+In: ``deepspeed`` (a file, an object, or zero0 ... zero3, zero2_offload, zero3_offload), or what ``accelerate launch``
+says in the environment; the options of the run. Out: the settings that DeepSpeed is given; remarks; problems, where a
+file says other than the options, or asks for what burnish does itself and would change the numbers.
+
+"auto" is filled as transformers fills it (transformers 5.23, ``HfTrainerDeepSpeedConfig``): from the arguments of the
+same meaning, and sizes of buckets from the model's hidden size. Keys: https://www.deepspeed.ai/docs/config-json/
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from burnish.config.errors import Problem, did_you_mean
+from burnish.parallel.accelerate_launch import MixedChoices, mixed_precision
+from burnish.utils.json_files import json_beside, read_settings
+
+AUTO = "auto"
+NAMES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+_SAYS_AGAIN: dict[str, tuple[str, Callable[[DeepspeedChoices], Any]]] = {
+    "train_micro_batch_size_per_gpu": (
+        "per_device_train_batch_size", lambda options: options.per_device_train_batch_size
+    ),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", lambda options: options.gradient_accumulation_steps),
+    "gradient_clipping": ("max_grad_norm", lambda options: options.max_grad_norm),
+    "bf16": ("bf16", lambda options: options.pure_bf16 or mixed_precision(options) == "bf16"),
+    "fp16": ("fp16", lambda options: mixed_precision(options) == "fp16"),
+}  # fmt: skip
+"""Key -> the option that says the same, and its value."""
+_OF_THE_MACHINE = {
+    "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "train_batch_size",
+    "activation_checkpointing", "communication_data_type", "prescale_gradients", "gradient_predivide_factor",
+    "sparse_gradients", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler",
+    "comms_logger", "aio", "checkpoint", "torch_autocast", "bfloat16",
+}  # fmt: skip
+"""Settings of memory, communication and printing; the size of a step follows from the options."""
+_OBSERVING = {"comms_config", "monitor_config", "tensorboard", "wandb", "csv_monitor", "comet"}
+"""Settings of DeepSpeed's monitors, which move no number; they are left out."""
+_OWN = {
+    "optimizer": "optim, learning_rate and weight_decay take its place",
+    "scheduler": "lr_scheduler_type and warmup_steps take its place",
+}
+
+
+class DeepspeedChoices(MixedChoices, Protocol):
+    """The options read here."""
+
+    deepspeed: dict[str, Any] | str | None
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    max_grad_norm: float
+
+
+def asks_for_deepspeed(options: DeepspeedChoices) -> bool:
+    return bool(_source(options))
+
+
+def zero_stage(options: DeepspeedChoices) -> int:
+    """0 to 3; 1 where the settings cannot be read, which their check says."""
+    try:
+        return int((raw_settings(options).get("zero_optimization") or {}).get("stage", 0))
+    except (ValueError, TypeError):
+        return 1
+
+
+def raw_settings(options: DeepspeedChoices) -> dict[str, Any]:
+    """As they were given, without comments: keys that begin with an underscore.
+
+    Raises:
+        ValueError: a half sentence, where a file cannot be read or holds no object.
+    """
+    source = _source(options)
+    if isinstance(source, str) and source in NAMES:
+        return named(source)
+    if isinstance(source, str):
+        source = read_settings(Path(source))
+    if not isinstance(source, Mapping):
+        raise ValueError(f"holds no object. Received: {source!r}")
+    return copy.deepcopy({key: value for key, value in source.items() if not str(key).startswith("_")})
+
+
+def named(name: str) -> dict[str, Any]:
+    """The usual settings of a stage of ZeRO, with everything else left to the options."""
+    stage, _, offload = name.removeprefix("zero").partition("_")
+    zero: dict[str, Any] = {"stage": int(stage), "overlap_comm": True, "contiguous_gradients": True}
+    if stage == "3":
+        zero |= {"reduce_bucket_size": AUTO, "stage3_prefetch_bucket_size": AUTO,
+                 "stage3_param_persistence_threshold": AUTO}  # fmt: skip
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        if stage == "3":
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return {
+        "zero_optimization": zero, "gradient_clipping": AUTO, "bf16": {"enabled": AUTO}, "fp16": {"enabled": AUTO},
+        "train_micro_batch_size_per_gpu": AUTO, "gradient_accumulation_steps": AUTO, "train_batch_size": AUTO,
+    }  # fmt: skip
+
+
+def filled(options: DeepspeedChoices, hidden_size: int, world_size: int, on_cpu: bool = False) -> dict[str, Any]:
+    """The settings for ``deepspeed.initialize``.
+
+    Args:
+        hidden_size: of the model, of which the sizes of ZeRO-3's buckets are multiples.
+        on_cpu: page-locked memory and overlapping streams are a GPU's.
+    """
+    settings = raw_settings(options)
+    for name in ("optimizer", "scheduler", *_OBSERVING):
+        settings.pop(name, None)
+    settings["train_micro_batch_size_per_gpu"] = options.per_device_train_batch_size
+    # burnish says at each micro-batch whether the step ends with it; a step may have fewer at the end of an epoch.
+    settings["gradient_accumulation_steps"] = 1
+    settings["train_batch_size"] = options.per_device_train_batch_size * world_size
+    settings["gradient_clipping"] = options.max_grad_norm
+    settings["zero_allow_untested_optimizer"] = True  # torch's optimizers are element by element, like its own
+    settings["zero_force_ds_cpu_optimizer"] = False
+    settings.setdefault("steps_per_print", 10**9)
+    for name in ("bf16", "fp16"):
+        settings.setdefault(name, {})["enabled"] = bool(_SAYS_AGAIN[name][1](options))
+    if on_cpu and settings["fp16"]["enabled"]:  # no kernels worth using there
+        settings["fp16"]["enabled"], settings["bf16"]["enabled"] = False, True
+    zero = settings.setdefault("zero_optimization", {"stage": 0})
+    sizes = {
+        "reduce_bucket_size": hidden_size**2, "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        if zero.get(name) == AUTO:
+            zero[name] = size
+    if on_cpu:
+        zero["overlap_comm"] = False
+        for name in ("offload_optimizer", "offload_param"):
+            if isinstance(zero.get(name), dict):
+                zero[name]["pin_memory"] = False
+    return {name: value for name, value in settings.items() if value != AUTO}
+
+
+def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
+    source = _source(options)
+    if not source:
+        return
+    where = f"deepspeed {source}" if isinstance(source, str) else "deepspeed"
+    if isinstance(source, str) and source not in NAMES and not Path(source).exists():
+        yield Problem(
+            f'"deepspeed" names a file that does not exist: {Path(source).absolute()}.{did_you_mean(source, NAMES)}',
+            remedy=f"Known by name: {', '.join(NAMES)}. {json_beside(Path(source))}".rstrip(),
+            option="deepspeed",
+        )
+        return
+    try:
+        settings = raw_settings(options)
+    except ValueError as error:
+        yield Problem(f"the file of DeepSpeed's settings {error}.", where, option="deepspeed")
+        return
+    for key, value in settings.items():
+        if key in _SAYS_AGAIN:
+            yield from _difference(where, key, value, options)
+        elif key in _OWN:
+            yield from _own_section(where, key, value)
+        elif key not in _OF_THE_MACHINE | _OBSERVING:
+            yield Problem(
+                f'"{key}" of DeepSpeed\'s settings is not part of burnish.',
+                where,
+                remedy="Take it out of the file.",
+                option="deepspeed",
+            )
+    yield from _offloads(where, settings)
+
+
+def deepspeed_notes(options: DeepspeedChoices) -> Iterator[str]:
+    if not asks_for_deepspeed(options):
+        return
+    if zero_stage(options) == 0:
+        yield '"deepspeed": stage 0 of ZeRO spreads nothing, so torch\'s data parallelism takes its place.'
+    for key in sorted(_OBSERVING & raw_settings(options).keys()):
+        yield f'"{key}" of DeepSpeed\'s settings has no effect: burnish logs by itself (report_to).'
+    yield from (
+        f'"{key}" of DeepSpeed\'s settings is "auto": {_OWN[key]}.' for key in _OWN if key in raw_settings(options)
+    )
+
+
+def _source(options: DeepspeedChoices) -> Any:
+    """``deepspeed``; else the file or the stage that accelerate was told."""
+    if options.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
+        return options.deepspeed
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    if file and file != "none":
+        return file
+    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    offload = "_offload" if os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE") == "cpu" else ""
+    return f"zero{stage}{offload}"
+
+
+def _difference(where: str, key: str, value: Any, options: DeepspeedChoices) -> Iterator[Problem]:
+    """The file and the options may not say two things."""
+    asked = value.get("enabled", AUTO) if isinstance(value, Mapping) else value
+    name, value_of = _SAYS_AGAIN[key]
+    given = value_of(options)
+    if asked not in (AUTO, given):
+        yield Problem(
+            f'"{key}" is {json.dumps(asked)}, and the option "{name}" is {json.dumps(given)}.',
+            where,
+            remedy=f'Set {name}: {json.dumps(asked)}, or write "auto" into the file.',
+            option=("deepspeed", name),
+        )
+
+
+def _own_section(where: str, key: str, value: Any) -> Iterator[Problem]:
+    """An optimizer or a schedule of DeepSpeed's own: only one that says nothing beyond what the options say."""
+    params = value.get("params", {}) if isinstance(value, Mapping) else {}
+    is_usual = isinstance(value, Mapping) and value.get("type") in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
+    if not is_usual or any(item != AUTO for item in params.values()):
+        yield Problem(
+            f'"{key}" of DeepSpeed\'s settings is not part of burnish.',
+            where,
+            remedy=f"Take it out of the file; {_OWN[key]}.",
+            option="deepspeed",
+        )
+
+
+def _offloads(where: str, settings: Mapping[str, Any]) -> Iterator[Problem]:
+    zero = settings.get("zero_optimization") or {}
+    for name in ("offload_optimizer", "offload_param"):
+        device = (zero.get(name) or {}).get("device", "none")
+        if device not in ("none", "cpu"):
+            yield Problem(
+                f'"{name}": burnish offloads to the CPU alone. Received: "{device}".', where, option="deepspeed"
+            )
+    if zero.get("stage", 0) not in (0, 1, 2, 3):
+        yield Problem(
+            f'"zero_optimization": ZeRO has stages 0 to 3. Received: {zero["stage"]!r}.', where, option="deepspeed"
+        )

@@ -1,0 +1,183 @@
+"""Pieces of a model under ZeRO, between DeepSpeed and a checkpoint that any other engine reads.
+
+In: the engine, which knows where this rank's stretch of a weight lies in the long vectors of ZeRO. Out: the state of
+each part of a run as pieces, and back. A checkpoint of another model is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from burnish.checkpoint.shards import Piece
+from burnish.checkpoint.snapshot import named_once
+from burnish.config.errors import UserError
+from burnish.loop.types import Stateful
+
+
+class Stretch(NamedTuple):
+    """A stretch of a weight within one of ZeRO's long vectors."""
+
+    flat: Tensor
+    offset: int  # in the vector
+    begin: int  # in the weight, laid flat
+    length: int
+
+
+class ZeroVectors(Protocol):
+    """An engine (``deepspeed.py``), as far as the long vectors of ZeRO are read and written here."""
+
+    deepspeed: Any
+    runner: Any
+    rank: int
+    weights: list[nn.Parameter]
+    empty_groups: dict[int, dict[str, Any]]
+
+    def place_of(self, weight: nn.Parameter) -> Stretch | None: ...
+    def piece(self, weight: nn.Parameter, key: str = ...) -> Piece: ...
+    def spread(self) -> None: ...
+
+
+class WeightShards:
+    """A whole model between ZeRO and a checkpoint: float32 where it trains."""
+
+    def __init__(self, engine: ZeroVectors) -> None:
+        self.engine = engine
+
+    def state_dict(self, held: Any) -> dict[str, Any]:
+        trains = {id(weight) for weight in self.engine.weights}
+        weights: dict[str, Any] = named_once(held.model)
+        return {
+            name: self.engine.piece(weight) if id(weight) in trains else self._still(weight)
+            for name, weight in weights.items()
+        }
+
+    def _still(self, weight: Any) -> Any:
+        """A weight that does not train, or a buffer."""
+        if not hasattr(weight, "ds_tensor"):
+            return weight.detach()
+        size, own = weight.ds_tensor.ds_numel, weight.ds_tensor.data.flatten()
+        count = max(0, min(size, weight.ds_numel - self.engine.rank * size))
+        return Piece(own[:count], self.engine.rank * size, tuple(weight.ds_shape))
+
+    def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
+        weights: dict[str, Any] = named_once(held.model)
+        _raise_unless_same(weights, state)
+        trains = {id(weight) for weight in self.engine.weights}
+        for name, weight in weights.items():
+            if id(weight) in trains:
+                place = self.engine.place_of(weight)
+                if place is not None:
+                    part = state[name].stretch(place.begin, place.length)
+                    place.flat.data[place.offset : place.offset + place.length].copy_(part)
+            elif not hasattr(weight, "ds_tensor"):
+                weight.data.copy_(state[name].whole())
+        self.engine.spread()
+
+
+class AdapterShards:
+    """An adapter, which is small: gathered to be written, and loaded whole on every rank.
+
+    Args:
+        weights: that are gathered, all that train if not given.
+    """
+
+    def __init__(self, engine: ZeroVectors, weights: Sequence[nn.Parameter] | None = None) -> None:
+        self.engine, self.weights = engine, weights
+
+    def state_dict(self, held: Stateful) -> dict[str, Any]:
+        with self._whole():
+            return {name: value.detach().clone() for name, value in held.state_dict().items()}
+
+    def load_state_dict(self, held: Stateful, state: Mapping[str, Any]) -> None:
+        with self._whole(writes=True):
+            held.load_state_dict({name: value.whole() for name, value in state.items()})
+
+    @contextmanager
+    def _whole(self, writes: bool = False) -> Iterator[None]:
+        """Inside it the weights that train are whole and float32; what was written to them is taken over."""
+        engine, weights = self.engine, self.engine.weights if self.weights is None else self.weights
+        before = [weight.data for weight in weights]
+        get, put = engine.deepspeed.utils.safe_get_full_fp32_param, engine.deepspeed.utils.safe_set_full_fp32_param
+        for weight in weights:
+            weight.data = get(weight).reshape(getattr(weight, "ds_shape", weight.shape))
+        try:
+            yield
+        finally:
+            for weight, data in zip(weights, before, strict=True):
+                given, weight.data = weight.data, data
+                if writes:
+                    put(weight, given)
+            if writes:
+                engine.spread()
+
+
+class StateShards:
+    """The states of the optimizer, numbered as torch numbers them, between ZeRO and a checkpoint."""
+
+    def __init__(self, engine: ZeroVectors) -> None:
+        self.engine = engine
+
+    def state_dict(self, held: Any) -> dict[str, Any]:
+        states = {number: self._states_of(weight) for number, weight in enumerate(self.engine.weights)}
+        return {"state": {number: own for number, own in states.items() if own}, "param_groups": self._groups(held)}
+
+    def _states_of(self, weight: nn.Parameter) -> dict[str, Any]:
+        """A copy of each counter, since an optimizer that loads them counts each by itself; of what is as long as the
+        weight, this rank's stretch."""
+        place, states = self.engine.place_of(weight), self.engine.runner.optimizer.optimizer.state
+        kept = states.get(place.flat, {}) if place else next((own for own in states.values() if own), {})
+        return {key: self.engine.piece(weight, key) if value.dim() else value.clone() for key, value in kept.items()}
+
+    def _groups(self, held: Any) -> list[dict[str, Any]]:
+        numbers = {id(weight): number for number, weight in enumerate(self.engine.weights)}
+        found = []
+        for group, own in zip(held.param_groups, self._weights_by_group(held), strict=True):
+            settings = {name: value for name, value in group.items() if name != "params"}
+            found.append({**settings, "params": [numbers[id(weight)] for weight in own]})
+        for number, group in sorted(self.engine.empty_groups.items()):
+            found.insert(number, {**group, "lr": held.param_groups[0]["lr"]})
+        return found
+
+    def _weights_by_group(self, held: Any) -> list[list[nn.Parameter]]:
+        rest, found = list(self.engine.weights), []
+        for group in held.param_groups:
+            count = len(group.get("param_names", rest))
+            found.append(rest[:count])
+            rest = rest[count:]
+        return found
+
+    def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
+        with_weights = [group for group in state["param_groups"] if group["params"]]
+        for group, given in zip(held.param_groups, with_weights, strict=True):
+            group.update({name: value for name, value in given.items() if name not in ("params", "param_names")})
+        states = self.engine.runner.optimizer.optimizer.state
+        for number, weight in enumerate(self.engine.weights):
+            place, given = self.engine.place_of(weight), state["state"].get(number)
+            if place is None or given is None:
+                continue
+            kept = states[place.flat]
+            for key, value in given.items():
+                if prod(value.shape) == 1 and not len(value.shape):
+                    kept[key] = value.whole()
+                    continue
+                flat = kept.setdefault(key, torch.zeros_like(place.flat, dtype=value.dtype, requires_grad=False))
+                flat[place.offset : place.offset + place.length].copy_(value.stretch(place.begin, place.length))
+
+
+def _raise_unless_same(weights: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    apart = [
+        name for name in weights.keys() | state.keys()
+        if name not in weights or name not in state
+        or tuple(getattr(weights[name], "ds_shape", weights[name].shape)) != tuple(state[name].shape)
+    ]  # fmt: skip
+    if apart:
+        raise UserError(
+            f"the weights of the checkpoint are not this model's: {', '.join(sorted(apart)[:3])}.",
+            remedy="Continue with the model and the adapter options that the checkpoint was written with.",
+        )

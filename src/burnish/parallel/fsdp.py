@@ -1,0 +1,301 @@
+"""Fully sharded data parallelism (FSDP2): each process holds a part of every weight, gradient and optimizer state.
+
+In: a model, and an optimizer over its weights, in each process. Out: the same model with torch's ``fully_shard`` on
+each layer of its stacks and on the rest; the optimizer over this rank's parts. A layer's weights are gathered before it
+runs and dropped after it, so that a process holds one layer more than its part.
+
+A step is the same as with one process, up to rounding: gradients are reduced in float32, and clipped by the norm of the
+whole model. Tested on gloo and CPUs; nothing here has been run on several GPUs yet.
+
+Source: torch.distributed.fsdp.fully_shard, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+from torch.utils._pytree import register_pytree_node
+
+from burnish.checkpoint.parts import Part
+from burnish.checkpoint.shards import Piece, Scattered
+from burnish.config.errors import UserError, did_you_mean
+from burnish.loop.types import Loss, Stateful
+from burnish.parallel.choices import EngineChoices
+from burnish.parallel.fsdp_settings import FsdpSettings, fsdp_settings
+from burnish.parallel.multi_process import ParallelEngine, with_weights
+from burnish.parallel.single import layers_of
+
+# fully_shard looks for tensors in what a module returns, to know when the backward pass reaches it.
+register_pytree_node(
+    Loss,
+    lambda loss: ([loss.total, dict(loss.sums), loss.outputs], None),
+    lambda parts, _: Loss(*parts),
+    serialized_type_name="burnish.loop.types.Loss",
+)
+
+
+class FsdpEngine(ParallelEngine):
+    """One of several processes, each with a part of everything."""
+
+    def __init__(self, options: EngineChoices) -> None:
+        super().__init__(options)
+        self.settings = fsdp_settings(options)
+        self.trained_in: torch.dtype | None = None
+        self.checkpoints_layers = self.settings.checkpoints
+        self.mesh = _mesh(self.settings, self.device.type, self.world_size)
+
+    def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
+        """Not yet: ``fully_shard`` moves this rank's parts, layer by layer, and each is raised to ``trained_in`` when
+        its turn comes. Until then weights are views of their files, which all processes of a machine share."""
+        self.trained_in = trained_in
+
+    def settle(self, model: nn.Module) -> None:
+        return None
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
+        if isinstance(model, FSDPModule):  # a script trains once more
+            return model, optimizer
+        model, optimizer = super().prepare(model, optimizer)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        self.shard(model)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        if optimizer is not None:
+            follow(optimizer, {id(parameter): after[name] for name, parameter in before.items()})
+        return model, optimizer
+
+    def shard(self, model: nn.Module) -> None:
+        """Shard the layers first, then the rest: embeddings, head, the last norm."""
+        is_away = self.settings.offloads and self.device.type != "cpu"
+        arguments: dict[str, Any] = {
+            "mesh": self.mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+            "offload_policy": CPUOffloadPolicy() if is_away else OffloadPolicy(),
+        }
+        for module in _wrapped_alone(model, self.settings):
+            self._raise(module)
+            fully_shard(module, reshard_after_forward=self.settings.reshards, **arguments)
+        self._raise(model)
+        # It is used at both ends of a forward pass: if dropped in between, it would be gathered again at once.
+        fully_shard(model, reshard_after_forward=False, **arguments)
+
+    def _raise(self, module: nn.Module) -> None:
+        """Convert the weights that are not sharded yet to the format in which they train. The memory of the whole
+        layer is free again once it is sharded."""
+        for parameter in module.parameters():
+            if self.trained_in is not None and parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(self.trained_in)
+
+    # Gradients are reduced after each micro-batch: kept until the last, they would be whole on every process.
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """() the norm over all parts of all ranks, before clipping."""
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else []
+        own = torch.stack([length.to(self.device) for length in lengths]) if lengths else torch.zeros(1)
+        square = own.to(self.device).square().sum()
+        dist.all_reduce(square, group=self.mesh["shard"].get_group())
+        norm = square.sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if max_norm > 0 and gradients and (norm.device.type != "cpu" or factor != 1):
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        return norm
+
+    @contextmanager
+    def generating(self, model: nn.Module) -> Iterator[None]:
+        """The context of generation: whole weights on every rank, so that none waits for answers of another."""
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.unshard()
+            module.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in sharded:
+                module.set_reshard_after_forward(self.settings.reshards and module is not model, recurse=False)
+                module.reshard()
+
+    is_sharded = True
+    splits_weights = True
+
+    def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """Each rank writes its pieces of a whole model and of the optimizer. An adapter is small: it is gathered, and
+        its file is the one that other programs read."""
+        found = dict(parts)
+        is_adapter = parts["model"].stem != "model"
+        found["model"] = replace(parts["model"], shards=ModelShards(is_adapter), is_collective=is_adapter)
+        if "optimizer" in parts:
+            found["optimizer"] = replace(parts["optimizer"], shards=OptimizerShards())
+        for name in with_weights(parts):
+            found[name] = replace(parts[name], shards=ModelShards(gathers=True), is_collective=True)
+        return found
+
+    def pieces(self, model: nn.Module) -> list[Tensor]:
+        return [local(weight.detach()) for weight in model.parameters() if weight.requires_grad]
+
+    def drop_gathered(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return _gathered(tensor)  # type: ignore[no-any-return]
+
+
+class ModelShards:
+    """Converts between the weights and this rank's pieces of them.
+
+    Args:
+        gathers: gather whole weights, for a file that rank 0 writes alone.
+    """
+
+    def __init__(self, gathers: bool = False) -> None:
+        self.gathers = gathers
+
+    def state_dict(self, held: Stateful) -> dict[str, Any]:
+        found = held.state_dict()
+        return {name: _gathered(value) if self.gathers else piece_of(value) for name, value in found.items()}
+
+    def load_state_dict(self, held: Stateful, state: Mapping[str, Any]) -> None:
+        own = held.state_dict()
+        held.load_state_dict({name: placed(value, own.get(name)) for name, value in state.items()})
+
+
+class OptimizerShards:
+    """Converts between the states of the optimizer and this rank's pieces of them."""
+
+    def state_dict(self, held: Any) -> dict[str, Any]:
+        state = held.state_dict()
+        states = {
+            number: {name: piece_of(value) for name, value in values.items()}
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": states}
+
+    def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
+        """Shard a state like its weight, if it has the shape of the weight."""
+        weights = [weight for group in held.param_groups for weight in group["params"]]
+        states = {
+            number: {name: placed(value, weights[number]) for name, value in values.items()}
+            for number, values in state["state"].items()
+        }
+        held.load_state_dict({**state, "state": states})
+
+
+def piece_of(value: Any) -> Any:
+    """Return this rank's piece of a sharded tensor; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    own, begin = local(value.detach()), _begin_of(value)
+    is_copy = begin is None  # another group of devices has the same
+    return Piece(own.flatten()[:0] if is_copy else own, begin or 0, tuple(value.shape))
+
+
+def placed(value: Any, like: Any) -> Any:
+    """Return a tensor of a checkpoint in this rank's form: a part where ``like`` is one, else whole."""
+    if not isinstance(value, Scattered):
+        return value
+    if not isinstance(like, DTensor) or like.shape != value.shape:
+        return value.whole()
+    own = local(like.detach())
+    width = prod(like.shape[1:])
+    rows, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    part = value.stretch(offset[0] * width if rows[0] else 0, own.numel()).reshape(own.shape).to(own.device)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _begin_of(tensor: DTensor) -> int | None:
+    """The place of the first element of this rank's rows; None where an earlier group of devices has the same rows."""
+    where = tensor.device_mesh.get_coordinate() or [0]
+    if len(where) == 2 and where[0] > 0:
+        return None
+    rows, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0] * prod(tensor.shape[1:]) if rows[0] else 0
+
+
+def _gathered(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def follow(optimizer: Optimizer, moved: Mapping[int, nn.Parameter]) -> None:
+    """Make the optimizer update the sharded weights in place of the whole weights that it was made with.
+
+    Args:
+        moved: ``id`` of a weight -> its sharded replacement.
+    Raises:
+        UserError: where it already keeps a state of the weights, which only the optimizer itself could shard.
+    """
+    if optimizer.state:
+        raise UserError(
+            f"The optimizer {type(optimizer).__name__} keeps states of whole weights from the beginning, and fsdp "
+            "shards them.",
+            remedy="Set optim: adamw_torch_fused.",
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [moved[id(parameter)] for parameter in group["params"]]
+
+
+def _mesh(settings: FsdpSettings, device_type: str, world_size: int) -> DeviceMesh:
+    """The device mesh: a dimension of shards, preceded by one of copies where several groups hold the whole model."""
+    copies = settings.copies
+    if copies is None:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    copies = copies or world_size // int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    if world_size % copies:
+        raise UserError(f"{world_size} processes cannot hold {copies} copies of a sharded model.")
+    return init_device_mesh(device_type, (copies, world_size // copies), mesh_dim_names=("copy", "shard"))
+
+
+def _wrapped_alone(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
+    """The modules that are gathered one at a time, inner ones first."""
+    if settings.layer_classes:
+        names = {type(module).__name__ for module in model.modules()}
+        for wanted in settings.layer_classes:
+            if wanted not in names:
+                raise UserError(
+                    f'fsdp_config: "transformer_layer_cls_to_wrap" names {wanted}, and the model has no such '
+                    f"layer.{did_you_mean(wanted, names)}",
+                    remedy="Leave it out: layers are found from the model.",
+                    option="fsdp_config",
+                )
+        found = [module for module in model.modules() if type(module).__name__ in settings.layer_classes]
+        return found[::-1]
+    if settings.min_num_params:
+        return _large(model, settings.min_num_params)
+    return layers_of(model)
+
+
+def _large(model: nn.Module, least: int) -> list[nn.Module]:
+    """Modules of at least so many parameters, not counting those of such modules inside them."""
+    found: list[nn.Module] = []
+
+    def left_in(module: nn.Module) -> int:
+        left = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(left_in, module.children()))
+        if left < least or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return left
+        found.append(module)
+        return 0
+
+    left_in(model)
+    return found

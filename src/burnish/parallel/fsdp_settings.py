@@ -1,0 +1,184 @@
+"""Settings of FSDP: ``fsdp``, ``fsdp_config``, and the variables that ``accelerate launch`` sets.
+
+In: the settings of transformers and accelerate, those of FSDP1 too. Out: settings, notes on those with another name or
+no effect today, and problems: a file that is missing, an unknown word, an unsupported kind of state dict.
+
+Keys: https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments.fsdp_config,
+https://huggingface.co/docs/accelerate/concept_guides/fsdp1_vs_fsdp2
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from burnish.config.errors import Problem, did_you_mean
+from burnish.parallel.accelerate_launch import is_true
+from burnish.utils.json_files import json_beside, read_settings
+
+OFF: tuple[Any, ...] = (None, False, "", [], {}, "no_shard")
+_WORDS = {"full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "offload", "auto_wrap"}
+_STRATEGIES = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
+_READ = {
+    "sharding_strategy", "reshard_after_forward", "offload_params", "cpu_offload", "transformer_layer_cls_to_wrap",
+    "transformer_cls_to_wrap", "min_num_params", "activation_checkpointing", "dp_replicate_size",
+}  # fmt: skip
+_WITHOUT_EFFECT = {
+    "version": "there is one, FSDP2.",
+    "fsdp": "the option fsdp says it.",
+    "auto_wrap_policy": "layers are found from the model, or by transformer_layer_cls_to_wrap or min_num_params.",
+    "backward_prefetch": "FSDP2 fetches the next layer while one is computed.",
+    "backward_prefetch_policy": "FSDP2 fetches the next layer while one is computed.",
+    "forward_prefetch": "FSDP2 fetches the next layer while one is computed.",
+    "limit_all_gathers": "FSDP2 frees what it gathered without waiting.",
+    "use_orig_params": "FSDP2 keeps each weight by itself.",
+    "sync_module_states": "every process reads the same files.",
+    "cpu_ram_efficient_loading": "each process reads its part from the files.",
+    "state_dict_type": "checkpoints are sharded safetensors; the final model is one folder of whole weights.",
+    "mixed_precision_policy": "bf16 and fp16 say it.",
+    "xla": "burnish runs on torch alone.", "xla_fsdp_v2": "burnish runs on torch alone.",
+    "xla_fsdp_grad_ckpt": "burnish runs on torch alone.", "xla_fsdp_settings": "burnish runs on torch alone.",
+}  # fmt: skip
+
+
+class FsdpChoices(Protocol):
+    """The options read here."""
+
+    fsdp: bool | str | list[str] | None
+    fsdp_config: dict[str, Any] | str | None
+
+
+@dataclass(frozen=True)
+class FsdpSettings:
+    """The sharding of weights.
+
+    Args:
+        reshards: a layer's weights are dropped after its forward pass, and gathered again for its backward pass.
+        offloads: each part is in the memory of the machine, with its optimizer state.
+        layer_classes: the classes of layers that are gathered one at a time; empty to ask the model.
+        min_num_params: gather modules of at least so many parameters instead; 0 for none.
+        checkpoints: layers are computed again in the backward pass.
+        copies: number of copies of the whole model, each sharded over its share of the processes; 0 is one on each
+            machine, None one in all.
+    """
+
+    reshards: bool = True
+    offloads: bool = False
+    layer_classes: tuple[str, ...] = ()
+    min_num_params: int = 0
+    checkpoints: bool = False
+    copies: int | None = None
+
+
+def asks_for_fsdp(options: FsdpChoices) -> bool:
+    return options.fsdp not in OFF or is_true(os.environ.get("ACCELERATE_USE_FSDP"))
+
+
+def fsdp_settings(options: FsdpChoices) -> FsdpSettings:
+    """Read the settings of checked options."""
+    words, values = _words(options), _values(options)
+    strategy = _strategy(words, values)
+    layers = values.get("transformer_layer_cls_to_wrap", values.get("transformer_cls_to_wrap")) or ()
+    layers = [name.strip() for name in layers.split(",")] if isinstance(layers, str) else layers
+    reshards = values.get("reshard_after_forward", strategy not in ("shard_grad_op", "hybrid_shard_zero2"))
+    copies, old = values.get("dp_replicate_size"), _OLD_RESHARD.get(str(reshards).upper())
+    return FsdpSettings(
+        reshards=is_true(reshards) if old is None else old,
+        offloads="offload" in words or is_true(values.get("offload_params", values.get("cpu_offload"))),
+        layer_classes=tuple(layers),
+        min_num_params=int(values.get("min_num_params") or 0) if not layers else 0,
+        checkpoints=is_true(values.get("activation_checkpointing")),
+        copies=int(copies) if copies not in (None, 1, "1") else 0 if strategy.startswith("hybrid") else None,
+    )
+
+
+_OLD_RESHARD = {
+    "FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False, "NO_SHARD": False,
+}  # fmt: skip
+"""FSDP1's strategies, which accelerate passes as the value of ``reshard_after_forward``."""
+
+
+def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
+    value = options.fsdp_config
+    if isinstance(value, str) and not Path(value).exists():
+        what = f'"fsdp_config" names a file that does not exist: {Path(value).absolute()}.'
+        yield Problem(what, remedy=json_beside(Path(value)), option="fsdp_config")
+        return
+    if value and not asks_for_fsdp(options):
+        yield Problem(
+            '"fsdp_config" has no effect without "fsdp".',
+            remedy="Set fsdp: full_shard, or leave it out.",
+            option=("fsdp_config", "fsdp"),
+        )
+    for word in sorted(_words(options) - _WORDS):
+        yield Problem(f'"fsdp": there is no "{word}".{did_you_mean(word, _WORDS)}', option="fsdp")
+    for key, told in _told().items():
+        if key not in _READ and key not in _WITHOUT_EFFECT and told.lower() not in ("", "false", "none"):
+            yield Problem(f'FSDP_{key.upper()} is "{told}": burnish has no such setting.', remedy="Leave it out.")
+    try:
+        known = [*_READ, *_WITHOUT_EFFECT]
+        for key in _values(options):
+            if key not in known:
+                yield Problem(f'"fsdp_config": there is no "{key}".{did_you_mean(key, known)}', option="fsdp_config")
+    except ValueError as error:
+        yield Problem(f'"fsdp_config": the file {error}.', where=str(value), option="fsdp_config")
+
+
+def fsdp_notes(options: FsdpChoices) -> Iterator[str]:
+    """Notes on words of other versions, and their meaning here."""
+    if not asks_for_fsdp(options):
+        return
+    values = _given(options)
+    for key in values:
+        if key in _WITHOUT_EFFECT and key not in ("version", "fsdp"):
+            yield f'"fsdp_config": "{key}" has no effect: {_WITHOUT_EFFECT[key]}'
+    if "sharding_strategy" in values:
+        resharding = str(fsdp_settings(options).reshards).lower()
+        yield f'"fsdp_config": "sharding_strategy" is FSDP1\'s word; here it means reshard_after_forward: {resharding}.'
+
+
+def _strategy(words: set[str], values: Mapping[str, Any]) -> str:
+    given = str(values.get("sharding_strategy", "")).lower()
+    named = _STRATEGIES.get(given, given)
+    return named or next((word for word in sorted(words) if "shard" in word), "full_shard")
+
+
+def _words(options: FsdpChoices) -> set[str]:
+    """The words of ``"full_shard auto_wrap"``, ``["full_shard", "auto_wrap"]``, or true."""
+    if options.fsdp in OFF or isinstance(options.fsdp, bool):
+        return set()
+    text = options.fsdp if isinstance(options.fsdp, str) else " ".join(options.fsdp or [])
+    return {word for word in text.replace(",", " ").split() if word.lower() != "true"}
+
+
+def _values(options: FsdpChoices) -> dict[str, Any]:
+    return {**{name: value for name, value in _told().items() if name in _READ}, **_given(options)}
+
+
+def _given(options: FsdpChoices) -> dict[str, Any]:
+    """Read ``fsdp_config``, without the prefix ``fsdp_`` that some write before its keys.
+
+    Raises:
+        ValueError: a half sentence, where the file is no JSON.
+    """
+    given: Any = options.fsdp_config or {}
+    if isinstance(given, str):
+        given = read_settings(Path(given))
+        if not isinstance(given, dict):
+            raise ValueError("holds no object")
+    return {(key if key == "fsdp" else key.removeprefix("fsdp_")): value for key, value in given.items()}
+
+
+def _told() -> dict[str, str]:
+    """The variables that ``accelerate launch --config_file fsdp.yaml`` sets."""
+    if not is_true(os.environ.get("ACCELERATE_USE_FSDP")):
+        return {}
+    named = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "dp_replicate_size"}
+    return {
+        named.get(name, name.removeprefix("FSDP_").lower()): value
+        for name, value in os.environ.items()
+        if name.startswith("FSDP_") or name in named
+    }

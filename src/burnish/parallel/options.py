@@ -1,0 +1,286 @@
+"""Options of the engine, and the checks of them.
+
+In: the flat options. Out: problems (``check_engine``), remarks (``engine_notes``), and the two decisions that both
+engines share: on which device, and in which number format the forward pass runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from burnish.config.checks import check, notes
+from burnish.config.errors import Problem, did_you_mean
+from burnish.config.options import option
+from burnish.parallel.accelerate_launch import (
+    is_told_to_stay_on_cpu,
+    launched_notes,
+    launched_problems,
+    mixed_precision,
+)
+from burnish.parallel.checkpointing import checkpointing_problems
+from burnish.parallel.choices import DeviceChoice, EngineChoices, FormatChoices
+from burnish.parallel.deepspeed.settings import (
+    NAMES,
+    asks_for_deepspeed,
+    deepspeed_notes,
+    deepspeed_problems,
+    zero_stage,
+)
+from burnish.parallel.fsdp_settings import asks_for_fsdp, fsdp_notes, fsdp_problems, fsdp_settings
+from burnish.parallel.process_counts import AUTO
+
+
+@dataclass
+class EngineOptions:
+    """Processes, devices, number formats, seeds."""
+
+    engine: str = option(
+        "auto", "Plain torch on one device (single) or on several, each with the whole model (ddp) or a part of it "
+        "(fsdp, deepspeed); accelerate sets ddp up by that library. auto takes what is set, else ddp for several.",
+        choices=("auto", "single", "ddp", "accelerate", "fsdp", "deepspeed"),
+    )  # fmt: skip
+    num_processes: int | str = option(
+        AUTO, "Processes of this machine that share the run, started by burnish; auto is one for each GPU.", ge=1,
+    )  # fmt: skip
+    max_restarts: int = option(
+        0, "Times that the processes of a run which fails are started again, from the newest checkpoint.", ge=0
+    )
+    stall_timeout_s: float | None = option(
+        None, "End a run in which no step and no batch of an evaluation ends for so long, with the stacks of every "
+        "process.", unit="s", gt=0,
+    )  # fmt: skip
+    use_cpu: bool = option(False, "Stay on the CPU where there is a GPU too.", aliases=("no_cuda",))
+    bf16: bool = option(False, "Forward and backward in bfloat16 under autocast; the weights stay float32.")
+    fp16: bool = option(False, "The same in float16, with a loss scale that finds its own size.")
+    pure_bf16: bool = option(False, "Weights, gradients and optimizer in bfloat16, without autocast.")
+    tf32: bool | None = option(
+        None, "float32 products on a GPU's TF32 units: a fifth of the time, 10 bits of mantissa."
+    )
+    bf16_full_eval: bool = option(False, "Evaluate with the weights in bfloat16, outside of training only.")
+    fp16_full_eval: bool = option(False, "Evaluate with the weights in float16, outside of training only.")
+    gradient_checkpointing: bool = option(
+        False, "Keep each layer's input only and compute the rest again in the backward pass.",
+        aliases=("activation_checkpointing",),
+    )  # fmt: skip
+    gradient_checkpointing_kwargs: dict[str, Any] | None = option(
+        None,
+        "use_reentrant and torch.utils.checkpoint's other arguments; every_n_layers, offload; selective.",
+        aliases=("activation_checkpointing_kwargs",),
+    )
+    activation_offloading: bool = option(
+        False, "Keep what the backward pass needs in the memory of the machine rather than on the GPU.",
+        aliases=("use_unsloth_gc",),
+    )  # fmt: skip
+    torch_compile: bool = option(False, "Compile the layers of the model with torch.compile.")
+    torch_compile_backend: str | None = option(
+        None,
+        "torch.compile's backend; inductor where nothing is given.",
+        risky="another package can provide it",
+        harmless=("inductor", "eager", "aot_eager", "cudagraphs"),
+    )
+    torch_compile_mode: str | None = option(None, 'torch.compile\'s mode, such as "reduce-overhead".')
+    ddp_backend: str | None = option(None, "nccl, gloo, ...; chosen by the device where nothing is given.")
+    ddp_timeout: int = option(1800, "How long a process waits for the others before it gives up.", unit="s", gt=0)
+    ddp_bucket_cap_mb: int | None = option(None, "Size of the parcels in which gradients are synced.", unit="MB", gt=0)
+    ddp_broadcast_buffers: bool | None = option(
+        None, "Sync buffers at each forward pass; true where nothing is given, as in torch."
+    )
+    ddp_find_unused_parameters: bool | None = option(
+        None, "Look for weights that a forward pass did not use; where nothing is given, unless layers are "
+        "checkpointed, as in transformers.",
+    )  # fmt: skip
+    ddp_static_graph: bool | None = option(None, "Promise that every forward pass uses the same weights.")
+    fsdp: bool | str | list[str] | None = option(
+        None, "Shard weights, gradients and optimizer over processes: true, full_shard, shard_grad_op (weights stay "
+        "whole between forward and backward), hybrid_shard (within a machine); offload keeps them on the CPU.",
+    )  # fmt: skip
+    fsdp_config: dict[str, Any] | str | None = option(
+        None,
+        "FSDP's settings, by transformers' and accelerate's names, or the JSON file that holds them.",
+        names_place=True,
+    )
+    deepspeed: dict[str, Any] | str | None = option(
+        None,
+        f"DeepSpeed's settings, or the JSON file that holds them, or one of {', '.join(NAMES)}.",
+        names_place=True,
+        risky="its settings can name programs",
+        harmless=NAMES,
+    )
+    accelerator_config: dict[str, Any] | str | None = option(
+        None, "Settings of accelerate, or a JSON file.",
+        ignored="burnish deals rows to processes itself, which is all that they settle.", names_place=True,
+    )  # fmt: skip
+    seed: int = option(
+        42, "Of weights made anew, dropout, and the order of the rows where data_seed is not given.", ge=0, le=2**32 - 1
+    )
+    data_seed: int | None = option(None, "Of the order of the rows.", ge=0, le=2**32 - 1)
+    full_determinism: bool = option(False, "Refuse operations whose result can differ from run to run; slower.")
+
+
+@check
+def check_engine(options: EngineChoices) -> list[Problem]:
+    """Find options that this machine, or any machine, does not support."""
+    return [
+        *_formats(options), *checkpointing_problems(options), *deepspeed_problems(options), *fsdp_problems(options),
+        *launched_problems(options), *_processes(options),
+        *_compiling(options),
+    ]  # fmt: skip
+
+
+def _compiling(options: EngineChoices) -> Iterator[Problem]:
+    """Find a backend or a mode that torch does not have; if one is given, torch's compiler is loaded to list them."""
+    given = {"backend": options.torch_compile_backend, "mode": options.torch_compile_mode}
+    if not options.torch_compile or set(given.values()) <= {None, "inductor"}:
+        return
+    import torch._dynamo
+    import torch._inductor
+
+    known = {"backend": torch._dynamo.list_backends(exclude_tags=()), "mode": [*torch._inductor.list_mode_options()]}
+    for name, value in given.items():
+        if value is not None and value not in known[name]:
+            yield Problem(
+                f'"torch_compile_{name}": there is no "{value}".{did_you_mean(value, known[name])}',
+                remedy=f"Known: {', '.join(known[name])}.",
+                option=f"torch_compile_{name}",
+            )
+
+
+def _formats(options: EngineChoices) -> Iterator[Problem]:
+    asked = [name for name in ("bf16", "fp16", "pure_bf16") if getattr(options, name)]
+    if "fp16" in asked and len(asked) > 1:
+        yield Problem(
+            f'"{asked[0]}" and "{asked[1]}" are two number formats; a run has one.',
+            why="bfloat16 has the range of float32; float16 has not, and needs a loss scale.",
+            remedy="Keep bf16 where the device has it.",
+            option=tuple(asked),
+        )
+    if options.bf16_full_eval and options.fp16_full_eval:
+        yield Problem(
+            '"bf16_full_eval" and "fp16_full_eval" are two number formats; an evaluation has one.',
+            option=("bf16_full_eval", "fp16_full_eval"),
+        )
+    if mixed_precision(options) == "bf16" and device_of(options).type == "cuda" and not torch.cuda.is_bf16_supported():
+        yield Problem('"bf16" needs a GPU that has bfloat16.', remedy="Set fp16: true instead.", option="bf16")
+
+
+def _processes(options: EngineChoices) -> Iterator[Problem]:
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if isinstance(options.num_processes, str) and options.num_processes != AUTO:
+        yield Problem(
+            f'"num_processes" must be auto or a whole number. Received: "{options.num_processes}".',
+            option="num_processes",
+        )
+    elif options.engine == "single" and options.num_processes not in (AUTO, 1):
+        yield Problem(
+            f'"engine" is single, and "num_processes" {options.num_processes}.',
+            remedy="Leave engine out.",
+            option=("engine", "num_processes"),
+        )
+    if options.engine == "single" and num_processes > 1:
+        yield Problem(
+            f'"engine" is single, and {num_processes} processes were started.',
+            remedy="Leave engine out.",
+            option=("engine", "num_processes"),
+        )
+    if asks_for_deepspeed(options) and asks_for_fsdp(options):
+        yield Problem(
+            '"deepspeed" and "fsdp" are two ways to shard a model; a run has one.', option=("deepspeed", "fsdp")
+        )
+    if engine_name(options) == "deepspeed" and find_spec("deepspeed") is None:
+        yield Problem(
+            "This run needs the library DeepSpeed, which is not installed.",
+            remedy="pip install deepspeed",
+            option="deepspeed",
+        )
+    if options.engine == "accelerate" and find_spec("accelerate") is None:
+        yield Problem(
+            "This run needs the library accelerate, which is not installed.",
+            remedy="pip install accelerate",
+            option="engine",
+        )
+
+
+@notes
+def engine_notes(options: EngineChoices) -> list[str]:
+    """Notes on options that have no effect here, or another one than expected."""
+    device, notes = device_of(options), []
+    asked = mixed_precision(options)
+    if asked == "fp16" and device.type == "cpu":
+        instead = "bfloat16" if autocast_dtype(options, device) else "float32, because the processor has no bfloat16"
+        notes.append(f'"fp16" on a CPU runs in {instead}.')
+    if asked == "bf16" and device.type == "cpu" and not has_fast_bfloat16():
+        notes.append('"bf16" on this processor is emulated: it saves memory and costs time.')
+    if options.gradient_checkpointing_kwargs and not options.gradient_checkpointing:
+        notes.append('"gradient_checkpointing_kwargs" has no effect without "gradient_checkpointing".')
+    if device.type == "cpu" and (options.gradient_checkpointing_kwargs or {}).get("offload"):
+        notes.append('"gradient_checkpointing_kwargs": "offload" has no effect on a CPU.')
+    if options.activation_offloading and device.type == "cpu":
+        notes.append('"activation_offloading" has no effect on a CPU, whose memory is the machine\'s.')
+    for name in ("torch_compile_backend", "torch_compile_mode"):
+        if getattr(options, name) is not None and not options.torch_compile:
+            notes.append(f'"{name}" has no effect without "torch_compile".')
+    notes += [*launched_notes(options), *deepspeed_notes(options), *fsdp_notes(options)]
+    if device.type == "cpu" and asks_for_fsdp(options) and fsdp_settings(options).offloads:
+        notes.append('"fsdp": offload has no effect on a CPU, whose memory is the machine\'s.')
+    if options.tf32 and device.type == "cpu":
+        notes.append('"tf32" has no effect on a CPU.')
+    return notes
+
+
+def engine_name(options: EngineChoices, num_processes: int | None = None) -> str:
+    """The engine that the options and the number of processes ask for.
+
+    Args:
+        num_processes: of a run that is not started yet; those that a launcher says if not given.
+    """
+    if options.engine != AUTO:
+        return str(options.engine)
+    if asks_for_deepspeed(options) and zero_stage(options) > 0:
+        return "deepspeed"
+    if asks_for_fsdp(options):
+        return "fsdp"
+    count = int(os.environ.get("WORLD_SIZE", "1")) if num_processes is None else num_processes
+    return "single" if count == 1 else "ddp"
+
+
+def device_of(options: DeviceChoice) -> torch.device:
+    """The device of this process: one of the machine's accelerators, or the CPU."""
+    stays = options.use_cpu or is_told_to_stay_on_cpu()
+    accelerator = None if stays else torch.accelerator.current_accelerator(check_available=True)
+    return torch.device(accelerator.type, local_rank()) if accelerator else torch.device("cpu")
+
+
+def local_rank() -> int:
+    """The number of this process on its machine, from the launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def autocast_dtype(options: FormatChoices, device: torch.device) -> torch.dtype | None:
+    """The dtype of products in the forward pass; None where it is that of the weights.
+
+    There are no fast kernels for float16 on a CPU: bfloat16 is used where the processor has it, else float32.
+    """
+    asked = mixed_precision(options)
+    if asked == "fp16" and device.type == "cpu":
+        return torch.bfloat16 if has_fast_bfloat16() else None
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(asked)
+
+
+def full_eval_dtype(options: FormatChoices) -> torch.dtype | None:
+    """The dtype to which the weights are converted for an evaluation outside of training; None leaves them."""
+    if options.bf16_full_eval:
+        return torch.bfloat16
+    return torch.float16 if options.fp16_full_eval else None
+
+
+def has_fast_bfloat16() -> bool:
+    """Return whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX, Arm's BF16)."""
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # Arm
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -1,0 +1,114 @@
+"""Numbers of processes: of a run, on this machine and in all, from the environment and the options.
+
+In: the variables that launchers set (WORLD_SIZE, RANK, LOCAL_RANK; NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT for
+several machines), and ``num_processes``. Out: numbers. Imports nothing heavy, so that processes are started without
+loading torch first. Refuses several machines without the number of this one, or the address of the first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Protocol
+
+from burnish.config.errors import Problem
+from burnish.parallel.accelerate_launch import is_told_to_stay_on_cpu
+from burnish.utils.environment import count_in
+
+AUTO = "auto"
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def is_launched() -> bool:
+    """Return whether a launcher started this process, as one of several or as the only one."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def num_machines() -> int:
+    return _number("NNODES", 1)
+
+
+def machine_rank() -> int:
+    """The number of this machine, from 0."""
+    return _number("NODE_RANK", 0)
+
+
+def processes_here(asked: int | str, use_cpu: bool) -> int:
+    """Processes on this machine: as asked, or one for each visible GPU; one where there is none.
+
+    Args:
+        asked: ``num_processes``. For auto, NPROC_PER_NODE is read, as in other trainers.
+    """
+    if asked != AUTO:
+        return int(asked)
+    return _number("NPROC_PER_NODE", 0) or (1 if use_cpu or is_told_to_stay_on_cpu() else max(1, num_gpus()))
+
+
+class ProcessOptions(Protocol):
+    """The options read here."""
+
+    num_processes: int | str
+    use_cpu: bool
+    engine: str
+    max_restarts: int
+    stall_timeout_s: float | None
+
+
+def needs_launcher(options: ProcessOptions) -> bool:
+    """Return whether the run must be started and watched by another process."""
+    return not is_launched() and (world_size(options) > 1 or options.max_restarts > 0 or bool(options.stall_timeout_s))
+
+
+def world_size(options: ProcessOptions) -> int:
+    """Processes of the run on all machines: as launched, or as ``burnish train`` would start them."""
+    if is_launched():
+        return _number("WORLD_SIZE", 1)
+    here = 1 if options.engine == "single" else processes_here(options.num_processes, options.use_cpu)
+    return here * num_machines()
+
+
+def num_gpus() -> int:
+    """GPUs that this process can see, without a library that would open them."""
+    for variable in _VISIBLE:
+        if variable in os.environ:
+            return len([name for name in os.environ[variable].split(",") if name.strip() not in ("", "-1")])
+    nvidia = Path("/proc/driver/nvidia/gpus")
+    if nvidia.is_dir():
+        return len(list(nvidia.iterdir()))
+    if not any(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/mem_banks/0")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def problems_of_machines() -> list[Problem]:
+    """Find what is missing for a run over several machines."""
+    if is_launched():
+        return []
+    given = {name: os.environ.get(name, "").strip() for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE")}
+    unread = [name for name, text in given.items() if text and count_in(text, -1) < 0]
+    if unread:
+        return [Problem(f'{name} must be a whole number. Received: "{given[name]}".') for name in unread]
+    if num_machines() == 1:
+        return []
+    missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        what = f"NNODES is {num_machines()}, and not set: {', '.join(missing)}."
+        return [Problem(what, remedy="NODE_RANK numbers the machines from 0; MASTER_ADDR is the address of number 0.")]
+    if not 0 <= machine_rank() < num_machines():
+        return [Problem(f"NODE_RANK is {machine_rank()}, and there are {num_machines()} machines, numbered from 0.")]
+    return []
+
+
+def _number(name: str, usual: int) -> int:
+    return count_in(os.environ.get(name, ""), usual)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port

@@ -1,0 +1,245 @@
+"""The engine in plain torch, for one process and one device: the reference for all other engines.
+
+In: a model, an optimizer, micro-batches, losses. Out: the same on the device, gradients, one update, or none where the
+loss or a gradient is not finite. The loop (``loop/loop.py``) says when; nothing here knows what is learned.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from burnish.checkpoint.parts import Part
+from burnish.loop.types import Batch, Stateful
+from burnish.parallel.checkpointing import checkpoint_activations
+from burnish.parallel.choices import EngineChoices
+from burnish.parallel.memory import keep_few_kernels, keep_freed_memory
+from burnish.parallel.offloading import Offloading
+from burnish.parallel.options import EngineOptions, autocast_dtype, check_engine, device_of
+
+__all__ = ["EngineOptions", "SingleEngine", "check_engine", "set_seed"]
+
+
+class SingleEngine:
+    """One process, one device.
+
+    Args:
+        options: the flat options; those of ``EngineOptions`` are read.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    checkpoints_layers = False  # an engine's own settings may ask for gradient checkpointing too
+
+    def __init__(self, options: EngineChoices) -> None:
+        self.options = options
+        self.device = device_of(options)
+        self.dtype = autocast_dtype(options, self.device)
+        if self.device.type == "cpu":
+            keep_few_kernels()
+        self.scaler = torch.amp.GradScaler(self.device.type) if self.dtype == torch.float16 else None
+        self.scales_loss = self.scaler is not None
+        self.optimizer: Any = None
+        self._offloading: Offloading | None = None
+        if options.tf32 is not None and self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """The engine's own parts of a checkpoint: the loss scale, if there is one."""
+        return {"scaler": cast(Stateful, self.scaler)} if self.scaler else {}
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
+        """Put the model on the device, with checkpointing and compilation if asked; returns it and the optimizer."""
+        self.optimizer = optimizer
+        if self.device.type == "cpu" and optimizer is not None:
+            keep_freed_memory(self.is_sharded)
+        self.settle(model)
+        if self.options.gradient_checkpointing or self.checkpoints_layers:
+            checkpoint_activations(model, self.options.gradient_checkpointing_kwargs)
+        if self.options.activation_offloading and self.device.type != "cpu":
+            self._offloading = Offloading(model, self.device)
+        if self.options.torch_compile:
+            backend = self.options.torch_compile_backend or "inductor"
+            compile_layers(model, backend=backend, mode=self.options.torch_compile_mode)
+        return model, optimizer
+
+    def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
+        """Before the optimizer is made, which may keep copies of weights.
+
+        Args:
+            trained_in: the format of the weights that train.
+        """
+        set_precision(model, trained_in)
+        model.to(self.device)
+
+    def settle(self, model: nn.Module) -> None:
+        """Move a model for which ``place`` was not called to the device of the engine."""
+        model.to(self.device)
+
+    def to_device(self, batch: Batch) -> Batch:
+        given: Any = batch
+        if not isinstance(given, MutableMapping):  # of a script's own kind, which its Trainer moves
+            return batch
+        moved = copy.copy(batch)  # keeps the class of the dict, which may matter to a script
+        for name, value in batch.items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(self.device, non_blocking=True)
+        return moved
+
+    def microbatch(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """The context of forward and backward of one micro-batch; a single process syncs nothing."""
+        return nullcontext()
+
+    def generating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The context of generation with the bare model, outside of the module that ``prepare`` returned."""
+        return nullcontext()
+
+    is_sharded = False
+    splits_weights = False
+    frees_weights = False
+
+    def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """The parts of a run for a checkpoint, where each rank holds a piece of their tensors."""
+        return dict(parts)
+
+    def pieces(self, model: nn.Module) -> list[Tensor]:
+        return [weight.data for weight in model.parameters() if weight.requires_grad]
+
+    def drop_gathered(self, model: nn.Module) -> None:
+        return None
+
+    def other_modules(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A whole weight, where each rank holds a part. All ranks must ask for the same weights in the same order."""
+        return tensor
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """The context of a forward pass: autocast, and offloading of activations, if the run has them."""
+        with torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext():
+            if self._offloading is None:
+                yield
+            else:
+                with self._offloading.forward():
+                    yield
+
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(self.scaler.scale(loss) if self.scaler else loss)
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """Scale the gradients down to ``max_norm`` as one vector; 0 leaves them.
+
+        Returns:
+            () the norm before clipping, on the device.
+        """
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = _total_norm(gradients, self.device)
+        # On a CPU the norm is read for free, and gradients that need no clipping are left as they are. On a GPU a read
+        # waits for the device, so there the factor, 1 or less, is always multiplied.
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 is torch's own guard
+        if max_norm > 0 and gradients and (norm.device.type != "cpu" or factor != 1):
+            torch._foreach_mul_(gradients, factor)
+        return norm
+
+    def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
+        """Update once, unless ``is_finite`` () bool is false. The protocol describes the return value."""
+        if self.scaler:
+            # Reads one number from the device, as torch's own GradScaler.step does.
+            applied = bool(is_finite)
+            if applied:
+                optimizer.step()
+            self.scaler.update()
+            return applied
+        if self.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
+            # The kernel itself skips the update where found_inf is 1, so nothing has to be read.
+            optimizer.found_inf, optimizer.grad_scale = (~is_finite).float(), None  # type: ignore[attr-defined]
+            optimizer.step()
+            return True
+        # Free on a CPU. On a GPU an optimizer without fused kernels costs one wait for the device per step.
+        if not is_finite:
+            return False
+        optimizer.step()
+        return True
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value
+
+    def gather(self, value: Tensor) -> Tensor:
+        return value
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        return None
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that was given to ``prepare``."""
+        inner: nn.Module = getattr(model, "_orig_mod", model)
+        return inner
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of the model's outermost stacks, which are alike and follow each other; experts in a layer are part of
+    it. Empty where the model has no stack."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    inside = {id(module) for stack in stacks for layer in stack for module in layer.modules()}
+    return [layer for stack in stacks if id(stack) not in inside for layer in stack]
+
+
+def compile_layers(model: nn.Module, **arguments: Any) -> None:
+    """Compile each layer of the model's stacks in place, so that equal layers are compiled only once, and the names of
+    the weights stay. A model without a stack is compiled as a whole.
+
+    Args:
+        arguments: of ``torch.compile``.
+    """
+    for module in layers_of(model) or [model]:
+        module.compile(**arguments)
+
+
+def set_precision(model: nn.Module, trainable_dtype: torch.dtype) -> None:
+    """Give the parameters that train ``trainable_dtype``; the others keep the dtype they were loaded in.
+
+    An update of one part in ten thousand needs float32: bfloat16 has eight bits and would lose it (pure_bf16 accepts
+    that). Tied weights stay tied.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(trainable_dtype)
+
+
+def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """() the norm of all gradients as one vector, in float32."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([length.to(device) for length in lengths]))
+    return norm
+
+
+def set_seed(seed: int, full_determinism: bool = False) -> None:
+    """Seed every generator that a run draws from: Python's, numpy's where it is loaded, torch's on all devices."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if full_determinism:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # else cuBLAS chooses kernels at run time
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,84 @@
+"""Agreement of processes: checked before the first step, so that all of them are about to do the same.
+
+In: what a process depends on: its options, its files by their content, its versions. Out: nothing where all agree.
+Refuses a run of which one process sees other files, another version or another option than the first, with both values:
+it would train on, and its gradients would be added to those of another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import specs
+from burnish.loop.protocols import Engine
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.plan import Plan
+
+_SHOWN = 5
+
+
+def raise_unless_ranks_agree(plan: Plan, fingerprints: Mapping[str, Any], num_rows: int, engine: Engine) -> None:
+    """Compare this process with the first one; all of them call it.
+
+    Raises:
+        UserError: in every process, with what differs in which.
+    """
+    if engine.world_size == 1:
+        return
+    mine = {
+        **_options(plan.options), **fingerprints, "rows": num_rows, "python": platform.python_version(),
+        "torch": torch.__version__,
+    }  # fmt: skip
+    everyone: list[tuple[str, dict[str, Any]]] = engine.gather_objects((socket.gethostname(), _plain(mine)))
+    problems = [
+        _problem(rank, host, differences)
+        for rank, (host, theirs) in enumerate(everyone)
+        if (differences := list(_differences(everyone[0][1], theirs)))
+    ]
+    if problems:
+        raise UserError(problems[:_SHOWN])
+
+
+def _options(options: RunOptions) -> dict[str, Any]:
+    """Every option; of a secret its hash alone."""
+    found = {}
+    for name, spec in specs(RunOptions).items():
+        value = getattr(options, name)
+        found[name] = hashlib.sha256(str(value).encode()).hexdigest() if spec.is_secret and value else value
+    return found
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(dict(values), default=str))
+    return plain
+
+
+def _differences(first: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[str]:
+    secrets = {name for name, spec in specs(RunOptions).items() if spec.is_secret}
+    return [
+        f"{name} differs" if name in secrets else f"{name} is {_short(theirs.get(name))}, there {_short(value)}"
+        for name, value in first.items()
+        if theirs.get(name) != value
+    ]
+
+
+def _problem(rank: int, host: str, differences: Sequence[str]) -> Problem:
+    more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    return Problem(
+        f"process {rank} on {host} is about to do something else than process 0: "
+        f"{'; '.join(differences[:_SHOWN])}{more}.",
+        remedy="Give all processes the same command, files and versions.",
+    )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

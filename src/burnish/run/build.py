@@ -1,0 +1,369 @@
+"""A run of ``burnish train`` from its first line to its last file. Read from top to bottom:
+
+prepare     tokenizer, template, records -> rows; nothing is written, no weight is read (prepare.py)
+build       model, adapter, engine, stream, optimizer, callbacks -> a loop (run_loop.py)
+load        the newest whole checkpoint, if it is this run's (resume.py)
+train       loop/loop.py
+finish      evaluate, save, plot, describe (finish.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines
+from burnish.adapters.lora import learning_rates
+from burnish.app.run_loop import RunLoop
+from burnish.checkpoint.checkpoint import Checkpoints, output_folder
+from burnish.data.batches.batching import collator, packs_rows
+from burnish.data.batches.budget import Budget
+from burnish.data.batches.stream import EvalBatches, LateReader, RowStream, StepPartition
+from burnish.data.tally import Tally
+from burnish.kernels.probe import Fitted
+from burnish.loop.events import CallbackHandler
+from burnish.loop.loop import TrainOutput
+from burnish.loop.protocols import Engine
+from burnish.loop.state import TrainerControl, TrainerState
+from burnish.losses.base import StageObjective
+from burnish.losses.preference_options import PREFERENCE_STAGES
+from burnish.models.attention_choice import asked_attention
+from burnish.models.dropout import switch_off_dropout
+from burnish.models.load import load_model, raise_if_adapter_not_finite, raise_if_empty, raise_if_not_finite
+from burnish.models.patches.attention import PADDING_FREE
+from burnish.models.patches.fitted import fit
+from burnish.models.patches.fused import patch_forwards
+from burnish.models.patches.liger import LIGER, apply_liger, takes_liger
+from burnish.models.quantization.quantize import quantisation_of
+from burnish.models.save import save_config
+from burnish.models.source import adapter_folders
+from burnish.models.tokens import fit_vocabulary
+from burnish.optim.builtin import create_optimizer, create_scheduler, keeps_load_precision
+from burnish.parallel.create import create_engine
+from burnish.parallel.options import local_rank
+from burnish.parallel.single import set_seed
+from burnish.report.console import kept_in, note, set_log_levels, warn
+from burnish.report.journal import JOURNAL_NAMES, OF_ONE_START, Journal, given_yaml
+from burnish.report.options import counts_tokens
+from burnish.report.profile import watch
+from burnish.report.progress import RunFacts
+from burnish.report.results import parameters_without_embeddings
+from burnish.run.agreement import raise_unless_ranks_agree
+from burnish.run.callbacks import callbacks_of
+from burnish.run.finish import finish
+from burnish.run.plan.checks import FINISHED_NAME, trains
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.plan import Plan
+from burnish.run.plan.resources import counts_of, formats_in, formats_in_words, loaded_dtype
+from burnish.run.prepare import Prepared, prepare
+from burnish.run.recovery.clearing import SetAside
+from burnish.run.recovery.failure import TRACEBACK_NAME, described
+from burnish.run.recovery.interrupt import InterruptCallback
+from burnish.run.recovery.resume import accumulation_for, start_of
+from burnish.run.recovery.saving import PatientCheckpoints, status_of
+from burnish.run.recovery.spikes import train_with_rollback
+from burnish.run.recovery.stall import StallWatch
+from burnish.run.references import ask_beforehand, begin_reference, with_others_of_the_step, with_place_for_numbers
+from burnish.run.reward_heads import begin_head
+from burnish.utils.collection import collect_from_here
+from burnish.utils.files import only_writer
+from burnish.utils.patching import allows, patch_summary
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of ``train_run``."""
+
+    output: TrainOutput | None  # None where there was nothing left to do
+    folder: Path
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    exit_code: int | None = None  # 128 + signal where one cut the run short
+
+
+def train_run(plan: Plan) -> Result:
+    """The whole of ``burnish train``.
+
+    Raises:
+        UserError: for what the user gave; before anything is written, but for a model whose weights do not fit.
+    """
+    prepared = prepare(plan)
+    for sentence in (*plan.notes, *prepared.notes):
+        note(sentence)
+    for sentence in prepared.tally.sentences():
+        warn(sentence)
+    with prepared.rows.going_ahead():
+        return run_prepared(plan, prepared)
+
+
+def run_prepared(plan: Plan, prepared: Prepared) -> Result:
+    """From the engine to the last file."""
+    options, folder = plan.options, output_folder(plan.options)
+    engine = create_engine(options)
+    is_first = engine.rank == 0
+    set_log_levels(options, is_first, local_rank() == 0)
+    interrupts = InterruptCallback(partial(any_of_ranks, engine), options.max_train_seconds)
+    with only_writer(folder, JOURNAL_NAMES) if is_first else nullcontext(), interrupts as interrupt:
+        start = start_of(plan, prepared.fingerprints, prepared.steps)
+        for sentence in filter(None, (*start.notes, start.done)):
+            note(sentence)
+        if start.done:
+            return Result(None, folder)
+        journal = journal_of(plan, engine, prepared.tally) if is_first else None
+        replaces = is_first and start.checkpoint is None and options.overwrite_output_dir and trains(options)
+        with journal or nullcontext(), SetAside(folder) if replaces else nullcontext() as earlier:
+            if is_first:
+                remove_remains(folder, options)
+            engine.barrier()
+            raise_unless_ranks_agree(plan, prepared.fingerprints(), len(prepared.rows), engine)
+            watch_over = [StallWatch(options.stall_timeout_s)] if options.stall_timeout_s else []
+            own = [interrupt, *filter(None, [earlier, journal]), *watch_over]
+            loop = build_loop(plan, prepared, engine, start.checkpoint, own)
+            if start.checkpoint is not None:
+                loop.load(start.checkpoint)
+            if options.profile:
+                watch(loop, folder / "profile", options)
+            with kept_in(folder) if is_first else nullcontext():
+                return train_and_finish(loop, plan, prepared, interrupt, journal)
+
+
+def any_of_ranks(engine: Engine, asked: bool) -> bool:
+    """Tell whether a rank was asked to stop: they hear of a signal at different moments, and must stop at the same
+    step. One read per step."""
+    return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
+
+
+def remove_remains(folder: Path, options: RunOptions) -> None:
+    """Remove what an earlier start left: an unfinished checkpoint, and words on an end that this run makes good."""
+    Checkpoints(folder).remove_incomplete()
+    (folder / TRACEBACK_NAME).unlink(missing_ok=True)
+    if trains(options):
+        (folder / FINISHED_NAME).unlink(missing_ok=True)  # of fewer steps
+
+
+def train_and_finish(
+    loop: RunLoop, plan: Plan, prepared: Prepared, interrupt: InterruptCallback, journal: Journal | None
+) -> Result:
+    options, folder = plan.options, output_folder(plan.options)
+    collect_from_here()
+    try:
+        output = train_with_rollback(loop, warn) if trains(options) else None
+    finally:
+        loop.checkpoints.wait()  # one that is under way is whole before the folder is let go
+    if interrupt.exit_code is not None:
+        if journal is not None:
+            journal.stopped(interrupt.exit_code)
+        return Result(output, folder, exit_code=interrupt.exit_code)
+    metrics = finish(loop, plan, prepared, output)
+    return Result(output, folder, metrics, exit_code=status_of(loop.checkpoints))
+
+
+def journal_of(plan: Plan, engine: Engine, tally: Tally) -> Journal:
+    """Facts about the run for other readers, begun: who runs it, and what was given."""
+    folder = output_folder(plan.options)
+    journal = Journal(folder, partial(described, output_dir=str(folder)))
+    given = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
+    rows = {"seen": tally.seen, "dropped": sum(count for reason, count in tally if reason.startswith("dropped"))}
+    journal.begin(given_yaml(given, plan.provenance, OF_ONE_START), [str(engine.device)], rows)
+    return journal
+
+
+# --- build ------------------------------------------------------------------------------------------------------------
+
+
+def build_loop(
+    plan: Plan, prepared: Prepared, engine: Engine, found: Path | None, callbacks: Sequence[Any] = ()
+) -> RunLoop:
+    """The loop at step 0, with every part made in the order in which each needs the one before it.
+
+    Args:
+        found: the checkpoint that the caller loads next; None for a new run.
+        callbacks: besides those of the options.
+    """
+    options, objective, steps = plan.options, prepared.objective, prepared.steps
+    prepared = with_others_of_the_step(with_place_for_numbers(prepared, options), options)
+    set_seed(options.seed, options.full_determinism)
+    adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
+    model = trained_model(prepared, adapter, engine, options)
+    fitted, notes = fit_objective(objective, model, prepared.tokenizer, options)
+    notes += begin_head(objective, options, engine)
+    notes += begin_reference(objective, model, adapter, engine, options, fitted.is_padding_free)
+    for sentence in notes:
+        note(sentence)
+
+    accumulation = accumulation_for(found, options, engine.world_size)
+    pads, most = not fitted.is_padding_free, options.max_tokens_per_batch
+    budget = Budget(most, pads) if most else None
+    stream = row_stream(prepared, options, engine, accumulation, budget)
+
+    trained = [*model.named_parameters(), *objective.own_parameters()]
+    created = create_optimizer(trained, model, options, learning_rates(model, options))
+    module, optimizer = engine.prepare(objective.module(model), created)
+    objective.setup(module)
+    scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
+
+    batch_size = options.per_device_train_batch_size
+    facts = RunFacts(
+        len(prepared.rows), min(options.num_train_epochs, steps.num_train_epochs), batch_size, accumulation,
+        engine.world_size, steps.max_steps, *counts_of(model, prepared.sizes),
+    )  # fmt: skip
+    state = TrainerState.at_start(options, steps, batch_size, engine.rank, local_rank())
+    listeners = CallbackHandler(
+        callbacks_of(options, facts, callbacks), options, state, TrainerControl(), model=model, optimizer=optimizer,
+        lr_scheduler=scheduler, processing_class=prepared.tokenizer, train_dataloader=stream, eval_dataloader=None,
+    )  # fmt: skip
+    checkpoints = PatientCheckpoints(
+        output_folder(options), fingerprints=prepared.fingerprints(), limit=options.save_total_limit,
+        write_extras=partial(write_companions, model, adapter, prepared.tokenizer),
+        in_background=options.save_in_background, engine=engine, listeners=listeners,
+        # A schedule-free optimizer changes the weights when it turns to an evaluation, an objective its parts in a step.
+        copies_later=not (hasattr(created, "eval") or objective.parts),
+    )  # fmt: skip
+    loop = RunLoop(
+        options, prepared.where, model=module, weights=ModelState(model, adapter), objective=objective, engine=engine,
+        stream=stream, optimizer=optimizer, scheduler=scheduler, callbacks=listeners, checkpoints=checkpoints,
+        eval_sets=eval_sets(prepared, options, engine, budget), other_parts={"callbacks": listeners},
+        flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),
+    )  # fmt: skip
+    for sentence in ask_beforehand(loop, prepared, options):
+        note(sentence)
+    if patched := patch_summary(model):
+        note(f"Patched: {'; '.join(patched)}.")
+    listeners.fire("on_init_end")
+    return loop
+
+
+def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, options: RunOptions) -> Any:
+    """The model with its weights, on its device, and what moves in the format in which it moves."""
+    notes: list[str] = []
+    in_files = loaded_dtype(prepared.config)
+    device = engine.device if quantisation_of(options, prepared.config) else None  # its kernels are chosen for a device
+    model = load_model(
+        options,
+        dtype=load_dtype(options, engine),
+        device=device,
+        config=prepared.config,
+        notes=notes,
+        needs_head=options.stage != "rm",
+    )
+    raise_if_not_finite(model, options.model_name_or_path or "")
+    if not options.train_from_scratch:
+        raise_if_empty(model, options.model_name_or_path or "", notes)
+    fit_vocabulary(model, prepared.tokenizer, options, notes)
+    model = adapter.attach(model)
+    if folders := adapter_folders(options):
+        raise_if_adapter_not_finite(model, folders)
+    if options.stage in PREFERENCE_STAGES and options.disable_dropout and switch_off_dropout(model):
+        notes.append("Dropout is off, LoRA's too, as a model is compared with itself (disable_dropout).")
+    engine.place(model, trainable_dtype(options, model, engine))
+    turns = prepared.sizes.turns.lines if prepared.sizes.turns and trains(options) else ()
+    notes += [f"{label.capitalize()}: {text}." for label, text in turns]
+    if not quantisation_of(options, prepared.config):
+        saved: Any = model.config.dtype if adapter.saves_whole_model and trains(options) else None
+        notes += formats_in_words(in_files, *formats_in(model), saved)
+    for sentence in (*notes, *adapter.notes, *parameter_lines(model, options)):
+        note(sentence)
+    return model
+
+
+def row_stream(
+    prepared: Prepared, options: RunOptions, engine: Engine, accumulation: int, budget: Budget | None
+) -> RowStream:
+    cut = StepPartition(
+        options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last,
+        budget,
+    )  # fmt: skip
+    collate = prepared.objective.collate
+    return RowStream(
+        prepared.rows, collate, cut, read=LateReader(prepared.rows, collate) if prepared.rows.is_late else None,
+        keys=prepared.rows.keys_of_step, options=options,
+        seed=options.seed if options.data_seed is None else options.data_seed,
+        lengths=None if prepared.rows.is_late else prepared.rows.lengths,
+        buffer_size=options.buffer_size if options.streaming else None,
+    )  # fmt: skip
+
+
+def eval_sets(prepared: Prepared, options: RunOptions, engine: Engine, budget: Budget | None) -> dict[str, EvalBatches]:
+    return {
+        name: EvalBatches(
+            rows, prepared.objective.collate, options.per_device_eval_batch_size, engine.world_size, engine.rank,
+            budget, rows.lengths,
+        )
+        for name, rows in prepared.eval_rows.items()
+    }  # fmt: skip
+
+
+def write_companions(model: Any, adapter: ModelAdapter, tokenizer: Any, target: Path) -> None:
+    """Files that make the weights of a checkpoint loadable elsewhere."""
+    if adapter.saves_whole_model:
+        save_config(model, target)
+    else:
+        adapter.save_config(model, str(target))
+    tokenizer.save_pretrained(target)
+
+
+def fit_objective(
+    objective: StageObjective, model: Any, tokenizer: Any, options: RunOptions
+) -> tuple[Fitted, list[str]]:
+    """Choose between flat and padded batches, and find the way through layers and head.
+
+    Returns:
+        what the model was seen to do, and sentences for a person.
+    """
+    device, said = next(model.parameters()).device, []
+    is_asked = options.enable_liger_kernel is not None
+    if takes_liger(options, device) and (is_asked or (not options.torch_compile and allows(options, LIGER))):
+        said = apply_liger(model, options.liger_kernel_config, is_asked=is_asked)
+    if not options.torch_compile:  # a compiler fuses by itself
+        patch_forwards(model, options)
+    fitted = fit(
+        model, padding_free=wants_padding_free(options), own_attention=takes_own_attention(options),
+        prefix_sharing=wants_prefix_sharing(objective, model, options, device),
+        head_of=None if options.fused_loss is False else model,
+    )  # fmt: skip
+    if options.needed_tokens_only and not fitted.shares_prefixes:
+        what = "rows are padded, or model or loss draw at random, or go over all of them"
+        said = [*said, f"All tokens are computed, needed or not: {what}."]
+    collate = collator(options, tokenizer.pad_token_id, fitted.is_padding_free, fitted.shares_prefixes)
+    return fitted, [*fitted.notes, *said, *objective.fit(fitted, collate)]
+
+
+def takes_own_attention(options: RunOptions) -> bool:
+    """Tell whether burnish's attention may stand in for the model's."""
+    return asked_attention(options) is None and allows(options, PADDING_FREE)
+
+
+def wants_padding_free(options: RunOptions) -> bool:
+    """Tell whether rows are to be laid end to end; the model has the last word."""
+    return bool(options.padding_free or packs_rows(options, options.stage))
+
+
+def wants_prefix_sharing(objective: StageObjective, model: Any, options: RunOptions, device: torch.device) -> bool:
+    """Tell whether tokens are to be left out that nothing depends on: as asked or on a CPU, if the loss allows it.
+    ``model`` need have no weights."""
+    is_usual = device.type == "cpu" and not options.torch_compile
+    wanted = is_usual if options.needed_tokens_only is None else options.needed_tokens_only
+    return bool(wanted and objective.allows_prefix_sharing(model))
+
+
+def load_dtype(options: RunOptions, engine: Engine) -> Any:
+    """Weights that train are loaded as they are and raised to float32; others in the format they compute in."""
+    if options.pure_bf16:
+        return torch.bfloat16
+    trains_all = trains(options) and options.finetuning_type == "full" and not keeps_load_precision(options)
+    return "auto" if trains_all or engine.dtype is None else engine.dtype
+
+
+def trainable_dtype(options: RunOptions, model: Any, engine: Engine) -> torch.dtype:
+    """Format of the trained weights; in a run that only evaluates or predicts, that of the other weights."""
+    if options.pure_bf16:
+        return torch.bfloat16
+    loaded: torch.dtype = next(model.parameters()).dtype
+    if not trains(options):
+        return engine.dtype or loaded
+    return loaded if keeps_load_precision(options) else torch.float32

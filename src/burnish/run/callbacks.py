@@ -1,0 +1,64 @@
+"""The callbacks of a run, in the order in which every event reaches them.
+
+In: the options. Out: the callback that decides when to log, evaluate and save; early stopping; trackers; the log file;
+callbacks of the caller; and last the output to the terminal, so that it shows the decisions of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from burnish.checkpoint.checkpoint import output_folder
+from burnish.loop.early_stopping import early_stopping_callbacks
+from burnish.loop.events import CallbackHandler, DefaultFlowCallback
+from burnish.loop.state import TrainerControl, TrainerState
+from burnish.report.jsonl import JsonlCallback
+from burnish.report.preferences import ChosenFallsCallback
+from burnish.report.progress import RunFacts, progress_callback
+from burnish.report.trackers import tracker_callbacks
+from burnish.run.plan.checks import evaluates, trains
+from burnish.run.plan.options import RunOptions
+
+IN_ORDER = (
+    "on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step",
+    "on_optimizer_step", "on_step_end", "on_log", "on_prediction_step", "on_evaluate", "on_save", "on_epoch_end",
+    "on_predict", "on_push_begin", "on_train_end",
+)  # fmt: skip
+"""The events in the order in which they happen, for a step that is logged, evaluated and saved."""
+
+
+def callbacks_of(options: RunOptions, facts: RunFacts | None = None, added: Sequence[Any] = ()) -> list[Any]:
+    """The callbacks of a run.
+
+    Args:
+        facts: facts for the first lines of the run.
+        added: callbacks of the caller, such as the one that handles Ctrl-C.
+    """
+    return [
+        DefaultFlowCallback(),
+        *early_stopping_callbacks(options),
+        *tracker_callbacks(options.report_to, options.logging_dir),
+        JsonlCallback(output_folder(options)),
+        *([ChosenFallsCallback()] if options.stage in ("dpo", "kto") else []),
+        *added,
+        progress_callback(options, facts),
+    ]
+
+
+def events_of(options: RunOptions) -> Sequence[str]:
+    """The events of a run, in their order; a run that only evaluates or predicts has few of them."""
+    if trains(options):
+        return IN_ORDER
+    measures = evaluates(options) or not options.predict_with_generate
+    asked = {
+        "on_init_end": True, "on_prediction_step": True, "on_log": measures, "on_evaluate": evaluates(options),
+        "on_predict": options.do_predict,
+    }  # fmt: skip
+    return [event for event in IN_ORDER if asked.get(event)]
+
+
+def listeners_of(options: RunOptions, added: Sequence[Any] = ()) -> dict[str, list[str]]:
+    """Event -> names of the callbacks that act on it, in their order; events without callbacks are left out."""
+    handler = CallbackHandler(callbacks_of(options, None, added), options, TrainerState(), TrainerControl())
+    return {event: names for event in events_of(options) if (names := handler.listeners(event))}

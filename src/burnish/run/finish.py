@@ -1,0 +1,215 @@
+"""The end of a run: model, last evaluation, predictions, results and pictures, in ``output_dir``.
+
+In: a run that has trained, or that evaluates or predicts only. Out: files, and the numbers of ``all_results``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from burnish.adapters.base import ModelState
+from burnish.checkpoint.checkpoint import output_folder
+from burnish.config.errors import NotSavedError
+from burnish.loop.loop import Loop, TrainOutput
+from burnish.losses.reward import RewardObjective
+from burnish.models.save import save_model
+from burnish.report.card import CardFacts, write_card
+from burnish.report.console import note, warn
+from burnish.report.options import counts_tokens
+from burnish.report.plots import plot_history, plot_margins
+from burnish.report.results import save_metrics, save_state
+from burnish.run.plan.checks import evaluates
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.plan import Plan
+from burnish.run.plan.resources import counts_of
+from burnish.run.predict import predict_all
+from burnish.run.prepare import Prepared
+from burnish.run.recovery.failure import failure_in_words
+from burnish.run.recovery.resume import write_finished
+from burnish.run.reward_heads import save_head
+from burnish.utils.patching import patch_summary
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None) -> dict[str, float]:
+    """Write the model, the results and the pictures to ``output_dir``. Args: output: None where nothing was trained."""
+    options, folder, is_first = plan.options, output_folder(plan.options), run.engine.rank == 0
+    results: dict[str, float] = {}
+    run.set_training_mode(False)  # a schedule-free optimizer has other weights for use than for training
+    if output is not None and (is_first or run.engine.is_sharded):
+        with nothing_lost(run):
+            write_trained_model(run, prepared, folder)
+    reports = Reports(run, is_of_model=output is not None)
+    if output is not None and is_first:
+        results |= {**output.metrics, "epoch": run.state.epoch}
+        if counts_tokens(options):
+            results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
+        reports.write(save_metrics, "train", results, folder)
+    if run.eval_sets and evaluates(options):
+        metrics = {**(last_evaluation(run, options) or run.evaluate()), "epoch": run.state.epoch}
+        if is_first:
+            reports.write(save_metrics, "eval", metrics, folder)
+        results |= metrics
+    margins = margins_of(run) if options.plot_loss and output is not None else {}
+    if options.do_predict:
+        results |= predict_all(run, prepared, plan)
+    if is_first:
+        count_late(prepared)
+    if is_first and output is not None:
+        reports.write(save_state, run.state, folder)
+        pictures = reports.write(draw_pictures, run, options, margins) or {}
+        reports.write(describe, run, plan, prepared, results, pictures)
+        reports.raise_if_missing()
+        reports.write(write_finished, folder, run.state, prepared.fingerprints())
+        reports.raise_if_missing()
+        for sentence in next_steps(folder, isinstance(run.objective, RewardObjective)):
+            note(sentence)
+    return results
+
+
+def write_trained_model(run: Loop, prepared: Prepared, folder: Path) -> None:
+    """Write the model or the adapter, with its tokenizer and what its objective adds. Of a sharded model all ranks call
+    this, and the first one writes."""
+    held, engine = run.parts["model"].held, run.engine
+    assert isinstance(held, ModelState)
+    is_adapter = not held.adapter.saves_whole_model
+    save_model(
+        held.model, prepared.tokenizer, folder, adapter=held.adapter if is_adapter else None,
+        stop_token_ids=prepared.template.stop_token_ids(), whole=engine.whole if engine.is_sharded else None,
+        writes=engine.rank == 0,
+    )  # fmt: skip
+    save_head(run.objective, held.model, prepared.tokenizer, folder, is_adapter=is_adapter, engine=engine)
+
+
+_SHOWN = ("*model*.safetensors", "README.md", "training_loss.png", "generated_predictions.jsonl")
+
+
+def next_steps(folder: Path, gives_scores: bool) -> list[str]:
+    """Sentences on where the result is, and on the commands that talk to it and serve it."""
+    files = [path.name for pattern in _SHOWN for path in sorted(folder.glob(pattern))]
+    more = f" and {len(files) - 4} more" if len(files) > 5 else ""
+    place = shlex.quote(str(folder))
+    talks = "" if gives_scores else f"burnish chat {place} talks to it, "
+    return [
+        f"Written to {folder}: {', '.join(files[:4] if more else files)}{more}.",
+        f"Next: {talks}burnish api {place} serves {'its scores' if gives_scores else 'it'}.",
+    ]
+
+
+@contextmanager
+def nothing_lost(run: Loop) -> Iterator[None]:
+    """Save a checkpoint if the model cannot be written in the ``with`` block; the same command can then write the model
+    from it. The error is raised all the same."""
+    is_written = False
+    try:
+        yield
+        is_written = True
+    finally:
+        is_kept = run.checkpoints.path(run.state.global_step).is_dir()
+        if not (is_written or is_kept) and run.engine.world_size == 1:  # other ranks do not know, and would not save
+            run.set_training_mode(True)
+            run.save()
+            run.checkpoints.wait()
+
+
+class Reports:
+    """The files that tell of a training whose model is written: none that fails keeps the others from being written.
+
+    Args:
+        is_of_model: false where nothing was trained: the reports are the result then, and a failure is raised at once.
+    """
+
+    def __init__(self, run: Loop, is_of_model: bool) -> None:
+        self._run, self._is_of_model = run, is_of_model
+        self._failures: list[OSError] = []
+
+    def write(self, report: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | None:
+        """Call ``report``. Returns its result, or None where it could not be written."""
+        try:
+            return report(*given, **named)
+        except OSError as error:
+            if not self._is_of_model or failure_in_words(error, None) is None:
+                raise
+            self._failures.append(error)
+            return None
+
+    def raise_if_missing(self) -> None:
+        """Raise NotSavedError for the first file that could not be written."""
+        if not self._failures:
+            return
+        checkpoints, step = self._run.checkpoints, self._run.state.global_step
+        found = failure_in_words(self._failures[0], str(checkpoints.folder))
+        assert found is not None
+        can_go_on = checkpoints.path(step).is_dir()  # with no step left, and write what is missing
+        remedy = found.remedy if can_go_on else f"{found.remedy.partition(', then ')[0].rstrip('.')}."
+        why = f'The model in "{checkpoints.folder}" is whole, and trained to its end.'
+        raise NotSavedError(replace(found, why=why, remedy=remedy)) from self._failures[0]
+
+
+def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
+    """The metrics of an evaluation after the last step, if the weights have not changed since."""
+    if options.load_best_model_at_end:
+        return {}
+    entries = [entry for entry in run.state.log_history if entry["step"] == run.state.global_step]
+    found = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    is_whole = all(f"eval_{name}_loss".replace("__", "_") in found for name in run.eval_sets)
+    return found if is_whole else {}
+
+
+def count_late(prepared: Prepared) -> None:
+    """Report the tally of rows that were encoded while the loop ran."""
+    if prepared.rows.is_late:
+        prepared.tally.merge(prepared.rows.counted())
+        for sentence in prepared.tally.sentences():
+            warn(sentence)
+
+
+def margins_of(run: Loop) -> dict[str, list[float]]:
+    """The margins of a reward model's pairs, by evaluation set; those of training where there is none."""
+    if not isinstance(run.objective, RewardObjective):
+        return {}
+    kept = run.objective.margins
+    own = {name or "evaluation": kept.of(batches) for name, batches in run.eval_sets.items()}
+    own = own if any(own.values()) else {"training": kept.of(None)}
+    of_ranks: list[dict[str, list[float]]] = run.engine.gather_objects(own)
+    return {name: [margin for of_rank in of_ranks for margin in of_rank[name]] for name in own}
+
+
+def draw_pictures(run: Loop, options: RunOptions, margins: Mapping[str, list[float]]) -> dict[str, str]:
+    """Draw the loss, and the margins of pairs. Returns what each picture shows -> its name."""
+    folder = output_folder(options)
+    pictures = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
+    shown = [("The loss of each step", path) for path in pictures[:1]]
+    shown += [("The margins of pairs", path) for path in plot_margins(margins, folder, folder.name)]
+    return {what: path.name for what, path in shown}
+
+
+def describe(
+    run: Loop, plan: Plan, prepared: Prepared, results: Mapping[str, float], pictures: Mapping[str, str]
+) -> None:
+    """Write the model card."""
+    options, folder = plan.options, output_folder(plan.options)
+    trained: Any = run.parts["model"].held
+    trainable, total = counts_of(trained.model, prepared.sizes)
+    write_card(
+        folder,
+        CardFacts(
+            name=folder.resolve().name,
+            base_model="" if options.train_from_scratch else options.model_name_or_path or "",
+            datasets=[str(name) for name in options.dataset or []],
+            stage=options.stage, method=options.finetuning_type, trainable_parameters=trainable, all_parameters=total,
+            is_adapter=not trained.adapter.saves_whole_model,
+            loads_in_peft=(folder / "adapter_config.json").is_file(),
+            options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
+            tally=prepared.tally.sentences(), patches=patch_summary(trained.model),
+            has_chat_template=bool(prepared.tokenizer.chat_template),
+            pictures=pictures,
+        ),
+    )  # fmt: skip

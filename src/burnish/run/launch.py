@@ -1,0 +1,287 @@
+"""Starts the processes of a run on this machine, so that the user sees a single program.
+
+In: the arguments of ``burnish train``. Out: an exit status; None where this process does the work itself, because one
+is enough or because a launcher started it already.
+
+The first process of a machine writes to the terminal; the output of the others is kept in case one of them fails. A
+signal goes to the first process, which agrees with the others on the step after which all stop. When a process dies,
+the others end within seconds, and its last message is printed last. With ``max_restarts`` all of them are started again
+from the newest checkpoint.
+
+Nothing heavy is imported here: the started processes import what they need.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from burnish.config.errors import Problem
+from burnish.config.options import Given, raise_if
+from burnish.parallel.process_counts import (
+    AUTO,
+    free_port,
+    machine_rank,
+    needs_launcher,
+    num_machines,
+    problems_of_machines,
+    world_size,
+)
+from burnish.report import console
+from burnish.utils.environment import count_in, number_in
+
+PROGRAM = ("-m", "burnish.train")
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_USER_ERROR = 2
+STALLED = ".stalled"
+"""Behind the name of a process's failure file: where ``run/recovery/stall.py`` writes its stacks."""
+_GRACE_S = 3.0
+_LOOKS_EVERY_S = 0.05
+_LAST_LINES = 12
+
+
+def launch(words: Sequence[str], given: Mapping[str, Given]) -> int | None:
+    """Start the processes of ``burnish train *words`` on this machine, wait for them, and print how they ended.
+
+    Args:
+        given: the values that ``words`` give.
+    Returns:
+        the exit status of the run; None where it runs in this process.
+    Raises:
+        UserError: where there are several machines and a variable about them is missing.
+    """
+    asked = Asked.of(given)
+    raise_if(problems_of_machines())
+    if not needs_launcher(asked):
+        return None
+    words, restarts = list(words), 0
+    num_processes = world_size(asked) // num_machines()
+    while True:
+        with tempfile.TemporaryDirectory(prefix="burnish-") as folder:
+            ended = Processes(words, num_processes, Path(folder)).wait()
+        if not ended.failures:
+            return ended.status
+        if not ended.may_succeed_again or restarts == asked.max_restarts:
+            for problem in ended.failures:
+                console.problem(problem)
+            return ended.status
+        restarts += 1
+        console.warn(f"{ended.failures[-1]}\nStarting again, {restarts} of {asked.max_restarts} times.")
+        words = going_on(words, asked.output_dir)
+
+
+@dataclass
+class Asked:
+    """The options that starting a run depends on. Unreadable values count as not given: the plan refuses them."""
+
+    num_processes: int | str = AUTO
+    max_restarts: int = 0
+    use_cpu: bool = False
+    engine: str = AUTO
+    stall_timeout_s: float | None = None
+    output_dir: str | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Given]) -> Asked:
+        text = {name: str(item.value).strip().lower() for name, item in given.items()}
+        processes = text.get("num_processes", AUTO)
+        return cls(
+            count_in(processes) or AUTO,
+            count_in(text.get("max_restarts", "")),
+            any(text.get(name, "") in ("true", "yes", "on", "1") for name in ("use_cpu", "no_cuda")),
+            text.get("engine", AUTO),
+            number_in(text.get("stall_timeout_s", "")),
+            str(given["output_dir"].value) if "output_dir" in given else None,
+        )
+
+
+def going_on(words: Sequence[str], output_dir: str | None) -> list[str]:
+    """The arguments with which a restarted run continues from its newest checkpoint, if it has one."""
+    saved = Path(output_dir).glob("checkpoint-*/manifest.json") if output_dir else ()
+    if not any(saved):
+        return list(words)
+    return [*words, "--overwrite_output_dir", "false", "--resume_from_checkpoint", "true"]
+
+
+@dataclass(frozen=True)
+class ProcessesEnded:
+    """The end of the processes.
+
+    Args:
+        failures: messages to print; none where the processes succeeded or were asked to stop.
+    """
+
+    status: int
+    failures: tuple[Problem | str, ...] = ()
+    may_succeed_again: bool = False
+
+
+class Processes:
+    """The processes of this machine, from their start to the end of the last one."""
+
+    def __init__(self, words: Sequence[str], count: int, folder: Path) -> None:
+        self.folder = folder
+        self.received: int | None = None
+        self.killed: list[subprocess.Popen[bytes]] = []
+        self.world_size = count * num_machines()
+        self.ranks = [machine_rank() * count + place for place in range(count)]
+        common = self._environment(count)
+        self.running = [self._started(words, place, rank, common) for place, rank in enumerate(self.ranks)]
+
+    def _environment(self, count: int) -> dict[str, str]:
+        """The environment of all processes. If the number of threads is not set, the cores are divided evenly."""
+        found = {**os.environ, "WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(count)}
+        found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+        if num_machines() == 1:
+            found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        found.setdefault("MASTER_PORT", "29500")
+        return found
+
+    def _started(
+        self, words: Sequence[str], place: int, rank: int, common: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        environment = {
+            **common, "RANK": str(rank), "LOCAL_RANK": str(place), console.FAILURE_FILE: str(self._failure_file(rank)),
+        }  # fmt: skip
+        output: Any = None if place == 0 else self._log(rank).open("wb")
+        try:
+            return subprocess.Popen(  # noqa: S603 - this program, with the words that it was given
+                [sys.executable, *PROGRAM, *words], env=environment, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=output,
+                process_group=0,  # so that a terminal sends Ctrl-C only to this process, which forwards it
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )  # fmt: skip
+        finally:
+            if output is not None:
+                output.close()
+
+    def wait(self) -> ProcessesEnded:
+        """Wait until the last process has ended."""
+        with self._forwarding():
+            try:
+                while self._are_running() and not self._is_over():
+                    time.sleep(_LOOKS_EVERY_S)
+                until = time.monotonic() + _GRACE_S
+                while self._are_running() and time.monotonic() < until:
+                    time.sleep(_LOOKS_EVERY_S)  # a process that notices the end of another removes its live line
+            finally:
+                self._kill()
+        if self._has_stopped() or not any(map(self._has_failed, self.running)):
+            return ProcessesEnded(exit_status(self.running[0].returncode))
+        return self._failure()
+
+    def _are_running(self) -> bool:
+        return any(process.poll() is None for process in self.running)
+
+    def _is_over(self) -> bool:
+        return self._has_stopped() or any(map(self._has_failed, self.running))
+
+    def _has_stopped(self) -> bool:
+        """Return whether the first one has ended because it was asked to."""
+        status = self.running[0].poll()
+        return self.received is not None and status is not None and exit_status(status) > 128
+
+    def _has_failed(self, process: subprocess.Popen[bytes]) -> bool:
+        return process.poll() not in (None, 0) and process not in self.killed
+
+    def _kill(self) -> None:
+        """Kill the remaining processes. Nothing is lost, because an incomplete checkpoint does not count."""
+        for process in self.running:
+            if process.poll() is None:
+                self.killed.append(process)
+                process.kill()
+                process.wait()
+        if self.running[0] in self.killed and sys.stdout.isatty():
+            print("\x1b[?25h", end="", flush=True)  # the cursor, which its live line had hidden
+
+    # --- what is said -------------------------------------------------------------------------------------------------
+
+    def _failure(self) -> ProcessesEnded:
+        """The failure of the process that failed first; the others failed because it was gone."""
+        failed = [
+            (rank, process) for rank, process in zip(self.ranks, self.running, strict=True) if self._has_failed(process)
+        ]
+        rank, process = min(failed, key=self._time_of_failure)
+        status = exit_status(process.returncode)
+        stalled = [(rank, self._stacks(rank)) for rank in self.ranks if self._stacks(rank)]
+        if stalled:
+            stacks = "\n".join(f"  {self._place(rank)}:\n{text}" for rank, text in stalled)
+            return ProcessesEnded(status, (f"The run stood still for longer than stall_timeout_s.\n{stacks}",), True)
+        said = self._failure_file(rank)
+        if not said.is_file():
+            return ProcessesEnded(status, (self._without_words(rank, process.returncode),), True)
+        *first, last = said.read_text(encoding="utf-8").rstrip(console.END_OF_PROBLEM).split(console.END_OF_PROBLEM)
+        if status == _USER_ERROR or self.world_size == 1:
+            return ProcessesEnded(status, (*first, last))
+        return ProcessesEnded(status, (*first, f"{last}\n  {self._place(rank)}."), True)
+
+    def _time_of_failure(self, failed: tuple[int, subprocess.Popen[bytes]]) -> tuple[float, int]:
+        """Sorting key: processes that a signal ended come first, as they did not fail because another was gone."""
+        said = self._failure_file(failed[0])
+        return said.stat().st_mtime if said.is_file() else 0.0, failed[0]
+
+    def _without_words(self, rank: int, returncode: int) -> Problem:
+        how = f"was ended by {signal.Signals(-returncode).name}" if returncode < 0 else f"ended with {returncode}"
+        killed = "The system ends processes so where memory runs out." if returncode == -signal.SIGKILL else ""
+        log = self._log(rank)
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+        last = "\n".join(f"    {line}" for line in lines[-_LAST_LINES:])
+        why = f"{killed}\n  Its last words:\n{last}".strip() if last else killed
+        return Problem(f"{self._place(rank)} {how}.", why=why)
+
+    def _place(self, rank: int) -> str:
+        return f"Process {rank} of {self.world_size} on {socket.gethostname()}"
+
+    def _failure_file(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.failure"
+
+    def _stacks(self, rank: int) -> str:
+        """The stacks of its threads that a stalled process has written, indented."""
+        path = Path(str(self._failure_file(rank)) + STALLED)
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+        return "\n".join(f"    {line}" for line in lines)
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.log"
+
+    # --- signals ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        """Forward signals to the first process, which tells the others at the end of its step."""
+        before = {number: signal.getsignal(number) for number in FORWARDED}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self._forward)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received if number == signal.SIGHUP else number  # a closed terminal ends no run
+        if self.running[0].poll() is None:
+            self.running[0].send_signal(number)
+
+
+def exit_status(returncode: int) -> int:
+    """An exit status as in shells: 128 + the signal that ended a process."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def _end_with_parent() -> None:
+    """Have Linux stop this process when its parent is gone (prctl, PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)

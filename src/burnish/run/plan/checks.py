@@ -1,0 +1,402 @@
+"""Checks that belong to no single component, because they compare the options of several.
+
+Registered with ``@check`` (``config/checks.py``), as the components' own are; ``plan.py`` calls them all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD
+
+from burnish.config.checks import check
+from burnish.config.errors import Problem, UserError
+from burnish.data.batches.batching import packs_rows
+from burnish.loop.best import metric_name, missing_metric
+from burnish.loop.meter import RATES
+from burnish.loop.schedule import StepPlan
+from burnish.loop.state import STATE_NAME
+from burnish.models.attention_choice import asked_attention, is_flash
+from burnish.optim.builtin import OPTIMIZERS, create_scheduler
+from burnish.parallel.deepspeed.settings import zero_stage
+from burnish.parallel.options import autocast_dtype, device_of, engine_name
+from burnish.report.console import RUN_LOG
+from burnish.report.journal import JOURNAL_NAMES
+from burnish.report.jsonl import LOG_NAME
+from burnish.run.plan.options import RunOptions
+from burnish.run.recovery.clearing import EARLIER_RUN, problems_of_sources
+from burnish.run.recovery.failure import TRACEBACK_NAME
+from burnish.utils.files import broken_link, is_endless, odd_kind
+
+FINISHED_NAME = ".finished.json"
+"""File of a run that has done all its steps, with its fingerprints, so that the same command recognises it."""
+_CHECKPOINTS = "checkpoint-*"
+_BEFORE_A_CHECKPOINT = re.compile(
+    rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(JOURNAL_NAMES)}"
+)
+"""Files of a run that ended before its first checkpoint; the same command begins again, and overwrites them."""
+
+
+def trains(options: RunOptions) -> bool:
+    """Return whether the run trains: as ``do_train`` says; if it is not given, unless the run evaluates or predicts."""
+    if options.do_train is None:
+        return not (options.do_eval or options.do_predict)
+    return bool(options.do_train)
+
+
+def evaluates(options: RunOptions) -> bool:
+    """Return whether the run measures its loss on the evaluation set, at its end or before."""
+    return bool(options.do_eval or options.eval_strategy != "no")
+
+
+@check
+def check_something_to_do(options: RunOptions) -> list[Problem]:
+    if trains(options) or options.do_eval or options.do_predict:
+        return []
+    return [
+        Problem(
+            "Nothing would be done: do_train is false, and so are do_eval and do_predict.",
+            remedy="Leave do_train out: burnish train trains.",
+            option=("do_train", "do_eval", "do_predict"),
+        )
+    ]
+
+
+@check
+def check_output_dir(options: RunOptions) -> list[Problem]:
+    """Check that a folder is given and can be written, and holds nothing that the run would overwrite or mix with."""
+    if not options.output_dir:
+        return [
+            Problem(
+                "output_dir is missing.",
+                remedy="Name a folder for what the run writes: output_dir: saves/first",
+                option="output_dir",
+            )
+        ]
+    folder = Path(options.output_dir)
+    try:
+        return _check_folder(folder, options)
+    except OSError as error:  # a name that is too long, a link that leads to itself
+        return [
+            Problem(
+                f'output_dir "{folder}" cannot be made: {error.strerror}.',
+                remedy="Name another output_dir.",
+                option="output_dir",
+            )
+        ]
+
+
+def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
+    if link := broken_link(folder):
+        what = f'output_dir "{folder}" cannot be made: "{link}" is a link to {os.readlink(link)}, which is not there.'
+        return [Problem(what, remedy="Remove the link, or name another output_dir.", option="output_dir")]
+    if folder.exists() and not folder.is_dir():
+        return [
+            Problem(
+                f'output_dir must be a folder. "{folder}" is a file.',
+                remedy="Name another output_dir.",
+                option="output_dir",
+            )
+        ]
+    model = Path(options.model_name_or_path or "")
+    if options.model_name_or_path and folder.is_dir() and model.is_dir() and folder.samefile(model):
+        return [
+            Problem(
+                f'output_dir "{folder}" is the model that the run begins with, and would be written over.',
+                remedy="Name another output_dir.",
+                option="output_dir",
+            )
+        ]
+    if folder.is_dir() and (odd := [path for path in sorted(folder.iterdir()) if is_endless(path)]):
+        what = f'output_dir "{folder}" holds {odd_kind(odd[0])} in the place of a file: {odd[0].name}.'
+        return [
+            Problem(
+                what,
+                why="To write it would wait for ever.",
+                remedy="Move it away, or name another output_dir.",
+                option="output_dir",
+            )
+        ]
+    parent = nearest_existing(folder)
+    if not parent.is_dir():
+        return [Problem(f'output_dir "{folder}" cannot be made: "{parent}" is a file.', option="output_dir")]
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return [Problem(f'output_dir "{folder}" cannot be written: no permission in "{parent}".', option="output_dir")]
+    if not folder.is_dir():
+        return []
+    return (problems_of_sources(options) if trains(options) else []) or _check_contents(folder, options)
+
+
+def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
+    inside = sorted(path.name for path in folder.iterdir() if not _BEFORE_A_CHECKPOINT.fullmatch(path.name))
+    if not inside or options.overwrite_output_dir or options.resume_from_checkpoint or not trains(options):
+        return []
+    has_checkpoints = any(folder.glob(_CHECKPOINTS))
+    if (has_checkpoints or FINISHED_NAME in inside) and options.resume != "never":
+        return []  # the run goes on from there, or is done; whether it is the same run is checked when that is read
+    shown = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
+    is_a_run = has_checkpoints or (folder / STATE_NAME).is_file() or EARLIER_RUN in inside
+    what = "an earlier run" if is_a_run else "other files"
+    return [
+        Problem(
+            f'output_dir "{folder}" holds {what}: {shown}.',
+            remedy="Name another output_dir, or set overwrite_output_dir: true to write over it.",
+            option="output_dir",
+        )
+    ]
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one around it that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+@check
+def check_evaluation_set(options: RunOptions) -> list[Problem]:
+    """Check that a run which evaluates has an evaluation set."""
+    wanted = {"eval_strategy": options.eval_strategy} if options.eval_strategy != "no" else {}
+    wanted |= {name: "true" for name in ("do_eval", "do_predict", "eval_on_start") if getattr(options, name)}
+    if not wanted or options.eval_dataset or options.val_size > 0:
+        return []
+    asked = " and ".join(f"{name}: {value}" for name, value in wanted.items())
+    return [
+        Problem(
+            f"{asked} {'needs' if len(wanted) == 1 else 'need'} an evaluation set, and none is given.",
+            remedy="Set eval_dataset: <name>, or val_size: 0.1 to hold out a tenth of the training set.",
+            option=tuple(wanted),
+        )
+    ]
+
+
+@check
+def check_flash_attention(options: RunOptions) -> list[Problem]:
+    """Check that flash attention has a GPU and a 16-bit dtype."""
+    name, device = asked_attention(options), device_of(options)
+    if not is_flash(name):
+        return []
+    asked = f"attn_implementation: {name}" if options.attn_implementation else f"flash_attn: {options.flash_attn}"
+    if device.type == "cpu":
+        return [
+            Problem(
+                f"{asked} runs on a GPU only, and this run is on a CPU.",
+                remedy="Leave it out.",
+                option="attn_implementation" if options.attn_implementation else "flash_attn",
+            )
+        ]
+    if options.finetuning_type == "full" and not options.pure_bf16 and autocast_dtype(options, device) is None:
+        return [
+            Problem(
+                f"{asked} computes in 16 bits, and this run in float32.",
+                remedy="Set bf16: true.",
+                option="attn_implementation" if options.attn_implementation else "flash_attn",
+            )
+        ]
+    return []
+
+
+SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
+"""Optimizers that go element by element and keep nothing of whole weights: a part of a weight is a weight to them."""
+
+
+@check
+def check_sharded(options: RunOptions) -> list[Problem]:
+    """Find the options that do not go together with sharded weights, of which each process holds a part."""
+    engine = engine_name(options)
+    if engine not in ("fsdp", "deepspeed"):
+        return []
+    problems = []
+    optimizer = OPTIMIZERS.choose(options.optim, options).name
+    if trains(options) and optimizer not in SHARDABLE:
+        problems.append(
+            Problem(
+                f'"{engine}" gives each process parts of weights, and the optimizer {optimizer} looks at whole ones.',
+                remedy=f"Choose one of {', '.join(SHARDABLE)}; or several processes without {engine}.",
+                option=(engine, "optim"),
+            )
+        )
+    if options.quantization_bit is not None and engine == "deepspeed" and zero_stage(options) == 3:
+        problems.append(
+            Problem(
+                '"quantization_bit" and ZeRO-3 do not go together.',
+                remedy="Use zero2, or fsdp: full_shard.",
+                option="quantization_bit",
+            )
+        )
+    if options.torch_compile:
+        problems.append(
+            Problem(
+                f'"torch_compile" and "{engine}" together were never run here.',
+                remedy="Leave torch_compile out.",
+                option="torch_compile",
+            )
+        )
+    return problems
+
+
+@check
+def check_best_model(options: RunOptions) -> list[Problem]:
+    """Check that the run evaluates whenever it saves, or the best model could not be found."""
+    if not options.load_best_model_at_end and options.save_strategy != "best":
+        return []
+    cause = "load_best_model_at_end" if options.load_best_model_at_end else "save_strategy: best"
+    concerned = (cause.partition(":")[0], "eval_strategy", "save_strategy")
+    if options.eval_strategy == "no":
+        return [
+            Problem(
+                f"{cause} needs evaluations to choose by, and eval_strategy is no.",
+                remedy=f"Set eval_strategy: steps and an evaluation set, or leave {cause} out.",
+                option=concerned,
+            )
+        ]
+    if options.save_strategy not in ("best", options.eval_strategy):
+        return [
+            Problem(
+                f"{cause} needs a checkpoint of each evaluation: eval_strategy is {options.eval_strategy}, "
+                f"save_strategy is {options.save_strategy}.",
+                remedy=f"Set save_strategy: {options.eval_strategy}.",
+                option=concerned,
+            )
+        ]
+    return _check_meeting_steps(options, cause)
+
+
+def _check_meeting_steps(options: RunOptions, cause: str) -> list[Problem]:
+    """Check that every checkpoint coincides with an evaluation, where both are set in steps."""
+    if options.eval_strategy != "steps" or options.save_strategy != "steps":
+        return []
+    every_eval = options.eval_steps if options.eval_steps is not None else options.logging_steps
+    if (every_eval < 1) != (options.save_steps < 1):
+        return [
+            Problem(
+                f"{cause} needs eval_steps and save_steps both as steps or both as shares.",
+                option=("eval_steps", "save_steps"),
+            )
+        ]
+    scale = 1_000_000 if every_eval < 1 else 1
+    if round(options.save_steps * scale) % round(every_eval * scale) == 0:
+        return []
+    return [
+        Problem(
+            f"{cause} needs save_steps to be a multiple of eval_steps. "
+            f"Received: save_steps {options.save_steps:g}, eval_steps {every_eval:g}.",
+            remedy=f"Set save_steps: {every_eval:g}.",
+            option=("save_steps", "eval_steps"),
+        )
+    ]
+
+
+@check
+def check_curve_arguments(options: RunOptions) -> list[Problem]:
+    """Check the arguments of the learning-rate curve; the length of the run does not matter."""
+    if not options.lr_scheduler_kwargs:
+        return []
+    try:
+        optimizer = SGD([Parameter(torch.zeros(1))], lr=options.learning_rate)
+        create_scheduler(optimizer, options, 100, options.learning_rate)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def check_deciding_metric(options: RunOptions, metrics: Sequence[str] | None, sets: Iterable[str]) -> list[Problem]:
+    """Find a metric that no evaluation will have, before the first evaluation does.
+
+    Args:
+        metrics: names of the objective's metrics; None where it does not give them.
+        sets: names of the evaluation sets; "" of the only one.
+    """
+    name = metric_name(options)
+    known = [f"eval_{one}_{metric}".replace("__", "_") for one in sets for metric in (*(metrics or ()), *RATES)]
+    if not metrics or not options.metric_for_best_model or not known or name in known or not trains(options):
+        return []
+    switch = f"compute_{name.removeprefix('eval_')}"
+    problem = missing_metric(name, known)
+    return [replace(problem, remedy=f"Set {switch}: true.") if hasattr(options, switch) else problem]
+
+
+def step_notes(options: RunOptions, steps: StepPlan) -> list[str]:
+    """Notes on a step that takes more rows than the set has, which is probably not meant."""
+    if steps.rows is None or steps.rows >= steps.rows_per_step:
+        return []
+    return [
+        f"The training set has {steps.rows:,} rows and a step takes {steps.rows_per_step:,}: every epoch is one step. "
+        "Lower per_device_train_batch_size or gradient_accumulation_steps for more of them."
+    ]
+
+
+def may_run_ahead(options: RunOptions) -> bool:
+    """Return whether rows can be encoded while the loop runs: no option needs all rows, or all lengths, before it."""
+    return trains(options) and not _needs_all_rows(options)
+
+
+@check
+def check_encode_ahead(options: RunOptions) -> list[Problem]:
+    return _check_needs_no_rows("encode_ahead", options) if options.encode_ahead is True else []
+
+
+@check
+def check_streaming(options: RunOptions) -> list[Problem]:
+    """Check LLaMA-Factory's conditions for streaming, and refuse options that need all rows first."""
+    if not options.streaming:
+        return []
+    problems = []
+    if options.max_steps <= 0 and trains(options):
+        problems.append(
+            Problem(
+                '"streaming" needs "max_steps".', remedy="Set max_steps: 1000, say.", option=("streaming", "max_steps")
+            )
+        )
+    if 0 < options.val_size < 1:
+        what = f'"val_size" must be a number of records when streaming. Received: {options.val_size:g}, a share.'
+        problems.append(Problem(what, remedy="Set val_size: 100, say.", option="val_size"))
+    return problems + (_check_needs_no_rows("streaming", options) if trains(options) else [])
+
+
+def _check_needs_no_rows(name: str, options: RunOptions) -> list[Problem]:
+    """Refuse an option that needs all rows before the first step beside ``name``, with which they come later."""
+    if not (why := _needs_all_rows(options)):
+        return []
+    what = f'"{name}" is true, and {why} needs all rows before the first step.'
+    return [Problem(what, remedy="Leave one of the two out.", option=(name, why.partition(" ")[0]))]
+
+
+def _needs_all_rows(options: RunOptions) -> str:
+    """The option that needs all rows before the first step; "" where none does."""
+    if packs_rows(options, options.stage):
+        return f"packing (stage {options.stage})" if options.packing is None else "packing"
+    if options.group_by_length or options.train_sampling_strategy == "group_by_length":
+        return "group_by_length"
+    if options.max_tokens_per_batch is not None:
+        return "max_tokens_per_batch"
+    return "tokenized_path" if options.tokenized_path else ""
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+_PEEKED = 1000
+
+
+def problems_in_files(options: RunOptions) -> list[Problem]:
+    """Find what is wrong with the files of the model and the data. ``prepare`` finds the same and more; this quickly
+    completes a list of problems, so that a misspelled option is reported without transformers or a hub."""
+    from burnish.data.options import check_data
+    from burnish.data.sets.sources import load_datasets
+    from burnish.data.tally import Tally
+    from burnish.models.check import check_model
+
+    problems = check_model(options, asks_library=False, needs_head=options.stage != "rm")
+    if check_data(options):  # in the list already
+        return problems
+    try:
+        first = min(options.max_samples or _PEEKED, _PEEKED)
+        some = replace(options, max_samples=first, val_size=0.0)
+        load_datasets(some, options.seed, Tally(), asks_hubs=False, stage=options.stage)
+    except UserError as error:
+        problems += error.problems
+    return problems

@@ -1,0 +1,359 @@
+"""Reading arguments and configuration files: values, each with its place.
+
+In: the arguments of a command, ``run.yaml key=value --key value --flag``, and the YAML or JSON file they name.
+Out: option name -> ``Given(value, where)``, where ``where`` is "run.yaml, line 12" or "the command line".
+
+A scalar stays the text that was written: the declared type of the option decides its meaning, not YAML's guess. So
+``1e-5`` is a number for a numeric option, ``no`` is the strategy "no" for a text option, and ``1.10`` keeps its zero.
+``plan.py`` knows the options and their types.
+
+Refuses: a file that is missing, empty, not text, not YAML or not a mapping; a key given twice, at any depth; an alias
+inside its own anchor; an argument of no known form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from burnish.config.bounds import MOST_NODES
+from burnish.config.conversion import num_nodes
+from burnish.config.errors import Problem, UserError, did_you_mean
+from burnish.config.options import Given
+from burnish.utils.files import expanded, odd_kind
+
+COMMAND_LINE = "the command line"
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, Given], dict[str, Given]]:
+    """Read the file that a command names, and its flags; ``merge`` overrides the first by the second."""
+    config, flags = split_arguments(arguments)
+    return _with_home(read_config(config) if config is not None else {}), _with_home(flags)
+
+
+PLACES = (
+    "output_dir", "export_dir", "save_dir", "dataset_dir", "tokenized_path", "task_dir", "logging_dir", "cache_dir",
+)  # fmt: skip
+"""Options that name a folder in which something is written or looked up: ``~`` in them is the user's own folder, which
+no shell writes out in ``key=~/value``, and YAML never does."""
+
+
+def _with_home(given: dict[str, Given]) -> dict[str, Given]:
+    return {
+        key: Given(str(expanded(item.value)), item.where)
+        if key in PLACES and isinstance(item.value, str) and item.value.startswith("~")
+        else item
+        for key, item in given.items()
+    }
+
+
+def path_of(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The first word, where it belongs to no option ("" where it does), and the others."""
+    is_path = bool(words) and not words[0].startswith("-") and "=" not in words[0]
+    return (words[0], list(words[1:])) if is_path else ("", list(words))
+
+
+def from_variables(
+    variables: Mapping[str, str], given: Mapping[str, Given], environment: Mapping[str, str]
+) -> dict[str, Given]:
+    """Options that only the environment names. Args: variables: name there -> option."""
+    return {
+        name: Given(environment[variable], f"the environment's {variable}")
+        for variable, name in variables.items()
+        if name not in given and environment.get(variable)
+    }
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Given]]:
+    """Find the file and the flags. Of a flag given twice the last value counts, so that a script can append flags.
+
+    ``--key value``, ``--key=value``, ``key=value`` and ``--flag`` (which is true) are read; ``-`` and ``_`` are the
+    same in a key. Several values after one key are a list: ``--report_to wandb tensorboard``.
+    """
+    flags: dict[str, Given] = {}
+    files: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            values = [value] if equals else _take_values(waiting)
+            if key == "config":
+                files += values
+            else:
+                flags[_key(key)] = Given(_joined(values), COMMAND_LINE)
+        elif re.match(r"[A-Za-z_][\w-]*=", word):
+            key, _, value = word.partition("=")
+            flags[_key(key)] = Given(value, COMMAND_LINE)
+        else:
+            files.append(word)
+    return _only_config(files), flags
+
+
+def _key(written: str) -> str:
+    return written.replace("-", "_")
+
+
+def _take_values(waiting: list[str]) -> list[str]:
+    """Take the words that belong to the last key: up to the next key."""
+    values: list[str] = []
+    while waiting and not waiting[0].startswith("--"):
+        # The first word is always the value; a later one may be a ``key=value`` or the file.
+        if values and ("=" in waiting[0] or waiting[0].endswith(CONFIG_SUFFIXES)):
+            break
+        values.append(waiting.pop(0))
+    return values
+
+
+def _joined(values: list[str]) -> Any:
+    if not values:
+        return "true"
+    return values[0] if len(values) == 1 else values
+
+
+def _only_config(files: list[str]) -> Path | None:
+    if not files:
+        return None
+    named = [name for name in files if name.endswith(CONFIG_SUFFIXES)]
+    strays = [name for name in files if name not in named]
+    if len(files) == 1 and (named or Path(files[0]).exists()):
+        return Path(files[0])
+    if strays:
+        raise UserError(
+            f"{' and '.join(map(repr, strays))} on the command line: no option stands before it.".replace("'", '"'),
+            remedy="Options are written key=value or --key value; a configuration file ends in .yaml or .json.",
+        )
+    raise UserError(
+        f"A run has one configuration file. Received: {', '.join(files)}.",
+        remedy="Put what differs on the command line instead: key=value.",
+    )
+
+
+def merge(file: Mapping[str, Given], flags: Mapping[str, Given], aliases: Mapping[str, str]) -> dict[str, Given]:
+    """Override the values of the file by those of the command line; overridden values stay known.
+
+    Args:
+        aliases: other name -> name, so that a flag overrides the same option under another name in the file.
+    """
+    overriding = {aliases.get(key, key): key for key in flags}
+    kept = {key: item for key, item in file.items() if aliases.get(key, key) not in overriding}
+    merged = {**kept, **flags}
+    for key, item in file.items():
+        flag = overriding.get(aliases.get(key, key))
+        if flag is not None:
+            merged[flag] = Given(flags[flag].value, f"{flags[flag].where}, over {item.where}")
+    return merged
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def read_config(path: Path) -> dict[str, Given]:
+    """Read the top-level keys of a YAML or JSON file, each with its line."""
+    text = _text_of(path)
+    parsed = _json_values(path, text) if path.suffix == ".json" else None
+    root = _compose(path, text.replace("\t", " ") if parsed is not None else text)
+    if root is None or (isinstance(root, yaml.ScalarNode) and not root.value):
+        raise UserError(
+            "the file is empty.", where=str(path), remedy="Give at least model_name_or_path, dataset and output_dir."
+        )
+    if not isinstance(root, yaml.MappingNode):
+        kind = "list" if isinstance(root, yaml.SequenceNode) else "text"
+        raise UserError(
+            f'expected lines of the form "key: value". Received: a {kind}.',
+            where=f"{path}, line {root.start_mark.line + 1}",
+        )
+    return _entries(path, root, parsed)
+
+
+def _text_of(path: Path) -> str:
+    if path.is_dir():
+        raise UserError(f'"{path}" is a folder; a configuration is a .yaml or .json file.{_listed(path)}')
+    if kind := odd_kind(path):
+        raise UserError(f'"{path}" is {kind}; a configuration is a .yaml or .json file.')
+    if not path.is_file():
+        raise UserError(f'There is no file "{path}".{_nearest_file(path)}')
+    raw = path.read_bytes()
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"byte {error.start} ({raw[error.start]:#04x}) is not UTF-8.",
+            where=str(path),
+            remedy="Save the file as UTF-8.",
+        ) from None
+
+
+def _nearest_file(path: Path) -> str:
+    """``Did you mean "first.yaml"?``, or a list of the files that are there."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f' There is no folder "{folder}" either.'
+    guess = did_you_mean(path.name, [found.name for found in _configs(folder)])
+    return guess or _listed(folder)
+
+
+def _listed(folder: Path) -> str:
+    names = [found.name for found in _configs(folder)]
+    if not names:
+        return f' "{folder.resolve()}" holds no .yaml or .json file.'
+    return f' "{folder}" holds {", ".join(names[:5])}{", ..." if len(names) > 5 else ""}.'
+
+
+def _configs(folder: Path) -> list[Path]:
+    return sorted(found for found in folder.iterdir() if found.suffix in CONFIG_SUFFIXES)
+
+
+def _json_values(path: Path, text: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    try:
+        values = json.loads(text)
+    except RecursionError:
+        what = "lists and objects are nested in each other too deep to be read."
+        raise UserError(what, where=str(path), remedy="Write out what is meant.") from None
+    except json.JSONDecodeError as error:
+        raise _syntax_error(path, text, error.lineno, error.colno, error.msg) from None
+    return values if isinstance(values, dict) else {}
+
+
+# PyYAML's message for a fault that it notices only further down -> the fault where it began.
+_SEEN_TOO_LATE = {
+    "could not find expected ':'": 'between a key and its value stands ": ", and here it does not',
+    "found unexpected end of stream": "a quotation mark is opened here and never closed",
+}
+
+
+def _compose(path: Path, text: str) -> yaml.Node | None:
+    """Parse to a syntax tree, whose nodes know their lines."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if num_nodes(root) > MOST_NODES:
+            what = f"with its aliases (*) written out, the file would hold more than {MOST_NODES:,} values."
+            raise UserError(what, where=str(path), remedy="Write out what is meant.")
+        return root
+    except RecursionError:
+        what = "lists and mappings are nested in each other too deep to be read."
+        raise UserError(what, where=str(path), remedy="Write out what is meant.") from None
+    except yaml.MarkedYAMLError as error:
+        begun = _SEEN_TOO_LATE.get(error.problem or "")
+        mark = error.context_mark if begun else error.problem_mark or error.context_mark
+        assert mark is not None
+        fault = begun or error.problem or str(error.context)
+        raise _syntax_error(path, text, mark.line + 1, mark.column + 1, fault) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise _syntax_error(path, text, line, 1, f"the character {error.character!r} is not allowed in YAML") from None
+
+
+def _syntax_error(path: Path, text: str, line: int, column: int, fault: str) -> UserError:
+    """``run.yaml:3:1: ...``, the line, and a caret under the place."""
+    lines = text.splitlines() or [""]
+    line = min(line, len(lines))  # an error at the end of the file is reported after its last line
+    source = lines[line - 1]
+    remedy = "" if path.suffix == ".json" else "Every line is key: value; a text that holds : or # is put in quotes."
+    if "\t" in source[:column] and remedy:
+        column = source.index("\t") + 1
+        fault, remedy = "a tab stands here (→), and YAML is indented with spaces", "Replace the tab with spaces."
+    shown = source.replace("\t", "→")
+    return UserError(
+        f"{fault.rstrip('.')}.",
+        where=f"{path}:{line}:{column}",
+        why=f"  {shown}\n  {' ' * (column + 1)}^",
+        remedy=remedy,
+    )
+
+
+def _entries(path: Path, root: yaml.MappingNode, parsed: dict[str, Any] | None) -> dict[str, Given]:
+    problems = dict.fromkeys(_key_problems(root, path, ()))
+    if problems:
+        raise UserError(problems)
+    return {
+        key.value: Given(parsed[key.value] if parsed is not None else _written(value), _line(path, key))
+        for key, value in _pairs(root)
+    }
+
+
+def _key_problems(node: yaml.Node, path: Path, around: tuple[yaml.Node, ...]) -> Iterator[Problem]:
+    """Find keys that a mapping in ``node`` has twice or that are no text, and aliases of nodes ``around`` them."""
+    if node in around:
+        yield Problem("an alias (*) stands for something that it is a part of.", where=_line(path, around[-1]))
+        return
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _key_problems(item, path, (*around, node))
+    if not isinstance(node, yaml.MappingNode):
+        return
+    first: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            yield Problem("a key is text. Received: a list or a mapping.", where=_line(path, key))
+        elif key.tag == _MERGE:
+            if not all(isinstance(base, yaml.MappingNode) for base in _bases(value)):
+                yield Problem('"<<" takes up an alias (*) of a mapping, or a list of them.', where=_line(path, key))
+        elif first.setdefault(key.value, key) is not key:
+            known = _line(path, first[key.value])
+            yield Problem(f'"{key.value}" is given twice; the first is in {known}.', where=_line(path, key))
+        yield from _key_problems(value, path, (*around, node))
+
+
+def _line(path: Path, node: yaml.Node) -> str:
+    return f"{path}, line {node.start_mark.line + 1}"
+
+
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+def _pairs(mapping: yaml.Node) -> Iterable[tuple[yaml.Node, yaml.Node]]:
+    """The pairs of a mapping, then those of ``<<: *base`` and ``<<: [*base, *other]``: the first pair of a key counts
+    (https://yaml.org/type/merge.html)."""
+    own = [pair for pair in mapping.value if pair[0].tag != _MERGE]
+    bases = [base for key, value in mapping.value if key.tag == _MERGE for base in _bases(value)]
+    found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+    for key, value in [*own, *(pair for base in bases for pair in _pairs(base))]:
+        found.setdefault(key.value, (key, value))
+    return found.values()
+
+
+def _bases(node: yaml.Node) -> list[yaml.Node]:
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else [node]
+
+
+def _written(node: yaml.Node) -> Any:
+    """A top-level value: text as written, None for nothing, and containers with their plain contents resolved."""
+    if isinstance(node, yaml.ScalarNode):
+        nothing = node.style is None and node.value in {"", "~", "null", "Null", "NULL"}
+        return None if nothing else node.value
+    return _nested(node)
+
+
+# Inside a list or mapping there is no declared type for a plain scalar, so YAML 1.2's core schema decides: it reads
+# 1e-5 as a number, which is text in YAML 1.1 (https://yaml.org/spec/1.2.2/#103-core-schema).
+_NULL = re.compile(r"~|null|Null|NULL|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+
+
+def _nested(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return {str(key.value): _nested(value) for key, value in _pairs(node)}
+    if isinstance(node, yaml.SequenceNode):
+        return [_nested(item) for item in node.value]
+    assert isinstance(node, yaml.ScalarNode)
+    text = str(node.value)
+    if node.style is not None:  # quoted
+        return text
+    if _NULL.fullmatch(text):
+        return None
+    if _BOOL.fullmatch(text):
+        return text.lower() == "true"
+    if _INT.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text

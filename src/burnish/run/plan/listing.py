@@ -1,0 +1,88 @@
+"""The list of options as text: by component, each with its default, unit, bounds and help.
+
+In: the flat options class. Out: what ``burnish train --help`` prints. All of it is read from the declarations.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import isfinite
+from typing import Any
+
+from burnish.config.errors import did_you_mean
+from burnish.config.options import Spec, specs
+
+_NAME_WIDTH = 34
+
+
+def list_options(options: type, word: str = "", beginnings: Sequence[str] = ("",)) -> str:
+    """Every option, or those whose name, help or other names hold ``word``.
+
+    Args:
+        beginnings: of the names that are listed; all by default.
+    """
+    wanted = [
+        spec
+        for name, spec in specs(options).items()
+        if name.startswith(tuple(beginnings)) and _matches(spec, word.lstrip("-").replace("-", "_"))
+    ]
+    if not wanted:
+        return f'No option speaks of "{word}".{did_you_mean(word, specs(options))}\n'
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    lines: list[str] = []
+    for group, members in groupby(wanted, key=lambda spec: spec.group):
+        lines += [f"{component(group)}", *(line for spec in members for line in _entry(spec, width)), ""]
+    return "\n".join(lines) + "\n"
+
+
+def component(group: type) -> str:
+    """Heading of a group of options: the first line of its docstring, without the full stop."""
+    return (group.__doc__ or group.__name__).strip().splitlines()[0].rstrip(".")
+
+
+def _matches(spec: Spec, word: str) -> bool:
+    return any(word.lower() in text.lower() for text in (spec.name, spec.help, *spec.aliases))
+
+
+def _entry(spec: Spec, width: int) -> Iterator[str]:
+    text = f"{spec.help} ({'; '.join(_facts(spec))})"
+    body = textwrap.wrap(text, max(width - _NAME_WIDTH, 30), break_long_words=False, break_on_hyphens=False)
+    head = f"  --{spec.name}"
+    if len(head) < _NAME_WIDTH:
+        yield head.ljust(_NAME_WIDTH) + body.pop(0)
+    else:
+        yield head
+    yield from (" " * _NAME_WIDTH + line for line in body)
+
+
+def _facts(spec: Spec) -> Iterator[str]:
+    """Facts on an option: ``default 8 rows``, ``one of full, freeze, lora``, ``at least 1``, ``also: other_name``."""
+    yield f"default {shown(spec.default)}{' ' + spec.unit if spec.unit and spec.default is not None else ''}"
+    if spec.choices:
+        yield f"one of {', '.join(map(str, spec.choices))}"
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = [
+        f"{words[key]} {shown(bound)}" for key, bound in spec.bounds.items() if bound is not None and isfinite(bound)
+    ]
+    if bounds:
+        yield " and ".join(bounds)
+    if spec.aliases:
+        yield f"also: {', '.join(spec.aliases)}"
+    if spec.ignored:
+        yield f"accepted without effect: {spec.ignored.rstrip('.')}"
+
+
+def shown(value: Any) -> str:
+    """A value as a person writes it in YAML."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return ", ".join(map(shown, value)) or "none"
+    return f'"{value}"' if value == "" else str(value)

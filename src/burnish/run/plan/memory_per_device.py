@@ -1,0 +1,169 @@
+"""Memory per device: the part of a run's memory that one device holds, for any engine and number of processes.
+
+In: the parts of the memory of a run on one device (``estimate``), and how they are shared. Out: the same parts for one
+device of several, what an engine needs beside them, and the peaks while a model is loaded and while a checkpoint is
+written. Nothing of it has been measured on several GPUs; on CPUs a test holds it beside the peak of each process.
+"""
+
+# N processes that share, P parameters, L layers
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from burnish.parallel.deepspeed.settings import raw_settings, zero_stage
+from burnish.parallel.fsdp_settings import fsdp_settings
+from burnish.parallel.options import device_of, engine_name
+from burnish.run.plan.memory import DecoderShape, Formats, Term
+from burnish.run.plan.options import RunOptions
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Description of how processes share the memory of a run.
+
+    Args:
+        engine: "single", "ddp", "fsdp", "deepspeed".
+        num_processes: that share one copy of what is sharded.
+        stage: of ZeRO: 1 shares optimizer states, 2 gradients too, 3 weights too. FSDP is 3.
+        keeps_gathered: weights that were gathered for a forward pass stay for the backward pass.
+        offloads_states, offloads_weights: they lie in the memory of the machine.
+        live: weights that ZeRO-3 keeps whole in a step, as it will soon use them again.
+        bucket: numbers in the buffers in which gradients are sent; None for the square of the hidden size. Under ZeRO
+            they are there from the start on a GPU; on a CPU as far as gradients fill them.
+    """
+
+    engine: str = "single"
+    num_processes: int = 1
+    stage: int = 0
+    keeps_gathered: bool = False
+    offloads_states: bool = False
+    offloads_weights: bool = False
+    live: int = 0
+    bucket: int | None = 0
+    is_on_cpu: bool = False
+
+
+# DeepSpeed's defaults (runtime/zero/config.py).
+_LIVE, _BUCKET = 10**9, 5 * 10**8
+
+
+def sharing_of(options: RunOptions, world_size: int) -> Sharing:
+    """As the options and the number of processes say."""
+    name = engine_name(options, world_size)
+    if name == "fsdp":
+        settings = fsdp_settings(options)
+        copies = max(1, settings.copies or 1)
+        return Sharing(
+            name, max(1, world_size // copies), 3, not settings.reshards, settings.offloads, settings.offloads
+        )
+    if name == "deepspeed":
+        zero = raw_settings(options).get("zero_optimization") or {}
+        states, weights = (
+            (zero.get(key) or {}).get("device") == "cpu" for key in ("offload_optimizer", "offload_param")
+        )
+        stage, on_cpu = zero_stage(options), device_of(options).type == "cpu"
+        live = min(_number(zero, name, _LIVE) for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance"))
+        bucket = None if zero.get("reduce_bucket_size") == "auto" else _number(zero, "reduce_bucket_size", _BUCKET)
+        if stage in (1, 2) and bucket is not None and zero.get("overlap_comm") and not on_cpu:
+            bucket *= 2
+        return Sharing(name, world_size, stage, False, states, weights, live if stage == 3 else 0, bucket, on_cpu)
+    return Sharing(name, world_size)
+
+
+def _number(settings: Mapping[str, object], name: str, usual: int) -> int:
+    given = settings.get(name, usual)
+    return int(given) if isinstance(given, int | float) else usual
+
+
+def shared(
+    terms: Sequence[Term], sharing: Sharing, shape: DecoderShape, formats: Formats, params: int, trained: int
+) -> list[Term]:
+    """The parts on one device.
+
+    Args:
+        params: P. trained: of them.
+    """
+    if sharing.stage == 0:
+        return list(terms)
+    found = [_shared(term, sharing) for term in terms if term.name != "cast weights"]
+    if sharing.engine == "deepspeed" and trained:
+        # Weights and gradients are in the format of the forward pass there; ZeRO updates copies in float32, float32
+        # ones too, from copies of their gradients.
+        found = [_halved(term, formats) for term in found]
+        copies = Term("optimizer", 2 * trained * 4, f"{trained:,} weights and their gradients x 4 bytes")
+        found = [
+            *found[:2],
+            _shared(copies, sharing, "float32 copies"),
+            *found[2:],
+            _bucket(sharing, shape, formats, trained),
+        ]
+    if sharing.stage == 3:
+        found.insert(1, _gathered(sharing, shape, formats, params, trained))
+    return [term for term in found if term.num_bytes]
+
+
+_FROM_STAGE = {"optimizer": 1, "gradients": 2, "weights": 3}
+
+
+def _shared(term: Term, sharing: Sharing, called: str = "") -> Term:
+    name = called or term.name
+    if term.name not in _FROM_STAGE or sharing.stage < _FROM_STAGE[term.name]:
+        return replace(term, name=name)
+    is_away = sharing.offloads_weights if term.name == "weights" else sharing.offloads_states
+    if is_away:
+        return Term(name, 0, "in the memory of the machine")
+    reason = f"({term.reason}) / {sharing.num_processes} processes"
+    return Term(name, -(-term.num_bytes // sharing.num_processes), reason)
+
+
+def _halved(term: Term, formats: Formats) -> Term:
+    """The term, counted in the format of the forward pass instead of the four bytes of what trains."""
+    if term.name not in ("weights", "gradients") or formats.trained <= formats.compute:
+        return term
+    factor = formats.compute / formats.trained
+    return replace(term, num_bytes=round(term.num_bytes * factor), reason=f"{term.reason}, in {formats.compute} bytes")
+
+
+def _gathered(sharing: Sharing, shape: DecoderShape, formats: Formats, params: int, trained: int) -> Term:
+    """Whole weights for the time of their use: embeddings and head, the layer under way and the next one; and the whole
+    gradient of a layer before it is shared out."""
+    ends = 2 * shape.vocabulary * shape.hidden
+    ends = min(ends, params // 2)
+    layer = (params - ends) // max(1, shape.layers)
+    layers = shape.layers if sharing.keeps_gathered else min(2, shape.layers)
+    gradient = round(layer * trained / max(1, params)) * (formats.compute + 4)
+    if sharing.live:
+        live = min(params, max(sharing.live, ends + layers * layer))
+        reason = f"{live:,} x {formats.compute} bytes: stage3_max_live_parameters, or all; one gradient"
+        return Term("gathered", live * formats.compute + gradient, reason)
+    num_bytes = (ends + layers * layer) * formats.compute + gradient
+    what = "all layers" if sharing.keeps_gathered else f"{layers} of {shape.layers} layers"
+    return Term("gathered", num_bytes, f"embeddings, head and {what} whole, in {formats.compute} bytes; one gradient")
+
+
+def _bucket(sharing: Sharing, shape: DecoderShape, formats: Formats, trained: int) -> Term:
+    numbers = shape.hidden**2 if sharing.bucket is None else sharing.bucket
+    filled = min(numbers, trained) if sharing.is_on_cpu else numbers
+    return Term(
+        "buckets", filled * formats.compute, f"{filled:,} gradients x {formats.compute} bytes: reduce_bucket_size"
+    )
+
+
+def peaks(sharing: Sharing, params: int, trained: int, formats: Formats, loaded_bytes: int) -> list[Term]:
+    """Beside the steps: in the memory of the machine, for each process.
+
+    Args:
+        loaded_bytes: of one number of the model's files.
+    """
+    num = sharing.num_processes if sharing.stage == 3 else 1
+    own = -(-(trained * formats.trained + (params - trained) * loaded_bytes) // num)
+    states = round(trained * formats.moments / (sharing.num_processes if sharing.stage else 1))
+    loading = "views of the files, which all processes of a machine share, and this process's part" if num > 1 else (
+        "views of the files, and the weights that train in the format in which they do"
+    )  # fmt: skip
+    return [
+        Term("while loading", own, loading),
+        Term("while saving", own + states, "a copy of what this process writes, while the training goes on"),
+    ]

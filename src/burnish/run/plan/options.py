@@ -1,0 +1,128 @@
+"""The options of a run: the union of the groups that its components declare, as one flat class.
+
+A component takes the group that it declares; what holds several of them against each other takes ``RunOptions``, so
+that a type checker finds a misspelt field wherever it stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from burnish.adapters.base import ADAPTERS, FinetuningOptions
+from burnish.adapters.freeze import FreezeOptions
+from burnish.adapters.lora import LoraOptions
+from burnish.adapters.peft import OftOptions, PeftOptions
+from burnish.checkpoint.checkpoint import CheckpointOptions
+from burnish.config.options import option, union
+from burnish.data.batches.batching import BatchingOptions
+from burnish.data.batches.stream import StreamOptions
+from burnish.data.chat.choose import TemplateOptions
+from burnish.data.chat.truncate import EncodingOptions
+from burnish.data.options import DataOptions
+from burnish.inference.options import InferOptions
+from burnish.loop.early_stopping import EarlyStoppingOptions
+from burnish.loop.events import FlowOptions
+from burnish.loop.loop import LoopOptions
+from burnish.loop.schedule import CurveOptions, StepOptions
+from burnish.loop.spikes import SpikeOptions
+from burnish.losses.base import OBJECTIVES
+from burnish.losses.kto import KtoOptions
+from burnish.losses.lm import LmOptions
+from burnish.losses.preference_options import PairOptions, PreferenceOptions, ReferenceOptions
+from burnish.losses.reward import RewardOptions
+from burnish.models.export import ExportOptions
+from burnish.models.generate import GenerationOptions
+from burnish.models.options import ModelOptions
+from burnish.models.patches.liger import LigerOptions
+from burnish.models.quantization.export import QuantisedExportOptions
+from burnish.models.quantization.quantize import QuantizationOptions
+from burnish.optim.adam_mini import AdamMiniOptions
+from burnish.optim.badam import BadamOptions
+from burnish.optim.builtin import OPTIMIZERS, OptimOptions
+from burnish.optim.low_rank import LowRankOptions
+from burnish.optim.muon import MuonOptions
+from burnish.parallel.options import EngineOptions
+from burnish.report.options import ReportOptions
+from burnish.report.profile import ProfileOptions
+from burnish.report.trackers import TRACKERS
+from burnish.run.recovery.interrupt import ClockOptions
+from burnish.run.response_metrics import MetricOptions
+from burnish.utils.patching import PatchOptions
+
+
+@dataclass
+class TaskOptions:
+    """Task."""
+
+    stage: str = option(
+        "sft",
+        "What is learned: answers to instructions (sft), plain text (pt), or which of two answers is better (dpo).",
+        choices=OBJECTIVES.names,
+    )
+    do_train: bool | None = option(
+        None, "Train; where it is left out, a run trains unless it only evaluates (do_eval) or predicts (do_predict)."
+    )
+    do_eval: bool = option(False, "Evaluate, after training where the run trains.")
+    do_predict: bool = option(False, "Predict on the evaluation set, after training where the run trains.")
+
+
+GROUPS: tuple[type, ...] = (
+    TaskOptions,
+    ModelOptions,
+    LigerOptions,
+    PatchOptions,
+    QuantizationOptions,
+    FinetuningOptions,
+    PreferenceOptions,
+    ReferenceOptions,
+    DataOptions,
+    TemplateOptions,
+    EncodingOptions,
+    BatchingOptions,
+    StreamOptions,
+    StepOptions,
+    CurveOptions,
+    OptimOptions,
+    LoopOptions,
+    SpikeOptions,
+    FlowOptions,
+    EarlyStoppingOptions,
+    ClockOptions,
+    CheckpointOptions,
+    GenerationOptions,
+    InferOptions,
+    MetricOptions,
+    ExportOptions,
+    QuantisedExportOptions,
+    ReportOptions,
+    ProfileOptions,
+    EngineOptions,
+)
+"""Groups of options that every run reads, in the order of ``burnish train --help``."""
+MEMBER_GROUPS: tuple[type, ...] = (
+    *ADAPTERS.option_groups(),
+    *OBJECTIVES.option_groups(),
+    *OPTIMIZERS.option_groups(),
+    *TRACKERS.option_groups(),
+)
+"""Groups of options that single members of a family read, plugins included."""
+
+if TYPE_CHECKING:  # it does not see into a union; a test holds the two against each other
+    from burnish.inference.options import AnsweringOptions
+
+    @dataclass
+    class RunOptions(
+        AnsweringOptions, TaskOptions, LigerOptions, PatchOptions,
+        PreferenceOptions, ReferenceOptions, DataOptions,
+        BatchingOptions, StreamOptions, StepOptions, CurveOptions, OptimOptions,
+        LoopOptions, SpikeOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions,
+        MetricOptions, QuantisedExportOptions,
+        ReportOptions, ProfileOptions, FreezeOptions, LoraOptions,
+        PeftOptions, OftOptions, LmOptions, PairOptions, KtoOptions,
+        RewardOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
+    ):  # fmt: skip
+        """Every option of a run, flat."""
+
+else:
+    RunOptions = union("RunOptions", *GROUPS, *MEMBER_GROUPS, doc="Every option of a run, flat.")

@@ -1,0 +1,163 @@
+"""Options -> Plan: everything that can be decided, and refused, before data or weights are read.
+
+In: values with their places (``config.py``). Out: a ``Plan``: the flat options object that every component receives,
+the place where each value was set, and notes for the user. Nothing writes to the options afterwards.
+
+Refuses, all at once: unknown names, wrong types and ranges, options that burnish does not have, and whatever the
+registered checks of the components find (``@check`` and ``@notes`` of ``config/checks.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from burnish.config.checks import CHECKS, NOTES, Check, Notes
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import Given, Spec, build, changed_options, convert, specs
+from burnish.run.plan import checks as _cross_checks
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.unsupported import take_absent
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decided options of one run.
+
+    Args:
+        options: an instance of ``RunOptions``; read only.
+        provenance: option -> the place where it was set; only those that were given.
+        notes: sentences on options without effect, and on choices that were made.
+        world_size: processes that share the run, as the launcher says.
+    """
+
+    options: RunOptions
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    world_size: int = 1
+
+    def where(self, name: str) -> str:
+        """The place where an option was set; "" where it is at its default."""
+        return self.provenance.get(name, "")
+
+    def changed(self) -> Iterator[tuple[Spec, Any, str]]:
+        """Yield the options that are not at their default: declaration, value, place."""
+        declared = specs(RunOptions)
+        return (
+            (declared[name], value, self.provenance.get(name, ""))
+            for name, value in changed_options(self.options).items()
+        )
+
+
+def plan(given: Mapping[str, Given], also: Sequence[Check] = ()) -> Plan:
+    """Decide a run.
+
+    Args:
+        also: further checks, such as those of files, which complete the list of problems. They run only where the
+            options have a problem; otherwise ``prepare`` does these checks.
+    Raises:
+        UserError: with every problem that the options alone can show.
+    """
+    present, problems, foreign = take_absent(given, {**specs(RunOptions), **aliases()})
+    options, wrong = build(RunOptions, present)
+    provenance = provenance_of(present)
+    doubtful = _doubtful(present)
+
+    def asked(checks: Sequence[Check]) -> list[Problem]:
+        found = (problem for check in checks for problem in check(options))
+        return [_placed(problem, provenance) for problem in found if doubtful.isdisjoint(problem.options)]
+
+    problems += [*wrong, *asked(component_checks())]
+    if problems:
+        raise UserError(dict.fromkeys([*problems, *asked(also)]))
+    return Plan(
+        options=options,
+        provenance=MappingProxyType(provenance),
+        notes=(*foreign, *_notes(present, options)),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+
+
+@cache
+def aliases() -> dict[str, str]:
+    """Other name -> name of an option."""
+    return {alias: spec.name for spec in specs(RunOptions).values() for alias in spec.aliases}
+
+
+def provenance_of(given: Mapping[str, Given]) -> dict[str, str]:
+    """Option -> the place where it was set."""
+    return {aliases().get(key, key): item.where for key, item in given.items()}
+
+
+@contextmanager
+def placing(provenance: Mapping[str, str]) -> Iterator[None]:
+    """Add file and line of the option to problems without a place that are raised in the ``with`` block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(_placed(problem, provenance) for problem in error.problems) from error
+
+
+def component_checks() -> list[Check]:
+    """Every registered check, in the order in which the modules' options are declared."""
+    return sorted(CHECKS, key=_position)
+
+
+def component_notes() -> list[Notes]:
+    """Every registered function of notes, in the same order."""
+    return sorted(NOTES, key=_position)
+
+
+def _position(function: Callable[[Any], Any]) -> int:
+    """The place of a function's module in the order of declaration, which does not depend on the order of imports."""
+    return _order_of_modules().get(function.__module__, len(_order_of_modules()))
+
+
+@cache
+def _order_of_modules() -> dict[str, int]:
+    declaring = (spec.group.__module__ for spec in specs(RunOptions).values())
+    return {module: place for place, module in enumerate(dict.fromkeys([_cross_checks.__name__, *declaring]))}
+
+
+def _doubtful(present: Mapping[str, Given]) -> set[str]:
+    """Options that are at their default only because the given value could not be read, or was misspelled.
+
+    A check that names one of them would report a consequence beside its cause.
+    """
+    known = specs(RunOptions)
+    names: set[str] = set()
+    for key, item in present.items():
+        name = aliases().get(key, key)
+        if name not in known:
+            names.update(get_close_matches(name, known, n=1))
+            continue
+        try:
+            convert(known[name], item.value)
+        except ValueError:
+            names.add(name)
+    return names
+
+
+def _placed(problem: Problem, provenance: Mapping[str, str]) -> Problem:
+    """Return ``problem`` with the place of the first of its options that was given, unless it has a place already."""
+    if problem.where:
+        return problem
+    places = [provenance[name] for name in problem.options if name in provenance]
+    return replace(problem, where=places[0]) if places else problem
+
+
+def _notes(present: Mapping[str, Given], options: RunOptions) -> Iterator[str]:
+    known = specs(RunOptions)
+    for key, item in present.items():
+        spec = known[aliases().get(key, key)]
+        if key != spec.name:
+            yield f'"{key}" ({item.where}) is another name of "{spec.name}".'
+        if spec.ignored:
+            yield f'"{key}" ({item.where}) has no effect: {spec.ignored}'
+    yield from (note for notes in component_notes() for note in notes(options))

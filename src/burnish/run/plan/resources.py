@@ -1,0 +1,294 @@
+"""Requirements of a run: memory and disk, held against what the machine has.
+
+In: the plan, and facts from ``prepare``. Out: sizes with their reasons; a problem where the disk is too small. The
+model is counted without weights, with the adapter attached, so the counts are those of the run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from burnish.adapters.base import ModelAdapter, trainable_summary
+from burnish.checkpoint.checkpoint import output_folder
+from burnish.config.errors import Problem
+from burnish.kernels.head_kernels import logits_bytes
+from burnish.loop.schedule import StepPlan, steps_of
+from burnish.losses.lm import way_of
+from burnish.optim.builtin import Turns, create_optimizer, keeps_load_precision, planned_turns
+from burnish.parallel.options import autocast_dtype, device_of
+from burnish.report.pace import counted
+from burnish.run.plan.checks import nearest_existing, trains
+from burnish.run.plan.memory import DecoderShape, Formats, Term, disk_bytes, dora_term, memory_terms, shown_bytes
+from burnish.run.plan.options import RunOptions
+from burnish.run.recovery.failure import meminfo_bytes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of parameters of a run's model, counted without its weights.
+
+    Args:
+        base: parameters of the model as loaded.
+        total, trained: parameters with the adapter, and those that train in this run.
+        turns: of an optimizer that trains a part of them at a time.
+    """
+
+    class_name: str
+    base: int
+    total: int
+    trained: int
+    saves_whole_model: bool
+    turns: Turns | None = None
+
+    @property
+    def active(self) -> int:
+        """The most parameters that have gradients at a time."""
+        return self.trained if self.turns is None else self.turns.active
+
+
+def sizes_of(adapter: ModelAdapter, shapes: nn.Module, options: RunOptions, max_steps: int = 0) -> Sizes:
+    """Attach ``adapter`` to ``shapes``, the model on the meta device (``models.tokens.fitted_shapes``), and count."""
+    copies = trained_dtype(options, shapes.config) != torch.float32
+    name, base = type(shapes).__name__, trainable_summary(shapes)[1]
+    with torch.device("meta"):
+        model = adapter.attach(shapes)
+    trained, total = trainable_summary(model)
+    of_each = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    turns = planned_turns(of_each, options, max_steps, copies) if trains(options) else None
+    return Sizes(name, base, total, trained if turns is None else turns.trained, adapter.saves_whole_model, turns)
+
+
+def counts_of(model: nn.Module, sizes: Sizes) -> tuple[int, int]:
+    """Parameters of a loaded model that train in the run, some of them in turns, and all of its parameters."""
+    trained, total = trainable_summary(model)
+    return (trained if sizes.turns is None else sizes.turns.trained), total
+
+
+def trained_dtype(options: RunOptions, config: Any) -> torch.dtype:
+    """The dtype of the weights that train."""
+    if options.pure_bf16:
+        return torch.bfloat16
+    return held_dtype(options, config) if keeps_load_precision(options) else torch.float32
+
+
+def held_dtype(options: RunOptions, config: Any) -> torch.dtype:
+    """The dtype in which the model's own weights are loaded, those that are raised to float32 afterwards too."""
+    if options.pure_bf16:
+        return torch.bfloat16
+    raised = trains(options) and options.finetuning_type == "full" and not keeps_load_precision(options)
+    cast = None if raised else autocast_dtype(options, device_of(options))
+    return cast or loaded_dtype(config)
+
+
+def loaded_dtype(config: Any) -> torch.dtype:
+    """The dtype of the model's files."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def formats_in_words(
+    in_files: torch.dtype, frozen: torch.dtype, trained: torch.dtype | None, saved: torch.dtype | None
+) -> list[str]:
+    """A sentence where weights change their format; none where they stay as they are in the files.
+
+    Args:
+        frozen: in memory, of weights that do not train, or of all where there are no such.
+        trained: of those that train; None for none. saved: of a whole model that is saved; None for an adapter.
+    """
+    names = [str(dtype).removeprefix("torch.") for dtype in (in_files, frozen, trained or frozen, saved or in_files)]
+    if len({in_files, frozen, saved or in_files}) == 1:
+        return []
+    said = f"Formats: weights are {names[0]} in the files and {names[1]} in memory"
+    said += f", {names[2]} where they train" if trained not in (None, frozen) else ""
+    return [f"{said}; the model is saved in {names[3]}." if saved is not None else f"{said}."]
+
+
+def formats_in(model: nn.Module) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtypes of a model's frozen weights (of all where all train) and of those that train."""
+    of_kind = {p.requires_grad: p.dtype for p in reversed(list(model.parameters())) if p.is_floating_point()}
+    return of_kind.get(False, of_kind.get(True, torch.float32)), of_kind.get(True)
+
+
+def compute_dtype(options: RunOptions, config: Any) -> torch.dtype:
+    """The dtype of the forward pass: autocast's, else that of most weights."""
+    is_mostly_trained = options.pure_bf16 or (options.finetuning_type == "full" and trains(options))
+    usual = trained_dtype(options, config) if is_mostly_trained else loaded_dtype(config)
+    return autocast_dtype(options, device_of(options)) or usual
+
+
+def formats_of(options: RunOptions, config: Any, sizes: Sizes, model: nn.Module | None = None) -> Formats:
+    """Bytes of the numbers of a run. It runs a step of the optimizer, so it is called once.
+
+    Args:
+        model: without weights, as ``sizes_of`` left it; the optimizer's state is then counted tensor by tensor.
+    """
+    compute, trained = compute_dtype(options, config), trained_dtype(options, config)
+    frozen = options.quantization_bit / 8 if options.quantization_bit else compute.itemsize
+    frozen = trained.itemsize if sizes.turns else frozen  # it trains at another time
+    if sizes.turns is not None:
+        kept = sizes.turns.kept_bytes / sizes.turns.active
+    else:
+        counted = None if model is None else _state_without_weights(options, model, trained)
+        kept = _moment_bytes(options, config, trained) if counted is None else counted / max(1, sizes.trained)
+    return Formats(frozen, trained.itemsize, compute.itemsize, kept)
+
+
+def _state_without_weights(options: RunOptions, model: nn.Module, dtype: torch.dtype) -> int | None:
+    """Bytes of the optimizer's state for a model on the meta device; None where its step needs numbers."""
+    moved = [p for p in model.parameters() if p.requires_grad]
+    for parameter in moved:
+        parameter.data = parameter.data.to(dtype)
+    try:
+        optimizer = create_optimizer(model.named_parameters(), model, options)
+        if callable(switch := getattr(optimizer, "train", None)):
+            switch()
+        for parameter in moved:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    except (RuntimeError, NotImplementedError):
+        return None
+    finally:
+        for parameter in moved:
+            parameter.grad = None
+    return _bytes_of(optimizer)
+
+
+def _bytes_of(optimizer: Any) -> int:
+    kept = {id(tensor): tensor for tensor in _tensors_in(optimizer.state_dict())}
+    return sum(tensor.nbytes for tensor in kept.values() if tensor.numel() > 1)
+
+
+def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, Mapping | list | tuple):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            yield from _tensors_in(value)
+
+
+def _moment_bytes(options: RunOptions, config: Any, dtype: torch.dtype) -> float:
+    """Bytes of the optimizer's state per trained parameter, measured after a step on a small matrix."""
+    width = min(DecoderShape.of(config.get_text_config()).hidden, 512)
+    weight = nn.Linear(width, width, bias=False, dtype=dtype)
+    model = nn.ModuleDict({"layers": nn.ModuleList([weight])})  # a matrix in a layer, for optimizers that check names
+    of_any_name = replace(options, galore_target=["all"], apollo_target=["all"], optim_target_modules=None)
+    optimizer = create_optimizer(model.named_parameters(), model, of_any_name)
+    if callable(switch := getattr(optimizer, "train", None)):
+        switch()
+    weight.weight.grad = torch.zeros_like(weight.weight)
+    optimizer.step()
+    return round(_bytes_of(optimizer) / weight.weight.numel(), 2)
+
+
+def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, tokens: int) -> list[Term]:
+    """Memory of the run, term by term. Args: tokens: of the largest micro-batch."""
+    shape = DecoderShape.of(config.get_text_config())
+    has_dora = options.finetuning_type == "lora" and options.use_dora
+    keeps_casts = device_of(options).type != "cpu" or options.torch_compile or not options.patches
+    terms = memory_terms(
+        sizes.total,
+        sizes.active if trains(options) else 0,
+        shape,
+        formats,
+        tokens,
+        logits_term(options, shape, tokens, formats.compute),
+        learns=trains(options),
+        copies=keeps_casts,  # else ``ops.cpu.cast_linear`` keeps none
+        recompute=options.gradient_checkpointing,
+        selective=bool((options.gradient_checkpointing_kwargs or {}).get("selective")),
+        offload=options.activation_offloading and device_of(options).type != "cpu",
+        adapter=dora_term(shape, tokens, formats.compute) if has_dora else None,
+    )
+    if options.finetuning_type in ("peft", "oft") and trains(options):
+        besides = f"; what {options.finetuning_type} keeps besides is not counted"
+        terms = [replace(one, reason=one.reason + besides) if one.name == "activations" else one for one in terms]
+    return terms
+
+
+def logits_term(options: RunOptions, shape: DecoderShape, tokens: int, compute_bytes: int) -> Term:
+    """The logits that are in memory at a time, if every token is learned."""
+    if options.fused_loss is False:  # all logits, and in float32 their log-probabilities and the gradient of these
+        num_bytes = tokens * shape.vocabulary * (compute_bytes + 8)
+        return Term("logits", num_bytes, f"{tokens:,} tokens x {shape.vocabulary:,} words: fused_loss is false")
+    way = way_of(options)
+    num_bytes = logits_bytes(way, tokens, shape.hidden, shape.vocabulary, device_of(options))
+    return Term("logits", num_bytes, f"the loss goes through them in chunks{'' if way == 'chunked' else f' ({way})'}")
+
+
+def rows_of_batch(options: RunOptions) -> int:
+    """Rows of a micro-batch: of training, or in a run that does not train, of evaluation."""
+    return int(options.per_device_train_batch_size if trains(options) else options.per_device_eval_batch_size)
+
+
+def tokens_of_largest_batch(rows: Sequence[Any], options: RunOptions) -> int:
+    """Upper bound of the tokens of a micro-batch: the longest rows of the set together."""
+    lengths = getattr(rows, "lengths", None) or [len(row["input_ids"]) for row in rows]
+    largest = sorted(lengths, reverse=True)[: rows_of_batch(options)]
+    if options.max_tokens_per_batch is not None:
+        return int(min(sum(lengths), options.max_tokens_per_batch))
+    if options.padding_free:
+        return sum(largest)
+    return max(largest, default=0) * len(largest)
+
+
+def available_memory(options: RunOptions) -> int:
+    """Bytes of free memory on the device; 0 where the system does not tell."""
+    device = device_of(options)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return meminfo_bytes() or 0
+
+
+# --- disk -------------------------------------------------------------------------------------------------------------
+
+
+def disk_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> int:
+    """The most bytes that ``output_dir`` will hold at a time, without results and answers."""
+    if not trains(options):
+        return 0
+    model = (
+        sizes.total * held_dtype(options, config).itemsize
+        if sizes.saves_whole_model
+        else sizes.trained * formats.trained
+    )
+    weights = (sizes.total if sizes.saves_whole_model else sizes.trained) * formats.trained
+    moments = 0 if options.save_only_model else sizes.active * formats.moments
+    return disk_bytes(model, round(weights + moments), _checkpoints_kept(options, steps))
+
+
+def _checkpoints_kept(options: RunOptions, steps: StepPlan) -> int:
+    written = {
+        "no": 0,
+        "epoch": steps.num_train_epochs,
+        "best": 1,
+        "steps": -(-steps.max_steps // steps_of(options.save_steps, steps.max_steps, 500)),
+    }[options.save_strategy]
+    return min(written, options.save_total_limit or written)
+
+
+def free_disk(folder: Path) -> int:
+    return shutil.disk_usage(nearest_existing(folder)).free
+
+
+def check_disk(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> list[Problem]:
+    """Refuse at the beginning a run whose model could not be written at its end."""
+    needed, free = disk_of(options, config, sizes, formats, steps), free_disk(output_folder(options))
+    if needed <= free:
+        return []
+    kept = _checkpoints_kept(options, steps)
+    more = f", {counted(kept, 'checkpoint')} and one more under way" if kept else ""
+    return [
+        Problem(
+            f'output_dir "{options.output_dir}" has {shown_bytes(free)} of free disk, and the run writes about '
+            f"{shown_bytes(needed)}: the model{more}.",
+            remedy="Free some space, name an output_dir on another disk"
+            + (", or set save_total_limit: 1 or save_only_model: true." if kept else "."),
+            option="output_dir",
+        )
+    ]

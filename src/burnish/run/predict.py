@@ -1,0 +1,381 @@
+"""``do_predict``: generated answers to the evaluation sets, or their loss.
+
+In:  a run whose model is trained, and ``Prepared``. Out: ``generated_predictions.jsonl`` (prompt, answer, given
+     answer) and ``predict_results.json``, LLaMA-Factory's names; with several evaluation sets one file of answers each.
+
+Answers are made over seats, which are refilled as soon as they are free; a run that was cut short goes on from those it
+has. The file is in the order of the data. Every rank answers its share. Examples that are no conversation and have no
+prompt are left out and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.adapters.base import ModelState
+from burnish.data.chat.rows import Template
+from burnish.data.sets.sources import load_datasets
+from burnish.data.tally import Tally
+from burnish.inference.batch import Finished, answer_many
+from burnish.inference.scheduler import SeatLoop
+from burnish.inference.slots import SeatLimits
+from burnish.inference.types import Ask, Sampling
+from burnish.loop.loop import Loop
+from burnish.loop.meter import Clock
+from burnish.loop.protocols import Engine
+from burnish.loop.types import IGNORE_INDEX, Example
+from burnish.models.generate import generate, generation_config, until_stop
+from burnish.models.load import context_length
+from burnish.report.console import note
+from burnish.report.pace import counted
+from burnish.report.results import save_metrics
+from burnish.run.plan.checks import may_run_ahead
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.plan import Plan
+from burnish.run.prepare import Prepared
+from burnish.run.response_metrics import scores
+from burnish.utils.work import work
+
+ANSWERS_NAME = "generated_predictions"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt for the model, and the given answer."""
+
+    prompt: list[int]
+    label: list[int]
+
+
+def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
+    """Predict every evaluation set. Returns the metrics, which rank 0 also writes.
+
+    Args:
+        prepared: read for ``template`` and ``tokenizer``.
+    """
+    options, folder = plan.options, Path(plan.options.output_dir or "")
+    run.set_training_mode(False)
+    metrics: dict[str, float] = {}
+    if options.predict_with_generate:
+        sets: Mapping[str, Sequence[Example]] = load_datasets(
+            options, options.seed, Tally(), may_run_ahead(options)
+        ).eval
+        for name, examples in sets.items():
+            metrics |= predict(run, prepared, options, examples, name, folder)
+    else:
+        for name, batches in run.eval_sets.items():
+            metrics |= run.evaluate_set(batches, f"predict_{name}" if name else "predict")
+        if options.stage == "rm":
+            run.set_training_mode(False)
+            write_scores(run, folder)
+        if run.engine.rank == 0:
+            note("  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.endswith("_loss")))
+    run.callbacks.fire("on_predict", metrics=metrics)
+    if run.engine.rank == 0:
+        save_metrics("predict", metrics, folder)
+    return metrics
+
+
+def predict(
+    run: Loop, prepared: Prepared, options: RunOptions, examples: Sequence[Example], name: str, folder: Path
+) -> dict[str, float]:
+    """Predict one set: questions, answers, scores."""
+    clock = Clock()
+    tokenizer, stops = prepared.tokenizer, prepared.template.stop_token_ids()
+    questions = questions_of(examples, prepared.template, stops)
+    if len(questions) < len(examples):
+        note(
+            f"{len(examples) - len(questions)} of {len(examples)} records have no prompt to answer; they are left out."
+        )
+    config = generation_config(bare_model(run), tokenizer, stops, options)
+    stem = _stem(name)
+    partial = folder / f"{stem}.partial.jsonl" if run.engine.world_size == 1 else None
+    likelihoods: dict[int, float] = {}
+    answers = answer_all(run, [*questions] * options.samples, config, options, partial, likelihoods)
+    given = {"skip_special_tokens": options.skip_special_tokens}
+    texts = [tokenizer.decode(ids, **given) for ids in answers]
+    labels = [tokenizer.decode(question.label, **given) for question in questions]
+    prefix = f"predict_{name}" if name else "predict"
+    found = {f"{prefix}_{metric}": round(value, 4) for metric, value in _scores(texts, labels, options).items()}
+    if run.engine.rank == 0:
+        path = folder / f"{stem}.jsonl"
+        prompts = [tokenizer.decode(question.prompt, skip_special_tokens=False) for question in questions]
+        drawn = [[(texts[at], likelihoods.get(at)) for at in range(first, len(texts), len(labels))]
+                 for first in range(len(labels))]  # fmt: skip
+        write_answers(path, prompts, texts[: len(labels)], labels, drawn if options.samples > 1 else None)
+        note(f"{counted(len(texts), 'answer')} in {path}: {', '.join(f'{k} {v:g}' for k, v in found.items())}.")
+    num_batches = -(-len(questions) // options.per_device_eval_batch_size)
+    return found | clock.rates(prefix, num_rows=len(questions), num_steps=num_batches)
+
+
+def _stem(name: str) -> str:
+    return f"{ANSWERS_NAME}_{name}" if name else ANSWERS_NAME
+
+
+def _scores(texts: Sequence[str], labels: Sequence[str], options: RunOptions) -> dict[str, float]:
+    """All metrics. With several answers to each question the mean of the questions' own means, and its standard error:
+    answers to one question are no independent observations."""
+    if options.samples == 1 or not labels:
+        return scores(texts, labels, options)
+    number = len(labels)
+    each = [scores(texts[at::number], [labels[at]] * options.samples, options) for at in range(number)]
+    found: dict[str, float] = {}
+    for name in each[0]:
+        values = [one[name] for one in each]
+        found[name] = statistics.fmean(values)
+        if number > 1:
+            found[f"{name}_standard_error"] = statistics.stdev(values) / math.sqrt(number)
+    return found
+
+
+def questions_of(examples: Sequence[Example], template: Template, stops: Sequence[int]) -> list[Question]:
+    """Make questions: for the last answer of each conversation, or for the completion of a prompt."""
+    rows = template.encode(examples, Tally())
+    found = []
+    for example, row in zip(examples, rows, strict=True):
+        if row is None or example.text is not None:
+            continue
+        ids = list(row["input_ids"])
+        if example.completion is not None:
+            prompt = ids[: next(i for i, label in enumerate(row["labels"]) if label != IGNORE_INDEX)]
+        else:
+            prompt = template.prompt(example)
+        is_start = ids[: len(prompt)] == prompt
+        label = ids[len(prompt) :] if is_start else template.form.encoder.plain(example.messages[-1].text)
+        if prompt:
+            found.append(Question(prompt, until_stop(label, stops)))
+    return found
+
+
+def answer_all(
+    run: Loop, questions: Sequence[Question], config: Any, options: RunOptions, partial: Path | None = None,
+    likelihoods: dict[int, float] | None = None,
+) -> list[list[int]]:  # fmt: skip
+    """The answers, in the order of the questions, on every rank.
+
+    They are made over seats (``infer/``); a beam search, a static cache and what else a model's ``generation_config``
+    may ask for are ``generate``'s.
+
+    Args:
+        partial: a file for answers as they come, from which the same command goes on.
+        likelihoods: filled with the log-probability of each answer, where seats make several to a question.
+    """
+    likely: dict[int, float] = {}
+    if not is_plain(config):
+        return _through_generate(run, questions, config, options)
+    model, engine = bare_model(run), run.engine
+    context = context_length(model.config) or LONGEST
+    top = 0 if options.samples > 1 else None
+    asks = {
+        at: replace(_ask(at, question, config, options.seed), top_logprobs=top) for at, question in enumerate(questions)
+    }
+    mine = [at for at in asks if at % engine.world_size == engine.rank]
+    open_ = [at for at in mine if asks[at].max_new_tokens > 0 and len(asks[at].ids) < context]
+    answers: dict[int, list[int]] = {at: [] for at in mine}
+    with ExitStack() as stack:
+        kept = stack.enter_context(Partial(partial, _key_of(run, asks.values()))) if partial else None
+        answers |= {at: ids for at, ids in (kept.answers if kept else {}).items() if at in answers}
+        likely |= kept.likelihoods if kept else {}
+        open_ = [at for at in open_ if not (kept and at in kept.answers)]
+        seats = options.infer_seats or options.per_device_eval_batch_size
+        stack.enter_context(engine.generating(run.model))  # ranks answer different numbers of questions
+        loop = SeatLoop(model, SeatLimits(seats, context, exact=options.infer_exact), precision=engine.precision)
+
+        advance = stack.enter_context(work("Answering", len(open_), "prompts"))
+
+        def done(number: int, finished: Finished) -> None:
+            advance(1)
+            at = open_[number]
+            answers[at] = finished.ids
+            if finished.logprobs:
+                likely[at] = math.fsum(one.logprob for one in finished.logprobs)
+            if kept:
+                kept.add(at, finished.ids, likely.get(at))
+            if (number + 1) % seats == 0:
+                run.callbacks.fire("on_prediction_step")
+
+        answer_many(loop, [asks[at] for at in open_], done)
+    if likelihoods is not None and options.samples > 1:
+        for part in engine.gather_objects(likely):
+            likelihoods |= part
+    return _of_all_ranks(run, answers, len(questions))
+
+
+LONGEST = 1 << 20
+_PLAIN = {
+    "eos_token_id", "pad_token_id", "bos_token_id", "do_sample", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "max_new_tokens", "max_length", "use_cache", "transformers_version", "_from_model_config",
+    "num_beams", "min_new_tokens",
+}  # fmt: skip
+_NEUTRAL = {"typical_p": 1.0, "encoder_repetition_penalty": 1.0, "length_penalty": 1.0}
+
+
+def is_plain(config: Any) -> bool:
+    """Return whether a ``GenerationConfig`` asks only for what seats support."""
+    asked = {name for name, value in config.to_diff_dict().items() if value and value != _NEUTRAL.get(name)}
+    return (config.num_beams or 1) == 1 and asked <= _PLAIN
+
+
+def _ask(number: int, question: Question, config: Any, seed: int) -> Ask:
+    sampling = Sampling(
+        temperature=(config.temperature or 1.0) if config.do_sample else 0.0,
+        top_k=config.top_k or 0, top_p=1.0 if config.top_p is None else config.top_p,
+        min_p=config.min_p or 0.0, repetition_penalty=config.repetition_penalty or 1.0, seed=seed,
+    )  # fmt: skip
+    room = config.max_new_tokens or config.max_length - len(question.prompt)
+    return Ask(
+        question.prompt, room, sampling=sampling, stop_ids=frozenset(config.eos_token_id), request=number,
+        min_new_tokens=config.min_new_tokens or 0,
+    )  # fmt: skip
+
+
+def _key_of(run: Loop, asks: Iterable[Ask]) -> str:
+    """A hash of everything that answers depend on: the prompts, the sampling, and the step of the model."""
+    hashed = sha256(str(run.state.global_step).encode())
+    for ask in asks:
+        hashed.update(
+            repr((ask.ids, ask.max_new_tokens, ask.sampling, sorted(ask.stop_ids), ask.top_logprobs)).encode()
+        )
+    return hashed.hexdigest()
+
+
+class Partial:
+    """Answers in the order in which they were whole, a line of JSON each; the first line says of what.
+
+    Args:
+        key: a file of another key is begun anew.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path, self.key = path, key
+        self.answers: dict[int, list[int]] = {}
+        self.likelihoods: dict[int, float] = {}
+
+    def __enter__(self) -> Partial:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        if lines and lines[0] == json.dumps({"of": self.key}):
+            with suppress(ValueError):  # the last line may have been cut
+                for line in lines[1:]:
+                    record = json.loads(line)
+                    self.answers[record["index"]] = record["ids"]
+                    if "logprob" in record:
+                        self.likelihoods[record["index"]] = record["logprob"]
+        self._file = self.path.open("w", encoding="utf-8")
+        self._write({"of": self.key})
+        for index, ids in self.answers.items():
+            self.add(index, ids, self.likelihoods.get(index))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+        if error[0] is None:
+            self.path.unlink()
+
+    def add(self, index: int, ids: Sequence[int], likelihood: float | None = None) -> None:
+        self._write({"index": index, "ids": list(ids), **({} if likelihood is None else {"logprob": likelihood})})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+def _of_all_ranks(run: Loop, answers: Mapping[int, list[int]], number: int) -> list[list[int]]:
+    """Every rank's answers, in the order of the questions: rank r has those whose number leaves r when divided."""
+    engine = run.engine
+    if engine.world_size == 1:
+        return [answers[at] for at in range(number)]
+    rows = [answers.get(at, []) for at in range(engine.rank, engine.rank + number, engine.world_size)]
+    rows = rows[: -(-number // engine.world_size)]
+    gathered = _gathered(engine, rows)
+    return [gathered[at % engine.world_size * len(rows) + at // engine.world_size] for at in range(number)]
+
+
+def _through_generate(run: Loop, questions: Sequence[Question], config: Any, options: RunOptions) -> list[list[int]]:
+    """Batches of prompts of like length, each as long as its longest answer."""
+    engine, size = run.engine, options.per_device_eval_batch_size
+    by_length = sorted(range(len(questions)), key=lambda index: -len(questions[index].prompt))
+    answers: list[list[int]] = [[] for _ in questions]
+    across = size * engine.world_size
+    for start in range(0, len(by_length), across):
+        together = by_length[start : start + across]
+        # All ranks must take part in gathering, so those without a question answer the last one again.
+        filled = together + together[-1:] * (across - len(together)) if engine.world_size > 1 else together
+        mine = filled[engine.rank * size : (engine.rank + 1) * size]
+        for index, ids in zip(together, _answers(run, questions, mine, config), strict=False):
+            answers[index] = ids
+        run.callbacks.fire("on_prediction_step")
+    return answers
+
+
+def _answers(run: Loop, questions: Sequence[Question], mine: Sequence[int], config: Any) -> list[list[int]]:
+    """The answers of all ranks, rank after rank."""
+    model, engine = bare_model(run), run.engine
+    prompts = [questions[index].prompt for index in mine]
+    with engine.precision(), engine.generating(run.model):
+        made = generate(model, prompts, config, context_length(model.config))
+    return made if engine.world_size == 1 else _gathered(engine, made)
+
+
+def _gathered(engine: Engine, rows: Sequence[list[int]]) -> list[list[int]]:
+    """The answers of all ranks, each of which brings as many, rank after rank."""
+    longest = max(1, *map(len, rows))
+    padded = torch.tensor([ids + [IGNORE_INDEX] * (longest - len(ids)) for ids in rows], device=engine.device)
+    return [[token for token in ids if token != IGNORE_INDEX] for ids in engine.gather(padded).tolist()]
+
+
+def bare_model(run: Loop) -> Any:
+    """The model of transformers or peft, without the loss and the engine around it."""
+    state = run.parts["model"].held
+    return state.model if isinstance(state, ModelState) else run.engine.unwrap(run.model)
+
+
+def write_answers(
+    path: Path, prompts: Sequence[str], answers: Sequence[str], labels: Sequence[str],
+    drawn: Sequence[Sequence[tuple[str, float | None]]] | None = None,
+) -> None:  # fmt: skip
+    """Write a line of JSON per question: ``prompt``, ``predict``, ``label``.
+
+    Args:
+        drawn: all answers to each question with their log-probabilities in nats, the first is ``predict``.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        for at, (prompt, predicted, label) in enumerate(zip(prompts, answers, labels, strict=True)):
+            line: dict[str, Any] = {"prompt": prompt, "predict": predicted, "label": label}
+            if drawn is not None:
+                line["samples"] = [{"text": text, "logprob": logprob} for text, logprob in drawn[at]]
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def write_scores(run: Loop, folder: Path) -> None:
+    """Write the scores of both answers of each pair, a file per evaluation set, in the order of the data; LLaMA-Factory
+    has the same file, with rounded scores. Every process scores its share, and the first writes."""
+    for name, batches in run.eval_sets.items():
+        found = run.engine.gather_objects(list(_scores_of(run, batches)))
+        if run.engine.rank == 0:
+            path = folder / f"{_stem(name)}.jsonl"
+            lines = dict(line for of_rank in found for line in of_rank)
+            with path.open("w", encoding="utf-8") as file:
+                for number in sorted(lines):
+                    file.write(json.dumps({"record": number + 1, **lines[number]}) + "\n")
+            note(f"Scores of {counted(len(lines), 'pair')} in {path}.")
+
+
+@torch.no_grad()
+def _scores_of(run: Loop, batches: Any) -> Iterator[tuple[int, dict[str, float]]]:
+    """The number of each pair, from 0, and its scores."""
+    ready = run.objective.iter_eval(run.model, batches, run.engine)
+    for numbers, batch in zip(batches.parts, ready, strict=True):
+        with run.engine.precision():
+            scores = run.model(batch).tolist()
+        for place, number in enumerate(numbers):
+            yield int(number), {"chosen": scores[2 * place], "rejected": scores[2 * place + 1]}

@@ -1,0 +1,201 @@
+"""Plan -> Prepared: tokenizer, template, and rows made of records. No weight is read, and no file is written but the
+cache of encoded rows.
+
+Every mistake of a user is refused here or before; ``explain`` ends after this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+from burnish.adapters.base import ADAPTERS
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import raise_if
+from burnish.data.batches.batching import lengths_of, splits_rows
+from burnish.data.batches.budget import check_budget
+from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.chat.rows import Template
+from burnish.data.origins import Origins
+from burnish.data.rows.ahead import AheadRows, ahead_notes, encode_ahead
+from burnish.data.rows.encode import encode_rows
+from burnish.data.rows.row_set import ListedRows, RowSet, packed
+from burnish.data.sets.examples import Examples
+from burnish.data.sets.sources import DataSets, load_datasets
+from burnish.data.tally import Tally
+from burnish.loop.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
+from burnish.loop.types import Example, Row
+from burnish.losses.base import OBJECTIVES, StageObjective
+from burnish.models.check import check_model
+from burnish.models.load import check_context, load_config
+from burnish.models.source import adapter_folders
+from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenizer
+from burnish.parallel.single import set_seed
+from burnish.run.plan.checks import check_deciding_metric, may_run_ahead, step_notes, trains
+from burnish.run.plan.memory import Formats
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.plan import Plan
+from burnish.run.plan.resources import Sizes, check_disk, formats_of, sizes_of
+from burnish.run.recovery.fingerprints import fingerprints_of
+from burnish.utils.collection import without_collection
+
+LOOKED_AT = 256
+"""Number of rows encoded before the first step, for a set that is encoded while the loop runs."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before a weight is read: tokenizer, template, rows, steps, sizes, notes."""
+
+    tokenizer: Any
+    template: Template
+    config: Any
+    objective: StageObjective
+    rows: RowSet[Row | None]  # None where an example gives no row, which is found while the loop runs
+    sample: RowSet[Row]  # rows that are known before: all, or some where they are encoded while the loop runs
+    eval_rows: Mapping[str, RowSet[Row]]
+    steps: StepPlan
+    where: Origins
+    sizes: Sizes
+    formats: Formats
+    tally: Tally
+    fingerprints: Callable[[], Mapping[str, Any]]  # called only if needed, because it fetches weights from a hub
+    notes: list[str] = field(default_factory=list)
+
+
+@without_collection()
+def prepare(plan: Plan) -> Prepared:
+    """Make rows of records, and refuse everything that can be refused. Reads no weight and writes no file but the cache
+    of encoded rows."""
+    options, tally = plan.options, Tally()
+    notes: list[str] = []
+    set_seed(options.seed, options.full_determinism)
+    sets = load_data(plan, tally)
+    config = load_config(options, options.cutoff_len, notes)
+    tokenizer = load_tokenizer(options, notes)
+    template = load_template(options, tokenizer)
+    notes += fit_tokenizer(template, tokenizer)
+    tokenizer.chat_template = template.jinja()  # so that the saved tokenizer renders the trained text
+    adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
+    shapes = fitted_shapes(config, tokenizer, options)
+    raise_if([*check_vocabulary(tokenizer, config, options), *adapter.check(shapes)])
+
+    objective = OBJECTIVES[options.stage](options, template, tokenizer)
+    rows, sample, where = training_rows(sets, objective, config, tally, options)
+    notes += ahead_notes(options) if sets.train.stays else []
+    eval_rows = {name: evaluation_rows(some, name, objective, tally, options) for name, some in sets.eval.items()}
+    if not len(sample) and trains(options):
+        tally.merge(rows.counted())
+        raise UserError(nothing_to_learn(tally, options))
+    steps = plan_steps(options, len(rows), plan.world_size, objective.inner_steps) if trains(options) else NO_STEPS
+    sizes = sizes_of(adapter, shapes, options, steps.max_steps)
+    formats = formats_of(options, config, sizes, shapes)
+    notes += objective.inspect(sample, steps.rows_per_step) if trains(options) else []
+    problems = check_lengths([sample, *eval_rows.values()], config, options) + check_curve(options, steps.max_steps)
+    problems += check_deciding_metric(options, objective.metrics, eval_rows)
+    raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
+    notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.max_steps)]
+
+    data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
+    contents = {"data": data, "template": template.form_fingerprint, "tokenizer": template.tokenizer_fingerprint}
+    fingerprints = cache(partial(fingerprints_of, plan, contents, steps))
+    return Prepared(
+        tokenizer, template, config, objective, rows, sample, eval_rows, steps, where, sizes, formats, tally,
+        fingerprints, notes,
+    )  # fmt: skip
+
+
+def load_data(plan: Plan, tally: Tally) -> DataSets:
+    """Load the data sets. Their problems are reported together with those of the model's files."""
+    options = plan.options
+    problems = check_model(options, needs_head=options.stage != "rm")
+    try:
+        sets = load_datasets(
+            options, options.seed, tally, may_run_ahead(options), asks_hubs=not problems, stage=options.stage,
+            looks_back=options.kl_pairing == "neighbour",
+        )  # fmt: skip
+    except UserError as error:
+        raise UserError([*problems, *error.problems]) from error
+    raise_if(problems)
+    return sets
+
+
+def training_rows(
+    sets: DataSets, objective: StageObjective, config: Any, tally: Tally, options: RunOptions
+) -> tuple[RowSet[Row | None], RowSet[Row], Origins]:
+    """The rows of the training set, those known before the first step, and where each comes from."""
+    if sets.train.stays:
+        late = encode_while_training(sets.train, objective, config, options)
+        return late, sample_of(late), Origins(sets.train, late, None)
+    plain = encode(sets.train, objective, tally, options, data=sets.fingerprint)
+    pack = partial(packed, options=options, stage=options.stage, capacity=options.cutoff_len)
+    rows = pack(plain)
+    return rows, rows, Origins(sets.train, plain, None if rows is plain else pack)
+
+
+def evaluation_rows(
+    examples: Sequence[Example], name: str, objective: StageObjective, tally: Tally, options: RunOptions
+) -> RowSet[Row]:
+    rows = encode(examples, objective, tally, options, name)
+    return packed(rows, options, options.stage, options.cutoff_len, is_eval=True)
+
+
+def check_lengths(sets: Sequence[RowSet[Row]], config: Any, options: RunOptions) -> list[Problem]:
+    """Problems of rows that the model's context, or the tokens of a micro-batch, cannot hold."""
+    longest = max((length for rows in sets for length in rows.sequence_lengths), default=0)
+    largest = max((length for rows in sets for length in rows.lengths), default=0)
+    return check_context(config, longest) + check_budget(options.max_tokens_per_batch, largest)
+
+
+def encode(
+    examples: Sequence[Example], objective: StageObjective, tally: Tally, options: RunOptions,
+    eval_name: str | None = None, data: str | None = None,
+) -> RowSet[Row]:  # fmt: skip
+    """Encode a set.
+
+    Args:
+        eval_name: of an evaluation set; None for the training set.
+        data: the ``content_hash`` of the examples, where it is known.
+    """
+    is_eval = eval_name is not None
+    truncate = not splits_rows(options, options.stage, is_eval)
+    return encode_rows(
+        examples,
+        lambda batch, counted: objective.encode(batch, counted, truncate=truncate),
+        tally,
+        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": truncate},
+        options=options,
+        name=f"eval_{eval_name}".rstrip("_") if is_eval else "train",
+        data=data,
+    )
+
+
+def encode_while_training(examples: Examples, objective: StageObjective, config: Any, options: RunOptions) -> AheadRows:
+    """Rows of a large training set, none of which is encoded yet. A row that the model cannot take is refused when the
+    loop uses it."""
+
+    def check(row: Row) -> None:
+        raise_if(check_context(config, max(lengths_of(row))))
+
+    return encode_ahead(
+        examples, objective.encode, options=options, check=check,
+        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": True},
+    )  # fmt: skip
+
+
+def sample_of(rows: RowSet[Any]) -> ListedRows:
+    """Some rows, spread over a set, for everything that must be known before the first step."""
+    some = (rows[number] for number in range(0, len(rows), max(1, len(rows) // LOOKED_AT)))
+    return ListedRows([row for row in some if row is not None])
+
+
+def nothing_to_learn(tally: Tally, options: RunOptions) -> Problem:
+    reasons = "; ".join(tally.sentences()) or "the training set is empty"
+    is_cut = any("cutoff_len" in reason or "cut" in reason.split() for reason, _ in tally)
+    return Problem(
+        f"No row is left to learn from: {reasons}.",
+        where=", ".join(map(str, options.dataset or [])),
+        remedy="Raise cutoff_len, or correct the data." if is_cut else "Correct the data.",
+    )

@@ -1,0 +1,1 @@
+"""Interrupts, failures, spikes and resume: what keeps a run safe when something goes wrong."""

@@ -1,0 +1,130 @@
+"""Clearing of ``output_dir`` for ``overwrite_output_dir``: nothing is deleted before there is something in its place.
+
+    problems_of_sources(options)        refuses a run whose model, adapter or data would be deleted
+    with SetAside(folder) as earlier:   moves the files of an earlier run into ``.earlier-run``
+        ...                             deletes them after the first whole checkpoint, or when the block succeeds
+                                        restores them where the block fails before that
+
+The files of a run are recognised by their names, and nothing else is touched. A process that is killed in between
+leaves ``.earlier-run`` behind; the next run that overwrites uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from burnish.checkpoint.checkpoint import Checkpoints, output_folder
+from burnish.checkpoint.manifest import MANIFEST_NAME
+from burnish.config.errors import Problem
+from burnish.data.sets.dataset_info import local_files
+from burnish.loop.events import TrainerCallback
+from burnish.run.plan.options import RunOptions
+from burnish.utils.files import expanded, remove
+
+EARLIER_RUN = ".earlier-run"
+SOURCES = (
+    "model_name_or_path", "adapter_name_or_path", "ref_model", "ref_model_adapters", "dataset_dir", "tokenized_path",
+    "new_special_tokens_config", "template", "peft_config", "fsdp_config", "deepspeed",
+)  # fmt: skip
+"""Options that name files or folders which a run reads, beside its data sets."""
+LEFT_BY_A_RUN = (
+    ".finished.json", "trainer_log.jsonl", "run.log", "events.jsonl", "outcome.json", "trainer_state.json",
+    "traceback.txt", "*_results.json", "README.md",
+    "training_loss.png", "training_eval_*.png", "training_rewards*.png", "training_margins.png",
+    "generated_predictions*.jsonl", "adapter_config.json", "adapter_model.safetensors", "value_head.safetensors",
+    "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+"""The files that a run writes into ``output_dir`` beside its checkpoints, by their names."""
+
+
+def left_by_a_run(folder: Path) -> list[Path]:
+    """The files and checkpoints in ``folder`` that a run wrote; of symbolic links the link, not its target."""
+    if not folder.is_dir():
+        return []
+    files = {path for pattern in LEFT_BY_A_RUN for path in folder.glob(pattern) if path.is_file() or path.is_symlink()}
+    return [*Checkpoints(folder).all(), *sorted(files)]
+
+
+def problems_of_sources(options: RunOptions) -> list[Problem]:
+    """Refuse, by the option that names it, a file that the run reads and would delete or overwrite."""
+    folder = output_folder(options)
+    return [
+        Problem(
+            f'"{name}" {source} lies in output_dir "{folder}", which the run would write over.',
+            remedy="Name another output_dir.",
+            option=(name, "output_dir"),
+        )
+        for name, source in _sources(options)
+        if _would_go(expanded(source), folder)
+    ]
+
+
+def _sources(options: RunOptions) -> Iterator[tuple[str, str]]:
+    for name in SOURCES:
+        value = getattr(options, name)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and item:
+                yield name, item
+    for name, path in local_files(options):
+        yield name, str(path)
+
+
+def _would_go(source: Path, folder: Path) -> bool:
+    """Return whether ``source`` is part of what a run wrote into ``folder``, or is a model or an adapter in it."""
+    if not source.exists():
+        return False
+    place = source.resolve()
+    is_model = place == folder.resolve() and any(source.glob("*.safetensors"))
+    gone = [path.resolve() for path in left_by_a_run(folder) if path.exists()]  # a link to itself has no place
+    return is_model or any(place == path or path in place.parents for path in gone)
+
+
+class SetAside(TrainerCallback):
+    """Moves the files of an earlier run in ``folder`` aside until the new run has its first whole checkpoint.
+
+    As a callback it notices that checkpoint, so that both runs are on the disk no longer than necessary.
+
+    Args:
+        also: patterns of names of further files that go; those of an export, for example.
+    """
+
+    def __init__(self, folder: Path, also: Sequence[str] = ()) -> None:
+        self.folder, self.aside, self.also = folder, folder / EARLIER_RUN, also
+
+    def __enter__(self) -> SetAside:
+        is_of_a_killed_run = self.aside.is_dir()
+        if is_of_a_killed_run and _has_checkpoint(self.folder):  # the killed run has a checkpoint, so it is kept now
+            remove(self.aside)
+            is_of_a_killed_run = False
+        self.aside.mkdir(exist_ok=True)
+        for path in [*left_by_a_run(self.folder), *(path for name in self.also for path in self.folder.glob(name))]:
+            remove(path) if is_of_a_killed_run else path.rename(self.aside / path.name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None or _has_checkpoint(self.folder):
+            remove(self.aside)
+        else:
+            self.move_back()
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        if _has_checkpoint(self.folder):
+            remove(self.aside)
+
+    def move_back(self) -> None:
+        """Move everything back; files that the failed run wrote under the same names are deleted."""
+        for path in sorted(self.aside.glob("*")):
+            remove(self.folder / path.name)
+            path.rename(self.folder / path.name)
+        remove(self.aside)
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return any((path / MANIFEST_NAME).is_file() for path in Checkpoints(folder).all())

@@ -1,0 +1,327 @@
+"""Failures of a command: the message, and the exit status.
+
+    2          what the user gave is wrong: options, data, models, folders; its sentences are printed
+    1          the machine: disk, permissions, memory; a loss that is not finite; a fault in burnish
+    3          done, but a checkpoint could not be saved on the way (run/recovery/saving.py)
+    124        ended by max_train_seconds (run/recovery/interrupt.py)
+    128 + n    signal n: 130 after Ctrl-C
+
+In: the exception that reached the command line. Out: at most four lines (what, where, why, what to try) on standard
+error, and the status. The traceback goes to a file, or with ``--debug`` to the terminal.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import NonFiniteError, NotSavedError, Problem, UserError, is_out_of_memory
+from burnish.config.secrets import without_secrets
+from burnish.report import console
+from burnish.report.journal import is_of_this_process, write_failure
+from burnish.report.streams import OutputError, let_go, say
+from burnish.utils.files import error_number
+
+TRACEBACK_NAME = "traceback.txt"
+"""File with the traceback of a failure, in ``output_dir``."""
+
+
+def explain_failure(error: BaseException, output_dir: str | None, debug: bool = False) -> int:
+    """Print what went wrong. Returns the exit status.
+
+    Args:
+        output_dir: of the run, where it is known; its checkpoints are named, and the traceback is written there.
+        debug: print the traceback too.
+    """
+    console.end_live()
+    if output_dir is not None and is_of_this_process(Path(output_dir)):
+        write_failure(Path(output_dir), described(error, output_dir), error)
+    if debug:
+        say("".join(traceback.format_exception(error)), sys.stderr)
+    if isinstance(error, KeyboardInterrupt):
+        return _interrupted(output_dir)
+    if isinstance(error, BrokenPipeError):
+        let_go(sys.stdout)
+        return 128 + signal.SIGPIPE  # burnish explain | head: the reader has gone, which needs no message
+    if isinstance(error, OutputError):
+        console.problem(str(error))
+        return 1
+    found = _found(error, output_dir)
+    if isinstance(found, UserError):
+        # Every process finds the same; of those that another launcher started, one of a machine says it.
+        says = os.environ.get("LOCAL_RANK", "0") == "0" or console.FAILURE_FILE in os.environ
+        for problem in found.problems if says else ():
+            console.problem(problem)
+        return 2
+    where = "" if debug else write_traceback(error, output_dir)
+    console.problem(f"{found}\n  The traceback is in {where}; --debug prints it." if where else found)
+    return 1
+
+
+def described(error: BaseException, output_dir: str | None) -> Problem:
+    """Describe a failure to the user, as one problem."""
+    found = _found(error, output_dir)
+    return found.problems[0] if isinstance(found, UserError) else found
+
+
+def _found(error: BaseException, output_dir: str | None) -> UserError | Problem:
+    """The first of an error's causes that is known: the user's mistake, or the sentence on what the machine did."""
+    for cause in causes(error):
+        found = cause if isinstance(cause, UserError) else failure_in_words(cause, output_dir)
+        if found is not None:
+            return found
+    return _unexpected(error, output_dir)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the exception and its causes, because a library may wrap a full disk in an error of its own."""
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in seen:
+        yield current
+        seen.append(current)
+        current = current.__cause__
+
+
+def failure_in_words(error: BaseException, output_dir: str | None) -> Problem | None:
+    """Explain a failure of the machine in a sentence; None for an unexpected error."""
+    if isinstance(error, NotSavedError):
+        return error.problem
+    if isinstance(error, NonFiniteError):
+        return Problem(str(error), why=what_is_safe(output_dir))
+    number = error_number(error)
+    if is_out_of_memory(error) or number == errno.ENOMEM:
+        return _out_of_memory(error)
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return _not_permitted(error, output_dir)
+    if number not in _DISK:
+        return None
+    what, remedy = _DISK[number]
+    safe, more = what_is_safe(output_dir), " or set save_total_limit: 1"
+    return Problem(
+        what.format(place=_place(error, output_dir), reason=_reason(error)),
+        why=safe,
+        remedy=remedy.format(more=more if safe.startswith(_SAFE) else ""),
+    )
+
+
+# --- disk -------------------------------------------------------------------------------------------------------------
+
+
+_GO_ON = "run the same command to go on."
+_FULL = (
+    "The disk is full: {place} could not be written.",
+    f"Free some space{{more}}, then {_GO_ON}",
+)
+_IN_THE_WAY = (
+    "{place} cannot be written or read: {reason}.",
+    f"Another thing lies in the place of a file: move it away, then {_GO_ON}",
+)
+_NO_MORE_FILES = (
+    "The system lets this process open no more files: {place}.",
+    f"Raise the limit (ulimit -n), then {_GO_ON}",
+)
+_FAILS = (
+    "{place} cannot be written or read: {reason}.",
+    f"The disk or the way to it fails: once that is mended, {_GO_ON}",
+)
+_TOO_LARGE = (
+    "A file would be larger than this system allows: {place} could not be written.",
+    "Raise the limit (ulimit -f), or write to another file system with output_dir.",
+)
+_DISK = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FULL),
+    **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EEXIST), _IN_THE_WAY),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), _NO_MORE_FILES),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV), _FAILS),
+    errno.EFBIG: _TOO_LARGE,
+}
+"""Number of an error -> what is wrong, and what helps."""
+
+
+def _not_permitted(error: BaseException, output_dir: str | None) -> Problem:
+    file = getattr(error, "filename", None)
+    is_ours = output_dir is not None and (file is None or str(file).startswith(str(output_dir)))
+    return Problem(
+        f"{_place(error, output_dir)} cannot be {'written' if is_ours else 'opened'}: {_reason(error)}.",
+        why=what_is_safe(output_dir) if is_ours else "",
+        remedy="Change its permissions, or name another output_dir." if is_ours else "Change its permissions.",
+    )
+
+
+def _place(error: BaseException, output_dir: str | None) -> str:
+    file = getattr(error, "filename2", None) or getattr(error, "filename", None)  # of two, the one that was to be
+    return f'"{file}"' if file else f'a file in "{output_dir}"' if output_dir else "a file"
+
+
+def _reason(error: BaseException) -> str:
+    said = str(getattr(error, "strerror", None) or error).partition(" (os error")[0]
+    return said.rstrip(".").lower()
+
+
+def what_is_safe(output_dir: str | None) -> str:
+    """Name the newest finished checkpoint. Its files are not read again: a folder of that name is whole."""
+    if output_dir is None:
+        return ""
+    # Imported here, because they load torch, and this file also answers a misspelled command.
+    from burnish.checkpoint.checkpoint import Checkpoints
+    from burnish.checkpoint.manifest import MANIFEST_NAME
+
+    whole = [path for path in Checkpoints(output_dir).all() if (path / MANIFEST_NAME).is_file()]
+    return f"{_SAFE}{whole[-1]}." if whole else "No checkpoint had been saved."
+
+
+_SAFE = "Safe: "
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+_BYTES = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _out_of_memory(error: BaseException) -> Problem:
+    needed, free = _requested(str(error)), _free(str(error))
+    words = [f"{_size(needed)} more were needed" if needed else "", f"{_size(free)} were free" if free else ""]
+    figures = " and ".join(word for word in words if word)
+    by, helps = _wanted_by(error)
+    return Problem(
+        f"Out of memory{by}{': ' + figures if figures else ''}.",
+        why="Needed are weights, gradients, optimizer states, and activations that grow with the tokens of a batch.",
+        remedy=helps,
+    )
+
+
+_SMALLER_BATCH = (
+    "Try a smaller per_device_train_batch_size with as many more gradient_accumulation_steps (the same update), "
+    "gradient_checkpointing: true, a shorter cutoff_len, or finetuning_type: lora."
+)
+_WANTED_BY = {
+    "load_model": ("while the model was loaded", "Try quantization_bit: 4 with finetuning_type: lora, fsdp: full_shard "
+                   "over several devices, or a smaller model."),
+    "evaluate": ("in an evaluation", "Try a smaller per_device_eval_batch_size, or max_tokens_per_batch."),
+    "predict_all": ("while answers were written", "Try a smaller per_device_eval_batch_size, or fewer max_new_tokens."),
+    "backward": ("in the backward pass of a micro-batch", _SMALLER_BATCH),
+    "microstep": ("in the forward pass of a micro-batch", _SMALLER_BATCH),
+    "step": ("in the optimizer's update, which makes its states in the first step", "Try finetuning_type: lora, an "
+             "optimizer with smaller states (use_badam: true, optim: adafactor, adamw_8bit), or fsdp: full_shard."),
+    "save": ("while a checkpoint was copied", "Try save_in_background: false."),
+}  # fmt: skip
+"""Function of burnish -> what wanted the memory, and the settings that help. The deepest one that is known counts."""
+
+
+def _wanted_by(error: BaseException) -> tuple[str, str]:
+    """Find the work that wanted the memory, with the size of its micro-batch, and the settings that help."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "burnish" in frame.f_code.co_filename]
+    known = [frame for frame in frames if frame.f_code.co_name in _WANTED_BY]
+    if not known:
+        return "", _SMALLER_BATCH
+    by, helps = _WANTED_BY[known[-1].f_code.co_name]
+    batches = [frame.f_locals["batch"] for frame in frames if isinstance(frame.f_locals.get("batch"), dict)]
+    ids: Any = batches[-1].get("input_ids") if batches else None
+    size = f" of {ids.numel():,} tokens" if hasattr(ids, "numel") and "micro-batch" in by else ""
+    return f" {by}{size}", helps
+
+
+def _requested(text: str) -> int | None:
+    """Bytes in ``you tried to allocate 4398046511104 bytes``, ``Tried to allocate 20.00 GiB``."""
+    return _amount(re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text))
+
+
+def _free(text: str) -> int | None:
+    """Bytes in ``... of which 3.00 GiB is free``, or the memory that the system has available."""
+    return _amount(re.search(r"of which ([\d.]+) (\w+) is free", text)) or _available_bytes()
+
+
+def _amount(match: re.Match[str] | None) -> int | None:
+    if match is None or match[2] not in _BYTES:
+        return None
+    return int(float(match[1]) * _BYTES[match[2]])
+
+
+def _available_bytes() -> int | None:
+    """Available bytes of the host's memory: the minimum of free memory and what the process's control group allows."""
+    found = [meminfo_bytes(), _cgroup_bytes()]
+    return min((value for value in found if value is not None), default=None)
+
+
+def meminfo_bytes() -> int | None:
+    """Available bytes of the host's memory; None where the system has no ``/proc/meminfo``."""
+    match = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
+    return int(match[1]) * 1024 if match else None
+
+
+def _cgroup_bytes() -> int | None:
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    return max(0, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:  # not this kind of system
+        return ""
+
+
+def _size(count: int) -> str:
+    for unit in ("TiB", "GiB", "MiB"):
+        if count >= _BYTES[unit]:
+            return f"{count / _BYTES[unit]:.1f} {unit}"
+    return f"{count} bytes"
+
+
+# --- signals, and unexpected errors -----------------------------------------------------------------------------------
+
+
+def _interrupted(output_dir: str | None) -> int:
+    kept = sorted(Path(output_dir).glob("*.partial.jsonl")) if output_dir is not None else []
+    answers = f"The answers so far are in {kept[0]}, and the same command goes on behind them." if kept else ""
+    console.warn(f"Stopped by Ctrl-C. {answers or what_is_safe(output_dir)}".strip())
+    return 128 + signal.SIGINT
+
+
+def _unexpected(error: BaseException, output_dir: str | None) -> Problem:
+    """Problem with the kind of error, the first line of its text, its deepest place in burnish, and the checkpoint."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    what = f"{type(error).__name__}: {_cut(first, 300)}" if first else type(error).__name__
+    inside = f"{os.sep}burnish{os.sep}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if inside in frame.filename]
+    safe = what_is_safe(output_dir)
+    remedy = f"{safe} The same command goes on from there." if safe.startswith(_SAFE) else ""
+    if not frames:
+        return Problem(_sentence(what), remedy=remedy)
+    deepest = frames[-1]
+    file = deepest.filename.rpartition(inside)[2]
+    where = f"It came up in burnish/{file}, line {deepest.lineno}, {deepest.name}()."
+    return Problem(_sentence(what), why=where, remedy=remedy)
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def write_traceback(error: BaseException, output_dir: str | None) -> str:
+    """Write the traceback into ``output_dir`` if it exists, else into a temporary file. Returns its path, or "" where
+    both fail."""
+    text = without_secrets("".join(traceback.format_exception(error)))
+    is_there = output_dir and os.path.isdir(output_dir)  # false for a name too long
+    folders = [Path(output_dir)] if output_dir and is_there and console.is_speaker() else []
+    for folder in [*folders, Path(tempfile.gettempdir())]:
+        name = TRACEBACK_NAME if folder in folders else f"burnish-{os.getpid()}-{TRACEBACK_NAME}"
+        try:
+            (folder / name).write_text(text, encoding="utf-8")
+        except OSError:  # this disk may have failed; the next folder may be on another one
+            continue
+        return str(folder / name)
+    return ""

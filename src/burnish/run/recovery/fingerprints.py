@@ -1,0 +1,92 @@
+"""Fingerprints of everything that a run depends on: stored in each checkpoint, compared before a run resumes.
+
+Data, template, tokenizer, adapters and base model are known by their content, so that a folder may move. Of the options
+every one is kept, but for those declared here to change neither the rows, nor their order, nor the arithmetic of a step
+(``HARMLESS``), and those whose content is kept in their place (``BY_CONTENT``): an option that somebody adds makes
+another run until it is said to be harmless. What may change, and is then applied and said, is ``MAY_CHANGE`` in
+``core.comparison``; all else stops a run that would go on otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import burnish
+from burnish.config.options import specs
+from burnish.loop.schedule import StepPlan
+from burnish.models.fingerprint import adapters_fingerprint, base_fingerprint, config_fingerprint
+from burnish.run.plan.options import GROUPS, MEMBER_GROUPS
+from burnish.run.plan.plan import Plan
+
+BY_CONTENT: dict[str, tuple[str, ...]] = {
+    "base_model, config": ("model_name_or_path", "model_revision", "cache_dir"),
+    "adapters": ("adapter_name_or_path",),
+    "data": (
+        "dataset", "dataset_dir", "formatting", "columns", "tags", "max_samples", "val_size", "mix_strategy",
+        "interleave_probs", "on_bad_record", "streaming", "buffer_size",
+    ),
+    "template": ("template", "default_system", "tool_format", "missing_control_tokens"),
+    "tokenizer": ("add_tokens", "add_special_tokens"),
+    "rows_per_step": ("per_device_train_batch_size", "gradient_accumulation_steps"),
+}  # fmt: skip
+"""Fingerprint -> options that it stands for."""
+HARMLESS: dict[str, tuple[str, ...]] = {
+    "which part of the work is done": ("do_train", "do_eval", "do_predict", "eval_on_start"),
+    "who may fetch": ("hf_hub_token", "ms_hub_token"),
+    "how rows are made, not which": (
+        "preprocessing_batch_size", "preprocessing_num_workers", "encode_ahead", "overwrite_cache", "tokenized_path",
+        "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory",
+    ),
+    "the evaluation": (
+        "eval_dataset", "eval_on_each_dataset", "eval_packing", "per_device_eval_batch_size", "bf16_full_eval",
+        "fp16_full_eval", "compute_accuracy", "compute_entropy",
+    ),
+    "where checkpoints lie and how they are written": (
+        "output_dir", "overwrite_output_dir", "resume", "resume_from_checkpoint", "resume_despite_changes",
+        "save_total_limit", "save_only_model", "save_in_background",
+    ),
+    "what is said": ("print_param_status", "badam_verbose", "logging_nan_inf_filter"),
+    "how long it may take": ("max_train_seconds",),
+    "how processes are started and speak": (
+        "num_processes", "max_restarts", "stall_timeout_s",
+        "ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters",
+        "ddp_static_graph",
+    ),
+}  # fmt: skip
+"""Reason -> options that change neither rows nor arithmetic."""
+HARMLESS_GROUPS = ("GenerationOptions", "MetricOptions", "ExportOptions", "ReportOptions", "ProfileOptions")
+LIBRARIES = ("torch", "transformers")
+
+
+def kept_options() -> list[str]:
+    """The options of which a checkpoint keeps the value."""
+    left_out = {name for names in (*BY_CONTENT.values(), *HARMLESS.values()) for name in names}
+    return [
+        name
+        for group in (*GROUPS, *MEMBER_GROUPS)
+        if group.__name__ not in HARMLESS_GROUPS
+        for name, spec in specs(group).items()
+        if name not in left_out and not spec.ignored and not spec.is_secret
+    ]
+
+
+def fingerprints_of(plan: Plan, contents: Mapping[str, str], steps: StepPlan) -> dict[str, Any]:
+    """JSON data by name; see ``core.comparison.MAY_CHANGE`` for those that a continued run may change.
+
+    Args:
+        contents: hashes of data, template and tokenizer.
+    """
+    values = {name: getattr(plan.options, name) for name in kept_options()}
+    made: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return made | {
+        **contents,
+        "base_model": base_fingerprint(plan.options, plan.options.seed),
+        "config": config_fingerprint(plan.options),
+        "adapters": adapters_fingerprint(plan.options),
+        "rows_per_step": steps.rows_per_step,
+        "world_size": plan.world_size,
+        "versions": {"burnish": burnish.__version__, **{name: version(name) for name in LIBRARIES}},
+    }

@@ -1,0 +1,177 @@
+"""Ctrl-C and SIGTERM: finish the step, save a checkpoint, stop, so that no training is lost. SIGUSR1, which schedulers
+send some time before they end a run, and SIGHUP, of a terminal that is closed: save a checkpoint after the step, and go
+on. A training outlives its terminal; what it has to say is in its log. ``max_train_seconds``, for a machine lent by the
+hour, ends it as SIGTERM does.
+
+    with InterruptCallback() as interrupt:      # among the callbacks of the run
+        train(run, options)
+    if interrupt.exit_code is not None: ...     # 128 + signal: the run was cut short and can go on
+
+While the run trains, the first signal asks for the end; a second Ctrl-C raises KeyboardInterrupt at once. Before the
+first step and after the last there is no step to finish, and these two end the run at once: Ctrl-C with
+KeyboardInterrupt, SIGTERM with SystemExit(143). Outside the ``with`` block signals act as before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from burnish.config.options import option
+from burnish.loop.events import TrainerCallback
+from burnish.loop.state import TrainerControl, TrainerState
+from burnish.report.console import is_speaker, note
+
+GOES_ON = {
+    signal.SIGUSR1: "SIGUSR1: saving a checkpoint after this step, and going on.",
+    signal.SIGHUP: "The terminal was closed: saving a checkpoint after this step, and going on. To stop: kill {pid}",
+}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *GOES_ON)
+TIME_IS_UP = 124
+"""The exit status of a run that ``max_train_seconds`` ended; that of ``timeout`` (1)."""
+
+
+@dataclass
+class ClockOptions:
+    """Time limit of a training."""
+
+    max_train_seconds: float | None = option(
+        None, "End the training after the step in which so much time has passed, with a checkpoint.", unit="s", gt=0
+    )
+
+
+class InterruptCallback(TrainerCallback):
+    """Turns a signal into a request that the loop answers.
+
+    Args:
+        agree: returns whether any process of the run has a request, given whether this one has, because processes
+            receive a signal at different moments and must stop at the same step. Called once per step.
+        max_seconds: after so much training the run is ended as by a signal; None for no limit.
+        leaves_handlers: signals for which somebody has set a handler are left to it.
+    """
+
+    def __init__(
+        self, agree: Callable[[bool], bool] = bool, max_seconds: float | None = None, leaves_handlers: bool = False
+    ) -> None:
+        self.agree, self.leaves_handlers = agree, leaves_handlers
+        self.max_seconds = max_seconds
+        self._began = 0.0
+        self._is_time_up = self._is_notified = False
+        self._news: list[str] = []  # said at the end of the step, and so in the log too
+        self.received: signal.Signals | None = None
+        self._is_training = False
+        self._has_stopped = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def exit_code(self) -> int | None:
+        """128 + signal where a signal cut the run short, 124 where its time was up; None where the run had reached its
+        end anyway."""
+        if not self._has_stopped:
+            return None
+        if self._is_time_up and self.received is None:
+            return TIME_IS_UP
+        return 128 + (self.received or signal.SIGTERM)  # the signal may have reached another process only
+
+    # --- the signals --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> InterruptCallback:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python delivers signals to the main thread only, and only it may set handlers
+        for number in SIGNALS:
+            before = signal.getsignal(number)
+            # An ignored signal means that the run is to survive it: nohup, or & in a script.
+            is_own = self.leaves_handlers and before not in (signal.SIG_DFL, signal.default_int_handler)
+            if before is not signal.SIG_IGN and not is_own:
+                self._before[number] = before if before is not None else signal.SIG_DFL
+                signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number in GOES_ON:
+            self._is_notified = True
+            self._news.append(GOES_ON[signal.Signals(number)])
+            return
+        is_first, is_ctrl_c = self.received is None, number == signal.SIGINT
+        if is_ctrl_c and not (is_first and self._is_training):
+            raise KeyboardInterrupt
+        if not self._is_training:
+            _say(f"{signal.Signals(number).name}: stopped.")
+            raise SystemExit(128 + number)
+        if not is_first:
+            return  # schedulers send the signal several times
+        self.received = signal.Signals(number)
+        again = " Ctrl-C once more stops at once, without a checkpoint." if is_ctrl_c else ""
+        _say(f"{self.received.name}: stopping after this step, with a checkpoint.{again}")
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._is_training, self._began = True, time.monotonic()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._is_training = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        while self._news:
+            note(self._news.pop(0).format(pid=os.getpid()))
+        wants_to_stop = self._wants_to_stop()
+        if state.global_step >= state.max_steps or not self.agree(wants_to_stop or self._is_notified):
+            return
+        self._is_notified = False
+        if self.agree(wants_to_stop):
+            self._stop(control)
+        else:
+            control.should_save = True
+
+    def _wants_to_stop(self) -> bool:
+        is_over = self.max_seconds is not None and time.monotonic() - self._began >= self.max_seconds
+        if is_over and not self._is_time_up:
+            self._is_time_up = True
+            _say(f"max_train_seconds {self.max_seconds:g}: stopping after this step, with a checkpoint.")
+        return self.received is not None or self._is_time_up
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stop after an evaluation, without one more step, if a signal came during it."""
+        is_training = 0 < state.global_step < state.max_steps
+        if is_training and self.agree(self._wants_to_stop()):
+            self._stop(control)
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Clear what is not due; the loop fires this event whenever it stops.
+
+        In the middle of an epoch, what is due at its end is not due yet: after a resume, the history would have it
+        twice. At the end of an epoch it is due, and the checkpoint must hold it.
+        """
+        if not self._has_stopped:
+            return
+        is_mid_epoch = state.epoch % 1 != 0
+        if is_mid_epoch:
+            control.should_log = control.should_evaluate = control.should_save = False
+        else:
+            control.should_save = True
+
+    def _stop(self, control: TrainerControl) -> None:
+        self._has_stopped = True
+        control.should_save = control.should_training_stop = True
+
+
+def _say(text: str) -> None:
+    # The signal may have interrupted print(), which would refuse a second call.
+    if is_speaker():
+        with suppress(OSError):  # a terminal that is gone
+            os.write(2, f"\n{text}\n".encode())

@@ -1,0 +1,215 @@
+"""Resuming a run where it stopped: from which checkpoint, with which batches, and when there is nothing left to do.
+
+In: a plan, and ``output_dir``. Out: the checkpoint to continue from, which ``RunLoop.load`` loads.
+Refuses: a checkpoint that is asked for and is not there or not whole; more steps than a finished run that kept no
+checkpoint. Whether what lies there is this run's at all is ``core.comparison``' to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.checkpoint.checkpoint import Checkpoints, load_state, others_beside, output_folder
+from burnish.checkpoint.comparison import compare_fingerprints, compare_with_checkpoint
+from burnish.checkpoint.manifest import faults, read_manifest
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import raise_if
+from burnish.loop.schedule import StepPlan
+from burnish.loop.state import STATE_NAME, TrainerState
+from burnish.report.pace import counted
+from burnish.report.results import write_whole
+from burnish.run.plan.checks import FINISHED_NAME, trains
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.plan import Plan
+from burnish.utils.json_files import read_object
+
+
+@dataclass(frozen=True)
+class Start:
+    """The place at which a run begins.
+
+    Args:
+        checkpoint: the one that it goes on from; None for step 0.
+        notes: which checkpoints were passed over, and what has changed since this one, a sentence each.
+        done: why there is nothing left to do; "" where there is.
+    """
+
+    checkpoint: Path | None = None
+    notes: tuple[str, ...] = ()
+    done: str = ""
+
+
+def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan) -> Start:
+    """Find where the run begins, as the options and ``output_dir`` say. Nothing is changed there.
+
+    Args:
+        fingerprints: called where there is a run to compare with.
+    Raises:
+        UserError: where a checkpoint is asked for that is not there or not whole, or is another run's.
+    """
+    options = plan.options
+    found, notes = checkpoint_to_resume(options)
+    if found is None:
+        return Start(notes=tuple(notes), done=finished_before(options, fingerprints, steps))
+    notes += compare_with_checkpoint(found, fingerprints(), options.resume_despite_changes)
+    return Start(found, tuple(notes), nothing_left_to_do(output_folder(options), found, steps))
+
+
+def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
+    """The checkpoint that the options ask for, or the newest whole one; and those that were passed over."""
+    folder, asked = output_folder(options), options.resume_from_checkpoint
+    checkpoints = Checkpoints(folder)
+    if isinstance(asked, str):
+        raise_if(check_checkpoint(Path(asked), checkpoints))
+        return Path(asked), []
+    if not goes_on(options):
+        return None, []
+    found, skipped = checkpoints.newest()
+    if found is None and (asked is True or options.resume == "must"):
+        raise UserError(f'output_dir "{folder}" holds no whole checkpoint to resume from.', option="output_dir")
+    return found, skipped
+
+
+def goes_on(options: RunOptions) -> bool:
+    """Tell whether the run goes on with what it finds in ``output_dir``."""
+    begins_anew = options.resume_from_checkpoint is False or options.resume == "never" or options.overwrite_output_dir
+    return trains(options) and not begins_anew
+
+
+def check_checkpoint(asked: Path, checkpoints: Checkpoints) -> list[Problem]:
+    """Tell whether a folder that the options name is a checkpoint, and whole."""
+    if not asked.is_dir():
+        there = ", ".join(str(path) for path in checkpoints.all()) or "none"
+        what = "is a file, not a folder" if asked.exists() else "is not there"
+        remedy = f"Checkpoints in output_dir: {there}."
+        return [Problem(f'resume_from_checkpoint "{asked}" {what}.', remedy=remedy, option="resume_from_checkpoint")]
+    wrong = faults(asked)
+    return [Problem(f"{'; '.join(wrong[:3])}.", where=str(asked), remedy=others_beside(asked))] if wrong else []
+
+
+def nothing_left_to_do(folder: Path, found: Path, steps: StepPlan) -> str:
+    """Say why the run that stands in ``folder`` need not go on, as a sentence; "" where it has to."""
+    last = load_state(found).global_step
+    if last > steps.max_steps:
+        done = f"{found} has done {counted(last, 'step')}, and this run is to have {steps.max_steps}"
+        return f"{done}: there is nothing to do."
+    state = finished_state(folder)
+    if state is None or state.max_steps < steps.max_steps:
+        return ""
+    return finished_sentence(folder, state.global_step)
+
+
+def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan) -> str:
+    """Say why a run without checkpoints has nothing left to do, as a sentence; "" where it has not begun.
+
+    Raises:
+        UserError: where it is another run, or is to go on after its last step.
+    """
+    folder = output_folder(options)
+    if not (goes_on(options) and (folder / FINISHED_NAME).is_file()):
+        return ""
+    done = read_finished(folder)
+    compare_fingerprints(done["fingerprints"], fingerprints(), folder, options.resume_despite_changes)
+    if lost := lost_files(folder, done):
+        raise UserError(_lost(folder, lost))
+    if done["max_steps"] < steps.max_steps:
+        raise UserError(
+            f"this run ended after {counted(done['global_step'], 'step')} and kept no checkpoint, so it cannot go "
+            f"on to step {steps.max_steps}.",
+            where=str(folder),
+            remedy="Name another output_dir, or set overwrite_output_dir: true to train anew.",
+            option="max_steps",
+        )
+    return finished_sentence(folder, done["global_step"])
+
+
+def _lost(folder: Path, lost: Sequence[str]) -> Problem:
+    return Problem(
+        f"this run was finished, and {'; '.join(lost[:3])}.",
+        where=str(folder),
+        why="It kept no checkpoint, from which its model could be written again.",
+        remedy="Restore the file, or set overwrite_output_dir: true to train anew.",
+    )
+
+
+def accumulation_for(found: Path | None, options: RunOptions, world_size: int) -> int:
+    """Micro-batches per step. A run that goes on with another number of processes keeps the rows of a step."""
+    if found is None:
+        return int(options.gradient_accumulation_steps)
+    before = read_manifest(found)["fingerprints"]
+    rows = before.get("rows_per_step")
+    if rows is None or before.get("world_size") == world_size:
+        return int(options.gradient_accumulation_steps)
+    across = options.per_device_train_batch_size * world_size
+    if rows % across:
+        raise UserError(
+            f"{found.name} takes {rows} rows a step, which {world_size} processes of "
+            f"{options.per_device_train_batch_size} rows cannot.",
+            remedy=f"Choose a number of processes and per_device_train_batch_size whose product divides {rows}.",
+            option="per_device_train_batch_size",
+        )
+    return int(rows // across)
+
+
+# --- the mark of a finished run ---------------------------------------------------------------------------------------
+
+_MODEL = ("*.safetensors", "model.safetensors.index.json", "config.json", "adapter_config.json", "tokenizer.json")
+_REMEDY = "Set overwrite_output_dir: true to train anew, or name another output_dir."
+
+
+def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str, Any]) -> None:
+    """Write the mark by which the same command recognises a run that is done: its steps, what it depended on, and the
+    files of its model with their sizes. A run whose model has gone is not finished: it goes on from its last
+    checkpoint, and writes it again."""
+    done = {
+        "global_step": state.global_step, "max_steps": state.max_steps, "files": _sizes(folder),
+        "fingerprints": dict(fingerprints),
+    }  # fmt: skip
+    write_whole(folder / FINISHED_NAME, json.dumps(done, indent=2) + "\n")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    found = (path for pattern in _MODEL for path in sorted(folder.glob(pattern)) if path.is_file())
+    return {path.name: path.stat().st_size for path in found}
+
+
+def read_finished(folder: Path) -> dict[str, Any]:
+    """Raises UserError where the file is damaged."""
+    needed = [("global_step", int), ("max_steps", int), ("fingerprints", dict)]
+    return read_object(folder / FINISHED_NAME, _REMEDY, needed)
+
+
+def lost_files(folder: Path, done: Mapping[str, Any]) -> list[str]:
+    """The files of the model that are gone or no longer whole, as half sentences."""
+    found = _sizes(folder)
+    lost = []
+    for name, size in dict(done.get("files") or {}).items():
+        if name not in found:
+            lost.append(f"its {name} is gone")
+        elif found[name] != size and name.endswith(".safetensors"):  # of the others a person may change a word
+            lost.append(f"its {name} has {found[name]:,} bytes instead of {size:,}")
+    return lost
+
+
+def finished_state(folder: Path) -> TrainerState | None:
+    """The state of the run in ``folder`` at its end; None where it has not finished, or its model is not whole."""
+    if not ((folder / FINISHED_NAME).is_file() and (folder / STATE_NAME).is_file()):
+        return None
+    try:
+        if lost_files(folder, read_finished(folder)):
+            return None
+        return TrainerState.load_from_json(str(folder / STATE_NAME))
+    except UserError:  # damaged: what it said is said again once its checkpoint has been gone on from
+        return None
+
+
+def finished_sentence(folder: Path, step: int) -> str:
+    return (
+        f"{folder} holds this run, finished at step {step}: there is nothing to do.\n"
+        "  A larger num_train_epochs or max_steps trains it further. For a run with other settings name another "
+        "output_dir, or set overwrite_output_dir: true."
+    )

@@ -1,0 +1,41 @@
+"""Rolling back after a spike: continue from the newest checkpoint, without the rows of that step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from burnish.config.errors import NonFiniteError
+from burnish.loop.loop import Loop, TrainOutput
+from burnish.loop.spikes import MOST, SpikeError
+
+
+def train_with_rollback(loop: Loop, warn: Callable[[str], None]) -> TrainOutput:
+    """Train to the end. After a spike, continue from the newest checkpoint without the rows of the spike.
+
+    Args:
+        warn: is given a sentence on each spike.
+    """
+    for _ in range(MOST):
+        try:
+            return loop.train()
+        except SpikeError as spike:
+            roll_back(loop, spike, warn)
+    raise NonFiniteError(f"The run went back {MOST} times for spikes. Lower learning_rate, or look at the data.")
+
+
+def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> None:
+    """Load the newest checkpoint, and leave the rows of the spike out from there on.
+
+    Raises:
+        NonFiniteError: if there is no checkpoint.
+    """
+    loop.checkpoints.wait()
+    found, _ = loop.checkpoints.newest()
+    items = list(spike.items)
+    named = loop.learned_from(items)
+    if found is None:
+        raise NonFiniteError(f"{spike}.{named} There is no checkpoint to go back to: save earlier (save_steps).")
+    warn(f"{spike}.{named} Going back; these rows are left out from there on.")
+    loop.optimizer.zero_grad()
+    loop.load(found)
+    loop.stream.leave_out(items)

@@ -1,0 +1,101 @@
+"""The reference's numbers of a set on disk, so that a second run need not ask for them.
+
+In: rows with a place for the numbers, and who answers. Out: the rows with their numbers, read or asked and kept. The
+key is a hash of all that the numbers depend on: the batches that the reference is asked about, to the last token, its
+weights and its config, format and device of the arithmetic, the patches to its code, and the versions. So a changed
+reference, set or template is asked anew, and so is one whose file is damaged. An entry is a folder of rows
+(``data/rows/store.py``) in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import burnish
+from burnish.config.errors import NotSavedError, UserError
+from burnish.data.rows.encode import alone, begin_place, cache_home, is_whole, replacing
+from burnish.data.rows.reference_numbers import RowsWithReference
+from burnish.data.rows.store import RowWriter, open_rows
+from burnish.kernels.probe import causal_lm
+from burnish.loop.protocols import Engine
+from burnish.loop.types import Batch
+from burnish.losses.reference import AdapterOff
+from burnish.utils.patching import patch_summary
+
+
+def fill(
+    rows: RowsWithReference, objective: Any, module: nn.Module, engine: Engine, size: int, anew: bool = False
+) -> list[str]:
+    """Fill in the numbers of ``rows``; sentences for a person.
+
+    Args:
+        objective: whose reference is asked, ``size`` rows at a time. module: the policy, as the engine has it.
+        anew: ask even where an earlier run has kept the numbers.
+    """
+    folder = cache_home() / "reference" / key_of(rows, objective, module, engine, size)
+    is_there = (folder / "rows.json").is_file() and is_whole(folder)
+    if not anew and all(engine.gather_objects(is_there)):
+        rows.restore(list(open_rows(folder)))
+        return [f"The reference's numbers of {len(rows):,} rows are those that an earlier run kept: {folder}."]
+    rows.fill(objective, module, engine, size)
+    return [] if engine.rank else _keep(rows, folder)
+
+
+def _keep(rows: RowsWithReference, folder: Path) -> list[str]:
+    try:
+        begin_place(folder.parent)
+        with alone(folder), replacing(folder) as partial:
+            writer = RowWriter(partial)
+            for number in range(len(rows)):
+                writer.add(number, rows.numbers(number))  # type: ignore[arg-type]
+            writer.close()
+    except (UserError, NotSavedError, OSError) as error:
+        return [f"The reference's numbers are not kept for another run: {error}"]
+    return []
+
+
+def key_of(rows: RowsWithReference, objective: Any, module: nn.Module, engine: Engine, size: int) -> str:
+    """The hash of everything that the numbers depend on; the same on every rank, and for any number of them."""
+    hashed = blake2b(digest_size=16)
+    is_base = isinstance(objective.reference, AdapterOff)
+    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad and is_base}
+    with objective.reference.answering(module) as answering:
+        bare: Any = engine.unwrap(answering)
+        model = causal_lm(bare.model)
+        facts = {
+            "burnish": burnish.__version__, "libraries": [version(name) for name in ("torch", "transformers")],
+            "model": [type(model).__name__, model.config.to_json_string()], "patches": patch_summary(model),
+            "attention": model.config._attn_implementation, "format": str(engine.dtype),
+            "device": engine.device.type, "rows": len(rows),
+        }  # fmt: skip
+        hashed.update(json.dumps(facts, sort_keys=True).encode())
+        for name, tensor in bare.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor) and id(tensor) not in trained:
+                _add(hashed, name, engine.whole(tensor))
+    for batch in rows.batches(objective, size):
+        for name, tensor in tensors_of(batch):
+            _add(hashed, name, tensor)
+    return hashed.hexdigest()
+
+
+def tensors_of(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch and of those within it, in the order of their names."""
+    for name in sorted(batch):
+        if isinstance(batch[name], Mapping):
+            yield from ((f"{name}.{inner}", tensor) for inner, tensor in tensors_of(batch[name]))
+        elif isinstance(batch[name], Tensor):
+            yield name, batch[name]
+
+
+def _add(hashed: Any, name: str, tensor: Tensor) -> None:
+    hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+    values: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    hashed.update(values)

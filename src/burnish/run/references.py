@@ -1,0 +1,202 @@
+"""The reference of a run, with which its policy is compared, and its cost.
+
+In: the options, the model as it is about to be trained. Out: a ``Reference``, or None where the loss needs none, and a
+sentence for a person. Refused: a reference whose vocabulary is another than the policy's.
+
+- a new adapter: the model without it; costs nothing but its forward passes
+- an adapter that is continued, PiSSA: the adapter's weights at the start, a copy of its size
+- full training: the weights at the start, a copy of the model's size
+- ``ref_model``: a second frozen model
+- ``precompute_ref_log_probs``: any of them asked once, before the first step; then no copy of the start is kept
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from burnish.adapters.base import ModelAdapter
+from burnish.adapters.lora import LoraAdapter, load_adapter
+from burnish.adapters.lora_model import merge_into_base
+from burnish.config.errors import UserError
+from burnish.data.rows.others_of_step import RowsWithOthers
+from burnish.data.rows.reference_numbers import RowsWithReference
+from burnish.kernels.probe import causal_lm, shares_prefixes
+from burnish.loop.loop import Loop
+from burnish.loop.protocols import Engine
+from burnish.losses.base import StageObjective
+from burnish.losses.kto import KtoObjective
+from burnish.losses.pairs import AnswersObjective
+from burnish.losses.reference import (
+    AdapterOff,
+    AsItIs,
+    Following,
+    Reference,
+    SecondModel,
+    StartInPieces,
+    StartOfRun,
+    refuse_pieces,
+)
+from burnish.models.attention_choice import asked_attention
+from burnish.models.load import load_model
+from burnish.models.patches.attention import PADDING_FREE, make_padding_free
+from burnish.models.patches.fused import patch_forwards
+from burnish.models.source import adapter_folders
+from burnish.run.plan.checks import trains
+from burnish.run.plan.memory import Formats, shown_bytes
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.resources import Sizes
+from burnish.run.prepare import Prepared
+from burnish.run.reference_cache import fill
+from burnish.utils.patching import allows
+
+
+def begin_reference(
+    objective: StageObjective, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions,
+    is_padding_free: bool,
+) -> list[str]:  # fmt: skip
+    """Give the objective the reference that it is compared with, if any; what a person should know of it.
+
+    Args:
+        is_padding_free: whether sequences lie end to end in the batches, which the reference reads too.
+    """
+    if not isinstance(objective, AnswersObjective) or not objective.needs_reference:
+        return []
+    objective.reference, sentences = _reference_of(objective, model, adapter, engine, options, is_padding_free)
+    return sentences
+
+
+def _reference_of(
+    objective: AnswersObjective, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions,
+    is_padding_free: bool,
+) -> tuple[Reference, list[str]]:  # fmt: skip
+    if options.ref_model is not None:
+        second = SecondModel(_second(objective, model, engine, options, is_padding_free))
+        sentence = f"The reference is {options.ref_model}, a second model in memory."
+        if not options.sync_ref_model:
+            return second, [sentence]
+        refuse_pieces(engine)
+        return _following(second.beside(model), sentence, options)
+    if is_base(options) and not options.sync_ref_model:
+        return AdapterOff(adapter, model), ["The reference is the model without the adapter."]
+    if options.precompute_ref_log_probs:
+        return AsItIs(), ["The reference is the start of this run, asked about every row before the first step."]
+    what = "the adapter's" if not adapter.saves_whole_model else "the model's"
+    sentence = f"The reference is {what} weights at the start of this run, of which a copy is kept."
+    if isinstance(adapter, LoraAdapter) and adapter.to_continue is not None:
+        sentence += " For the model without the adapter (as in LLaMA-Factory) name it: ref_model."
+    if not options.sync_ref_model:
+        return StartInPieces(engine) if engine.splits_weights else StartOfRun(model), [sentence]
+    refuse_pieces(engine)
+    return _following(StartOfRun(model), sentence, options)
+
+
+def _following(start: StartOfRun | SecondModel, sentence: str, options: RunOptions) -> tuple[Following, list[str]]:
+    every, share = options.ref_model_sync_steps, options.ref_model_mixup_alpha
+    return Following(start, every, share), [f"{sentence} Every {every} steps it takes {share:g} of the policy's."]
+
+
+def with_place_for_numbers(prepared: Prepared, options: RunOptions) -> Prepared:
+    """The rows with a place for the reference's numbers, where they are asked for before the first step."""
+    if not (options.precompute_ref_log_probs and needs_reference(prepared.objective)):
+        return prepared
+    rows: Any = RowsWithReference(prepared.rows)
+    sample = rows if prepared.sample is prepared.rows else prepared.sample
+    evals: Any = {name: RowsWithReference(some) for name, some in prepared.eval_rows.items()}
+    return replace(prepared, rows=rows, sample=sample, eval_rows=evals)
+
+
+def with_others_of_the_step(prepared: Prepared, options: RunOptions) -> Prepared:
+    """The training rows, whose other answers are those of their step, where that is asked for."""
+    if not (isinstance(prepared.objective, KtoObjective) and prepared.objective.has_baseline):
+        return prepared
+    if options.kl_pairing == "neighbour":
+        return prepared
+    rows: Any = RowsWithOthers(prepared.rows, options.cutoff_len)
+    return replace(prepared, rows=rows, sample=rows if prepared.sample is prepared.rows else prepared.sample)
+
+
+def ask_beforehand(run: Loop, prepared: Prepared, options: RunOptions) -> list[str]:
+    """Fill in those numbers; sentences for a person. A reference that takes memory is let go."""
+    objective: Any = run.objective
+    places = [some for some in (prepared.rows, *prepared.eval_rows.values()) if isinstance(some, RowsWithReference)]
+    size, said = options.per_device_eval_batch_size, list[str]()
+    for rows in places if trains(options) else places[1:]:
+        said += fill(rows, objective, run.model, run.engine, size, anew=options.overwrite_cache)
+    if places and not isinstance(objective.reference, AdapterOff):
+        objective.reference = None
+    return said
+
+
+def needs_reference(objective: StageObjective) -> bool:
+    """Return whether the loss compares with a reference."""
+    return isinstance(objective, AnswersObjective) and objective.needs_reference
+
+
+def is_base(options: RunOptions) -> bool:
+    """Return whether the model without its adapter equals the start of the run: so it is with a new adapter, but for
+    PiSSA."""
+    continues = options.adapter_name_or_path and not options.create_new_adapter
+    return options.finetuning_type == "lora" and not continues and not options.pissa_init
+
+
+def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> str:
+    """Describe the reference model of the policy and its cost, before any weight is read."""
+    once = options.precompute_ref_log_probs
+    passes = f"{'one forward pass over each row' if once else 'its forward passes'}, without a gradient"
+    if options.ref_model is not None:
+        size = shown_bytes(sizes.base * formats.compute)
+        return f"{options.ref_model}, a second frozen model: about {size}, and {passes}"
+    if is_base(options) and not options.sync_ref_model:
+        return f"the model without its adapter: no memory, and {passes}"
+    if options.precompute_ref_log_probs:
+        return f"the weights as the run begins, asked before its first step: no memory, and {passes}"
+    size = shown_bytes(sizes.trained * formats.trained)
+    moves = f"; every {options.ref_model_sync_steps} steps it moves" if options.sync_ref_model else ""
+    return f"a copy of the weights that train, as the run begins: {size}, and {passes}{moves}"
+
+
+def _second(
+    objective: AnswersObjective, model: nn.Module, engine: Engine, options: RunOptions, is_padding_free: bool
+) -> nn.Module:
+    asked = replace(
+        options, model_name_or_path=options.ref_model, adapter_name_or_path=options.ref_model_adapters,
+        quantization_bit=options.ref_model_quantization_bit, train_from_scratch=False,
+    )  # fmt: skip
+    dtype = engine.dtype or "auto"
+    second: Any = load_model(asked, dtype=dtype, device=engine.device if asked.quantization_bit else None)
+    for folder in adapter_folders(asked):
+        load_adapter(second, folder)
+        merge_into_base(second)
+    refuse_other_vocabulary(model, second)
+    second.to(engine.device)
+    if not options.torch_compile:
+        patch_forwards(second, options)
+    if is_padding_free and not _reads_alike(model, second, options):
+        raise UserError(
+            f'"ref_model" {options.ref_model} cannot read the batches that the policy reads: it does not keep '
+            "sequences that lie end to end apart.",
+            remedy="Set padding_free: false.",
+            option="ref_model",
+        )
+    return objective.module_of_reference(second)
+
+
+def _reads_alike(model: nn.Module, second: nn.Module, options: RunOptions) -> bool:
+    """Return whether the second model keeps the sequences of a padding-free row apart, and shares prefixes if the first
+    does."""
+    own_attention = asked_attention(options) is None and allows(options, PADDING_FREE)
+    is_flat = make_padding_free(second, own_attention=own_attention).is_flat
+    return is_flat and (not shares_prefixes(model) or shares_prefixes(second))
+
+
+def refuse_other_vocabulary(model: nn.Module, second: nn.Module) -> None:
+    """Refuse a reference whose tokens are others than the policy's."""
+    own, other = (causal_lm(one).get_input_embeddings().weight.shape[0] for one in (model, second))
+    if own != other:
+        raise UserError(
+            f"The reference's vocabulary ({other}) is not the policy's ({own}): log-probabilities cannot be compared.",
+            remedy="Name a ref_model of the policy's family.",
+        )

@@ -1,0 +1,112 @@
+"""Metrics that compare generated answers with the given ones, for ``do_predict``.
+
+A member of the family is a function ``(predictions, labels) -> {name: value}``, both lists of texts of equal length. A
+user's own is registered the same way, in a package with an entry point in the group ``burnish.metric``:
+
+    @METRICS.register("length")
+    def length(predictions, labels): ...
+
+BLEU-4 and ROUGE are computed as LLaMA-Factory does (src/llamafactory/train/sft/metric.py), by the same libraries, so
+that scores can be compared with those of earlier runs: means over the answers, in percent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Protocol, TypeAlias
+
+from burnish.config.checks import check
+from burnish.config.errors import MissingExtraError, Problem
+from burnish.config.options import option
+from burnish.config.registry import Registry
+
+AnswerMetric: TypeAlias = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
+METRICS: Registry[AnswerMetric] = Registry("metric")
+
+
+@dataclass
+class MetricOptions:
+    """Metrics of generated answers."""
+
+    predict_metrics: list[str] = option(
+        ["exact_match", "bleu-4", "rouge"], "What predict_with_generate measures.", choices=METRICS.names
+    )
+
+
+class MetricChoices(Protocol):
+    """The options read here."""
+
+    do_predict: bool
+    predict_metrics: list[str]
+    predict_with_generate: bool
+
+
+@check
+def check_metrics(options: MetricChoices) -> list[Problem]:
+    """Check that the libraries of the metrics are installed."""
+    if not (options.predict_with_generate and options.do_predict):
+        return []
+    members = [METRICS.get(name) for name in options.predict_metrics if name in METRICS]
+    needed = {library: member.name for member in members for library in member.traits.get("libraries", ())}
+    problems = [
+        problem
+        for library, name in needed.items()
+        if not find_spec(library)
+        for problem in MissingExtraError(library, f'The metric "{name}"', "metrics", option="predict_metrics").problems
+    ]
+    if problems:
+        first, *rest = problems
+        other = f"{first.remedy}, or set predict_metrics: exact_match"
+        return [replace(first, remedy=other), *rest]
+    return problems
+
+
+def scores(predictions: Sequence[str], labels: Sequence[str], options: MetricChoices) -> dict[str, float]:
+    """Compute all metrics that the options name."""
+    found: dict[str, float] = {}
+    for name in options.predict_metrics:
+        found |= METRICS[name](predictions, labels)
+    return found
+
+
+@METRICS.register("exact_match")
+def exact_match(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
+    """The share of answers that equal the given ones, apart from white space around them."""
+    same = [p.strip() == label.strip() for p, label in zip(predictions, labels, strict=True)]
+    return {"exact_match": _mean([float(is_same) for is_same in same])}
+
+
+@METRICS.register("bleu-4", libraries=("nltk",))
+def bleu_4(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
+    """BLEU-4 over runs of up to four characters (Papineni et al. 2002), in percent."""
+    from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
+
+    smooth = SmoothingFunction().method3
+    values = [
+        sentence_bleu([list(label)], list(prediction), smoothing_function=smooth) if label and prediction else 0.0
+        for prediction, label in zip(predictions, labels, strict=True)
+    ]
+    return {"bleu-4": 100 * _mean(values)}
+
+
+@METRICS.register("rouge", libraries=("jieba", "rouge_chinese"))
+def rouge(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
+    """ROUGE: words, pairs of words and the longest subsequence that both have (Lin 2004), F1 in percent."""
+    import jieba
+    from rouge_chinese import Rouge
+
+    jieba.setLogLevel(logging.WARNING)
+    scorer, names = Rouge(), ("rouge-1", "rouge-2", "rouge-l")
+    found: list[dict[str, dict[str, float]]] = []
+    for prediction, label in zip(predictions, labels, strict=True):
+        words, given = (" ".join(jieba.cut(text)) for text in (prediction, label))
+        is_empty = not words.split() or not given.split()
+        found.append({name: {"f": 0.0} for name in names} if is_empty else scorer.get_scores(words, given)[0])
+    return {name: 100 * _mean([row[name]["f"] for row in found]) for name in names}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values) / len(values)) if values else 0.0

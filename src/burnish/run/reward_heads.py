@@ -1,0 +1,90 @@
+"""The head of a reward model, between its files and a run.
+
+In: folders of a model and its adapters. Out: the head that training begins with; and after it, LLaMA-Factory's
+``value_head.safetensors`` beside the language model or the adapter, or a sequence classifier of transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from burnish.config.errors import UserError
+from burnish.loop.protocols import Engine, Objective
+from burnish.losses.base import StageObjective
+from burnish.losses.reward import BIAS, RewardObjective, ValueHead
+from burnish.models.reward_files import (
+    OLD_VALUE_HEAD,
+    VALUE_HEAD,
+    add_score_to_adapter,
+    read_head,
+    save_classifier,
+    write_value_head,
+)
+from burnish.models.source import adapter_folders, find_source
+from burnish.run.plan.checks import trains
+from burnish.run.plan.options import RunOptions
+
+
+def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -> list[str]:
+    """Give the objective the head that the run begins with; what a person should know of it."""
+    if not isinstance(objective, RewardObjective) or not isinstance(objective.head, ValueHead):
+        return []
+    found = read_head(head_folders(options))
+    if found is None and not trains(options):
+        folder = (options.adapter_name_or_path or [options.model_name_or_path or ""])[-1]
+        raise UserError(
+            f'{folder} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.',
+            remedy="Was it exported without its head? Copy that file beside it, or train with stage: rm.",
+        )
+    if found is None:
+        _refuse_classifier(objective, options, engine)
+        return ["The reward head is new: random weights, bias 0."]
+    weights, file = found
+    objective.came_as_score = file.name not in (VALUE_HEAD, OLD_VALUE_HEAD)
+    if objective.came_as_score and objective.options.reward_head is None:
+        objective.head.summary.register_parameter("bias", None)  # a classifier, as which it is saved again, has none
+    objective.head.take(weights)
+    _refuse_classifier(objective, options, engine)
+    return [f"The reward head is that of {file}."]
+
+
+def _refuse_classifier(objective: RewardObjective, options: RunOptions, engine: Engine) -> None:
+    if engine.splits_weights and trains(options) and saved_head(objective) == "score":
+        what = "A sequence classifier is written by one process, and each holds a part of the weights (FSDP, ZeRO-3)."
+        raise UserError(what, remedy="Set reward_head: value_head, or use DDP, ZeRO-1 or ZeRO-2.")
+
+
+def saved_head(objective: RewardObjective) -> str:
+    """Return the form in which the head is saved: value_head or score."""
+    return objective.options.reward_head or ("score" if objective.came_as_score else "value_head")
+
+
+def head_folders(options: RunOptions) -> list[Path]:
+    """List the folders that may hold a reward head, the likeliest last: the model, then its adapters in order."""
+    try:
+        model = find_source(options.model_name_or_path, options).folder
+    except UserError:
+        model = None
+    return [*([model] if model is not None else []), *adapter_folders(options)]
+
+
+def save_head(
+    objective: Objective, model: nn.Module, tokenizer: Any, folder: Path, *, is_adapter: bool, engine: Engine
+) -> None:
+    """Write the head of what was saved in ``folder``, so that its owner's readers find it. All ranks call it."""
+    if not isinstance(objective, RewardObjective) or not isinstance(objective.head, ValueHead):
+        return
+    weights = {name: engine.whole(value).detach().cpu() for name, value in objective.head.weights().items()}
+    if engine.rank > 0:
+        return
+    asked = saved_head(objective)
+    has_bias = BIAS in weights and bool(weights[BIAS].any())
+    if asked == "value_head" or has_bias:  # a classifier has no place for a bias
+        write_value_head(folder, weights)
+    elif is_adapter:
+        add_score_to_adapter(folder, weights)
+    else:
+        save_classifier(model, tokenizer, weights, folder)

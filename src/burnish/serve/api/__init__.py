@@ -1,0 +1,1 @@
+"""``burnish api``: a server with OpenAI's chat and text completions."""

@@ -1,0 +1,344 @@
+"""The routes of ``burnish api``. They answer from the first moment: with 503 until the model is there.
+
+In: options. Out: an ASGI application, and its ``ServerState``, which ``api.py`` moves from loading to ready to
+draining. No library of models is imported here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from burnish.serve.api.fields import BodyFields
+from burnish.serve.api.metrics import ServerMetrics
+from burnish.serve.api.options import ApiOptions
+from burnish.serve.api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Limits,
+    is_id,
+    read_chat,
+    read_completion,
+    unknown_model,
+)
+from burnish.serve.http.bodies import json_object
+from burnish.serve.http.errors import Refusal, openai_error
+from burnish.serve.http.guards import Guard, RequestHead, Rules, bearer, under
+from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
+from burnish.serve.http.json_response import Json
+
+if TYPE_CHECKING:
+    from burnish.serve.api.completions import Desk, Told
+
+log = logging.getLogger("burnish.api")
+OPEN_PATHS = ("/healthz", "/readyz", "/health")
+ABSENT = tuple(f"/v1/{name}" for name in (
+    "assistants", "audio", "batches", "embeddings", "files", "fine_tuning", "images", "moderations", "realtime",
+    "responses", "threads", "uploads", "vector_stores",
+))  # fmt: skip
+"""OpenAI's addresses that are not here; others are not repeated, as a key may stand in them."""
+THERE_IS = (
+    "There is POST /v1/chat/completions, /v1/completions, /v1/score/evaluation, /tokenize, /detokenize, and GET "
+    "/v1/models, /version, /readyz, /metrics."
+)
+
+
+@dataclass
+class ServerState:
+    """The state of the server.
+
+    Args:
+        models: what ``/v1/models`` lists.
+        share: of the loading that is done, 0 to 1.
+        versions: what ``/version`` says.
+    """
+
+    phase: Literal["loading", "ready", "draining", "failed"] = "loading"
+    share: float = 0.0
+    desk: Desk | None = None
+    models: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
+    prompts: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "burnish-prompts"))
+
+    def ready(self) -> Desk:
+        """The desk.
+
+        Raises:
+            Refusal: 503, while the model loads, and once the server is ending.
+        """
+        if self.phase == "draining":
+            raise Refusal(503, "draining", "The server is ending and takes no more requests.")
+        if self.phase != "failed" and self.desk is None:
+            message = f"The model is still being loaded ({self.share:.0%})."
+            raise Refusal(503, "model_loading", message, headers={"Retry-After": "2"})
+        if self.phase == "failed" or self.desk is None or not self.desk.served.engine.facts().is_alive:
+            raise Refusal(503, "internal_error", "The engine has ended; the server's log says why.")
+        return self.desk
+
+
+def application(options: ApiOptions, state: ServerState, key: str | None) -> ASGIApp:
+    """All routes, behind their guard."""
+    routes = Routes(options, state)
+    names = {options.api_host.lower(), *(host.lower() for host in options.api_hosts)}
+    rules = Rules(
+        hosts=LOOPBACK_NAMES | (names - {"0.0.0.0", "::"}),  # noqa: S104  (compared with, not bound to)
+        any_address=options.api_socket is None and not is_loopback(options.api_host),
+        origins=frozenset(options.api_origins),
+        max_body_bytes=options.api_max_body,
+    )
+    headers = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
+    guard = Guard(routes.router, rules, bearer(key, OPEN_PATHS), openai_error, headers, routes.seen)
+    return under(options.api_root_path, guard)
+
+
+class Routes:
+    """One method per route."""
+
+    def __init__(self, options: ApiOptions, state: ServerState) -> None:
+        self.options, self.state = options, state
+        self.limits = Limits(options.api_max_choices, options.api_strict)
+        self._said_ignored: set[str] = set()
+        posts: Mapping[str, Callable[[Request], Awaitable[Any]]] = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.complete,
+            "/v1/score/evaluation": self.score,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+            "/load_model": self.load_model,
+            "/v1/load_lora_adapter": self.no_loading,
+            "/v1/unload_lora_adapter": self.no_loading,
+        }
+        gets: Mapping[str, Callable[[Request], Awaitable[Any]]] = {
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.model,
+            "/healthz": self.healthz,
+            "/readyz": self.readyz,
+            "/health": self.readyz,
+            "/version": self.version,
+            **({"/metrics": self.metrics} if options.api_metrics else {}),
+        }
+        self.router = Router(
+            [
+                *(Route(path, route, methods=["POST"]) for path, route in posts.items()),
+                *(Route(path, route, methods=["GET"]) for path, route in gets.items()),
+            ],
+            redirect_slashes=False,  # it would read request.url, and with it the Host header
+            default=_nothing_there,
+        )
+        self.paths = {*posts, *gets}
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Any:
+        return await self._answer(request, read_chat)
+
+    async def complete(self, request: Request) -> Any:
+        return await self._answer(request, read_completion)
+
+    async def _answer(self, request: Request, read: Callable[..., ChatRequest | CompletionRequest]) -> Any:
+        body = await json_object(request)
+        from burnish.serve.api.completions import Told, prepared_chat, prepared_completion, respond
+
+        asked = await self._in_order(read, body, self.limits)
+        desk, told = self.state.ready(), Told(model=asked.model)
+        if desk.served.scorer is not None:
+            message = f'"{asked.model}" is a reward model: it writes no answers. Its scores: POST /v1/score/evaluation.'
+            raise Refusal(405, "model_cannot_generate", message, headers={"Allow": ""})
+        prepared = await self._in_order(
+            prepared_chat if isinstance(asked, ChatRequest) else prepared_completion, desk, asked
+        )
+        self.state.ready()  # it may have begun to drain meanwhile
+        request_id, path, began_s = request.scope["burnish.request_id"], request.scope["path"], time.monotonic()
+
+        def over() -> None:
+            self._told(request_id, path, told, time.monotonic() - began_s)
+
+        if self.options.api_log == "content":
+            log.info("%s asked: %s", request_id, asked)
+        return respond(desk, prepared, asked.settings.stream, told, over, self._headers(asked.ignored))
+
+    async def _in_order(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """In the one thread that tokenises, so that streams go on meanwhile and templates are used by one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self.state.prompts, function, *arguments)
+
+    def _headers(self, ignored: tuple[str, ...]) -> dict[str, str]:
+        if not ignored:
+            return {}
+        names = [name if name.isascii() and name.isprintable() and len(name) < 65 else "?" for name in ignored[:16]]
+        for name in names:
+            if name not in self._said_ignored and len(self._said_ignored) < 1000:
+                self._said_ignored.add(name)
+                log.warning("The field %r of requests is not known and has no effect.", name)
+        return {"x-burnish-ignored": ", ".join(names)}
+
+    # --- what there is ------------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Any:
+        self.state.ready()
+        return Json({"object": "list", "data": self.state.models})
+
+    async def model(self, request: Request) -> Any:
+        self.state.ready()
+        name = request.path_params["name"]
+        for entry in self.state.models:
+            if entry["id"] == name:
+                return Json(entry)
+        raise unknown_model(name, [entry["id"] for entry in self.state.models])
+
+    async def healthz(self, request: Request) -> Any:
+        return Json({"status": "alive"})
+
+    async def readyz(self, request: Request) -> Any:
+        try:
+            self.state.ready()
+        except Refusal as refusal:
+            status = {"model_loading": "loading", "draining": "draining"}.get(refusal.code, "failed")
+            return Json({"status": status, "loaded": round(self.state.share, 3)}, 503, refusal.headers)
+        return Json({"status": "ready"})
+
+    async def version(self, request: Request) -> Any:
+        return Json(self.state.versions)
+
+    async def metrics(self, request: Request) -> Any:
+        desk = self.state.desk
+        facts = desk.served.engine.facts() if desk is not None else None
+        text = self.state.metrics.text(facts, self.state.phase == "ready")
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    # --- tokens and scores --------------------------------------------------------------------------------------------
+
+    async def load_model(self, request: Request) -> Any:
+        """The question with which ``transformers chat`` begins: its model is there, and nothing is loaded for it."""
+        fields = BodyFields(await json_object(request))
+        model = fields.text("model", required=True) or ""
+        fields.raise_all()
+        self.state.ready().served.adapter_of(model.removesuffix("@main"))
+        return Response(b'data: {"status": "ready", "cached": true}\n\n', media_type="text/event-stream")
+
+    async def tokenize(self, request: Request) -> Any:
+        body = await json_object(request)
+        desk = self.state.ready()
+        fields = BodyFields(body)
+        model = fields.text("model") or self.state.models[0]["id"]
+        text = fields.text("prompt") if body.get("messages") is None else None
+        if body.get("messages") is None and body.get("prompt") is None:
+            fields.missing("prompt")
+        continues = not fields.flag("add_generation_prompt", default=True)
+        fields.raise_all()
+        desk.served.adapter_of(model)
+        if text is not None:
+            ids = await self._in_order(desk.served.text_prompt, text)
+        else:
+            asked = read_chat(
+                {key: body[key] for key in ("messages", "tools", "chat_template_kwargs") if key in body}
+                | {"model": model, "continue_final_message": continues and _ends_with_answer(body)},
+                self.limits,
+            )
+            ids = await self._in_order(desk.served.chat_prompt, asked)
+        pieces = [desk.served.shown(token)[0] for token in ids]
+        return Json({"tokens": ids, "count": len(ids), "max_model_len": desk.served.context, "pieces": pieces})
+
+    async def detokenize(self, request: Request) -> Any:
+        body = await json_object(request)
+        desk, fields = self.state.ready(), BodyFields(body)
+        fields.text("model")
+        tokens = fields.items("tokens", most=2**20)
+        if tokens is None:
+            fields.missing("tokens")
+        for place, token in enumerate(tokens or ()):
+            if not is_id(token) or token >= desk.served.vocab_size:
+                fields.wrong(f"tokens[{place}]", f"must be an id below {desk.served.vocab_size:,}", token)
+                break
+        fields.raise_all()
+        return Json({"prompt": await self._in_order(desk.served.text_of, tokens)})
+
+    async def score(self, request: Request) -> Any:
+        body = await json_object(request)
+        desk, fields = self.state.ready(), BodyFields(body)
+        model = fields.text("model", required=True) or ""
+        texts = fields.items("messages", most=1024, required=True) or []
+        longest = fields.integer("max_length", ge=1)
+        if not texts and "messages" in body:
+            fields.wrong("messages", "must hold at least one text", texts)
+        fields.raise_all()
+        desk.served.adapter_of(model)
+        scorer = desk.served.scorer
+        if scorer is None:
+            message = f'"{model}" writes answers and gives no scores; this route is for reward models.'
+            raise Refusal(405, "model_cannot_score", message, headers={"Allow": ""})
+        most = min(longest or desk.served.context, desk.served.context)
+        asked = [self._scored(model, place, text) for place, text in enumerate(texts)]
+        ids = await self._in_order(lambda: [desk.served.scored_text(text) for text in asked])
+        for place, text in enumerate(ids):
+            if not 0 < len(text) <= most:
+                message = f'"messages[{place}]" has {len(text):,} tokens; it must have 1 to {most:,}.'
+                raise Refusal(400, "context_length_exceeded", message, param=f"messages[{place}]")
+        scores = await self._in_order(scorer.scores, ids)
+        found = {"id": f"scoreval-{secrets.token_hex(12)}", "object": "score.evaluation", "model": model}
+        return Json({**found, "scores": scores})
+
+    def _scored(self, model: str, place: int, text: Any) -> Any:
+        """One entry of a request for scores: a text, or the messages of a conversation that ends with its answer."""
+        if isinstance(text, str):
+            return text
+        if not isinstance(text, list):
+            message = f'"messages[{place}]" must be text, or the messages of a conversation.'
+            raise Refusal(400, "invalid_type", message, param=f"messages[{place}]")
+        return read_chat({"model": model, "messages": text, "continue_final_message": _ends(text)}, self.limits)
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    async def no_loading(self, request: Request) -> Any:
+        """vLLM's routes; a request never changes what is served."""
+        message = "A request does not change what is served. Start with --adapter name=folder for each adapter."
+        raise Refusal(403, "loading_not_allowed", message)
+
+    # --- the log ------------------------------------------------------------------------------------------------------
+
+    def seen(self, head: RequestHead, status: int, seconds: float, request_id: str) -> None:
+        """Count every request; what answered says its line itself, when its stream is over."""
+        route = head.path if head.path in self.paths else "other"
+        self.state.metrics.requests[route, status] += 1
+        self.state.metrics.request.add(seconds)
+        if route not in OPEN_PATHS and not (status == 200 and route in {"/v1/chat/completions", "/v1/completions"}):
+            log.info("%s %s %s %.3fs", request_id, route, status, seconds)
+
+    def _told(self, request_id: str, path: str, told: Told, seconds: float) -> None:
+        metrics = self.state.metrics
+        first_s = told.first_token_s
+        if first_s is not None:
+            metrics.first_token.add(first_s)
+            if told.new_tokens > 1:
+                metrics.per_token.add((seconds - first_s) / (told.new_tokens - 1))
+        log.info(
+            "%s %s %s 200 in=%d cached=%d out=%d first=%s %.3fs %s", request_id, path, told.model[:64].encode(
+                "unicode_escape").decode(), told.prompt_tokens, told.cached_tokens, told.new_tokens,
+            "-" if first_s is None else f"{first_s:.3f}s", seconds, told.reason,
+        )  # fmt: skip
+
+
+def _ends_with_answer(body: Mapping[str, Any]) -> bool:
+    messages = body.get("messages")
+    return isinstance(messages, list) and _ends(messages)
+
+
+def _ends(messages: list[Any]) -> bool:
+    last = messages[-1] if messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+async def _nothing_there(scope: Any, receive: Any, send: Any) -> None:
+    named = next((known for known in ABSENT if str(scope["path"]).startswith(known)), "this address")
+    raise Refusal(404, "unknown_url", f"There is nothing at {named}. {THERE_IS}")

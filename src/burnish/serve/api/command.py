@@ -1,0 +1,243 @@
+"""``burnish api PATH``: from the first word to the exit status. Read top to bottom:
+
+options     what is wrong with them is said before anything is opened
+listen      the socket is open, and answers 503, before the model is loaded
+begin       the model, the engine, the four lines that say where it is
+drain       at a signal: what is under way is finished, and then told
+
+No library of models is imported before the socket is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from burnish.config.errors import MissingExtraError
+from burnish.config.options import Given, build, raise_if
+from burnish.report.streams import say
+from burnish.run.plan.config_files import COMMAND_LINE, CONFIG_SUFFIXES, merge, path_of, read_arguments
+from burnish.serve.api.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key, with_adapters
+
+if TYPE_CHECKING:
+    import socket
+
+    from burnish.inference.loaded_model import Answerer
+    from burnish.inference.types import AnswerEngine
+    from burnish.serve.api.app import ServerState
+    from burnish.serve.api.responses import Mailbox
+
+log = logging.getLogger("burnish.api")
+OWN = frozenset(field.name for field in fields(ApiOptions))
+_LAST_WORDS_S = 2.0
+"""For the last events of streams, once their answers have been ended."""
+_SWITCH_S = 0.001
+"""The engine's thread gives way to the one that sends after so long, instead of Python's 5 ms: each event is a system
+call, after which its thread waits for the interpreter. With eight streams that is a third of what the server adds."""
+
+
+def api(words: Sequence[str]) -> int:
+    """The command. Returns 128 + the signal that ended it.
+
+    Raises:
+        UserError: for options, a socket or a model that cannot be had.
+    """
+    words = with_adapters(words)
+    options = read_options(words)
+    try:
+        from burnish.serve.api.app import ServerState
+        from burnish.serve.http.guards import new_key
+        from burnish.serve.http.sockets import listen, listen_unix
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(str(error.name), "burnish api", "serve") from error
+    key = options.api_key or (new_key() if needs_key(options) else None)
+    found = (
+        listen_unix(options.api_socket)
+        if options.api_socket
+        else listen(options.api_host, options.api_port, "api_port")
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("burnish").setLevel(logging.INFO)
+    state = ServerState()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        status = asyncio.run(_serve(words, options, state, key, found))
+    finally:
+        if options.api_socket:
+            os.unlink(options.api_socket)
+    if state.phase == "loading":  # a thread is in the middle of it, and would be torn down with the libraries it uses
+        say("", sys.stdout, end="")  # what was printed is flushed
+        os._exit(status)
+    return status
+
+
+def read_options(words: Sequence[str]) -> ApiOptions:
+    """The server's own options, without loading what reads the model's.
+
+    Raises:
+        UserError: with all that is wrong.
+    """
+    path, others = path_of(words)
+    file, flags = read_arguments(words if path.endswith(CONFIG_SUFFIXES) else others)
+    given: Mapping[str, Given] = {name: item for name, item in merge(file, flags, {}).items() if name in OWN}
+    problems = problems_of_key(given, COMMAND_LINE)
+    options, wrong = build(ApiOptions, {**given, **from_environment(given)})
+    raise_if([*problems, *wrong, *check_api(options)])
+    assert isinstance(options, ApiOptions)
+    return options
+
+
+async def _serve(
+    words: Sequence[str], options: ApiOptions, state: ServerState, key: str | None, found: socket.socket
+) -> int:
+    from burnish.serve.api.app import application
+    from burnish.serve.http.server import serve
+
+    async def begin() -> None:
+        loop = asyncio.get_running_loop()
+        answerer, engine, mailbox = await in_thread(lambda: load_served(words, options, state, loop))
+        _open(answerer, engine, mailbox, options, state)
+        for line in opening_lines(answerer, engine, options, key, found):
+            say(line, sys.stdout, blots=False)
+        while engine.facts().is_alive or state.phase == "draining":
+            await asyncio.sleep(1.0)
+        state.phase = "failed"
+        raise RuntimeError(f"The engine has ended: {getattr(engine, 'failure', None)}")
+
+    return await serve(application(options, state, key), found, begin, lambda: drain(options, state))
+
+
+async def in_thread(work: Callable[[], Any]) -> Any:
+    """Await what a thread of its own does, which nobody waits for when the process ends."""
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[Any] = loop.create_future()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if not told.done():
+            told.set_exception(error) if error is not None else told.set_result(result)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # whoever awaits it must see it, whatever it is
+            failure = error
+        loop.call_soon_threadsafe(finish, result, failure)
+
+    threading.Thread(target=run, name="burnish-loading", daemon=True).start()
+    return await told
+
+
+def load_served(
+    words: Sequence[str], options: ApiOptions, state: ServerState, loop: asyncio.AbstractEventLoop
+) -> tuple[Answerer, AnswerEngine, Mailbox]:
+    """The model, its engine, and the mailbox of ``loop`` to which the engine delivers. Called in a thread: imports and
+    weights take seconds."""
+    from burnish.inference.loading import engine_of, load_answerer
+    from burnish.serve.api.responses import Mailbox
+    from burnish.serve.command_line import serving_of
+
+    state.share = 0.1
+    serving = serving_of(words, own=tuple(OWN))
+    state.share = 0.3
+    answerer = load_answerer(serving.options, serving.name, may_score=True)
+    for sentence in (*serving.notes, *answerer.notes):
+        log.info(sentence)
+    state.share = 0.9
+    mailbox = Mailbox(loop)
+    return answerer, engine_of(answerer, options.api_max_waiting, mailbox.deliver), mailbox
+
+
+def _open(answerer: Answerer, engine: AnswerEngine, mailbox: Mailbox, options: ApiOptions, state: ServerState) -> None:
+    """From here on requests are answered."""
+    from burnish.serve.api.completions import Desk
+    from burnish.serve.api.served import ServedModel
+
+    name = options.api_model_name or answerer.name
+    state.versions = _versions(engine)
+    print_of_weights = _weights(answerer)
+    served = ServedModel(
+        answerer, engine, name, options.api_aliases, options.api_reasoning,
+        json.dumps([state.versions, print_of_weights, list(answerer.adapters)]),
+    )  # fmt: skip
+    state.desk = Desk(served, mailbox, options.api_max_tokens, options.api_timeout, set())
+    state.models = served.models()
+    state.phase, state.share = "ready", 1.0
+
+
+def _weights(answerer: Answerer) -> str:
+    """A text that tells these weights from others, in their dtype and on their device."""
+    from burnish.models.fingerprint import base_fingerprint
+
+    model = answerer.model
+    parameter = next(model.parameters()) if model is not None else None
+    place = f"{parameter.dtype} {parameter.device.type}" if parameter is not None else "elsewhere"
+    base = base_fingerprint(answerer.options, answerer.options.seed)
+    return f"{base} {answerer.name} {answerer.notes} {place}"  # notes name what was merged
+
+
+def _versions(engine: AnswerEngine) -> dict[str, str]:
+    from importlib.metadata import version
+
+    from burnish import __version__
+
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return {"burnish": __version__, **libraries, "engine": engine.facts().way}
+
+
+def opening_lines(
+    answerer: Answerer, engine: AnswerEngine, options: ApiOptions, key: str | None, found: socket.socket
+) -> list[str]:
+    """Models, engine and memory, address, and how to call it."""
+    from burnish.serve.http.sockets import shown_address
+
+    facts, name = engine.facts(), options.api_model_name or answerer.name
+    adapters = f", adapters {', '.join(answerer.adapters)}" if answerer.adapters else ""
+    memory = ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in facts.memory_bytes.items())
+    address = shown_address(found)
+    shown_key = "" if key is None else ' -H "Authorization: Bearer $API_KEY"'
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    made = f", key {key} (made for this start; set API_KEY to choose one)" if key and not options.api_key else ""
+    socket_word = f"--unix-socket {address} http://localhost" if options.api_socket else address
+    route, unit = "/v1/chat/completions", "answers"
+    if answerer.head is not None:
+        route, unit, body = "/v1/score/evaluation", "scores", json.dumps({"model": name, "messages": ["Hello"]})
+    return [
+        f"model    {name}{adapters}",
+        f"engine   {facts.seats} {unit} at once, {facts.context:,} tokens each; {memory}",
+        f"address  {address}{made}",
+        f"try      curl {socket_word}{route} -H 'Content-Type: application/json'{shown_key} -d '{body}'",
+    ]
+
+
+async def drain(options: ApiOptions, state: ServerState) -> None:
+    """No new work; what is under way has ``api_drain`` seconds, and then hears that it is over."""
+    from burnish.serve.api.responses import DRAINING
+
+    desk, phase = state.desk, state.phase
+    if desk is None:
+        return
+    state.phase = "draining" if phase != "failed" else phase
+    await _until(lambda: not desk.under_way, options.api_drain)
+    for answer in list(desk.under_way):
+        answer.fail(DRAINING)
+    await _until(lambda: not desk.under_way, _LAST_WORDS_S / 2)
+    closing: Awaitable[Any] = in_thread(desk.served.engine.close)
+    try:
+        await asyncio.wait_for(closing, _LAST_WORDS_S / 2)
+    except TimeoutError:
+        log.warning("The engine is in the middle of a step, and is not waited for.")
+
+
+async def _until(is_true: Callable[[], bool], seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while not is_true() and loop.time() < until:
+        await asyncio.sleep(0.02)

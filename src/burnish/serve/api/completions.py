@@ -1,0 +1,311 @@
+"""The two routes that answer: a chat completion and a text completion, streamed or whole.
+
+In: a typed request and the model that is served. Out: a response. Both ways are one: deltas of the choices are written
+as chunks, or folded and written once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Receive, Scope, Send
+
+from burnish.inference.types import Ask
+from burnish.serve.api.chat_responses import Wire, usage_of
+from burnish.serve.api.requests import ChatRequest, CompletionRequest, Settings
+from burnish.serve.api.responses import Choice, Delta, Mailbox, RequestAnswer, queue_full
+from burnish.serve.api.text_responses import Echo, TextLog, TextWire
+from burnish.serve.http.errors import Refusal, openai_error, to_json
+from burnish.serve.http.json_response import Json
+from burnish.serve.http.stream import EventStream, event_text, until_gone
+
+if TYPE_CHECKING:
+    from burnish.serve.api.served import ServedModel
+
+DONE = event_text(b"[DONE]")
+
+
+@dataclass
+class Told:
+    """Facts on a finished request, for the log."""
+
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    first_token_s: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Answers requests.
+
+    Args:
+        max_tokens: the longest answer, and its length where a request names none.
+        timeout_s: of a request, waiting included.
+        under_way: answers that are not over.
+    """
+
+    served: ServedModel
+    mailbox: Mailbox
+    max_tokens: int
+    timeout_s: float
+    under_way: set[RequestAnswer]
+
+    def begin(self, choices: Sequence[Choice]) -> RequestAnswer:
+        """Hand the choices to the engine.
+
+        Raises:
+            Refusal: 429 where they could not be answered in time at the present rate, or too many wait.
+        """
+        facts = self.served.engine.facts()
+        owed = sum(self._owed(choice) for answer in self.under_way for choice in answer.choices)
+        would_wait, rate = facts.running >= facts.seats, facts.tokens_per_second
+        if would_wait and rate > 0 and owed / rate > self.timeout_s:
+            raise queue_full(owed / rate)
+        answer = RequestAnswer(self.mailbox, choices)
+        answer.begin(self.served.engine)
+        self.under_way.add(answer)
+        return answer
+
+    def _owed(self, choice: Choice) -> int:
+        """Tokens that may still have to be made."""
+        return 0 if choice.is_over else max(0, choice.ask.max_new_tokens - choice.num_tokens)
+
+    def end(self, answer: RequestAnswer) -> None:
+        answer.cancel()
+        self.under_way.discard(answer)
+
+    def length(self, settings: Settings, prompt: Sequence[int]) -> int:
+        """The longest answer: what was asked for, cut to the room that the prompt leaves.
+
+        Raises:
+            Refusal: 400 ``context_length_exceeded``, where there is no room.
+        """
+        room = self.served.context - len(prompt)
+        if room < 1:
+            message = (
+                f"The prompt has {len(prompt):,} tokens, and prompt and answer together may have "
+                f"{self.served.context:,}. Shorten it."
+            )
+            raise Refusal(400, "context_length_exceeded", message, param="messages")
+        wanted = settings.max_tokens if settings.max_tokens is not None else self.max_tokens
+        return min(wanted, self.max_tokens, room)
+
+    def ask(self, settings: Settings, model: str, prompt: list[int], index: int, grammar: Any = None) -> Ask:
+        """The ask of one choice. Choice i draws with seed + i."""
+        beyond = [token for token in settings.bias if token >= self.served.vocab_size]
+        if beyond:
+            message = f'"logit_bias" names token {beyond[0]}; the vocabulary has {self.served.vocab_size:,}.'
+            raise Refusal(400, "invalid_value", message, param="logit_bias")
+        if any(not 0 <= token < self.served.vocab_size for token in prompt):
+            message = f"The prompt has an id that is not below {self.served.vocab_size:,}, the size of the vocabulary."
+            raise Refusal(400, "invalid_value", message, param="prompt")
+        sampling = self.served.sampling(settings)
+        if settings.seed is not None:
+            sampling = replace(sampling, seed=settings.seed + index)
+        return Ask(
+            ids=prompt, max_new_tokens=self.length(settings, prompt), adapter=self.served.adapter_of(model),
+            sampling=sampling, stop_ids=self.served.stop_ids(settings), min_new_tokens=settings.min_tokens,
+            top_logprobs=settings.top_logprobs, grammar=grammar, request=index,
+            deadline=time.monotonic() + self.timeout_s,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that the engine can be asked: everything but its answer."""
+
+    choices: Sequence[Choice]
+    num_prompt_tokens: int
+    whole: Callable[[Sequence[Delta], dict[str, Any]], dict[str, Any]]  # folded deltas and usage -> the body
+    events: Callable[[RequestAnswer], AsyncGenerator[bytes, None]]
+
+
+def respond(
+    desk: Desk,
+    prepared: PreparedRequest,
+    is_stream: bool,
+    told: Told,
+    over: Callable[[], None],
+    headers: dict[str, str],
+) -> Any:
+    """Ask the engine, and return the response that grows from its answer.
+
+    Args:
+        told: filled in when the answer is over.
+        over: called once then, whoever ended it.
+    """
+    answer = desk.begin(prepared.choices)
+
+    def end() -> None:
+        desk.end(answer)
+        _note(told, answer, prepared.num_prompt_tokens)
+        over()
+
+    if is_stream:
+        return EventStream(_events(prepared.events(answer)), headers, over=end)
+
+    async def whole() -> dict[str, Any]:
+        folded = [Delta() for _ in answer.choices]
+        async for index, delta in answer.deltas():
+            folded[index].add(delta)
+        return prepared.whole(folded, usage_of(prepared.num_prompt_tokens, answer.choices))
+
+    return Watched(whole, end, headers)
+
+
+async def _events(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The stream to its end; a fault after the first byte is an event of its own, without the last line."""
+    try:
+        async for event in events:
+            yield event
+        yield DONE
+    except Refusal as refusal:
+        yield event_text(to_json(openai_error(refusal)))
+
+
+class Watched:
+    """A whole response, made while the client is watched: when it goes, the answer is cancelled at once."""
+
+    def __init__(self, made: Callable[[], Any], over: Callable[[], None], headers: dict[str, str]) -> None:
+        self.made, self.over, self.headers = made, over, headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        making, gone = asyncio.ensure_future(self.made()), asyncio.ensure_future(until_gone(receive))
+        try:
+            both: set[asyncio.Future[Any]] = {making, gone}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if making.done():
+                await Json(making.result(), headers=self.headers)(scope, receive, send)
+        finally:
+            making.cancel()
+            gone.cancel()
+            self.over()
+
+
+def _note(told: Told, answer: RequestAnswer, num_prompt_tokens: int) -> None:
+    told.prompt_tokens, told.new_tokens, told.first_token_s = num_prompt_tokens, answer.num_tokens, answer.first_token_s
+    told.cached_tokens = answer.choices[0].cached_tokens if answer.choices else 0
+    told.reason = "+".join(
+        sorted({choice.reason or (choice.error.code if choice.error else "gone") for choice in answer.choices})
+    )
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+def prepared_chat(desk: Desk, request: ChatRequest) -> PreparedRequest:
+    """A chat completion up to its answer. Tokenises: called in a thread.
+
+    Raises:
+        Refusal: for a model, a prompt or a grammar that cannot be had.
+    """
+    served, settings = desk.served, request.settings
+    served.adapter_of(request.model)
+    prompt = served.chat_prompt(request)
+    choices = [
+        Choice(
+            desk.ask(settings, request.model, prompt, index, served.grammar(request, prompt)),
+            served.chat_reader(request, prompt),
+            ends_with_first_call=not request.parallel_tool_calls,
+        )
+        for index in range(settings.n)
+    ]
+    wire = Wire(
+        id=f"chatcmpl-{secrets.token_hex(16)}", created=int(time.time()), name=request.model,
+        fingerprint=served.fingerprint, shown=served.shown, has_logprobs=settings.top_logprobs is not None,
+        has_ids=settings.return_token_ids, has_usage=settings.include_usage, prompt_ids=prompt,
+    )  # fmt: skip
+
+    async def events(answer: RequestAnswer) -> AsyncGenerator[bytes, None]:
+        sent_calls = [0] * len(choices)
+        async for index, delta in answer.deltas():
+            chunks = wire.chunks(index, delta, sent_calls[index])
+            sent_calls[index] += len(delta.calls)
+            yield b"".join(event_text(to_json(chunk)) for chunk in chunks)
+        if wire.has_usage:
+            yield event_text(to_json(wire.usage_chunk(usage_of(len(prompt), choices))))
+
+    return PreparedRequest(choices, len(prompt), wire.whole, events)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def prepared_completion(desk: Desk, request: CompletionRequest) -> PreparedRequest:
+    """A text completion up to its answer. Tokenises: called in a thread.
+
+    Raises:
+        Refusal: for a model or a prompt that cannot be had.
+    """
+    served, settings = desk.served, request.settings
+    served.adapter_of(request.model)
+    prompts = [served.text_prompt(prompt) for prompt in request.prompts]
+    choices = [
+        Choice(_text_ask(desk, request, prompt, index), served.text_reader(settings))
+        for prompt in prompts
+        for index in range(request.best_of)
+    ]
+    wire = TextWire(
+        id=f"cmpl-{secrets.token_hex(16)}", created=int(time.time()), name=request.model,
+        fingerprint=served.fingerprint, shown=served.shown, has_logprobs=settings.top_logprobs is not None,
+        has_ids=settings.return_token_ids, has_usage=settings.include_usage,
+    )  # fmt: skip
+    echoes = [_echo(served, request, prompt) for prompt in prompts for _ in range(request.best_of)]
+    num_prompt_tokens = sum(map(len, prompts))
+
+    def whole(folded: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+        written = []
+        for place, index in enumerate(_best(folded, request.best_of, settings.n)):
+            log = TextLog(wire.shown)
+            written.append(wire.choice(place, folded[index], log, echoes[index], choices[index].prompt_logprobs))
+        return wire.body(written, usage)
+
+    async def events(answer: RequestAnswer) -> AsyncGenerator[bytes, None]:
+        logs, to_echo = [TextLog(wire.shown) for _ in choices], list(echoes)
+        async for index, delta in answer.deltas():
+            echo, to_echo[index] = to_echo[index], None
+            choice = wire.choice(index, delta, logs[index], echo, choices[index].prompt_logprobs)
+            if choice["text"] or choice["finish_reason"] or delta.logprobs or delta.ids:
+                yield event_text(to_json(wire.chunk([choice])))
+        if wire.has_usage:
+            yield event_text(to_json(wire.chunk([], usage_of(num_prompt_tokens, choices))))
+
+    return PreparedRequest(choices, num_prompt_tokens, whole, events)
+
+
+def _text_ask(desk: Desk, request: CompletionRequest, prompt: list[int], index: int) -> Ask:
+    settings = request.settings
+    chooses = request.best_of > settings.n and settings.top_logprobs is None  # by the likelihood of what was made
+    asked = replace(settings, top_logprobs=0) if chooses else settings
+    ask = desk.ask(asked, request.model, prompt, index, desk.served.grammar(request, prompt))
+    if not request.echo or (settings.top_logprobs is None and ask.max_new_tokens):
+        return ask
+    return replace(ask, prompt_logprobs_from=1 if settings.top_logprobs is not None else max(1, len(prompt) - 1))
+
+
+def _echo(served: ServedModel, request: CompletionRequest, prompt: list[int]) -> Echo | None:
+    return Echo(served.text_of(prompt), prompt) if request.echo else None
+
+
+def _best(folded: Sequence[Delta], best_of: int, n: int) -> list[int]:
+    """Choose from each prompt's answers the n whose tokens are likeliest on average, the best first; all where no more
+    were made than are wanted."""
+    if best_of == n:
+        return list(range(len(folded)))
+    kept = []
+    for begin in range(0, len(folded), best_of):
+        group = range(begin, begin + best_of)
+        kept += sorted(group, key=lambda index: -_mean_logprob(folded[index]))[:n]
+    return kept
+
+
+def _mean_logprob(delta: Delta) -> float:
+    return sum(one.logprob for one in delta.logprobs) / max(1, len(delta.logprobs))

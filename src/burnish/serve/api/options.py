@@ -1,0 +1,129 @@
+"""The options of ``burnish api``, and what is wrong with them before a socket is opened.
+
+They are given as other options are, in YAML and as ``key=value``; LLaMA-Factory's environment variables are read where
+an option is not given. The key is never taken from the command line, which every user of the machine can read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import Given, option
+from burnish.run.plan.config_files import from_variables
+from burnish.serve.http.hosts import is_loopback
+
+ENVIRONMENT = {
+    "API_HOST": "api_host",
+    "API_PORT": "api_port",
+    "API_KEY": "api_key",
+    "API_MODEL_NAME": "api_model_name",
+    "FASTAPI_ROOT_PATH": "api_root_path",
+}
+_VERBOSE = {"0": "lines", "false": "lines", "1": "content", "true": "content"}
+LEAST_KEY = 8
+
+
+@dataclass
+class ApiOptions:
+    """Server."""
+
+    api_host: str = option("127.0.0.1", "The address to listen on. Anything but loopback needs a key.")
+    api_port: int = option(8000, "The port to listen on; 0 takes a free one.", ge=0, le=65535)
+    api_socket: str | None = option(
+        None, "A Unix socket to listen on instead of a port, for its owner alone.", names_place=True
+    )
+    api_key: str | None = option(
+        None, "What a request must show; made and printed once where the address is not loopback. Given in a file or "
+        "in the environment as API_KEY.", is_secret=True,
+    )  # fmt: skip
+    api_model_name: str | None = option(None, "The model's name in requests; by default its folder's.")
+    api_aliases: list[str] = option([], "Further names of the model, such as gpt-3.5-turbo for older clients.")
+    api_origins: list[str] = option([], "Pages that may ask from a browser, such as https://chat.example.org.")
+    api_hosts: list[str] = option([], "Names under which the server is reached besides localhost and api_host.")
+    api_root_path: str = option("", "The path under which a proxy shows the server, such as /llm.")
+    api_max_body: int = option(4 * 2**20, "The longest body of a request.", unit="bytes", ge=1024)
+    api_max_waiting: int = option(64, "Answers that may wait for a seat; more are told to come again.", ge=0)
+    api_max_choices: int = option(8, "The most answers to one request (n).", ge=1, le=128)
+    api_max_tokens: int = option(
+        4096, "The longest answer, and its length where a request says none.", unit="tokens", ge=1
+    )
+    api_timeout: float = option(600.0, "The longest time a request may take, waiting included.", unit="s", gt=0)
+    api_drain: float = option(10.0, "At the end, the time that answers under way still have.", unit="s", ge=0)
+    api_reasoning: Literal["field", "inline", "drop"] = option(
+        "field", "Thoughts of a model: in reasoning_content (field), in the text (inline), or left out (drop)."
+    )
+    api_strict: bool = option(False, "Refuse fields that are not known, instead of naming them in a header.")
+    api_log: Literal["lines", "content"] = option(
+        "lines", "A line per request without its content, or with it (content)."
+    )
+    api_metrics: bool = option(True, "Serve /metrics for Prometheus.")
+
+
+def from_environment(given: Mapping[str, Given], environment: Mapping[str, str] = os.environ) -> dict[str, Given]:
+    """Options that only the environment names."""
+    found = from_variables(ENVIRONMENT, given, environment)
+    verbose = environment.get("API_VERBOSE", "").lower()
+    if "api_log" not in given and verbose in _VERBOSE:
+        found["api_log"] = Given(_VERBOSE[verbose], "the environment's API_VERBOSE")
+    return found
+
+
+def problems_of_key(given: Mapping[str, Given], command_line: str) -> list[Problem]:
+    """A key on the command line is in the process list, and refused."""
+    if "api_key" in given and given["api_key"].where == command_line:
+        return [
+            Problem(
+                '"api_key" stands in the list of processes when it is given on the command line.',
+                remedy="Give it in a YAML file, or in the environment: API_KEY=... burnish api ...",
+            )
+        ]
+    return []
+
+
+def check_api(options: ApiOptions) -> list[Problem]:
+    """Find what is wrong with the options of the server."""
+    problems = []
+    if options.api_key is not None and len(options.api_key) < LEAST_KEY:
+        problems.append(Problem(f'"api_key" must have at least {LEAST_KEY} characters.', remedy="Leave it to burnish."))
+    if options.api_key is not None and not (options.api_key.isascii() and options.api_key.isprintable()):
+        problems.append(Problem('"api_key" must be printable ASCII: it travels in a header.'))
+    if "*" in options.api_origins:
+        problems.append(
+            Problem(
+                '"api_origins" must name pages: "*" would let every page that you open ask the model.',
+                remedy="Name them: api_origins: [https://chat.example.org]",
+            )
+        )
+    problems += [
+        Problem(f'"api_origins" must be like https://chat.example.org. Received: "{origin}".')
+        for origin in options.api_origins
+        if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.rstrip("/").count("/") != 2)
+    ]
+    return problems
+
+
+def needs_key(options: ApiOptions) -> bool:
+    """Return whether others than this machine's users could send requests."""
+    return options.api_socket is None and not is_loopback(options.api_host)
+
+
+def with_adapters(words: Sequence[str]) -> list[str]:
+    """``--adapter sql=saves/sql`` as often as there are adapters, as the one option that it is."""
+    left: list[str] = []
+    named: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        if word != "--adapter":
+            left.append(word)
+            continue
+        given = next(rest, "")
+        name, _, folder = given.partition("=")
+        if not (name and folder):
+            raise UserError(f'--adapter takes name=folder. Received: "{given}".')
+        named[name] = folder
+    return [*left, "--served_adapters", json.dumps(named)] if named else left

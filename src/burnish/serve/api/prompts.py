@@ -1,0 +1,225 @@
+"""The messages of a request -> the ids that the model goes on from, by the template that trained.
+
+In: a chat request. Out: ids. A conversation becomes an ``Example``, as a record of training data would, and
+``Template.prompt`` does the rest; so what is served cannot differ from what was trained. Refused, with its place: an
+order or tools that the template cannot write, thoughts where it knows none, arguments that it does not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Environment, meta
+
+from burnish.data.chat.chat_template import JinjaFormat
+from burnish.data.chat.choose import load_template
+from burnish.data.chat.rows import Template
+from burnish.data.chat.table import TemplateSpec
+from burnish.data.tally import Tally
+from burnish.loop.types import Example, Message
+from burnish.serve.api.messages import ChatMessage
+from burnish.serve.api.requests import ChatRequest
+from burnish.serve.http.errors import Refusal
+
+_UNWRITABLE = (ValueError, KeyError, TypeError, AttributeError)
+THOUGHTLESS = ("none", "minimal")
+_SETTLED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
+"""Variables of a chat template that no request may set."""
+
+
+class Prompter:
+    """Prompts of one template.
+
+    Args:
+        template: as it trained; ``template.options`` are those it was loaded with.
+    """
+
+    def __init__(self, template: Template) -> None:
+        self.template = template
+        self._under = lru_cache(maxsize=32)(self._made_under)
+
+    def ids(self, request: ChatRequest) -> list[int]:
+        """The prompt of a request.
+
+        Raises:
+            Refusal: 400.
+        """
+        template = self._under(json.dumps(self._arguments(request), sort_keys=True))
+        try:
+            prompt = list(template.prompt(self.example(request)))
+        except _UNWRITABLE as error:
+            raise self._unwritable(error) from error
+        if request.continue_final_message:
+            prompt += self._begun(template, request.messages[-1].content)
+        return prompt
+
+    def whole(self, request: ChatRequest) -> list[int]:
+        """The ids of a conversation with its last answer, as a row of training data has them.
+
+        Raises:
+            Refusal: 400, where the template cannot write it, and where the last message is not the assistant's.
+        """
+        if request.messages[-1].role != "assistant":
+            message = "The last message must be the assistant's: its answer is what gets a score."
+            raise Refusal(400, "invalid_value", message, param="messages")
+        try:
+            (row,) = self.template.encode_flat([self.example(replace(request, continue_final_message=False))], Tally())
+        except _UNWRITABLE as error:
+            raise self._unwritable(error) from error
+        if row is None:
+            raise Refusal(400, "invalid_value", "The last answer is empty.", param="messages")
+        return [int(token) for token in row["input_ids"]]
+
+    def _unwritable(self, error: Exception) -> Refusal:
+        message = f"This model's template ({self.template.name}) cannot write the conversation: {_first_line(error)}"
+        return Refusal(400, "invalid_value", message, param="messages")
+
+    def example(self, request: ChatRequest) -> Example:
+        """The conversation as a record of training data."""
+        messages: Sequence[ChatMessage] = request.messages[: -1 if request.continue_final_message else None]
+        tools = "" if request.tool_choice.kind == "none" or not request.tools else _json(request.tools)
+        if tools and not self.shows_tools:
+            message = (
+                f"This model's template ({self.template.name}) tells a model of no tools: leave tools out, or serve "
+                "the model with a template that does."
+            )
+            raise Refusal(400, "unsupported_parameter", message, param="tools")
+        system = None
+        if messages and messages[0].role == "system":
+            system, messages = messages[0].content, messages[1:]
+        if self.template.spec is not None:
+            messages = _joined(messages)
+        words = self.template.spec.tool_call_words if self.template.spec else TemplateSpec.tool_call_words
+        thoughts = self.template.spec.thought_words if self.template.spec else TemplateSpec.thought_words
+        written = tuple(_message(message, words, thoughts) for message in messages)
+        return Example(written, system=system, tools=tools, source="the request", number=1)
+
+    def _begun(self, template: Template, text: str) -> list[int]:
+        """The ids of an answer that is to be continued."""
+        if not text:
+            return []
+        encoder = template.form.encoder
+        hidden = encoder.hide(text, assistant=True)
+        return [int(token) for token in encoder.encode([hidden])[hidden]]
+
+    def _arguments(self, request: ChatRequest) -> dict[str, Any]:
+        """Check the request's arguments for the template."""
+        given = dict(request.template_arguments)
+        effort = request.reasoning_effort
+        if effort is not None and (self.thinks or effort not in THOUGHTLESS):  # none are none everywhere
+            if not self.thinks:
+                message = "This model's template writes no thoughts: leave reasoning_effort out."
+                raise Refusal(400, "unsupported_parameter", message, param="reasoning_effort")
+            given.setdefault("enable_thinking", effort not in THOUGHTLESS)
+            if "reasoning_effort" in self.reads:
+                given.setdefault("reasoning_effort", effort)
+        for name, value in given.items():
+            self._check(name, value)
+        return given
+
+    def _check(self, name: str, value: Any) -> None:
+        path = f"chat_template_kwargs.{name[:64]}"
+        if name not in self.reads:
+            message = f'"{path}" is not read by this template. It reads: {", ".join(sorted(self.reads)) or "nothing"}.'
+            raise Refusal(400, "unsupported_parameter", message, param=path)
+        if self.template.spec is not None and not isinstance(value, bool | None):
+            raise Refusal(400, "invalid_type", f'"{path}" must be true, false or null.', param=path)
+
+    @property
+    def thinks(self) -> bool:
+        """Return whether thoughts can be switched on or off."""
+        return self.template.spec.reasoning if self.template.spec is not None else "enable_thinking" in self.reads
+
+    @property
+    def shows_tools(self) -> bool:
+        """Return whether tools reach the prompt: every named template writes them, a chat template may not."""
+        return self.template.spec is not None or "tools" in self._variables()
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of arguments that the template reads."""
+        if self.template.spec is not None:
+            return frozenset({"enable_thinking", "preserve_thinking"} if self.template.spec.reasoning else ())
+        return self._variables() - _SETTLED
+
+    def _variables(self) -> frozenset[str]:
+        """Names that the chat template reads."""
+        form = self.template.form
+        assert isinstance(form, JinjaFormat)
+        return _names_read("\0".join(form.templates.values()))
+
+    def _made_under(self, arguments: str) -> Template:
+        """The template as the arguments (JSON text) would have it."""
+        values: Mapping[str, Any] = json.loads(arguments)
+        template = self.template
+        if not values:
+            return template
+        if template.spec is not None:
+            asked: Any = template.options  # those that named it, which are more than a template reads
+            return load_template(replace(asked, **values), template.tokenizer, template.cutoff_len)
+        form = template.form
+        assert isinstance(form, JinjaFormat)
+        head = "".join(f"{{%- set {name} = {_literal(value)} %}}" for name, value in values.items())
+        texts = {name: head + text for name, text in form.templates.items()}
+        changed = JinjaFormat(texts, template.options, template.tokenizer, template.name)
+        return Template(template.name, changed, template.options, template.tokenizer, None, template.cutoff_len)
+
+
+def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Neighbours of one role as one message, with a blank line between; named templates alternate."""
+    found: list[ChatMessage] = []
+    for message in messages:
+        if found and found[-1].role == message.role != "tool" and not (found[-1].calls or message.calls):
+            parts = [part for part in (found[-1].content, message.content) if part]
+            found[-1] = replace(found[-1], content="\n\n".join(parts))
+        else:
+            found.append(message)
+    return found
+
+
+def _message(message: ChatMessage, call_words: tuple[str, str], thought_words: tuple[str, str]) -> Message:
+    """In the roles of training data: ``function`` is an answer that calls, ``observation`` what came back."""
+    if message.role == "tool":
+        return Message("observation", message.content)
+    if message.role != "assistant":
+        return Message("system" if message.role == "system" else "user", message.content)
+    thought = thought_words[0] + message.reasoning + thought_words[1] if message.reasoning else ""
+    content = thought + message.content
+    if not message.calls:
+        return Message("assistant", content)
+    calls = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in message.calls]
+    return Message("function", content + call_words[0] + _json(calls) + call_words[1])
+
+
+@lru_cache(maxsize=8)
+def _names_read(text: str) -> frozenset[str]:
+    """Names that Jinja text reads and does not set."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
+    plain = text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    for mark in ("{%- generation -%}", "{%- endgeneration -%}", "{%- generation %}", "{%- endgeneration %}"):
+        plain = plain.replace(mark, "")
+    return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if value is None:
+        return "none"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _first_line(error: BaseException) -> str:
+    text = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return text.removeprefix("the request, record 1: ")[:300]

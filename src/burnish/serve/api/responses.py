@@ -1,0 +1,310 @@
+"""A request's answers as they grow: what the engine makes, id by id, becomes deltas; deltas become a stream or a whole.
+
+    answer = RequestAnswer(mailbox, [Choice(ask, reader), ...])
+    answer.begin(engine)
+    async for index, delta in answer.deltas(): ...
+
+The engine calls from its own thread. A ``Mailbox`` carries what it made to the event loop, with one wake-up for a whole
+turn of the engine, and for all that came meanwhile. Each choice keeps one delta that grows until somebody takes it: who
+reads slowly gets fewer, longer deltas and holds up nobody. The whole answer is the same deltas, folded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
+
+from burnish.config.errors import UserError
+from burnish.inference.types import AnswerEngine, Ask, Closed, Full, Logprob, Made, Sink, Ticket
+from burnish.serve.http.errors import Refusal
+
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True)
+class AnswerCall:
+    """A whole call of a tool; ``arguments`` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass
+class Delta:
+    """The part of a choice that is new since it was last taken."""
+
+    is_first: bool = False
+    reasoning: str = ""
+    content: str = ""
+    calls: list[AnswerCall] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (
+            self.is_first or self.reasoning or self.content or self.calls or self.logprobs or self.ids or self.reason
+        )
+
+    def add(self, other: Delta) -> None:
+        """The fold: this, and then that."""
+        self.is_first |= other.is_first
+        self.reasoning += other.reasoning
+        self.content += other.content
+        self.calls += other.calls
+        self.logprobs += other.logprobs
+        self.ids += other.ids
+        self.reason = self.reason or other.reason
+
+
+class DeltaReader(Protocol):
+    """Text of ids: pieces into a delta. ``inference/replies/replies.py`` reads; ``serve/api/served.py`` puts it into these words."""
+
+    def take(self, token: int, delta: Delta) -> bool:
+        """Read one id. Returns true where the answer ends here: a stop string came."""
+        ...
+
+    def end(self, delta: Delta) -> None:
+        """No more ids come: what was held back is text now."""
+        ...
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Tokens so far that were thought and not said."""
+        ...
+
+
+class Mailbox:
+    """From the engine's thread to the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._letters: deque[tuple[Callable[[Made], None], Made]] = deque()
+        self._is_called = threading.Event()
+
+    def to(self, take: Callable[[Made], None]) -> Sink:
+        """A sink for the engine, whose ``Made`` reach ``take`` in the event loop."""
+        return _Slit(self, take)
+
+    def deliver(self, made: Sequence[tuple[Sink, Made]]) -> None:
+        """Take all that one turn of an engine made: one call wakes the loop, which would be in the engine's way after
+        the first letter, and again and again."""
+        for sink, each in made:
+            if isinstance(sink, _Slit):
+                self._letters.append((sink.take, each))
+            else:
+                sink(each)
+        self._call()
+
+    def put(self, take: Callable[[Made], None], made: Made) -> None:
+        self._letters.append((take, made))
+        self._call()
+
+    def _call(self) -> None:
+        if self._letters and not self._is_called.is_set():
+            self._is_called.set()
+            try:
+                self._loop.call_soon_threadsafe(self._empty)
+            except RuntimeError:  # the loop has ended, and with it whoever waited
+                self._letters.clear()
+
+    def _empty(self) -> None:
+        self._is_called.clear()  # first: what comes from now on calls again
+        while self._letters:
+            take, made = self._letters.popleft()
+            take(made)
+
+
+@dataclass(frozen=True)
+class _Slit:
+    """A sink of a mailbox."""
+
+    mailbox: Mailbox
+    take: Callable[[Made], None]
+
+    def __call__(self, made: Made) -> None:
+        self.mailbox.put(self.take, made)
+
+
+class Choice:
+    """One answer of a request.
+
+    Args:
+        ask: what the engine is asked.
+        reader: its ids as text.
+        ends_with_first_call: the answer is over with its first whole call.
+    """
+
+    def __init__(self, ask: Ask, reader: DeltaReader, ends_with_first_call: bool = False) -> None:
+        self.ask, self.reader, self.ends_with_first_call = ask, reader, ends_with_first_call
+        self.ticket: Ticket | None = None
+        self.delta = Delta()
+        self.error: Refusal | None = None
+        self.reason: FinishReason | None = None
+        self.prompt_logprobs: tuple[Logprob, ...] = ()
+        self.num_tokens = self.cached_tokens = 0
+        self._has_calls = False
+
+    @property
+    def num_thought_tokens(self) -> int:
+        return self.reader.num_thought_tokens
+
+    @property
+    def is_over(self) -> bool:
+        return self.reason is not None or self.error is not None
+
+    def take(self, made: Made) -> None:
+        """One step's result."""
+        if self.is_over:
+            return
+        if made.filled is not None:
+            self.delta.is_first = True
+            self.cached_tokens, self.prompt_logprobs = made.filled.cached_tokens, made.filled.logprobs
+        for place, token in enumerate(made.ids):
+            if self._take(token, made.logprobs[place] if made.logprobs else None):
+                return
+        if made.reason in ("stop", "length"):
+            self.reader.end(self.delta)
+            self._finish("stop" if made.reason == "stop" else "length")
+        elif made.reason is not None:
+            self.error = refusal_of(made)
+
+    def _take(self, token: int, logprob: Logprob | None) -> bool:
+        """Read one id. Returns true where the answer is over by what it says."""
+        self.num_tokens += 1
+        if token in self.ask.stop_ids:
+            return False  # it ends the answer and is no part of its text
+        self.delta.ids.append(token)
+        if logprob is not None:
+            self.delta.logprobs.append(logprob)
+        has_ended = self.reader.take(token, self.delta)
+        if has_ended or (self.ends_with_first_call and self.delta.calls):
+            del self.delta.calls[1 if self.ends_with_first_call else len(self.delta.calls) :]
+            self._finish("stop")
+            return True
+        return False
+
+    def _finish(self, reason: FinishReason) -> None:
+        self._has_calls |= bool(self.delta.calls)
+        self.reason = self.delta.reason = "tool_calls" if self._has_calls and reason == "stop" else reason
+
+    def taken(self) -> Delta:
+        """Return the parts that are new since the last call."""
+        found, self.delta = self.delta, Delta()
+        self._has_calls |= bool(found.calls)
+        return found
+
+
+class RequestAnswer:
+    """All choices of a request."""
+
+    def __init__(self, mailbox: Mailbox, choices: Sequence[Choice]) -> None:
+        self.mailbox, self.choices = mailbox, choices
+        self._changed = asyncio.Event()
+        self._engine: AnswerEngine | None = None
+        self.begun_s = time.monotonic()
+        self.first_token_s: float | None = None
+
+    def begin(self, engine: AnswerEngine) -> None:
+        """Hand all choices to the engine, or none.
+
+        Raises:
+            Refusal: 429 where too many wait, 503 where the engine takes none, 400 for what can never be answered.
+        """
+        self._engine = engine
+        try:
+            for choice in self.choices:
+                choice.ticket = engine.submit(choice.ask, self.mailbox.to(self._taker(choice)))
+        except Full as error:
+            self.cancel()
+            raise queue_full(error.retry_after_s) from error
+        except Closed as error:
+            self.cancel()
+            raise DRAINING from error
+        except UserError as error:
+            self.cancel()
+            raise Refusal(400, "invalid_value", str(error)) from error
+
+    def _taker(self, choice: Choice) -> Callable[[Made], None]:
+        def take(made: Made) -> None:
+            was_over = choice.is_over
+            choice.take(made)
+            if made.ids and self.first_token_s is None:
+                self.first_token_s = time.monotonic() - self.begun_s
+            if choice.is_over and not was_over and made.reason is None:
+                self._cancel(choice)  # a stop string, or a first call: the engine need not go on
+            self._changed.set()
+
+        return take
+
+    def fail(self, refusal: Refusal) -> None:
+        """End all choices that are under way."""
+        for choice in self.choices:
+            if not choice.is_over:
+                choice.error = refusal
+                self._cancel(choice)
+        self._changed.set()
+
+    def cancel(self) -> None:
+        """Nobody wants the rest; the engine is told, whatever has ended already."""
+        for choice in self.choices:
+            if not choice.is_over:
+                self._cancel(choice)
+
+    def _cancel(self, choice: Choice) -> None:
+        if choice.ticket is not None and self._engine is not None:
+            self._engine.cancel(choice.ticket)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Growth, choice by choice, until all are over.
+
+        Raises:
+            Refusal: where one failed.
+        """
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            for index, choice in enumerate(self.choices):
+                delta = choice.taken()
+                if not delta.is_empty:
+                    yield index, delta
+                if choice.error is not None:
+                    raise choice.error
+            if all(choice.is_over and choice.delta.is_empty for choice in self.choices):
+                return
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+
+_STATUS = {"non_finite_logits": 503, "out_of_memory": 503, "internal_error": 500}
+
+
+def refusal_of(made: Made) -> Refusal:
+    """Reason why an ask ended before its time. An engine's sentence begins with a code: ``out_of_memory: ...``."""
+    if made.error is None:
+        return DRAINING
+    if made.reason == "cancelled":
+        return Refusal(504, "timeout", "The answer was not ready in the time that a request may take (api_timeout).")
+    code, _, rest = made.error.what.partition(": ")
+    if code in _STATUS:
+        return Refusal(_STATUS[code], code, rest)
+    return Refusal(500, "internal_error", made.error.what)
+
+
+DRAINING = Refusal(503, "draining", "The server is ending; what was answered until now is all.")
+
+
+def queue_full(retry_after_s: float) -> Refusal:
+    """429 with when to come again, 1 to 60 seconds: the openai client waits that long."""
+    seconds = min(60, max(1, round(retry_after_s)))
+    message = f"Too many requests wait already. Come again in {seconds} s."
+    return Refusal(429, "queue_full", message, headers={"Retry-After": str(seconds)})

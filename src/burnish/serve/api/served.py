@@ -1,0 +1,260 @@
+"""A loaded model as the routes need it: prompts, readers, sampling, names.
+
+In: what ``inference/loading.py`` loaded, and the engine over it. Out: ``ServedModel``. Everything here is a
+translation between the words of a request and those of the engine; nothing is decided twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+from burnish.config.errors import UserError
+from burnish.inference.loaded_model import Answerer
+from burnish.inference.replies.grammar import Grammars
+from burnish.inference.replies.replies import Reply, ReplyPiece
+from burnish.inference.replies.reply_forms import ReplyForm, opens_thought, schemas_of
+from burnish.inference.scoring import ScoreEngine
+from burnish.inference.types import BASE, AnswerEngine, Grammar, Sampling
+from burnish.serve.api.prompts import Prompter
+from burnish.serve.api.requests import ChatRequest, CompletionRequest, Settings, unknown_model
+from burnish.serve.api.responses import AnswerCall, Delta
+from burnish.serve.http.errors import Refusal
+
+Reasoning = Literal["field", "inline", "drop"]
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class ServedModel:
+    """A model, its adapters and its engine, ready to answer.
+
+    Args:
+        name: of the model in requests.
+        aliases: further names of it.
+        reasoning: where thoughts go.
+    """
+
+    def __init__(
+        self, answerer: Answerer, engine: AnswerEngine, name: str, aliases: Sequence[str] = (),
+        reasoning: Reasoning = "field", fingerprint: str = "",
+    ) -> None:  # fmt: skip
+        self.scorer = engine if isinstance(engine, ScoreEngine) else None
+        self.answerer, self.engine, self.name, self.reasoning = answerer, engine, name, reasoning
+        self.fingerprint = f"fp_{hashlib.sha256(fingerprint.encode()).hexdigest()[:10]}"
+        self.context, self.vocab_size = answerer.context, len(answerer.tokenizer)
+        self.prompter = Prompter(answerer.template)
+        self.created = int(time.time())
+        self._names = {name: BASE, **dict.fromkeys(aliases, BASE)}
+        for adapter in answerer.adapters:
+            self._names |= {adapter: adapter, f"{name}:{adapter}": adapter}
+        self.shown = lru_cache(maxsize=65536)(TokenPieces(answerer.tokenizer))
+
+    def adapter_of(self, model: str) -> str:
+        """The adapter, or BASE, that a request's ``model`` names. Raises Refusal 404."""
+        if model not in self._names:
+            raise unknown_model(model, list(self._names))
+        return self._names[model]
+
+    def models(self) -> list[dict[str, Any]]:
+        """The list of ``/v1/models``: the model, its aliases, its adapters."""
+        entries = []
+        for name, adapter in self._names.items():
+            if ":" in name and adapter != BASE:
+                continue  # the longer name of an adapter
+            parent = self.name if adapter != BASE else None
+            entries.append(
+                {
+                    "id": name, "object": "model", "created": self.created, "owned_by": "burnish", "parent": parent,
+                    "root": adapter if adapter != BASE else self.name, "max_model_len": self.context,
+                }
+            )  # fmt: skip
+        return entries
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    def chat_prompt(self, request: ChatRequest) -> list[int]:
+        return self.prompter.ids(request)
+
+    def text_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
+        """Ids as they are; text as the tokenizer writes it, with what it puts before every text. Text of users is
+        text: a control token's name in it is no control token."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        tokenizer = self.answerer.tokenizer
+        ids = list(tokenizer(prompt, split_special_tokens=True)["input_ids"])
+        if not ids and tokenizer.bos_token_id is not None:
+            ids = [tokenizer.bos_token_id]
+        if not ids:
+            raise Refusal(400, "invalid_value", '"prompt" must hold at least one token.', param="prompt")
+        return [int(token) for token in ids]
+
+    def scored_text(self, text: str | ChatRequest) -> list[int]:
+        """The ids of a text as it is, control tokens too (LLaMA-Factory's way), or of a conversation as it trained."""
+        if not isinstance(text, str):
+            return self.prompter.whole(text)
+        return [int(token) for token in self.answerer.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        text: str = self.answerer.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    # --- replies ------------------------------------------------------------------------------------------------------
+
+    def chat_reader(self, request: ChatRequest, prompt: Sequence[int]) -> ReplyReader:
+        form, tokenizer, settings = self.answerer.form, self.answerer.tokenizer, request.settings
+        told = request.tools if request.tool_choice.kind != "none" else ()
+        reply = Reply(
+            form, tokenizer, offered=schemas_of(told), stop=settings.stop, stop_ids=self.stop_ids(settings),
+            in_thought=opens_thought(prompt, form, tokenizer), skips_special=settings.skip_special_tokens,
+            only_one_call=not request.parallel_tool_calls,
+        )  # fmt: skip
+        return ReplyReader(reply, self.reasoning, form)
+
+    def text_reader(self, settings: Settings) -> ReplyReader:
+        form = ReplyForm(thought_words=("", ""))
+        reply = Reply(
+            form, self.answerer.tokenizer, stop=settings.stop, stop_ids=self.stop_ids(settings),
+            skips_special=settings.skip_special_tokens,
+        )  # fmt: skip
+        return ReplyReader(reply, "field", form)
+
+    def grammar(self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> Grammar | None:
+        """The grammar of an answer, if the request asks for one; it begins where an open thought ends.
+
+        Raises:
+            Refusal: 400, for a schema or a tool format that cannot be held to.
+        """
+        wanted, form = request.settings.response_format, self.answerer.form
+        calls = isinstance(request, ChatRequest) and request.tool_choice.kind == "required"
+        if wanted.kind == "text" and not calls:
+            return None
+        param = "tool_choice" if calls else "response_format"
+        is_open = isinstance(request, ChatRequest) and opens_thought(prompt, form, self.answerer.tokenizer)
+        waits_for = form.thought_words[1] if is_open else ""
+        try:
+            if isinstance(request, ChatRequest) and calls:
+                offered = schemas_of(_chosen(request))
+                only_one = not request.parallel_tool_calls or bool(request.tool_choice.name)
+                return self.grammars.calls(form.tool_format, offered, only_one=only_one, waits_for=waits_for)
+            if wanted.kind == "json_schema":
+                return self.grammars.json_schema(wanted.schema, waits_for)
+            return self.grammars.json_object(waits_for)
+        except UserError as error:
+            raise Refusal(400, "unsupported_parameter", f'"{param}": {error}', param=param) from error
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        model: Any = self.answerer.model
+        rows = model.get_output_embeddings().weight.shape[0] if model is not None else self.vocab_size
+        return Grammars(self.answerer.tokenizer, self.answerer.stop_ids, rows)
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    def sampling(self, settings: Settings) -> Sampling:
+        """The request's words over the operator's, and these over the model's."""
+        given: dict[str, Any] = {
+            "temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k,
+            "min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty, "seed": settings.seed,
+        }  # fmt: skip
+        changes = {name: value for name, value in given.items() if value is not None}
+        found = replace(
+            self.answerer.defaults, presence_penalty=settings.presence_penalty,
+            frequency_penalty=settings.frequency_penalty, bias=dict(settings.bias),
+            **changes,
+        )  # fmt: skip
+        if settings.do_sample is False:
+            return replace(found, temperature=0.0)
+        draws = settings.do_sample and settings.temperature is None and found.temperature == 0
+        return replace(found, temperature=1.0) if draws else found
+
+    def stop_ids(self, settings: Settings) -> frozenset[int]:
+        own = () if settings.ignore_eos else self.answerer.stop_ids
+        return frozenset((*own, *settings.stop_token_ids))
+
+
+def _chosen(request: ChatRequest) -> list[Any]:
+    """The tools of which one must be called."""
+    name = request.tool_choice.name
+    return [tool for tool in request.tools if not name or tool["function"]["name"] == name]
+
+
+class ReplyReader:
+    """``answering.DeltaReader`` over a reply: pieces into deltas, thoughts where the operator wants them."""
+
+    def __init__(self, reply: Reply, reasoning: Reasoning, form: ReplyForm) -> None:
+        self.reply, self.reasoning, self.form = reply, reasoning, form
+        self.num_thought_tokens = 0
+        self._is_open = False  # a thought has been begun in the text
+
+    def take(self, token: int, delta: Delta) -> bool:
+        self._add(self.reply.feed([token]), delta)
+        return self.reply.has_stopped
+
+    def end(self, delta: Delta) -> None:
+        self._add(self.reply.end(), delta)
+
+    def _add(self, pieces: Sequence[ReplyPiece], delta: Delta) -> None:
+        for piece in pieces:
+            if piece.kind == "thought":
+                self._think(piece, delta)
+                continue
+            if self._is_open:
+                delta.content += f"\n{self.form.thought_words[1]}\n\n"
+                self._is_open = False
+            if piece.call is not None:
+                arguments = json.dumps(piece.call.arguments, ensure_ascii=False)
+                delta.calls.append(AnswerCall(f"call_{secrets.token_hex(12)}", piece.call.name, arguments))
+            else:
+                delta.content += piece.text
+
+    def _think(self, piece: ReplyPiece, delta: Delta) -> None:
+        self.num_thought_tokens += piece.tokens
+        if self.reasoning == "field":
+            delta.reasoning += piece.text
+        elif self.reasoning == "inline":
+            delta.content += piece.text if self._is_open else f"{self.form.thought_words[0]}\n{piece.text}"
+            self._is_open = True
+
+
+class TokenPieces:
+    """A token's text and bytes, each token by itself. Half a letter has bytes, and U+FFFD for its text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self._bytes = _bytes_of_letters() if "ByteLevel" in f"{type(decoder).__name__} {decoder!r}" else None
+        self._whole = {token.content for token in tokenizer.added_tokens_decoder.values()}
+
+    def __call__(self, token: int) -> tuple[str, bytes]:
+        piece = self.tokenizer.convert_ids_to_tokens(token)
+        if piece is None:
+            return "", b""
+        octets = piece.encode("utf-8") if piece in self._whole else self._octets(piece)
+        return octets.decode("utf-8", "replace"), octets
+
+    def _octets(self, piece: str) -> bytes:
+        if self._bytes is not None:
+            return b"".join(self._bytes.get(letter, letter.encode("utf-8")) for letter in piece)
+        if single := _BYTE.fullmatch(piece):
+            return bytes([int(single[1], 16)])
+        return piece.replace("▁", " ").encode("utf-8")
+
+
+def _bytes_of_letters() -> dict[str, bytes]:
+    """The letters by which byte-level vocabularies write bytes (Radford et al. 2019, ``bytes_to_unicode`` of
+    https://github.com/openai/gpt-2/blob/master/src/encoder.py): printable ones stand for themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [octet for octet in range(256) if octet not in printable]
+    return {
+        **{chr(octet): bytes([octet]) for octet in printable},
+        **{chr(256 + place): bytes([octet]) for place, octet in enumerate(others)},
+    }

@@ -1,0 +1,320 @@
+"""Partners of a conversation at a terminal: the engine in this process, or a server that speaks OpenAI's API.
+
+In:  messages in OpenAI's words, settings. Out: events as they come: pieces of thought and content, calls, and at the
+     end what was measured. Closing the iterator ends the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol, TypeAlias
+
+from burnish.config.errors import UserError
+
+WireMessage: TypeAlias = dict[str, Any]
+"""``role``, ``content``, and where there are any ``reasoning_content``, ``tool_calls``, ``tool_call_id``."""
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """Settings of an answer. None: as the model or the server has it."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_new_tokens: int | None = None
+    do_sample: bool | None = None
+
+    def given(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request.
+
+    Args:
+        thinks: None leaves it to the template.
+        adapter: "" for the model itself.
+    """
+
+    messages: Sequence[WireMessage]
+    settings: ChatSettings = field(default_factory=ChatSettings)
+    tools: Sequence[Mapping[str, Any]] = ()
+    thinks: bool | None = None
+    adapter: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A piece of an answer, or its end.
+
+    Args:
+        call: {"name", "arguments"}; arguments are JSON text.
+        end: of the last event.
+    """
+
+    kind: Literal["content", "thought", "call", "end"]
+    text: str = ""
+    call: Mapping[str, str] | None = None
+    end: AnswerEnded | None = None
+
+
+@dataclass(frozen=True)
+class AnswerEnded:
+    """An answer.
+
+    Args:
+        tokens: of the answer; None where a server does not say.
+        left: tokens of context.
+        prompt, ids: of the exchange, where the engine is here.
+        chances: probability of each id.
+    """
+
+    reason: str
+    tokens: int | None = None
+    first_s: float = 0.0
+    seconds: float = 0.0
+    left: int | None = None
+    prompt: tuple[int, ...] = ()
+    ids: tuple[int, ...] = ()
+    chances: tuple[float, ...] = ()
+    error: str = ""
+
+
+class Partner(Protocol):
+    """A partner that answers."""
+
+    name: str
+    adapters: tuple[str, ...]
+
+    def answer(self, request: Request) -> Iterator[Event]: ...
+    def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
+        """The text of each id, and whether it is a control token."""
+        ...
+
+    def defaults(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+class LocalPartner:
+    """The engine in this process."""
+
+    def __init__(self, answerer: Any, engine: Any) -> None:
+        from burnish.serve.api.prompts import Prompter
+
+        self.answerer, self.engine = answerer, engine
+        self.name, self.adapters = answerer.name, tuple(answerer.adapters)
+        self.prompter = Prompter(answerer.template)
+
+    def defaults(self) -> dict[str, Any]:
+        sampling = self.answerer.defaults
+        values = {f.name: getattr(sampling, f.name, None) for f in fields(ChatSettings)}
+        return {**values, "max_new_tokens": self.answerer.max_new_tokens, "do_sample": sampling.temperature > 0}
+
+    def answer(self, request: Request) -> Iterator[Event]:
+        from burnish.inference.replies.replies import Reply
+        from burnish.inference.replies.reply_forms import opens_thought, schemas_of
+
+        answerer = self.answerer
+        ids, began = self._prompt(request), time.monotonic()
+        form, tokenizer = answerer.form, answerer.tokenizer
+        reply = Reply(
+            form, tokenizer, offered=schemas_of(request.tools), stop_ids=answerer.stop_ids,
+            in_thought=opens_thought(ids, form, tokenizer),
+        )  # fmt: skip
+        made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        ticket = self.engine.submit(self._ask(ids, request), made.put)
+        found: list[int] = []
+        chances: list[float] = []
+        first, reason, error = 0.0, "", ""
+        try:
+            while not reason:
+                step = made.get()
+                first = first or (time.monotonic() if step.ids else 0.0)
+                found += step.ids
+                chances += (2.718281828459045**found_.logprob for found_ in step.logprobs)
+                for piece in reply.feed(step.ids):
+                    yield _event(piece)
+                reason, error = step.reason or "", str(step.error or "")
+        finally:
+            if not reason:
+                self.engine.cancel(ticket)
+        for piece in reply.end():
+            yield _event(piece)
+        now = time.monotonic()
+        yield Event(
+            "end",
+            end=AnswerEnded(
+                reason, len(found), max(first - began, 0.0), now - began, answerer.context - len(ids) - len(found),
+                tuple(ids), tuple(found), tuple(chances), error,
+            ),
+        )  # fmt: skip
+
+    def _prompt(self, request: Request) -> list[int]:
+        from burnish.serve.api.messages import ChatMessage, ToolCall
+        from burnish.serve.api.requests import ChatRequest, Settings
+        from burnish.serve.http.errors import Refusal
+
+        def as_typed(message: WireMessage) -> ChatMessage:
+            calls = tuple(
+                ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+                for call in message.get("tool_calls") or ()
+            )
+            return ChatMessage(
+                message["role"], message.get("content") or "", message.get("reasoning_content") or "", calls,
+                message.get("tool_call_id") or "",
+            )  # fmt: skip
+
+        arguments = {} if request.thinks is None else {"enable_thinking": request.thinks}
+        asked = ChatRequest(
+            self.name, tuple(map(as_typed, request.messages)), Settings(), tools=tuple(request.tools),
+            template_arguments=arguments,
+        )  # fmt: skip
+        try:
+            return self.prompter.ids(asked)
+        except Refusal as refusal:
+            raise UserError(str(refusal)) from refusal
+
+    def _ask(self, ids: list[int], request: Request) -> Any:
+        from burnish.inference.types import BASE, Ask
+
+        given = request.settings.given()
+        most = given.pop("max_new_tokens", self.answerer.max_new_tokens)
+        samples = given.pop("do_sample", None)
+        sampling = replace(self.answerer.defaults, **given)
+        if samples is False:
+            sampling = replace(sampling, temperature=0.0)
+        elif samples and sampling.temperature == 0:
+            sampling = replace(sampling, temperature=1.0)
+        return Ask(
+            ids, most, adapter=request.adapter or BASE, sampling=sampling, stop_ids=frozenset(self.answerer.stop_ids),
+            top_logprobs=0,
+        )  # fmt: skip
+
+    def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
+        tokenizer = self.answerer.tokenizer
+        special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+        return [(tokenizer.decode([i], skip_special_tokens=False), i in special) for i in ids]
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _event(piece: Any) -> Event:
+    if piece.call is not None:
+        arguments = json.dumps(piece.call.arguments, ensure_ascii=False)
+        return Event("call", call={"name": piece.call.name, "arguments": arguments})
+    return Event(piece.kind, piece.text)
+
+
+_NAMES = {"max_new_tokens": "max_completion_tokens"}
+"""Settings that OpenAI calls otherwise."""
+
+
+class UrlPartner:
+    """A server with OpenAI's API. The key is that of OPENAI_API_KEY.
+
+    Args:
+        url: ending in ``/v1``, as OpenAI's own does.
+        model: "" for the first that the server lists.
+    """
+
+    def __init__(self, url: str, model: str = "") -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"--url begins with http:// or https://. Received: {url}.")
+        self.url = url.rstrip("/")
+        self.adapters: tuple[str, ...] = ()
+        listed = [entry["id"] for entry in json.loads(self._open("GET", "/models").read()).get("data", [])]
+        if model and model not in listed:
+            raise UserError(f'the server has no model "{model}".', remedy=f"It has: {', '.join(listed)}.")
+        if not (model or listed):
+            raise UserError(f"{self.url}/models lists no model.")
+        self.name = model or listed[0]
+
+    def defaults(self) -> dict[str, Any]:
+        return {}
+
+    def answer(self, request: Request) -> Iterator[Event]:
+        settings = {_NAMES.get(name, name): value for name, value in request.settings.given().items()}
+        body: dict[str, Any] = {
+            "model": request.adapter or self.name, "messages": list(request.messages), "stream": True,
+            "stream_options": {"include_usage": True}, **settings,
+        }  # fmt: skip
+        if request.tools:
+            body["tools"] = list(request.tools)
+        if request.thinks is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": request.thinks}
+        began, first, reason, tokens = time.monotonic(), 0.0, "", None
+        calls: dict[int, dict[str, str]] = {}
+        with self._open("POST", "/chat/completions", body) as response:
+            for chunk in _chunks(response):
+                tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+                for choice in chunk.get("choices", []):
+                    delta = choice.get("delta") or {}
+                    first = first or time.monotonic()
+                    reason = choice.get("finish_reason") or reason
+                    for name, kind in (("reasoning_content", "thought"), ("content", "content")):
+                        if delta.get(name):
+                            yield Event(kind, delta[name])  # type: ignore[arg-type]
+                    for call in delta.get("tool_calls") or []:
+                        begun = calls.setdefault(call["index"], {"name": "", "arguments": ""})
+                        for key in begun:
+                            begun[key] += (call.get("function") or {}).get(key) or ""
+        for call in calls.values():
+            yield Event("call", call=call)
+        yield Event("end", end=AnswerEnded(reason, tokens, first - began if first else 0.0, time.monotonic() - began))
+
+    def _open(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        from urllib.error import HTTPError
+        from urllib.request import Request as HttpRequest
+        from urllib.request import urlopen
+
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = HttpRequest(self.url + path, data, headers, method=method)  # noqa: S310 (the address that was given)
+        try:
+            return urlopen(request, timeout=600)  # noqa: S310
+        except HTTPError as error:
+            raise UserError(f"{self.url} answered {error.code}: {_said(error.read())}") from error
+        except OSError as error:
+            raise UserError(f"{self.url} cannot be reached: {getattr(error, 'reason', error)}.") from error
+
+    def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def _chunks(response: Any) -> Iterator[dict[str, Any]]:
+    """The JSON of each event of a stream, up to ``[DONE]``."""
+    for line in response:
+        text = line.decode("utf-8").strip()
+        if not text.startswith("data:"):
+            continue
+        text = text.removeprefix("data:").strip()
+        if text == "[DONE]":
+            return
+        chunk = json.loads(text)
+        if "error" in chunk:
+            raise UserError(f"the server ended the answer: {chunk['error'].get('message', chunk['error'])}")
+        yield chunk
+
+
+def _said(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode("utf-8", "replace")[:200].strip() or "nothing more"

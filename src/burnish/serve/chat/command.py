@@ -1,0 +1,130 @@
+"""``burnish chat PATH``: from the first word to the exit status.
+
+In:  PATH and options as ``burnish train`` has them; ``--adapter name=folder``, ``--url http://…/v1``, ``--model NAME``,
+     ``--system TEXT``, ``--once TEXT``, ``--no-history``. Out: a conversation. Standard input that is no terminal is
+     one message, and only its answer is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from burnish.config.errors import UserError
+from burnish.config.secrets import without_secrets
+from burnish.report.streams import say
+from burnish.serve.api.options import with_adapters
+from burnish.serve.chat.backends import ChatSettings, LocalPartner, Partner, Request, UrlPartner
+from burnish.serve.chat.console import Screen, history_file, is_typed
+from burnish.serve.chat.session import Talk
+from burnish.utils.sigint import interruptible
+
+
+@dataclass
+class _Words:
+    """Options of the command alone."""
+
+    others: list[str]
+    url: str = ""
+    model: str = ""
+    system: str = ""
+    once: str | None = None
+    keeps_history: bool = True
+
+
+def chat(words: Sequence[str]) -> int:
+    """The command. Returns 1 where an answer failed."""
+    own = _read(words)
+    once = own.once
+    if once is None and not is_typed():
+        once = sys.stdin.read().strip() if sys.stdin is not None else ""
+    partner, settings, lines = _partner(own, is_quiet=once is not None)
+    try:
+        if once is not None:
+            return _answer_once(partner, Request(_messages(own.system, once), settings))
+        screen = Screen(history_file() if own.keeps_history else None)
+        for line in lines:
+            screen.say(without_secrets(line), "dim")
+        interruptible()  # Ctrl-C ends an answer or a line, not the conversation
+        status = Talk(partner, screen, settings, own.system).run()
+        screen.keep_history()
+        return status
+    finally:
+        partner.close()
+
+
+def _read(words: Sequence[str]) -> _Words:
+    found = _Words([])
+    rest = iter(with_adapters(words))
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name == "--no-history":
+            found.keeps_history = False
+        elif name in ("--url", "--model", "--system", "--once"):
+            given = value if equals else next(rest, None)
+            if given is None:
+                raise UserError(f"{name} is followed by a value.")
+            setattr(found, name[2:], given)
+        else:
+            found.others.append(word)
+    return found
+
+
+def _partner(own: _Words, is_quiet: bool) -> tuple[Partner, ChatSettings, list[str]]:
+    """Partners, the settings of the command line, and the lines that say so."""
+    if own.url:
+        if own.others:
+            what = f"with --url the server has its own options. Received: {' '.join(own.others)}."
+            raise UserError(what, remedy="/set changes how answers are drawn.")
+        away = UrlPartner(own.url, own.model)
+        return away, ChatSettings(), [f"{away.name} at {away.url}", "/help lists what can be typed"]
+    from burnish.inference.loading import engine_of, load_answerer
+    from burnish.run.plan.plan import placing
+    from burnish.serve.command_line import serving_of
+
+    serving = serving_of(own.others)
+    notes: list[str] = []
+    with placing(serving.provenance):
+        answerer = load_answerer(serving.options, serving.name, notes.append)
+    engine = engine_of(answerer)
+    given = {f.name: getattr(serving.options, f.name) for f in fields(ChatSettings) if f.name in serving.provenance}
+    facts = engine.facts()
+    template = f"template: {answerer.template.name}"
+    adapters = f"; adapters: {', '.join(answerer.adapters)}" if answerer.adapters else ""
+    weights = facts.memory_bytes.get("weights", 0) / 1e6
+    where = f"{weights:,.0f} MB of weights" if weights else f"answered by {facts.way}"
+    said = getattr(engine, "note", "")
+    lines = [
+        f"{answerer.name}: {where}, {answerer.context:,} tokens of context{adapters}",
+        template + "".join(f"; {note}" for note in notes if "writes other prompts" in note),
+        *([said] if said else []),
+        "/help lists what can be typed",
+    ]
+    if is_quiet:
+        for note in (note for note in notes if "writes other prompts" in note):
+            say(note, sys.stderr)
+    return LocalPartner(answerer, engine), ChatSettings(**given), lines
+
+
+def _messages(system: str, text: str) -> list[dict[str, str]]:
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": text}]
+
+
+def _answer_once(partner: Partner, request: Request) -> int:
+    """Print one answer, and nothing else."""
+    if not request.messages[-1]["content"]:
+        raise UserError("there is no message: standard input is empty.", remedy='Give one: --once "text".')
+    screen, status = Screen(), 0
+    for event in partner.answer(request):
+        if event.kind == "content":
+            screen.stream(event.text)
+        elif event.call is not None:
+            screen.say(json.dumps(event.call, ensure_ascii=False))
+        elif event.end is not None and event.end.reason == "failed":
+            say(str(event.end.error), sys.stderr)
+            status = 1
+    screen.end_stream()
+    return status

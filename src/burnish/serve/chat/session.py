@@ -1,0 +1,399 @@
+"""A conversation at a terminal, and what each typed line does to it.
+
+In: lines. Out: answers on the screen; a conversation that can be saved as a record to train on. Nothing that a model
+asks for is ever run: a call is shown, and waits for what a person types.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from burnish.config.conversion import as_type
+from burnish.config.errors import UserError, did_you_mean
+from burnish.serve.chat.backends import AnswerEnded, ChatSettings, Partner, Request, WireMessage
+from burnish.serve.chat.console import Screen
+from burnish.serve.chat.records import read_record
+from burnish.utils.files import expanded
+
+_TYPES: dict[str, Any] = {f.name: float for f in fields(ChatSettings)} | {
+    "seed": int, "top_k": int, "max_new_tokens": int, "do_sample": bool
+}  # fmt: skip
+HELP = """\
+text                  a message; a \\ at the end goes on, \"\"\" opens and closes one of several lines
+/new, /exit           begin anew (also: clear), leave (also: exit, Ctrl-D)
+/system [text]        show or set the system message, which begins anew
+/set [name=value]     show or change how answers are drawn: temperature=0.2 top_p=0.9 seed=7
+/think on|off|hide    ask for thoughts, for none, or show how long they took
+/tools FILE           offer the tools of a JSON file; /tools off
+/answer text          what a call came back with
+/retry, /undo, /edit  another answer; a turn back; the last message once more, to be changed
+/adapter NAME         go on with an adapter; base for none
+/both NAME            the last question answered by two side by side
+/tokens [p]           ids and pieces of the last exchange; p: how likely each was
+/prompt               the last prompt as the model read it
+/save [FILE]          write the conversation as a record of JSONL; /load FILE
+"""
+
+
+class Talk:
+    """One conversation.
+
+    Args:
+        partner: who answers.
+        settings: those of the command line.
+    """
+
+    def __init__(
+        self, partner: Partner, screen: Screen, settings: ChatSettings | None = None, system: str = ""
+    ) -> None:
+        self.partner, self.screen = partner, screen
+        self.settings = settings or ChatSettings()
+        self._from_start = set(self.settings.given())
+        self.messages: list[WireMessage] = []
+        self.system, self.adapter = system, ""
+        self.thinks: bool | None = None
+        self.thoughts: Literal["show", "hide"] = "show"
+        self.tools: list[Mapping[str, Any]] = []
+        self.last: AnswerEnded | None = None
+        self._retries = 0
+        self._begun = ""  # a message that is to be edited
+
+    # --- lines --------------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Read and answer until the end. Returns 0, or 1 where the last answer failed."""
+        status = 0
+        while True:
+            begun, self._begun = self._begun, ""
+            try:
+                line = self.screen.ask("> ", begun)
+            except EOFError:
+                self.screen.say()
+                return status
+            except KeyboardInterrupt:  # the first clears the line, a second one leaves
+                self.screen.say("\n(Ctrl-C once more, or Ctrl-D, leaves)", "dim")
+                try:
+                    line = self.screen.ask("> ")
+                except (EOFError, KeyboardInterrupt):
+                    self.screen.say()
+                    return status
+            if line.strip() in ("/exit", "exit", "/quit"):
+                return status
+            status = self.take(line)
+
+    def take(self, line: str) -> int:
+        """One line. Returns 1 where an answer failed."""
+        word, _, rest = line.strip().partition(" ")
+        if not line.strip():
+            return 0
+        try:
+            if word in ("clear", "/new"):
+                self.begin_anew()
+            elif word.startswith("/"):
+                return self._command(word[1:], rest.strip())
+            else:
+                return self.say(line.strip("\n"))
+        except UserError as error:
+            self.screen.tell(str(error), "red")
+            return 1
+        except KeyboardInterrupt:  # in a command, or behind the last word of an answer
+            self.screen.say("[stopped]", "yellow")
+        return 0
+
+    def _command(self, name: str, rest: str) -> int:
+        commands: dict[str, Callable[[str], int | None]] = {
+            "help": lambda _: self.screen.tell(HELP), "system": self._system, "set": self._set,
+            "think": self._think, "tools": self._tools, "answer": self._answer, "retry": lambda _: self._retry(),
+            "undo": lambda _: self._undo(), "edit": lambda _: self._edit(), "adapter": self._adapter,
+            "both": self._both, "tokens": self._tokens, "prompt": lambda _: self._prompt(), "save": self._save,
+            "load": self._load,
+        }  # fmt: skip
+        if name not in commands:
+            raise UserError(f"There is no /{name}.{did_you_mean(name, commands)} /help lists what there is.")
+        return commands[name](rest) or 0
+
+    def begin_anew(self) -> None:
+        self.messages = []
+        self.last, self._retries = None, 0
+        self.screen.say("A new conversation.", "dim")
+
+    # --- answering ----------------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> int:
+        """A message of the user, and the answer to it."""
+        if waiting := self._open_calls():
+            what = f"{len(waiting)} calls wait for what they came back with: /answer text. /undo takes them back."
+            raise UserError(what)
+        self._retries = 0
+        return self._respond([*self.messages, {"role": "user", "content": text}])
+
+    def _respond(self, messages: list[WireMessage]) -> int:
+        """Let the partner answer these messages; where no answer comes the conversation stays as it was."""
+        before, self.messages = self.messages, messages
+        found = None
+        try:
+            found = self._listen(self._request())
+        finally:
+            self.messages = before if found is None else [*messages, found]
+        return int(found is None)
+
+    def _request(self, **changes: Any) -> Request:
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        settings = self.settings
+        if settings.seed is not None:
+            settings = replace(settings, seed=settings.seed + self._retries)
+        request = Request([*first, *self.messages], settings, tuple(self.tools), self.thinks, self.adapter)
+        return replace(request, **changes)
+
+    def _listen(self, request: Request) -> WireMessage | None:
+        """Show an answer as it comes. Returns it as a message; None where it failed."""
+        found: WireMessage = {"role": "assistant", "content": ""}
+        thought, began, thought_s = "", time.monotonic(), 0.0
+        calls: list[dict[str, Any]] = []
+        ended = None
+        with closing(self.partner.answer(request)) as events:  # type: ignore[type-var]
+            try:
+                for event in events:
+                    if event.kind == "thought":
+                        thought += event.text
+                        thought_s = time.monotonic() - began
+                        if self.thoughts == "show":
+                            self.screen.stream(event.text, "dim")
+                    elif event.kind == "content":
+                        if thought and not found["content"]:
+                            self._end_thought(thought, thought_s)
+                        found["content"] += event.text
+                        self.screen.stream(event.text)
+                    elif event.kind == "call" and event.call is not None:
+                        calls.append(_call(event.call, len(self.messages), len(calls)))
+                    else:
+                        ended = event.end
+            except KeyboardInterrupt:
+                self.screen.stream(" [stopped]", "yellow")
+        if thought and not found["content"]:
+            self._end_thought(thought, thought_s)
+        self.screen.end_stream()
+        self._show_calls(calls)
+        if thought:
+            found["reasoning_content"] = thought
+        if calls:
+            found["tool_calls"] = calls
+        is_empty = ended is None and len(found) == 2 and not found["content"]  # stopped before the first word
+        return found if self._measured(ended) and not is_empty else None
+
+    def _end_thought(self, thought: str, seconds: float) -> None:
+        if self.thoughts == "hide":
+            self.screen.say(f"thought {seconds:.1f} s, {len(thought):,} characters", "dim")
+        else:
+            self.screen.say()
+
+    def _show_calls(self, calls: list[dict[str, Any]]) -> None:
+        for call in calls:
+            function = call["function"]
+            width = max(len(function["name"]) + 6, *(len(line) for line in function["arguments"].splitlines()), 20)
+            self.screen.say(f"┌─ {function['name']} {'─' * (width - len(function['name']) - 3)}", "cyan")
+            for line in function["arguments"].splitlines() or [""]:
+                self.screen.say(f"│ {line}", "cyan")
+            self.screen.say(f"└{'─' * width}", "cyan")
+        if calls:
+            self.screen.say("Nothing was run. /answer gives what it came back with.", "dim")
+
+    def _measured(self, ended: AnswerEnded | None) -> bool:
+        """The dim line below an answer; false where it failed."""
+        self.last = ended or self.last
+        if ended is None:
+            return True  # stopped
+        if ended.error and ended.reason == "failed":
+            self.screen.tell(ended.error, "red")
+            return False
+        parts = []
+        if ended.tokens is not None:
+            rate = ended.tokens / ended.seconds if ended.seconds else 0.0
+            parts += [f"{ended.tokens} tokens", f"{rate:.1f} tokens/s"]
+        parts.append(f"first after {ended.first_s:.2f} s")
+        if ended.left is not None:
+            parts.append(f"{ended.left:,} tokens of context left")
+        if ended.reason == "length":
+            parts.append("cut by max_new_tokens")
+        self.screen.tell(", ".join(parts), "dim")
+        return True
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def _system(self, text: str) -> None:
+        if not text:
+            self.screen.say(self.system or "There is no system message.", "dim")
+            return
+        self.system = text
+        self.begin_anew()
+
+    def _set(self, text: str) -> None:
+        if not text:
+            return self._show_settings()
+        for pair in text.split():
+            name, equals, value = pair.partition("=")
+            if not equals or name not in _TYPES:
+                raise UserError(f'"{pair}": a name=value is expected.{did_you_mean(name, _TYPES)}')
+            try:
+                typed = None if value in ("", "none", "default") else as_type(_TYPES[name], value)
+            except ValueError as error:
+                raise UserError(f"{name} {error}") from error
+            self.settings = replace(self.settings, **{name: typed})
+            self._from_start.discard(name)
+        return None
+
+    def _show_settings(self) -> None:
+        given, defaults = self.settings.given(), self.partner.defaults()
+        for name in _TYPES:
+            who = "the command line" if name in self._from_start else "you" if name in given else "the model"
+            value = given.get(name, defaults.get(name))
+            self.screen.say(
+                f"  {name:<20}{'not set' if value is None else value!s:<12} {who if value is not None else ''}"
+            )
+
+    def _think(self, text: str) -> None:
+        if text not in ("on", "off", "hide"):
+            raise UserError(f'/think is followed by on, off or hide. Received: "{text}".')
+        self.thinks = text != "off"
+        self.thoughts = "hide" if text == "hide" else "show"
+
+    def _tools(self, text: str) -> None:
+        if text == "off":
+            self.tools = []
+        elif text:
+            listed = read_record(Path(text))
+            if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
+                raise UserError(f"{text}: a JSON list of tools is expected.")
+            self.tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed]
+        names = [tool["function"].get("name", "?") for tool in self.tools]
+        self.screen.say(f"Offered: {', '.join(names)}." if names else "No tools are offered.", "dim")
+
+    def _open_calls(self) -> list[str]:
+        """The ids of calls that wait for an answer."""
+        for at in range(len(self.messages) - 1, -1, -1):
+            if self.messages[at]["role"] == "assistant":
+                answered = {message.get("tool_call_id") for message in self.messages[at + 1 :]}
+                ids = [call["id"] for call in self.messages[at].get("tool_calls") or ()]
+                return [call for call in ids if call not in answered]
+        return []
+
+    def _answer(self, text: str) -> int:
+        waiting = self._open_calls()
+        if not waiting:
+            raise UserError("No call waits for an answer.")
+        messages = [*self.messages, {"role": "tool", "content": text, "tool_call_id": waiting[0]}]
+        if len(waiting) > 1:
+            self.messages = messages
+        return self._respond(messages) if len(waiting) == 1 else 0
+
+    def _retry(self) -> int:
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise UserError("There is no answer to be made again.")
+        self._retries += 1
+        return self._respond(self.messages[:-1])
+
+    def _undo(self) -> None:
+        if not self.messages:
+            raise UserError("The conversation is empty.")
+        while self.messages and self.messages.pop()["role"] != "user":
+            pass
+        shown = self.messages[-1]["content"][:60] if self.messages else "the beginning"
+        self.screen.say(f"Back to: {shown}", "dim")
+
+    def _edit(self) -> None:
+        place = next((at for at in range(len(self.messages) - 1, -1, -1) if self.messages[at]["role"] == "user"), None)
+        if place is None:
+            raise UserError("There is no message to be changed.")
+        self._begun = self.messages[place]["content"]
+        self.messages = self.messages[:place]
+
+    def _adapter(self, name: str) -> None:
+        self.adapter = self._known(name)
+
+    def _known(self, name: str) -> str:
+        """An adapter by the name that requests have for it."""
+        known = ("base", *self.partner.adapters)
+        if name not in known:
+            raise UserError(f'There is no adapter "{name}". Known: {", ".join(known)}.')
+        return "" if name == "base" else name
+
+    def _both(self, name: str) -> None:
+        """The last question, answered by the model that goes on and by another; the conversation stays as it is."""
+        other = self._known(name)
+        asked = self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
+        if not asked:
+            raise UserError("There is no question yet.")
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        for adapter in (self.adapter, other):
+            self.screen.say(f"{adapter or 'base'}:", "bold")
+            self._listen(self._request(messages=[*first, *asked], adapter=adapter))
+
+    def _tokens(self, text: str) -> None:
+        last = self._last_ids()
+        self._show_pieces(last.prompt, ())
+        self.screen.say()
+        self._show_pieces(last.ids, last.chances if text == "p" else ())
+        self.screen.say()
+        self.screen.say(f"{len(last.prompt)} tokens of prompt: {list(last.prompt)}", "dim")
+        self.screen.say(f"{len(last.ids)} tokens of answer: {list(last.ids)}", "dim")
+
+    def _show_pieces(self, ids: tuple[int, ...], chances: tuple[float, ...]) -> None:
+        for at, (piece, is_control) in enumerate(self.partner.pieces(ids)):
+            chance = chances[at] if at < len(chances) else None
+            colour = "yellow" if is_control else "" if chance is None else _colour_of(chance)
+            shown = piece.replace("\n", "⏎\n")
+            self.screen.say(f"{shown}{'' if chance is None else f'({chance:.0%})'}", colour, end="·")
+
+    def _prompt(self) -> None:
+        pieces = self.partner.pieces(self._last_ids().prompt)
+        for piece, is_control in pieces:
+            self.screen.say(piece, "yellow" if is_control else "", end="")
+        self.screen.say()
+
+    def _last_ids(self) -> AnswerEnded:
+        if self.last is None or not self.last.prompt:
+            raise UserError("There is no exchange yet, or the server does not say its tokens.")
+        return self.last
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def record(self) -> dict[str, Any]:
+        """The conversation as a record that can be trained on."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return {"messages": [*first, *self.messages], **({"tools": self.tools} if self.tools else {})}
+
+    def _save(self, text: str) -> None:
+        path = expanded(text or time.strftime("chat-%Y%m%d-%H%M%S.jsonl"))
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(json.dumps(self.record(), ensure_ascii=False) + "\n")
+        except FileExistsError:
+            raise UserError(f"{path} is there already, and nothing is written over. Name another file.") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}.") from error
+        self.screen.say(f"Written: {path}", "dim")
+
+    def _load(self, text: str) -> None:
+        record = read_record(expanded(text))
+        messages = record.get("messages") if isinstance(record, dict) else None
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            raise UserError(f'{text}: a record with "messages" is expected.')
+        is_first = bool(messages) and messages[0]["role"] == "system"
+        self.system = messages[0].get("content") or "" if is_first else ""
+        self.messages = messages[is_first:]
+        self.tools = record.get("tools") or []
+        self.screen.say(f"{len(self.messages)} messages were read.", "dim")
+
+
+def _call(call: Mapping[str, str], place: int, number: int) -> dict[str, Any]:
+    return {"id": f"call{place:03}{number:02}", "type": "function", "function": dict(call)}
+
+
+def _colour_of(chance: float) -> str:
+    return "green" if chance > 0.5 else "" if chance > 0.1 else "red"

@@ -1,0 +1,185 @@
+"""``burnish eval PATH ...``: from the first word to the exit status.
+
+In:  one or several models; ``task`` of local files (LLaMA-Factory's keys: task, task_dir, lang, n_shot, batch_size,
+     save_dir), ``task=lm_eval:NAME,...``, or ``eval_dataset``. Out: files in ``save_dir``, and a table.
+The same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from burnish import __version__
+from burnish.config.errors import Problem, UserError
+from burnish.config.options import build, option, raise_if
+from burnish.inference.loaded_model import Answerer
+from burnish.inference.loading import load_answerer, seats_of
+from burnish.inference.scheduler import SeatLoop
+from burnish.inference.slots import SeatLimits
+from burnish.models.fingerprint import base_fingerprint
+from burnish.report.console import note
+from burnish.serve.command_line import Serving, servings_of
+from burnish.serve.eval.choices import Chooser
+from burnish.serve.eval.questions import Subject, read_task
+from burnish.serve.eval.results import Answers, accuracies, compared, log_lines, write
+from burnish.utils.files import named_where_full
+from burnish.utils.json_files import read_object
+from burnish.utils.work import work
+
+HARNESS = "lm_eval:"
+
+
+@dataclass
+class EvalOptions:
+    """Options of what ``burnish eval`` measures."""
+
+    task: str | None = option(
+        None, "A task of local files and its split (mmlu_test), or lm_eval: and names of lm-evaluation-harness."
+    )
+    task_dir: str = option("evaluation", "The folder with the files of tasks; none is fetched.", names_place=True)
+    lang: Literal["en", "zh"] = option("en", "The language of the lines around a question.")
+    n_shot: int = option(5, "Examples before each question.", ge=0)
+    shots: Literal["first", "random"] = option(
+        "first", "Which: the first ones, or drawn by seed, subject and question."
+    )
+    batch_size: int | None = option(None, "Questions at once; by default as many as there are seats.", ge=1)
+    save_dir: str | None = option(
+        None, "The folder for what is written; nothing is written without it.", names_place=True
+    )
+    limit: int | None = option(None, "So many questions of each subject alone, for a trial.", ge=1)
+
+
+OWN = tuple(field.name for field in fields(EvalOptions))
+
+
+def evaluate(words: Sequence[str]) -> int:
+    """The command.
+
+    Raises:
+        UserError: for what the user gave.
+    """
+    servings = servings_of(words, OWN)
+    options, wrong = build(EvalOptions, servings[0].rest)
+    raise_if([*wrong, *_problems(options, servings[0])])
+    from burnish.serve.eval.dataset import FREE_SOME_SPACE, evaluate_dataset
+
+    if options.task is None:
+        return evaluate_dataset(servings, options.save_dir)
+    if options.task.startswith(HARNESS):
+        for serving in servings:
+            with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
+                _through_harness(serving, options, len(servings) > 1)
+        return 0
+    subjects = [_limited(subject, options.limit) for subject in read_task(options.task, options.task_dir)]
+    with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
+        done = [_measured(serving, options, subjects, len(servings) > 1) for serving in servings]
+    if len(servings) > 1:
+        for line in compared([serving.name for serving in servings], subjects, done):
+            note(line)
+    return 0
+
+
+def _problems(options: EvalOptions, serving: Serving) -> list[Problem]:
+    if options.task is None and not serving.options.eval_dataset:
+        what = "nothing to measure: there is no task and no eval_dataset."
+        return [
+            Problem(
+                what,
+                remedy="task=mmlu_test task_dir=evaluation, task=lm_eval:arc_easy, or eval_dataset=heldout",
+                option="eval_dataset",
+            )
+        ]
+    return []
+
+
+def _limited(subject: Subject, limit: int | None) -> Subject:
+    return subject if limit is None else replace(subject, questions=subject.questions[:limit])
+
+
+def _loaded(serving: Serving, options: EvalOptions) -> tuple[Answerer, SeatLoop]:
+    given = serving.options
+    if given.template == "none":
+        given = replace(given, template="fewshot", missing_control_tokens="split")
+    answerer = load_answerer(given, serving.name, note)
+    if answerer.model is None:
+        what = "choices are scored by the engine in this process: another one gives no log-probabilities of a prompt."
+        raise UserError(what, remedy="Leave infer_backend and infer_url out.")
+    seats = options.batch_size or seats_of(given, answerer.model, answerer.context)
+    limits = SeatLimits(seats, answerer.context, exact=given.infer_exact)
+    return answerer, SeatLoop(answerer.model, limits, adapters=answerer.adapters, through=answerer.through)
+
+
+def _facts(answerer: Answerer, options: EvalOptions, subjects: Sequence[Subject]) -> dict[str, Any]:
+    """Fingerprint of all that answers depend on."""
+    given = answerer.options
+    settings = {
+        name: value for name, value in asdict(options).items() if name not in ("save_dir", "task_dir", "batch_size")
+    }
+    return {
+        **settings, "model": base_fingerprint(given, given.seed),
+        "adapters": [str(folder) for folder in given.adapter_name_or_path or []],
+        "template": answerer.template.fingerprint, "seed": given.seed, "infer_dtype": given.infer_dtype,
+        "context": answerer.context, "files": {subject.key: subject.fingerprint for subject in subjects},
+    }  # fmt: skip
+
+
+def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject], is_one_of: bool) -> Any:
+    """One model's answers to all questions; those that are there already are read back."""
+    answerer, loop = _loaded(serving, options)
+    facts = _facts(answerer, options, subjects)
+    folder = _folder_of(serving, options, is_one_of)
+    answers = Answers(folder, facts)
+    draws = options.shots == "random"
+    chooser = Chooser(
+        loop, answerer.template, lang=options.lang, num_shots=options.n_shot, draws=draws, seed=answerer.options.seed
+    )
+    begun = time.monotonic()
+    waiting = [subject for subject in subjects if answers.whole(subject) is None]
+    if len(waiting) < len(subjects):
+        note(f"{len(subjects) - len(waiting)} subjects were answered before.")
+    with work("Answering", len(waiting), "subjects") as advance:
+        for subject in waiting:
+            answers.add(subject, chooser.choose(subject))
+            advance(1)
+    found = accuracies(subjects, answers.done) | {"seconds": round(time.monotonic() - begun, 2), "of": facts}
+    found |= {"versions": {"burnish": __version__, **{name: version(name) for name in ("torch", "transformers")}}}
+    if chooser.shortened:
+        note(f"{chooser.shortened} questions had fewer examples than {options.n_shot}: the context holds no more.")
+    for line in log_lines(found):
+        note(line)
+    if folder is not None:
+        write(folder, subjects, answers.done, found)
+        note(f"Written: {folder}")
+    return answers.done
+
+
+def _folder_of(serving: Serving, options: EvalOptions, is_one_of: bool) -> Path | None:
+    """The folder for what is written of one model, or of one of several."""
+    return Path(options.save_dir) / (serving.name if is_one_of else "") if options.save_dir else None
+
+
+def _through_harness(serving: Serving, options: EvalOptions, is_one_of: bool) -> None:
+    from burnish.serve.eval.harness import EngineModel, run_tasks
+
+    assert options.task is not None
+    answerer, loop = _loaded(serving, options)
+    model = EngineModel(loop, answerer.template, answerer.form, answerer.name, answerer.options.seed)
+    tasks = options.task.removeprefix(HARNESS).split(",")
+    own = Path(options.task_dir) if Path(options.task_dir).is_dir() else None
+    is_chat = serving.options.template != "none"
+    found = run_tasks(model, tasks, own, options.n_shot if options.n_shot != EvalOptions().n_shot else None,
+                      options.limit, is_chat)  # fmt: skip
+    for task, values in found["results"].items():
+        numbers = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if isinstance(value, float))
+        note(f"{answerer.name}: {task}: {numbers}")
+    if (folder := _folder_of(serving, options, is_one_of)) is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "eval_results.json"
+        before = read_object(path, "Move it away, or name another save_dir.") if path.is_file() else {}
+        path.write_text(json.dumps(before | found, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,119 @@
+"""A data set under one or several models: its loss, its answers, or the scores of a reward model.
+
+It is the run that ``burnish train`` would do with ``do_train: false``: the same functions, files and names.
+``burnish eval PATH eval_dataset=...`` measures; ``burnish predict PATH`` writes, and knows the data of a run's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from burnish.config.errors import UserError
+from burnish.config.options import Given, build, changed_options, option, raise_if
+from burnish.data.chat.choose import RECORDED
+from burnish.inference.loading import writes_answers
+from burnish.report.console import note
+from burnish.run.build import train_run
+from burnish.run.plan.plan import placing, plan
+from burnish.serve.command_line import Serving, paths_of, servings_of
+from burnish.utils.files import expanded, named_where_full
+from burnish.utils.json_files import read_object
+
+if TYPE_CHECKING:
+    from burnish.inference.options import AnsweringOptions
+    from burnish.run.plan.options import RunOptions
+
+HERE, _BESIDE = "burnish eval", "predictions"
+FREE_SOME_SPACE = "Free some space, or name another save_dir, and give the command again."
+
+
+@dataclass
+class PredictOptions:
+    """Options of ``burnish predict`` besides those of data and of answers."""
+
+    save_dir: str | None = option(
+        None, "The folder for what is written; predictions in the run's folder by default.", names_place=True
+    )
+
+
+def predict_sets(words: Sequence[str]) -> int:
+    """Write answers or scores to the evaluation sets of runs, or of ``eval_dataset``. Returns the exit status."""
+    paths, _ = paths_of(words)
+    servings = servings_of(words, [field.name for field in fields(PredictOptions)], with_data=True)
+    options, wrong = build(PredictOptions, servings[0].rest)
+    raise_if(wrong)
+    if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):
+        what = "there is nothing to predict: eval_dataset is missing, and no run.yaml beside the model names a set."
+        raise UserError(what, remedy="Name a set: eval_dataset=heldout", option="eval_dataset")
+    folder = expanded(paths[0]) if paths else Path()
+    beside = str(folder / _BESIDE) if len(paths) == 1 and folder.is_dir() else None
+    return evaluate_dataset(servings, options.save_dir or beside, predicts=True)
+
+
+def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts: bool = False) -> int:
+    """Each model in turn. Returns the exit status.
+
+    Args:
+        predicts: write answers or scores, also where ``predict_with_generate`` does not ask for them.
+    """
+    if not save_dir and not servings[0].options.output_dir:
+        what = "save_dir is missing: results and answers are files."
+        raise UserError(what, remedy="Name a folder: save_dir=saves/evaluation")
+    rows: list[tuple[str, dict[str, float]]] = []
+    for serving in servings:
+        folder = Path(save_dir or _apart(serving.options)) / (serving.name if len(servings) > 1 else "")
+        given = {name: Given(value, HERE) for name, value in changed_options(serving.options).items()}
+        writes, stage = writes_answers(serving.options), serving.options.stage
+        if not writes or (predicts and stage in ("dpo", "kto", "rm")):
+            stage = "sft" if writes else "rm"
+        generates = writes and (predicts or serving.options.predict_with_generate)
+        given |= {
+            "stage": Given(stage, HERE), "predict_with_generate": Given(generates, HERE),
+            "do_train": Given(False, HERE), "do_eval": Given(not generates, HERE),
+            "do_predict": Given(generates or predicts, HERE),
+            "output_dir": Given(str(folder), HERE), **_recorded(serving.options),
+        }  # fmt: skip
+        if predicts and "predict_metrics" not in serving.provenance:
+            given["predict_metrics"] = Given(["exact_match"], HERE)  # the others need libraries
+        if not serving.options.val_size:
+            given["dataset"] = Given(None, HERE)
+        made = plan({name: item for name, item in given.items() if item.value is not None})
+        with placing(serving.provenance), named_where_full(folder, FREE_SOME_SPACE):
+            result = train_run(made)
+        rows.append((serving.name, dict(result.metrics)))
+    if len(rows) > 1:
+        for line in _table(rows):
+            note(line)
+    return 0
+
+
+def _apart(options: RunOptions) -> Path:
+    """``output_dir``; below it where it is the folder of the model itself, whose run's files would be written over."""
+    folder, models = Path(options.output_dir or ""), (options.model_name_or_path, *(options.adapter_name_or_path or ()))
+    return folder / _BESIDE if folder.resolve() in [Path(str(model)).resolve() for model in models] else folder
+
+
+def _recorded(options: AnsweringOptions) -> dict[str, Given]:
+    """The template that the folder records, where none is asked for."""
+    if options.template is not None:
+        return {}
+    for folder in [*(options.adapter_name_or_path or [])[::-1], options.model_name_or_path or ""]:
+        path = Path(folder) / "tokenizer_config.json"
+        if path.is_file():
+            recorded = read_object(path).get(RECORDED) or {}
+            return {name: Given(value, str(path)) for name, value in recorded.items() if value is not None}
+    return {}
+
+
+def _table(rows: Sequence[tuple[str, dict[str, float]]]) -> list[str]:
+    names = [name for name in rows[0][1] if not name.endswith(("_runtime", "_per_second", "epoch"))]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{'':{width}}  " + "  ".join(names)]
+    for name, metrics in rows:
+        lines.append(
+            f"{name:{width}}  " + "  ".join(f"{metrics.get(key, float('nan')):{len(key)}.4f}" for key in names)
+        )
+    return lines

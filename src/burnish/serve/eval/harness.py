@@ -1,0 +1,163 @@
+"""lm-evaluation-harness over burnish's engine and template: its tasks and its numbers, our ids.
+
+In:  names of its tasks, ``task: lm_eval:arc_easy,gsm8k``; tasks of one's own as YAML files in ``task_dir``. Out: its
+     results. Its own class for Hugging Face models is not used: that would write conversations by another template.
+Needs the extra ``eval`` (https://github.com/EleutherAI/lm-evaluation-harness, docs/model_guide.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import MissingExtraError
+from burnish.data.chat.rows import Template
+from burnish.inference.batch import answer_many
+from burnish.inference.replies.replies import read_whole
+from burnish.inference.replies.reply_forms import ReplyForm
+from burnish.inference.scheduler import SeatLoop
+from burnish.inference.types import Ask, Sampling
+from burnish.loop.types import Example, Message
+
+EXTRA = "eval"
+_LONGEST_ANSWER = 256
+_GREEDY = {"temperature": 0.0}
+
+
+class EngineModel:
+    """The interface that the harness asks of a model.
+
+    Args:
+        loop: over the model.
+        form: how replies are read.
+    """
+
+    def __init__(self, loop: SeatLoop, template: Template, form: ReplyForm, name: str, seed: int = 42) -> None:
+        self.loop, self.template, self.form, self.seed = loop, template, form, seed
+        self.tokenizer, self.name = template.tokenizer, name
+        self._stops = frozenset(template.stop_token_ids())
+
+    # --- of the harness -----------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.name
+
+    def chat_template(self, chat_template: Any = False) -> str:
+        return self.template.name
+
+    def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as text, by the template that trained; ``_ids`` reads its control tokens again."""
+        turns = [Message(turn["role"], turn["content"]) for turn in chat_history if turn["role"] != "system"]  # type: ignore[arg-type]
+        system = next((turn["content"] for turn in chat_history if turn["role"] == "system"), None)
+        ids = self.template.prompt(Example(messages=tuple(turns), system=system, source="a task"))
+        return self._text(ids)
+
+    def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """(context, continuation) -> log-probability of the continuation, and whether it is what greed would say."""
+        asks = [self._scored(*request.args) for request in requests]
+        found = answer_many(self.loop, asks)
+        return [self._score(one.prompt_logprobs) for one in found]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+        """(text,) -> log-probability of all of it, in windows where it is longer than the context."""
+        return [self._rolling(request.args[0]) for request in requests]
+
+    def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+        """(context, settings) -> what is generated, up to one of ``until``."""
+        asks = [self._asked(context, settings, at) for at, (context, settings) in enumerate(r.args for r in requests)]
+        found = answer_many(self.loop, asks)
+        return [self._cut(one.ids, request.args[1]) for one, request in zip(found, requests, strict=True)]
+
+    # --- ids ----------------------------------------------------------------------------------------------------------
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _start(self) -> list[int]:
+        """Token that stands before a text that nothing precedes."""
+        first = self.tokenizer.bos_token_id
+        return [self.tokenizer.eos_token_id if first is None else first]
+
+    def _scored(self, context: str, continuation: str) -> Ask:
+        """Blanks at the end of the context belong to the continuation, as the harness has it."""
+        blanks = len(context) - len(context.rstrip())
+        if blanks:
+            context, continuation = context[:-blanks], context[-blanks:] + continuation
+        before = self._ids(context) if context else self._start()
+        whole = self._ids(context + continuation) if context else [*before, *self._ids(continuation)]
+        most = self.loop.limits.context
+        cut = max(0, len(whole) - most)
+        return Ask(whole[cut:], 0, prompt_logprobs_from=max(1, len(before) - cut), top_logprobs=1)
+
+    def _score(self, logprobs: Sequence[Any]) -> tuple[float, bool]:
+        return sum(one.logprob for one in logprobs), all(one.token == one.top[0][0] for one in logprobs)
+
+    def _rolling(self, text: str) -> float:
+        ids, most, sum_, done = [*self._start(), *self._ids(text)], self.loop.limits.context, 0.0, 1
+        while done < len(ids):
+            end = min(len(ids), max(most, done + most // 2))
+            begin = max(0, end - most)
+            (found,) = answer_many(self.loop, [Ask(ids[begin:end], 0, prompt_logprobs_from=done - begin)])
+            sum_, done = sum_ + sum(one.logprob for one in found.prompt_logprobs), end
+        return sum_
+
+    def _asked(self, context: str, settings: Mapping[str, Any], number: int) -> Ask:
+        most = int(settings.get("max_gen_toks") or settings.get("max_tokens") or _LONGEST_ANSWER)
+        samples = settings.get("do_sample", False) and settings.get("temperature", 1.0) > 0
+        drawn = {name: settings[name] for name in ("temperature", "top_p", "top_k") if name in settings}
+        sampling = Sampling(seed=self.seed, **(drawn if samples else _GREEDY))
+        ids = self._ids(context) or self._start()
+        ids = ids[-(self.loop.limits.context - min(most, self.loop.limits.context // 2)) :]
+        return Ask(ids, most, sampling=sampling, stop_ids=self._stops, request=number)
+
+    def _cut(self, ids: Sequence[int], settings: Mapping[str, Any]) -> str:
+        text = read_whole(ids, self.form, self.tokenizer).content
+        until = settings.get("until") or []
+        for stop in [until] if isinstance(until, str) else until:
+            text = text.split(stop)[0] if stop else text
+        return text
+
+
+def run_tasks(
+    model: EngineModel, tasks: Sequence[str], task_dir: Path | None, num_shots: int | None, limit: int | None,
+    is_chat: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The harness's results for some tasks.
+
+    Args:
+        task_dir: YAML tasks of one's own.
+        is_chat: write questions as turns of the template.
+    """
+    try:
+        import lm_eval
+        from lm_eval.api.model import LM
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise MissingExtraError("lm_eval", "A task of lm-evaluation-harness", EXTRA) from None
+
+    class Model(EngineModel, LM):  # type: ignore[misc]
+        """The same for the harness, which looks at classes."""
+
+        def __init__(self) -> None:
+            LM.__init__(self)
+            EngineModel.__init__(self, model.loop, model.template, model.form, model.name, model.seed)
+
+    manager = TaskManager(include_path=str(task_dir) if task_dir else None)
+    found: dict[str, Any] = lm_eval.simple_evaluate(
+        model=Model(), tasks=list(tasks), task_manager=manager, num_fewshot=num_shots, limit=limit,
+        apply_chat_template=is_chat, log_samples=False, random_seed=model.seed,
+    )  # fmt: skip
+    return {name: found[name] for name in ("results", "versions", "n-shot", "n-samples") if name in found}

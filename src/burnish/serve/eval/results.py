@@ -1,0 +1,150 @@
+"""Files that an evaluation writes, and the table in which several models stand.
+
+    results.json        subject -> number of the question -> letter (LLaMA-Factory's file, and C-Eval's submission)
+    results.log         averages over questions, LLaMA-Factory's lines
+    eval_results.json   accuracy with its standard error, counts, macro average, and what they depend on
+    answers.jsonl       a line per question, from which the same command goes on
+
+Where answers are not told no accuracy is claimed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from burnish.serve.eval.choices import Chosen
+from burnish.serve.eval.questions import Subject
+
+CATEGORIES = ("STEM", "Social Sciences", "Humanities", "Other")
+
+
+class Answers:
+    """``answers.jsonl``: the subjects that are done, each with all of its questions.
+
+    Args:
+        folder: None keeps nothing.
+        facts: what the answers depend on; a file with other facts is begun anew.
+    """
+
+    def __init__(self, folder: Path | None, facts: Mapping[str, Any]) -> None:
+        self.folder, self.facts = folder, json.loads(json.dumps(facts))
+        self.done: dict[str, list[Chosen]] = {}
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.path = folder / "answers.jsonl"
+            self._read()
+            self._write_all()
+
+    def add(self, subject: Subject, chosen: Sequence[Chosen]) -> None:
+        self.done[subject.key] = list(chosen)
+        if self.folder is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_lines(subject.key, chosen))
+
+    def _read(self) -> None:
+        if not self.path.is_file():
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        with suppress(ValueError, KeyError, IndexError):  # the last lines may have been cut
+            if json.loads(lines[0]) != {"of": self.facts}:
+                return
+            for line in lines[1:]:
+                record = json.loads(line)
+                one = Chosen(record["chosen"], tuple(record["chances"]), record["right"])
+                self.done.setdefault(record["subject"], []).append(one)
+
+    def _write_all(self) -> None:
+        """The file without what was cut; which subjects are whole is known where they are asked for (``whole``)."""
+        text = json.dumps({"of": self.facts}) + "\n"
+        self.path.write_text(text + "".join(_lines(key, chosen) for key, chosen in self.done.items()), encoding="utf-8")
+
+    def whole(self, subject: Subject) -> list[Chosen] | None:
+        found = self.done.get(subject.key, [])
+        if len(found) == len(subject.questions):
+            return found
+        self.done.pop(subject.key, None)
+        if self.folder is not None and found:
+            self._write_all()
+        return None
+
+
+def _lines(key: str, chosen: Iterable[Chosen]) -> str:
+    records = (
+        {"subject": key, "index": at, "chosen": one.letter, "chances": [round(chance, 6) for chance in one.chances],
+         "right": one.is_right}
+        for at, one in enumerate(chosen)
+    )  # fmt: skip
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def accuracy(rights: Sequence[bool]) -> dict[str, float]:
+    """The share that is right, in percent, with its standard error and the count."""
+    number = len(rights)
+    share = sum(rights) / number
+    return {
+        "accuracy": round(100 * share, 4),
+        "accuracy_stderr": round(100 * math.sqrt(share * (1 - share) / max(1, number - 1)), 4),
+        "num_questions": number,
+    }
+
+
+def accuracies(subjects: Sequence[Subject], done: Mapping[str, Sequence[Chosen]]) -> dict[str, Any]:
+    """Accuracies: over all questions, by category, the mean of the subjects', and by subject."""
+    told = {s.key: [one.is_right for one in done[s.key] if one.is_right is not None] for s in subjects}
+    told = {key: rights for key, rights in told.items() if rights}
+    if not told:
+        return {"num_questions": sum(len(s.questions) for s in subjects), "num_answered": 0}
+    by_category: dict[str, list[bool]] = defaultdict(list)
+    for subject in subjects:
+        by_category[subject.category or "Other"] += told.get(subject.key, [])
+    found: dict[str, Any] = accuracy([right for rights in told.values() for right in rights])
+    found["macro_accuracy"] = round(sum(100 * sum(r) / len(r) for r in told.values()) / len(told), 4)
+    known = [c for c in CATEGORIES if by_category.get(c)] + [c for c in by_category if c not in CATEGORIES]
+    found["categories"] = {category: accuracy(by_category[category]) for category in known if by_category[category]}
+    found["subjects"] = {key: accuracy(rights) for key, rights in sorted(told.items())}
+    return found
+
+
+def log_lines(found: Mapping[str, Any]) -> list[str]:
+    """LLaMA-Factory's lines: the average over all questions, and of each category."""
+    if "accuracy" not in found:
+        return [f"{found['num_questions']} questions were answered; the right answers are not told."]
+    rows = [("Average", found["accuracy"]), *((name, each["accuracy"]) for name, each in found["categories"].items())]
+    return [f"{name:>15}: {value:.2f}" for name, value in rows]
+
+
+def write(
+    folder: Path, subjects: Sequence[Subject], done: Mapping[str, Sequence[Chosen]], found: Mapping[str, Any]
+) -> None:  # fmt: skip
+    letters = {s.key: {str(at): one.letter for at, one in enumerate(done[s.key])} for s in subjects}
+    (folder / "results.json").write_text(json.dumps(letters, indent=2), encoding="utf-8")
+    (folder / "results.log").write_text("\n".join(log_lines(found)) + "\n", encoding="utf-8")
+    (folder / "eval_results.json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def compared(
+    names: Sequence[str], subjects: Sequence[Subject], each: Sequence[Mapping[str, Sequence[Chosen]]]
+) -> list[str]:
+    """A table of several models over the same questions: accuracy, and the difference to the first with its paired
+    standard error (McNemar 1947: only questions that one has right and the other wrong count)."""
+    rights = [
+        [bool(one.is_right) for s in subjects for one in done[s.key] if one.is_right is not None] for done in each
+    ]
+    if not rights[0]:
+        return []
+    width = max(map(len, names))
+    lines = [f"{'':{width}}  accuracy   difference"]
+    for name, own in zip(names, rights, strict=True):
+        number = len(own)
+        better = sum(a and not b for a, b in zip(own, rights[0], strict=True))
+        worse = sum(b and not a for a, b in zip(own, rights[0], strict=True))
+        error = 100 * math.sqrt(max(better + worse - (better - worse) ** 2 / number, 0)) / number
+        difference = "" if own is rights[0] else f"   {100 * (better - worse) / number:+.2f} ± {error:.2f}"
+        lines.append(f"{name:{width}}  {100 * sum(own) / number:8.2f}{difference}")
+    return lines

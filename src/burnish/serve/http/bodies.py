@@ -1,0 +1,128 @@
+"""The body of a request as one JSON object, read strictly.
+
+In: a request. Out: a dict. Refused: a body that is not said to be JSON, that is larger than allowed (by its announced
+length, and by counting), slower than ``SLOWEST_S``, no JSON, no object, nested deeper than ``DEEPEST``; a key given
+twice; NaN and infinity; half a character (a lone surrogate). Nobody's form data is parsed, and nothing is unpacked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from burnish.serve.http.errors import Refusal
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+SLOWEST_S = 30.0
+DEEPEST = 64
+IN_A_THREAD = 256 * 1024
+"""Bodies larger than this are parsed in a thread, so that streams of others go on meanwhile."""
+
+
+async def json_object(request: Request) -> dict[str, Any]:
+    """The body of ``request``.
+
+    Raises:
+        Refusal: 400, 408, 413 or 415.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(415, "not_json", f'The body must be "Content-Type: application/json". Received: "{kind[:80]}".')
+    body = await whole_body(request)
+    if len(body) > IN_A_THREAD:
+        return await asyncio.to_thread(parse_object, body)
+    return parse_object(body)
+
+
+async def whole_body(request: Request) -> bytes:
+    """All bytes; the guard counts them on their way (``guards.py``)."""
+    from starlette.requests import ClientDisconnect  # a conversation at a terminal reads fields without a server
+
+    try:
+        async with asyncio.timeout(SLOWEST_S):
+            return await request.body()
+    except TimeoutError as error:
+        message = f"The body must arrive within {SLOWEST_S:g} seconds, and did not."
+        raise Refusal(408, "request_timeout", message, headers={"Connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise Refusal(400, "invalid_json", "The connection ended before the body did.") from error
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """One JSON object.
+
+    Raises:
+        Refusal: 400 ``invalid_json`` or ``invalid_type``.
+    """
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _broken(f"byte {error.start} is not UTF-8") from error
+    try:
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+    except json.JSONDecodeError as error:
+        raise _broken(f"{error.msg} in line {error.lineno}, column {error.colno}") from error
+    except RecursionError as error:
+        raise _broken(_TOO_DEEP) from error
+    except ValueError as error:
+        raise _broken("a number in it has too many digits") from error
+    if not isinstance(value, dict):
+        raise Refusal(400, "invalid_type", f"The body must be a JSON object. Received: {json_type(value)}.")
+    if (path := _half_character(value)) is not None:
+        raise Refusal(400, "invalid_value", "A text holds half a character (a lone surrogate).", param=path[1:] or None)
+    return value
+
+
+def json_type(value: Any) -> str:
+    """JSON's name of the type of a value."""
+    kinds: Sequence[tuple[Any, str]] = (
+        (bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"), (list, "a list"),
+        (dict, "an object"),
+    )  # fmt: skip
+    return next((word for kind, word in kinds if isinstance(value, kind)), "null")
+
+
+def _broken(why: str) -> Refusal:
+    return Refusal(400, "invalid_json", f"The body must be JSON: {why}.")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise Refusal(400, "invalid_json", f'The key "{_shown(twice)}" is given twice in one object.')
+    return found
+
+
+def _no_number(word: str) -> NoReturn:
+    raise _broken(f"{word} is no JSON number")
+
+
+def _half_character(value: Any, depth: int = 1) -> str | None:
+    """Find a lone surrogate in the texts of a value; returns a path that begins with a dot or a bracket, or None."""
+    if isinstance(value, str):
+        is_whole = value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
+        return None if is_whole else ""
+    if not isinstance(value, list | dict):
+        return None
+    if depth > DEEPEST:
+        raise _broken(_TOO_DEEP)
+    if isinstance(value, dict) and any(_half_character(key) is not None for key in value):
+        return ""
+    for place, item in enumerate(value) if isinstance(value, list) else value.items():
+        inside = _half_character(item, depth + 1)
+        if inside is not None:
+            return f"[{place}]{inside}" if isinstance(value, list) else f".{_shown(str(place))}{inside}"
+    return None
+
+
+_TOO_DEEP = f"it is nested more than {DEEPEST} deep"
+
+
+def _shown(text: str) -> str:
+    return text[:80].encode("utf-8", "replace").decode("utf-8")

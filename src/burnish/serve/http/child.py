@@ -1,0 +1,62 @@
+"""Processes that outlive the server which starts them, in sessions of their own; proven before they are signalled.
+
+In: an argument list, never a shell's line. Out: a process whose output is a file. Nothing is piped through the server,
+so nothing breaks when it goes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from burnish.utils.files import ROOTS
+
+NOT_FOR_CHILDREN = ("BURNISH_KEY", "API_KEY")
+"""Keys of servers: what a child would leave in a log or a crash report."""
+
+
+def environment_of_child(roots: Iterable[Path]) -> dict[str, str]:
+    """The environment of a process that may read data below ``roots`` only (``utils/files.py``)."""
+    given = {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
+    return {**given, ROOTS: os.pathsep.join(map(str, roots))}
+
+
+def start_burnish(
+    words: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start ``burnish *words`` in ``folder``, with its output appended to a file."""
+    with output.open("ab") as file:
+        return subprocess.Popen(  # noqa: S603  (a list of words, the first of which we chose)
+            [sys.executable, "-m", "burnish", *words], cwd=folder, env=environment,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, close_fds=True,
+        )  # fmt: skip
+
+
+def tell(
+    launch: Mapping[str, Any], number: signal.Signals, is_alive: Callable[[Mapping[str, Any]], bool]
+) -> bool:  # fmt: skip
+    """Send a signal to the process that ``launch`` names, if it is proven to be that one. False where it is not.
+
+    A pidfd is held while it is proven, so that the number cannot come to stand for another process in between.
+    """
+    pid = launch.get("pid")
+    if not isinstance(pid, int) or pid <= 1:
+        return False
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if not is_alive(launch):
+            return False
+        signal.pidfd_send_signal(handle, number)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(handle)

@@ -1,0 +1,314 @@
+"""Checks of every request before a route receives it: Host, Origin, key, limits; and headers of every response.
+
+    app = Guard(routes, Rules(...), admit=bearer(key, open_paths), as_object=openai_error)
+
+In the order of what costs least: number and size of headers, the Host (DNS rebinding: a foreign page that points its
+own name at 127.0.0.1 arrives with that name), the Origin (a foreign page that calls us by our own name), the key, the
+announced length of the body; then the body is counted while it is read. Nothing is read of a body that is refused.
+
+A literal address is no name that anyone could point elsewhere; it is accepted as a Host where the server is bound wider
+than loopback. Cookies, forms, files and ``request.url`` are not used (the record of faults in them is long).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from burnish.serve.http.errors import INTERNAL, Refusal
+from burnish.serve.http.hosts import LOOPBACK_NAMES, host_name, is_address
+from burnish.serve.http.json_response import Json
+
+MOST_HEADERS = 64
+MOST_HEADER_BYTES = 16 * 1024
+EFFECTS = frozenset({"POST", "PUT", "DELETE", "PATCH"})
+_CORS = (
+    (b"access-control-allow-headers", b"authorization, content-type"),
+    (b"access-control-allow-methods", b"GET, POST"),
+    (b"access-control-expose-headers", b"x-request-id, x-burnish-ignored, retry-after"),
+    (b"vary", b"origin"),
+)
+_READ_ON = frozenset({401, 404, 405, 413, 415, 503})
+MOST_DISCARDED = 32 * 2**20
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+log = logging.getLogger("burnish.wire")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules on the requests that a server accepts.
+
+    Args:
+        hosts: names that a Host header may give, in lower case, without port.
+        any_address: accept any literal address as a Host too: the server is bound wider than loopback.
+        origins: foreign origins that may ask, such as ``https://chat.example.org``; ``*`` is not one.
+        own_origin: accept the origin that the Host header names: a page of ours asks it.
+        effects_need_origin: refuse a request with an effect that names no origin.
+        max_body_bytes: the longest body.
+    """
+
+    hosts: frozenset[str] = LOOPBACK_NAMES
+    any_address: bool = False
+    origins: frozenset[str] = frozenset()
+    own_origin: bool = False
+    effects_need_origin: bool = False
+    max_body_bytes: int = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class RequestHead:
+    """A request before its body: what guards decide by."""
+
+    method: str
+    path: str
+    headers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # name in lower case -> its values
+    client: str = ""
+
+    def only(self, name: str) -> str | None:
+        """The value of a header that is given once at most.
+
+        Raises:
+            Refusal: 400, where it is given twice: a proxy might have read the other one.
+        """
+        values = self.headers.get(name, ())
+        if len(values) > 1:
+            raise Refusal(400, "invalid_value", f'The header "{name}" must be given once. Received: {len(values)}.')
+        return values[0] if values else None
+
+
+Admit: TypeAlias = Callable[[RequestHead], None]
+"""Raises Refusal where a request may not come in."""
+
+
+def new_key() -> str:
+    """A key of 256 bits, as text that fits into a header and a link."""
+    return secrets.token_urlsafe(32)
+
+
+def same_key(given: str, key: str) -> bool:
+    """Compare in a time that does not tell how much of it is right."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), key.encode("utf-8", "replace"))
+
+
+def bearer(key: str | None, open_paths: Collection[str]) -> Admit:
+    """Admit who shows ``Authorization: Bearer KEY``; everybody where there is no key, and on the open paths."""
+
+    def admit(head: RequestHead) -> None:
+        if key is None or head.path in open_paths:
+            return
+        challenge = {"WWW-Authenticate": "Bearer"}
+        given = head.only("authorization")
+        if given is None:
+            raise Refusal(401, "missing_api_key", 'A key is needed: "Authorization: Bearer KEY".', headers=challenge)
+        scheme, _, token = given.partition(" ")
+        if scheme.lower() != "bearer" or not same_key(token.strip(), key):
+            raise Refusal(401, "invalid_api_key", "The key is not this server's.", headers=challenge)
+
+    return admit
+
+
+class Guard:
+    """An ASGI application around another one, that lets in what the rules allow.
+
+    Args:
+        app: the routes.
+        rules: what is accepted.
+        admit: decides by the key.
+        as_object: a refusal as the JSON that clients of this server expect.
+        headers: of every response.
+        seen: told method, path, status, seconds and request id of every request once it is over.
+    """
+
+    def __init__(
+        self, app: ASGIApp, rules: Rules, admit: Admit, as_object: Callable[[Refusal], dict[str, Any]],
+        headers: Mapping[str, str] | None = None, seen: Callable[[RequestHead, int, float, str], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.app, self.rules, self.admit, self.as_object, self.seen = app, rules, admit, as_object, seen
+        self.headers = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # neither websockets nor a lifespan: the server that runs this asks for none
+        began_s, head, answer = time.monotonic(), head_of(scope), _Answer(send, self.headers)
+        request_id = answer.request_id = scope["burnish.request_id"] = _request_id(head)
+        scope["app"] = self  # the routes say by an exception, then, that they have no such address
+        try:
+            self._check(head, scope, answer)
+            if head.method == "OPTIONS" and "origin" in head.headers:
+                await Response(status_code=204)(scope, receive, answer)
+            else:
+                await self.app(scope, self._counting(receive, answer), answer)
+        except (Refusal, HTTPException) as error:
+            await self._refuse(as_refusal(error), scope, receive, answer)
+        except Exception:  # the outermost frame: what is not foreseen is one line for the client, and the log has it
+            log.exception("request %s: %s %s", request_id, head.method, head.path)
+            await self._refuse(INTERNAL, scope, receive, answer)
+        finally:
+            if self.seen is not None:
+                self.seen(head, answer.status, time.monotonic() - began_s, request_id)
+
+    def _check(self, head: RequestHead, scope: Scope, answer: _Answer) -> None:
+        if len(scope["headers"]) > MOST_HEADERS or sum(map(_size, scope["headers"])) > MOST_HEADER_BYTES:
+            raise Refusal(
+                431, "invalid_value", f"At most {MOST_HEADERS} headers of {MOST_HEADER_BYTES} bytes together."
+            )
+        host = check_host(head, self.rules)
+        origin = check_origin(head, host, scope.get("scheme", "http"), self.rules)
+        if origin is not None:  # so that this page may read the response, a refusal too
+            answer.headers += [(b"access-control-allow-origin", origin.encode("latin-1")), *_CORS]
+        if head.method != "OPTIONS" or origin is None:  # a browser sends no key when it asks whether it may ask
+            self.admit(head)
+        length = head.only("content-length")
+        if length is not None and int(length) > self.rules.max_body_bytes:  # h11 has seen that it is a number
+            raise self._too_large()
+
+    def _counting(self, receive: Receive, answer: _Answer) -> Receive:
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            answer.has_body = not message.get("more_body", False)
+            received += len(message.get("body", b""))
+            if received > self.rules.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return counted
+
+    def _too_large(self) -> Refusal:
+        message = f"The body must not be longer than {self.rules.max_body_bytes:,} bytes."
+        return Refusal(413, "body_too_large", message, headers={"Connection": "close"})
+
+    async def _refuse(self, refusal: Refusal, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        if refusal.status in _READ_ON and not answer.has_body:
+            await _discard(receive)
+        if answer.status == 0:  # else the response has begun: who streams says the rest in the stream
+            response = Json(self.as_object(refusal), refusal.status, headers=refusal.headers)
+            await response(scope, receive, answer)
+
+
+async def _discard(receive: Receive) -> None:
+    """Read on for a moment and keep nothing: who is still sending when the connection closes would see a reset, and
+    not why it was refused."""
+    left = MOST_DISCARDED
+    with contextlib.suppress(TimeoutError, Refusal):
+        async with asyncio.timeout(1.0):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+
+
+def under(prefix: str, app: ASGIApp) -> ASGIApp:
+    """``app`` for requests whose path begins with ``prefix`` too: a proxy may take it away, or leave it there."""
+    prefix = prefix.rstrip("/")
+
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if prefix and path.startswith(f"{prefix}/"):
+            scope = {**scope, "path": path.removeprefix(prefix)}
+        await app(scope, receive, send)
+
+    return inner
+
+
+class _Answer:
+    """``send`` that remembers the status, and adds the headers that every response carries.
+
+    ``has_body`` says that the request has been read to its end: nothing more will come.
+    """
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self.send, self.headers, self.status, self.request_id = send, list(headers), 0, ""
+        self.has_body = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            own = {name for name, _ in message["headers"]}
+            added = [*self.headers, (b"x-request-id", self.request_id.encode())]
+            message["headers"] = [*message["headers"], *(pair for pair in added if pair[0] not in own)]
+        await self.send(message)
+
+
+def as_refusal(error: Refusal | HTTPException) -> Refusal:
+    """Convert the routes' own "not found" and "method not allowed"."""
+    if isinstance(error, Refusal):
+        return error
+    if error.status_code == 405:
+        allowed = dict(error.headers or {})
+        message = f"This address takes {allowed.get('Allow', 'another method')} only."
+        return Refusal(405, "method_not_allowed", message, headers=allowed)
+    return Refusal(error.status_code, "unknown_url", "There is nothing at this address.")
+
+
+def head_of(scope: Scope) -> RequestHead:
+    """The head of a request, header names in lower case and every value kept."""
+    headers: dict[str, tuple[str, ...]] = {}
+    for name, value in scope["headers"]:
+        key = name.decode("latin-1").lower()
+        headers[key] = (*headers.get(key, ()), value.decode("latin-1"))
+    client = scope.get("client")
+    return RequestHead(scope["method"], scope["path"], headers, client[0] if client else "")
+
+
+def check_host(head: RequestHead, rules: Rules) -> str:
+    """The Host header, port and all.
+
+    Raises:
+        Refusal: 421, where it is not a name of ours.
+    """
+    host = head.only("host") or ""
+    name = host_name(host)
+    if name in rules.hosts or (rules.any_address and is_address(name)):
+        return host.lower()
+    raise Refusal(421, "wrong_host", f'This server does not answer for the host "{name[:100]}".')
+
+
+def check_origin(head: RequestHead, host: str, scheme: str, rules: Rules) -> str | None:
+    """Refuse what a page of somebody else's sends.
+
+    Returns:
+        the foreign origin that is allowed to ask, where one does.
+    Raises:
+        Refusal: 403.
+    """
+    origin = head.only("origin")
+    if origin is None:
+        if rules.effects_need_origin and head.method in EFFECTS:
+            raise _foreign("no origin")
+        return None
+    is_own = rules.own_origin and origin.lower() == f"{scheme}://{host}"
+    if not (is_own or origin in rules.origins):
+        raise _foreign(f'"{origin[:100]}"')
+    if is_own and head.only("sec-fetch-site") not in {None, "same-origin"}:
+        raise _foreign("a request from another site")
+    return None if is_own else origin
+
+
+def _foreign(received: str) -> Refusal:
+    return Refusal(403, "origin_not_allowed", f"Requests of other pages are not answered. Received: {received}.")
+
+
+def _size(pair: tuple[bytes, bytes]) -> int:
+    return len(pair[0]) + len(pair[1])
+
+
+def _request_id(head: RequestHead) -> str:
+    """The client's own, where it is harmless in a log and in a header."""
+    given = head.headers.get("x-request-id", ())
+    return given[0] if len(given) == 1 and _ID.fullmatch(given[0]) else f"req-{secrets.token_hex(12)}"

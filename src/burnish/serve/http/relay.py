@@ -1,0 +1,98 @@
+"""A request passed on to a server behind a Unix socket, and its response passed back, byte for byte, as it comes.
+
+In: method, path, body. Out: an ASGI response. When the client goes, the connection is closed, which ends the work
+behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import h11
+from starlette.types import Receive, Scope, Send
+
+from burnish.serve.http.errors import Refusal
+from burnish.serve.http.stream import until_gone
+
+_PASSED = (b"content-type", b"x-burnish-ignored", b"retry-after")
+
+
+class Relay:
+    """An ASGI response that is another server's."""
+
+    def __init__(self, socket_path: str, method: str, path: str, body: bytes = b"") -> None:
+        self.socket_path, self.method, self.path, self.body = socket_path, method, path, body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(until_gone(receive))
+        passing = asyncio.ensure_future(self._pass(send))
+        try:
+            await asyncio.wait({gone, passing}, return_when=asyncio.FIRST_COMPLETED)
+            if passing.done():
+                passing.result()
+        finally:
+            gone.cancel()
+            passing.cancel()
+            await asyncio.wait({passing})
+
+    async def _pass(self, send: Send) -> None:
+        async for event in exchange(self.socket_path, self.method, self.path, self.body):
+            if isinstance(event, h11.Response):
+                headers = [(name, value) for name, value in event.headers if name in _PASSED]
+                headers.append((b"x-accel-buffering", b"no"))
+                await send({"type": "http.response.start", "status": event.status_code, "headers": headers})
+            elif isinstance(event, h11.Data):
+                await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def exchange(
+    socket_path: str, method: str, path: str, body: bytes = b""
+) -> AsyncIterator[h11.Response | h11.Data]:  # fmt: skip
+    """One request over a Unix socket: the response's head, then its data.
+
+    Raises:
+        Refusal: 503, where nobody answers there.
+    """
+    try:
+        reader, writer = await asyncio.open_unix_connection(socket_path)
+    except OSError as error:
+        raise Refusal(503, "engine_gone", "The engine does not answer; it has ended or is being loaded.") from error
+    talk = h11.Connection(h11.CLIENT)
+    headers = [("Host", "localhost"), ("Content-Type", "application/json"), ("Content-Length", str(len(body))),
+               ("Connection", "close")]  # fmt: skip
+    try:
+        for event in (
+            h11.Request(method=method, target=path, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            writer.write(talk.send(event) or b"")
+        await writer.drain()
+        while True:
+            found = talk.next_event()
+            if found is h11.NEED_DATA:
+                talk.receive_data(await reader.read(65536))
+            elif isinstance(found, h11.Response | h11.Data):
+                yield found
+            elif isinstance(found, h11.EndOfMessage | h11.ConnectionClosed):
+                return
+    except (OSError, h11.RemoteProtocolError) as error:
+        raise Refusal(503, "engine_gone", "The engine has ended in the middle of its answer.") from error
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def ask(socket_path: str, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    """The whole response of a short exchange."""
+    status, data = 0, b""
+    async for event in exchange(socket_path, method, path, body):
+        if isinstance(event, h11.Response):
+            status = event.status_code
+        else:
+            data += bytes(event.data)
+    return status, data

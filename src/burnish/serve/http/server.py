@@ -1,0 +1,90 @@
+"""A server's life: it answers from its first moment, begins its work behind that, and ends when it is told to.
+
+    status = asyncio.run(serve(app, found, begin, drain))
+
+``begin`` is what has to be done before it is of use (a model is loaded), ``drain`` what is waited for at the end. The
+first SIGTERM or SIGINT drains; a second one ends the process at once. Exit status: 128 + signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from burnish.serve.http.guards import MOST_HEADER_BYTES
+
+CLOSING_S = 1
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # ours are in ``serve``
+
+
+async def serve(
+    app: ASGIApp, found: socket.socket, begin: Callable[[], Awaitable[None]], drain: Callable[[], Awaitable[None]]
+) -> int:
+    """Serve ``app`` on a listening socket until a signal, or until ``begin`` fails.
+
+    ``begin`` may go on for as long as the server lives, and may return early.
+
+    Returns:
+        128 + signal.
+    Raises:
+        Exception: what ``begin`` raised.
+    """
+    server = _Server(_config(app))
+    told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    _answer_signals(told)
+    serving, beginning = asyncio.ensure_future(server.serve(sockets=[found])), asyncio.ensure_future(begin())
+    try:
+        await _first(told, serving, beginning)
+        if told.done():
+            await drain()
+    finally:
+        beginning.cancel()
+        server.should_exit = True
+        await asyncio.wait({serving, beginning})
+    if not told.done():
+        beginning.result()
+        serving.result()
+    return 128 + (told.result() if told.done() else signal.SIGTERM)
+
+
+async def _first(told: asyncio.Future[int], serving: asyncio.Future[None], beginning: asyncio.Future[None]) -> None:
+    """Wait for a signal, for the server's end, or for a failure of the beginning."""
+    waited: set[asyncio.Future[int] | asyncio.Future[None]] = {told, serving, beginning}
+    while True:
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if told.done() or serving.done() or beginning.exception() is not None:
+            return
+        waited.discard(beginning)
+
+
+def _answer_signals(told: asyncio.Future[int]) -> None:
+    loop = asyncio.get_running_loop()
+
+    def answer(number: int) -> None:
+        if told.done():
+            os._exit(128 + number)
+        told.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, answer, number)
+
+
+def _config(app: ASGIApp) -> uvicorn.Config:
+    """Plain HTTP/1.1 by h11, without websockets, lifespan, access log, and headers of proxies."""
+    return uvicorn.Config(
+        app, http="h11", ws="none", loop="asyncio", lifespan="off", access_log=False, log_config=None,
+        server_header=False, proxy_headers=False, timeout_keep_alive=15, timeout_graceful_shutdown=CLOSING_S,
+        h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,
+    )  # fmt: skip

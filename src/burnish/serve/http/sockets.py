@@ -1,0 +1,98 @@
+"""The socket of a server: a port of one address, or a Unix socket that only its owner may open.
+
+In: a host and a port, or a path. Out: a listening socket. Refused, before anything else is done: a port or a path that
+is in use (the next one is never taken in silence), an address that is not of this machine.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+
+from burnish.config.errors import Problem, UserError
+
+WAITING_CONNECTIONS = 128
+
+
+def listen(host: str, port: int, option: str) -> socket.socket:
+    """A socket that listens on ``host``, ``port``; port 0 takes a free one.
+
+    Args:
+        option: the name of the port's option, for the error.
+    Raises:
+        UserError: where it cannot be had.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise UserError(f'"{host}" is no address of this machine: {error}.') from error
+    found = socket.socket(family, kind)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(address)
+        found.listen(WAITING_CONNECTIONS)
+    except OSError as error:
+        found.close()
+        raise UserError(_not_had(error, host, port, option)) from error
+    return found
+
+
+def _not_had(error: OSError, host: str, port: int, option: str) -> Problem:
+    if error.errno == errno.EADDRINUSE:
+        return Problem(
+            f"Port {port} of {host} is in use by another process.",
+            remedy=f"End that process, or give another port: {option}={port + 1}",
+        )
+    if error.errno == errno.EACCES:
+        return Problem(f"Port {port} may not be opened by this user.", remedy=f"Give a port above 1023: {option}=8000")
+    return Problem(f"{host}, port {port} cannot be listened on: {error.strerror or error}.")
+
+
+def listen_unix(path: str) -> socket.socket:
+    """A Unix socket that its owner alone may open: the mode is set before it listens, so that nobody was faster.
+
+    Raises:
+        UserError: where another process listens there, or something else lies at that path.
+    """
+    _clear(path)
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        found.bind(path)
+        os.chmod(path, 0o600)
+        found.listen(WAITING_CONNECTIONS)
+    except OSError as error:
+        found.close()
+        raise UserError(f'The socket "{path}" cannot be made: {error.strerror or error}.') from error
+    return found
+
+
+def _clear(path: str) -> None:
+    """Take away a socket that a killed process left behind."""
+    try:
+        is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return
+    if is_socket and not _answers(path):
+        os.unlink(path)
+    else:
+        what = "Another process listens on it" if is_socket else "It is not a socket"
+        raise UserError(f'The socket "{path}" cannot be made. {what}.', remedy="Give another path.")
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
+        try:
+            asked.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+def shown_address(found: socket.socket) -> str:
+    """``http://127.0.0.1:8000``, or the path of a Unix socket."""
+    if found.family == socket.AF_UNIX:
+        return str(found.getsockname())
+    host, port = found.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

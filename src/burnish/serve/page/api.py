@@ -1,0 +1,311 @@
+"""JSON for the page's scripts. Errors are ``{"error": {"message", "option", "code"}}``, fit to be shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import burnish
+from burnish.report.journal import EVENTS, GIVEN
+from burnish.serve.http.bodies import json_object
+from burnish.serve.http.errors import Refusal, to_json
+from burnish.serve.http.json_response import Json
+from burnish.serve.http.relay import Relay
+from burnish.serve.http.stream import EventStream, event_text
+from burnish.serve.page.form import Form, safe_id, whole_number
+from burnish.serve.page.jobs.exports import Exports
+from burnish.serve.page.jobs.starting import free_folder
+from burnish.serve.page.runs.follow import CONSOLE, FilePosition, cursor_text, end_of, news, read_cursor
+from burnish.serve.page.runs.listing import facts
+from burnish.serve.page.runs.remarks import remarks_on
+from burnish.serve.page.runs.runs import FoundRun, checkpoints, id_of, tail_lines
+from burnish.serve.page.runs.series import series, thinned
+from burnish.serve.page.site import Answer, Site
+from burnish.utils.files import regular
+
+_LOOKS_EVERY_S, _LISTS_EVERY_S = 0.25, 2.0
+_FIGURES = (".png", ".yaml", ".jsonl", ".json", ".log")
+_NOT_OFFERED = ("tokenizer", "config.json", "adapter_config", "generation_config")
+_LOG_BYTES = 256 * 1024
+MOST_STREAMS = 50
+
+
+class Api:
+    """One method per route."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.exports = Exports(site)
+        self._num_streams = 0
+
+    def routes(self) -> Iterator[tuple[str, str, Answer]]:
+        """Method, path, and what answers."""
+        yield from Form(self.site).routes()
+        yield "GET", "/api/runs", self.runs
+        yield "POST", "/api/runs", self.begin
+        yield "GET", "/api/runs/{id}", self.run
+        yield "GET", "/api/runs/{id}/series", self.series
+        yield "GET", "/api/runs/{id}/log", self.log
+        yield "GET", "/api/runs/{id}/download/{name}", self.download
+        yield "GET", "/api/runs/{id}/held-out", self.held_out
+        yield "POST", "/api/runs/{id}/stop", self.stop
+        yield "POST", "/api/runs/{id}/continue", self.again
+        yield "DELETE", "/api/queue/{number:int}", self.unqueue
+        yield "GET", "/api/engines", self.engines
+        yield "POST", "/api/engines", self.begin_engine
+        yield "DELETE", "/api/engines/{id}", self.end_engine
+        yield "POST", "/api/chat/{id}", self.chat
+        yield "GET", "/api/chats", self.chats
+        yield "GET", "/api/chats/{id}", self.chat_of
+        yield "PUT", "/api/chats/{id}", self.keep_chat
+        yield "GET", "/api/machine", self.machine
+        yield "POST", "/api/exports", self.begin_export
+        yield "GET", "/api/exports/{id}", self.export_of
+        yield "GET", "/api/stream", self.stream
+        yield "GET", "/api/poll", self.poll
+
+    # --- runs ---------------------------------------------------------------------------------------------------------
+
+    async def runs(self, request: Request) -> Response:
+        asked, state = request.query_params.get("q", "").lower(), request.query_params.get("state", "")
+        found = [
+            self._facts(run)
+            for run in await self.site.found()
+            if (not state or run.state == state) and asked in f"{run.name} {run.folder}".lower()
+        ]
+        return Json({"runs": found, "queue": self.site.starter.queued()})
+
+    def _facts(self, run: FoundRun) -> dict[str, Any]:
+        return {**facts(run), "folder": self.site.places.shown(run.folder)}
+
+    async def begin(self, request: Request) -> Response:
+        body = await json_object(request)
+        values, choice = body.get("values"), str(body.get("folder") or "new")
+        if not isinstance(values, dict) or choice not in ("new", "continue", "anew", "another"):
+            raise Refusal(422, "invalid_value", '"values" and "folder" (new, continue, anew, another) are needed.')
+        devices = body.get("devices")
+        if devices is not None and not (
+            isinstance(devices, list) and all(isinstance(one, int) and 0 <= one < 1024 for one in devices)
+        ):
+            raise Refusal(422, "invalid_value", '"devices" must be a list of the numbers of devices.')
+        starter = self.site.starter
+        if choice == "another":
+            folder = free_folder(starter.folder_of(values))
+            values, choice = {**values, "output_dir": self.site.places.shown(folder)}, "new"
+        if body.get("when") == "queue" and any(run.is_alive for run in await self.site.found(0.0)):
+            return Json({"queued": await starter.enqueue(values, choice, devices)}, 202)
+        return Json({"id": id_of(await starter.begin(values, choice, devices))}, 201)
+
+    async def run(self, request: Request) -> Response:
+        run = await self.site.run(request.path_params["id"])
+        return Json(await asyncio.to_thread(self._whole, run))
+
+    def _whole(self, run: FoundRun) -> dict[str, Any]:
+        given = run.folder / GIVEN
+        return {
+            **self._facts(run),
+            "outcome": run.outcome,
+            "launch": {name: run.launch.get(name) for name in ("argv", "host", "user", "time", "burnish", "devices")},
+            "given": given.read_text(encoding="utf-8", errors="replace")[:65536] if given.is_file() else "",
+            "checkpoints": checkpoints(run.folder),
+            "events": tail_lines(run.folder / EVENTS)[-200:],
+            "files": _files(run.folder),
+            "cursor": cursor_text({run.id: end_of(run.folder, run)}),
+        }
+
+    async def series(self, request: Request) -> Response:
+        run = await self.site.run(request.path_params["id"])
+        points = min(20_000, max(16, whole_number(request.query_params.get("points"), "points", 4000)))
+        columns, offset = await asyncio.to_thread(series, run.folder)
+        place = end_of(run.folder, run)
+        cursor = cursor_text({run.id: type(place)(offset, place.events, place.console, place.mark)})
+        said = [{"key": one.key, "values": one.values} for one in await asyncio.to_thread(remarks_on, run, columns)]
+        few = await asyncio.to_thread(thinned, columns, points)
+        return Json({"cursor": cursor, "rows": len(columns["step"]), "columns": few, "remarks": said})
+
+    async def log(self, request: Request) -> Response:
+        """The end of what the run has said, as text; ``before`` pages back."""
+        run = await self.site.run(request.path_params["id"])
+        path = next((p for name in (CONSOLE, "run.log") if (p := run.folder / name).is_file()), None)
+        if path is None:
+            return Json({"from": 0, "text": ""})
+        end = path.stat().st_size
+        end = min(end, whole_number(request.query_params.get("before"), "before", end))
+        begin = max(0, end - _LOG_BYTES)
+        with regular(path) as file:
+            file.seek(begin)
+            text = file.read(end - begin).decode("utf-8", "replace")
+        return Json({"from": begin, "text": text})
+
+    async def download(self, request: Request) -> Response:
+        """A file that the run's list gave, and nothing else."""
+        run, name = await self.site.run(request.path_params["id"]), request.path_params["name"]
+        if name not in [file["name"] for file in _files(run.folder)]:
+            raise Refusal(404, "no_file", "There is no such file of this run.")
+        body = await asyncio.to_thread((run.folder / name).read_bytes)
+        headers = {"content-disposition": f'attachment; filename="{name}"'}
+        return Response(body, headers=headers, media_type="application/octet-stream")
+
+    async def held_out(self, request: Request) -> Response:
+        """A record that the run does not learn, as a question with its answer; drawn, or ``number``."""
+        run, number = await self.site.run(request.path_params["id"]), request.query_params.get("number", "")
+        values = await self.site.starter.values_of(run)
+        question = {"held_out": True, "values": values, "number": int(number) if number.isdigit() else None}
+        found = await self.site.planner.whole(question)
+        if found.get("problems"):
+            problem = found["problems"][0]
+            raise Refusal(422, "nothing_held_out", f"{problem['sentence']} {problem['remedy']}".strip())
+        return Json(found)
+
+    async def stop(self, request: Request) -> Response:
+        body = await json_object(request)
+        how = body.get("how", "save")
+        if how not in ("save", "now"):
+            raise Refusal(422, "invalid_value", '"how" must be save or now.')
+        self.site.starter.stop(await self.site.run(request.path_params["id"]), how)
+        return Json({"status": "told"}, 202)
+
+    async def again(self, request: Request) -> Response:
+        await json_object(request)
+        await self.site.starter.again(await self.site.run(request.path_params["id"]))
+        return Json({"status": "started"}, 202)
+
+    async def unqueue(self, request: Request) -> Response:
+        if not self.site.starter.unqueue(request.path_params["number"]):
+            raise Refusal(404, "not_queued", "That is not in the queue any more.")
+        return Json({"status": "removed"})
+
+    # --- engines and conversations ------------------------------------------------------------------------------------
+
+    async def engines(self, request: Request) -> Response:
+        return Json({"engines": await self.site.engines.states()})
+
+    async def begin_engine(self, request: Request) -> Response:
+        body = await json_object(request)
+        if body.get("named") is True and self.site.named is not None:
+            one = self.site.engines.begin_named(self.site.named)
+        else:
+            one = self.site.engines.begin(*await self._target(body))
+        return Json({"id": one.id, "name": one.name, "state": one.state}, 202)
+
+    async def _target(self, body: Mapping[str, Any]) -> tuple[Path, str]:
+        """A run (``run``, perhaps with a ``checkpoint``), or a ``path`` below a root."""
+        if isinstance(body.get("run"), str):
+            run = await self.site.run(body["run"])
+            step = body.get("checkpoint")
+            if step is None:
+                return run.folder, run.name
+            if step not in checkpoints(run.folder):
+                raise Refusal(422, "no_checkpoint", f"{run.name} has no checkpoint {step}.")
+            return run.folder / f"checkpoint-{step}", f"{run.name} / checkpoint-{step}"
+        text = body.get("path")
+        if not isinstance(text, str) or not text:
+            raise Refusal(422, "missing", '"run" or "path" must name what is to answer.')
+        path = self.site.places.within(text, "path")
+        if not path.is_dir():
+            raise Refusal(422, "outside", f'"path" must name a folder below {self.site.places.first}.', param="path")
+        return path, self.site.places.shown(path)
+
+    async def end_engine(self, request: Request) -> Response:
+        self.site.engines.end(request.path_params["id"])
+        return Json({"status": "told"}, 202)
+
+    async def chat(self, request: Request) -> Any:
+        engine = self.site.engines.of(request.path_params["id"])
+        body = {**await json_object(request), "model": engine.id}
+        return Relay(str(engine.socket), "POST", "/v1/chat/completions", json.dumps(body).encode())
+
+    async def chats(self, request: Request) -> Response:
+        return Json({"chats": self.site.home.names("chats")})
+
+    async def chat_of(self, request: Request) -> Response:
+        found = self.site.home.read(f"chats/{safe_id(request)}.json")
+        if found is None:
+            raise Refusal(404, "no_chat", "There is no such conversation.")
+        return Json(found)
+
+    async def keep_chat(self, request: Request) -> Response:
+        body, name = await json_object(request), safe_id(request)
+        if len(self.site.home.names("chats")) >= 1000 and not (self.site.home.folder / f"chats/{name}.json").is_file():
+            raise Refusal(409, "too_many", "A thousand conversations are kept; remove some.")
+        self.site.home.write(f"chats/{name}.json", json.dumps(body, ensure_ascii=False))
+        return Json({"status": "kept"})
+
+    async def machine(self, request: Request) -> Response:
+        return Json(await asyncio.to_thread(self.site.machine.use))
+
+    # --- exports ------------------------------------------------------------------------------------------------------
+
+    async def begin_export(self, request: Request) -> Response:
+        body = await json_object(request)
+        path, _ = await self._target(body)
+        folder = self.site.places.within(str(body.get("folder") or ""), "folder")
+        return Json({"id": self.exports.begin(path, folder, str(body.get("format") or "safetensors"))}, 202)
+
+    async def export_of(self, request: Request) -> Response:
+        return Json(self.exports.state(safe_id(request)))
+
+    # --- what is new --------------------------------------------------------------------------------------------------
+
+    async def stream(self, request: Request) -> Any:
+        if self._num_streams >= MOST_STREAMS:
+            raise Refusal(503, "too_many_streams", "Too many windows follow already.", headers={"Retry-After": "5"})
+        self._num_streams += 1
+
+        def over() -> None:
+            self._num_streams -= 1
+
+        cursor = request.headers.get("last-event-id") or request.query_params.get("after", "")
+        return EventStream(self._events(request, cursor), alive_s=15.0, over=over)
+
+    async def _events(self, request: Request, cursor: str) -> AsyncGenerator[bytes, None]:
+        yield event_text(to_json({"server": burnish.__version__, "time": time.time(), "retry_ms": 2000}), "hello")
+        while True:
+            messages, cursor = await self._news(request, cursor)
+            for name, data in messages:
+                yield event_text(to_json(data), name, cursor)
+            await asyncio.sleep(_LOOKS_EVERY_S if request.query_params.get("runs") else _LISTS_EVERY_S)
+
+    async def poll(self, request: Request) -> Response:
+        messages, cursor = await self._news(request, request.query_params.get("after", ""))
+        return Json({"cursor": cursor, "messages": [{"event": name, "data": data} for name, data in messages]})
+
+    async def _news(self, request: Request, cursor: str) -> tuple[list[tuple[str, Any]], str]:
+        """News of the runs that are asked for, or of all runs if none is."""
+        asked = [one for one in request.query_params.get("runs", "").split(",") if one]
+        found = {run.id: run for run in await self.site.found(60.0 if asked else _LISTS_EVERY_S)}
+        if any(one not in found for one in asked):
+            found = {run.id: run for run in await self.site.found()}
+        wanted = [found[one] for one in asked if one in found] if asked else list(found.values())
+        log = request.query_params.get("log") == "1"
+        return await asyncio.to_thread(_collected, wanted, cursor, log, bool(asked))
+
+
+def _collected(wanted: list[FoundRun], cursor: str, log: bool, is_followed: bool) -> tuple[list[tuple[str, Any]], str]:
+    places, messages = read_cursor(cursor), []
+    now = {}
+    for run in wanted[:100]:
+        place = places.get(run.id) or (FilePosition() if is_followed else end_of(run.folder, None))
+        for name, data, behind in news(run.id, run.folder, place, log):
+            place = behind
+            if is_followed or name in ("run", "gone"):
+                messages.append((name, data))
+        now[run.id] = place
+    return messages, cursor_text(now)
+
+
+def _files(folder: Path) -> list[dict[str, Any]]:
+    """Figures, YAML, logs: what may be downloaded. No weights."""
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        is_offered = path.suffix in _FIGURES and not path.name.startswith((".", *_NOT_OFFERED))
+        if is_offered and path.is_file() and not path.is_symlink() and path.stat().st_size < 64 * 2**20:
+            found.append({"name": path.name, "bytes": path.stat().st_size})
+    return found

@@ -1,0 +1,215 @@
+"""The page's routes: HTML that reads without script, and what its scripts ask for (``api.py``).
+
+In: options. Out: an ASGI application. No library of models is imported here, and a GET changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.parse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from burnish import __version__
+from burnish.report.pace import short_number, short_time
+from burnish.serve.http.bodies import json_object, whole_body
+from burnish.serve.http.errors import Refusal, page_error
+from burnish.serve.http.guards import Guard, Rules, head_of, under
+from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
+from burnish.serve.http.json_response import Json
+from burnish.serve.http.static import StaticFiles
+from burnish.serve.page.api import Api
+from burnish.serve.page.jobs.exports import FORMATS
+from burnish.serve.page.runs.listing import facts
+from burnish.serve.page.runs.remarks import remarks_on
+from burnish.serve.page.runs.series import picture, series, small_picture
+from burnish.serve.page.session import COOKIE, LASTS_S, Sessions, cookie_of
+from burnish.serve.page.site import Site
+from burnish.serve.page.words import FOLDER as WORDS
+from burnish.serve.page.words import LANGUAGES, language_of, translator
+
+HERE = Path(__file__).parent
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+def application(site: Site, sessions: Sessions) -> ASGIApp:
+    """All routes, behind their guard."""
+    options = site.options
+    names = {options.web_host.lower(), *(host.lower() for host in options.web_hosts)}
+    rules = Rules(
+        hosts=LOOPBACK_NAMES | (names - {"0.0.0.0", "::"}),  # noqa: S104  (compared with, not bound to)
+        any_address=not is_loopback(options.web_host), own_origin=True, effects_need_origin=True,
+        max_body_bytes=2**20,
+    )  # fmt: skip
+    pages = GZipMiddleware(Pages(site, sessions).router, minimum_size=1024)  # streams of events are left as they are
+    return under(options.web_root_path, Guard(pages, rules, sessions.admit, page_error, HEADERS))
+
+
+class Pages:
+    """One method per page."""
+
+    def __init__(self, site: Site, sessions: Sessions) -> None:
+        self.site, self.sessions = site, sessions
+        self.static = StaticFiles([HERE / "static", HERE / "carried", WORDS])
+        self.templates = Environment(
+            loader=FileSystemLoader(HERE / "pages"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+            lstrip_blocks=True,
+        )  # fmt: skip
+        self.templates.filters.update(short=_short, duration=_duration)
+        pages: Mapping[str, Callable[[Request], Any]] = {
+            "/": self.start, "/runs": self.runs, "/runs/{id}": self.run, "/new": self.new, "/compare": self.compare,
+            "/talk": self.talk, "/export": self.export, "/settings": self.settings, "/sign-in": self.sign_in_page,
+            "/healthz": self.healthz,
+        }  # fmt: skip
+        api = Api(site)
+        self.router = Router(
+            [
+                Route("/static/{version}/{name}", self.static.answer, methods=["GET"]),
+                *(Route(path, page, methods=["GET"]) for path, page in pages.items()),
+                Route("/sign-in", self.sign_in, methods=["POST"]),
+                Route("/sign-out", self.sign_out, methods=["POST"]),
+                *(Route(path, route, methods=[method]) for method, path, route in api.routes()),
+            ],
+            redirect_slashes=False,
+        )
+
+    # --- pages --------------------------------------------------------------------------------------------------------
+
+    async def start(self, request: Request) -> Response:
+        return Response(status_code=303, headers={"location": "runs"})
+
+    async def runs(self, request: Request) -> Response:
+        found = await self.site.found()
+        shown = [{**facts(run), "folder": self.site.places.shown(run.folder)} for run in found]
+        pictures = await asyncio.to_thread(lambda: {run.id: small_picture(run.folder) for run in found[:60]})
+        return self._page("runs", request, runs=shown, pictures=pictures, queue=self.site.starter.queued())
+
+    async def run(self, request: Request) -> Response:
+        run = await self.site.run(request.path_params["id"])
+        columns, _ = await asyncio.to_thread(series, run.folder)
+        language = self._language(request)
+        return self._page(
+            "run", request, run={**facts(run), "folder": self.site.places.shown(run.folder)},
+            picture=picture(columns, 640, 160), columns=_summary(columns),
+            remarks=[remark.text(language) for remark in remarks_on(run, columns)],
+        )  # fmt: skip
+
+    async def new(self, request: Request) -> Response:
+        return self._page("new", request, start=request.query_params.get("from", ""))
+
+    async def compare(self, request: Request) -> Response:
+        return self._page("compare", request, chosen=request.query_params.get("runs", ""))
+
+    async def talk(self, request: Request) -> Response:
+        return self._page("talk", request, target=request.query_params.get("target", ""))
+
+    async def export(self, request: Request) -> Response:
+        return self._page("export", request, target=request.query_params.get("target", ""), formats=list(FORMATS))
+
+    async def settings(self, request: Request) -> Response:
+        site = self.site
+        return self._page(
+            "settings", request, roots=[str(root) for root in site.places.roots], version=__version__,
+            home=str(site.home.folder), allow=sorted(site.starter.allow),
+        )  # fmt: skip
+
+    async def healthz(self, request: Request) -> Response:
+        return Json({"status": "alive"})
+
+    # --- sign in ------------------------------------------------------------------------------------------------------
+
+    async def sign_in_page(self, request: Request) -> Response:
+        to = request.query_params.get("to", "")
+        return self._page("sign-in", request, to=to if _is_ours(to) else "", wrong="")
+
+    async def sign_in(self, request: Request) -> Response:
+        """By script with JSON, or by the form alone."""
+        is_form = request.headers.get("content-type", "").startswith("application/x-www-form-urlencoded")
+        if is_form:
+            fields = urllib.parse.parse_qs((await whole_body(request)).decode("utf-8", "replace"), max_num_fields=4)
+            key, to = fields.get("key", [""])[0], fields.get("to", [""])[0]
+        else:
+            body = await json_object(request)
+            key, to = str(body.get("key", "")), ""
+        try:
+            self.sessions.check_key(key.strip())
+        except Refusal as refusal:
+            if not is_form:
+                raise
+            return self._page("sign-in", request, refusal.status, to=to if _is_ours(to) else "", wrong=refusal.message)
+        headers = {"set-cookie": _cookie(COOKIE, self.sessions.made(), request.scope.get("scheme") == "https")}
+        if is_form:
+            return Response(status_code=303, headers={**headers, "location": to if _is_ours(to) else "runs"})
+        return Json({"status": "ok"}, headers=headers)
+
+    async def sign_out(self, request: Request) -> Response:
+        return Json(
+            {"status": "ok"}, headers={"set-cookie": f"{COOKIE}=; Path=/; Max-Age=0; HttpOnly; SameSite=Strict"}
+        )
+
+    # --- how --------------------------------------------------------------------------------------------------------
+
+    def _language(self, request: Request) -> str:
+        cookie = cookie_of(head_of(request.scope), "language")
+        return language_of(cookie, request.headers.get("accept-language", ""))
+
+    def _page(self, name: str, request: Request, status: int = 200, **values: Any) -> Response:
+        language, theme = self._language(request), cookie_of(head_of(request.scope), "theme")
+        up = "../" * (request.scope["path"].count("/") - 1)
+        text = self.templates.get_template(f"{name}.html").render(
+            t=translator(language), language=language, languages=LANGUAGES, up=up, page=name,
+            theme=theme if theme in ("dark", "light") else "", has_key=self.sessions.key is not None,
+            static=lambda file: up + self.static.address(file), **values,
+        )  # fmt: skip
+        # Without script the form is sent with the Origin "null" where there is to be no referrer at all.
+        return HTMLResponse(text, status, {"referrer-policy": "same-origin"} if name == "sign-in" else None)
+
+
+def _is_ours(to: str) -> bool:
+    """A place on this page, and nowhere else."""
+    return bool(to) and to.replace("/", "").replace("-", "").isalnum() and to.isascii() and not to.startswith("/")
+
+
+def _cookie(name: str, value: str, is_secure: bool) -> str:
+    secure = "; Secure" if is_secure else ""
+    return f"{name}={value}; Path=/; Max-Age={LASTS_S}; HttpOnly; SameSite=Strict{secure}"
+
+
+def _summary(columns: dict[str, list[Any]]) -> dict[str, Any]:
+    """First, last and least loss, in words without a picture."""
+    pairs = [
+        (s, v) for s, v in zip(columns["step"], columns.get("loss", ()), strict=False) if isinstance(v, int | float)
+    ]
+    if not pairs:
+        return {}
+    low = min(pairs, key=lambda pair: pair[1])
+    return {"first": f"{pairs[0][1]:.3g}", "last": f"{pairs[-1][1]:.3g}", "steps": pairs[-1][0], "low": f"{low[1]:.3g}",
+            "at": low[0]}  # fmt: skip
+
+
+def _short(value: float | None) -> str:
+    return "–" if value is None else short_number(value) if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _duration(seconds: float | None) -> str:
+    return "–" if seconds is None else short_time(seconds)

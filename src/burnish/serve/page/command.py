@@ -1,0 +1,135 @@
+"""``burnish webui`` and ``burnish webchat``: from the first word to the exit status.
+
+In: the words after the command. Out: 128 + the signal that ended it. Runs that were started from the page go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import webbrowser
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from burnish.config.errors import MissingExtraError, Problem, UserError, did_you_mean
+from burnish.config.options import Given, build, raise_if
+from burnish.report.streams import say
+from burnish.run.plan.config_files import COMMAND_LINE, from_variables, merge, path_of, read_arguments, split_arguments
+from burnish.serve.page.options import ENVIRONMENT, NamedModel, WebOptions, check_web
+
+_OWN = tuple(field.name for field in fields(WebOptions))
+
+
+def webui(words: Sequence[str]) -> int:
+    """The command.
+
+    Raises:
+        UserError: for options, a port or a folder that cannot be had.
+    """
+    return _serve(*read_options(words))
+
+
+def webchat(words: Sequence[str]) -> int:
+    """The same page, opened at a conversation with one model, as LLaMA-Factory's command of that name.
+
+    Raises:
+        UserError: as ``webui`` does, and where no model is named.
+    """
+    options, named = read_named(words)
+    return _serve(options, "talk", named)
+
+
+def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> int:
+    try:
+        from burnish.serve.http.server import serve
+        from burnish.serve.http.sockets import listen, shown_address
+        from burnish.serve.page.app import application
+        from burnish.serve.page.home import Home
+        from burnish.serve.page.session import Sessions
+        from burnish.serve.page.site import Site
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(str(error.name), "burnish webui", "web") from error
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    home = Home(options.web_home)
+    found = listen(options.web_host, options.web_port, "web_port")
+    address = shown_address(found).replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
+    home.hold(address)
+    key = None if options.web_no_key else options.web_key or home.key()
+    site = Site(options, home, named)
+    address += options.web_root_path
+    sign_in = f"{address}/sign-in{'' if page == 'runs' else f'?to={page}'}"
+    link = f"{address}/{page}" if key is None else f"{sign_in}#key={key}"
+    shown = sign_in if options.web_key else link  # one that was made here is known from nowhere else
+    for line in _lines(shown, site.places.first, key is None):
+        say(line, sys.stdout, blots=False)
+    if options.web_open:
+        webbrowser.open(home.leading_to(link))
+
+    async def drain() -> None:
+        site.planner.end()
+        site.engines.end_all()
+
+    return asyncio.run(serve(application(site, Sessions(key)), found, site.look_after, drain))
+
+
+def read_options(words: Sequence[str]) -> tuple[WebOptions, str]:
+    """The options, and the page to open first.
+
+    Raises:
+        UserError: with all that is wrong.
+    """
+    left, page = [], "runs"
+    rest = iter(words)
+    for word in rest:
+        if word == "--page":
+            page = {"chat": "talk"}.get(name := next(rest, ""), name)
+        else:
+            left.append(word)
+    file, flags = read_arguments(left)
+    given = merge(file, flags, {})
+    problems = [
+        Problem(f'burnish webui has no option "{name}".{did_you_mean(name, _OWN)}', where=item.where)
+        for name, item in given.items()
+        if name not in _OWN
+    ]
+    options = _built({name: item for name, item in given.items() if name in _OWN}, problems)
+    if page not in ("runs", "new", "talk", "export", "compare"):
+        raise UserError(f'There is no page "{page}".', remedy="Known: runs, new, talk, export, compare.")
+    return options, page
+
+
+def read_named(words: Sequence[str]) -> tuple[WebOptions, NamedModel]:
+    """The options of the page, and the model that the other words name, as ``burnish api`` and ``chat`` are told.
+
+    Raises:
+        UserError: with all that is wrong with the options, or where no model is named.
+    """
+    path, rest = path_of(words)
+    _, flags = split_arguments(rest)
+    options = _built({name: item for name, item in flags.items() if name in _OWN}, [])
+    others = {name: item.value for name, item in flags.items() if name not in _OWN}
+    if not path and "model_name_or_path" not in others:
+        raise UserError("burnish webchat is told no model.", remedy="Write: burnish webchat PATH")
+    here = [str(Path(path).absolute()) if Path(path).exists() else path] if path else []
+    flat = [word for name, value in others.items() for word in (f"--{name}", *_as_words(value))]
+    name = path or str(others["model_name_or_path"])
+    return options, NamedModel(name, (*here, *flat), Path.cwd())
+
+
+def _as_words(value: object) -> list[str]:
+    return [str(one) for one in value] if isinstance(value, list) else [str(value)]
+
+
+def _built(given: Mapping[str, Given], problems: Sequence[Problem]) -> WebOptions:
+    options, wrong = build(WebOptions, {**given, **from_variables(ENVIRONMENT, given, os.environ)})
+    raise_if([*problems, *wrong, *check_web(options, given, COMMAND_LINE)])
+    assert isinstance(options, WebOptions)
+    return options
+
+
+def _lines(link: str, root: object, is_open: bool) -> list[str]:
+    warning = ["Everybody who reaches this address may start processes here (web_no_key)."] if is_open else []
+    return [f"page     {link}", f"runs     below {root}; they go on when this ends (Ctrl-C)", *warning]

@@ -1,0 +1,227 @@
+"""The form of a new run: its options, presets, YAML, models and data sets, and what a run would do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tempfile
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from burnish.config.errors import UserError
+from burnish.data.sets.dataset_info import INFO_NAME
+from burnish.data.sets.formats import FORMATS
+from burnish.report.results import write_whole
+from burnish.run.plan.config_files import read_arguments
+from burnish.serve.http.bodies import json_object
+from burnish.serve.http.errors import Refusal, to_json
+from burnish.serve.http.json_response import Json
+from burnish.serve.http.stream import EventStream, event_text
+from burnish.serve.page.jobs.starting import free_folder
+from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
+from burnish.serve.page.runs.runs import DEPTH
+from burnish.serve.page.site import Answer, Site
+from burnish.utils.files import regular
+from burnish.utils.json_files import read_object
+
+MOST_PRESETS = 200
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Form:
+    """One method per route."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    def routes(self) -> Iterator[tuple[str, str, Answer]]:
+        """Method, path, and what answers."""
+        yield "GET", "/api/form", self.form
+        yield "POST", "/api/check", self.check
+        yield "POST", "/api/yaml", self.yaml
+        yield "PUT", "/api/presets/{id}", self.keep_preset
+        yield "DELETE", "/api/presets/{id}", self.drop_preset
+        yield "GET", "/api/free", self.free
+        yield "GET", "/api/models", self.models
+        yield "GET", "/api/datasets", self.datasets
+        yield "GET", "/api/datasets/columns", self.columns
+        yield "PUT", "/api/datasets/{id}", self.describe
+
+    async def form(self, request: Request) -> Response:
+        """Every option, the boxes, the presets, and the options that no visitor may set."""
+        form = await self.site.form()
+        allowed = self.site.starter.allow
+        risky = {
+            one["name"]: one["risky"] or "it is a secret"
+            for one in form["fields"]
+            if (one["is_secret"] or (one["risky"] and not one["harmless"])) and one["name"] not in allowed
+        }
+        boxes = {name: list(options) for name, options in BOXES.items()}
+        return Json(
+            {"groups": form["groups"], "fields": form["fields"], "boxes": boxes, "risky": risky,
+             "depends": {name: [on, list(values)] for name, (on, values) in DEPENDS.items()}, "presets": PRESETS,
+             "own_presets": await asyncio.to_thread(self._presets)}
+        )  # fmt: skip
+
+    def _presets(self) -> dict[str, dict[str, Any]]:
+        """Name -> values of the presets that were saved here; a file that cannot be read is passed over."""
+        home = self.site.home
+        texts = {name: home.text(f"presets/{name}.yaml") for name in home.names("presets")}
+        read = {name: self._read_yaml(text) for name, text in texts.items() if text}
+        return {name: found["values"] for name, found in read.items() if not found["problems"]}
+
+    async def keep_preset(self, request: Request) -> Response:
+        """Keep the text of a YAML file under a name; it is a file that can be mailed, and run."""
+        text, name = (await json_object(request)).get("text"), safe_id(request)
+        found = await asyncio.to_thread(self._read_yaml, text) if isinstance(text, str) else {"problems": ["no text"]}
+        if found["problems"]:
+            raise Refusal(422, "invalid_value", f'"text" must be a YAML file: {found["problems"][0]}')
+        if len(self.site.home.names("presets")) >= MOST_PRESETS:
+            raise Refusal(409, "too_many", f"{MOST_PRESETS} presets are kept; remove some.")
+        self.site.home.write(f"presets/{name}.yaml", str(text))
+        return Json({"status": "kept"})
+
+    async def drop_preset(self, request: Request) -> Response:
+        if not self.site.home.remove(f"presets/{safe_id(request)}.yaml"):
+            raise Refusal(404, "no_preset", "There is no such preset.")
+        return Json({"status": "removed"})
+
+    async def check(self, request: Request) -> Any:
+        """Explain what a run would do, part by part as it becomes known: one JSON object per line."""
+        body = await json_object(request)
+        values = body.get("values")
+        if not isinstance(values, dict):
+            raise Refusal(422, "invalid_type", '"values" must be an object.')
+        question = {
+            "values": await self.site.starter.checked(values),
+            "rows": 5,
+            "seed": whole_number(body.get("seed"), "seed", 0),
+        }
+
+        async def parts() -> AsyncGenerator[bytes, None]:
+            try:
+                async for part in self.site.planner.ask(question, replaces=True):
+                    yield event_text(to_json(part))
+            except Refusal as refusal:
+                problem = {"option": refusal.param or "", "sentence": refusal.message, "remedy": ""}
+                yield event_text(to_json({"problems": [problem], "code": refusal.code, "is_last": True}))
+
+        return EventStream(parts())
+
+    async def free(self, request: Request) -> Response:
+        """A folder beside the one that is named, or that one, which holds nothing yet."""
+        folder = self.site.places.within(request.query_params.get("folder", ""), "folder")
+        return Json({"folder": self.site.places.shown(free_folder(folder))})
+
+    async def yaml(self, request: Request) -> Response:
+        """The values of a YAML text, or what is wrong with it and in which line."""
+        text = (await json_object(request)).get("text")
+        if not isinstance(text, str):
+            raise Refusal(422, "invalid_type", '"text" must be the text of a YAML file.')
+        return Json(await asyncio.to_thread(self._read_yaml, text))
+
+    def _read_yaml(self, text: str) -> dict[str, Any]:
+        """Read by the same function as a file of the command line, with its limits and its sentences."""
+        with tempfile.TemporaryDirectory(dir=self.site.home.folder) as folder:
+            file = Path(folder) / "run.yaml"
+            file.write_text(text, encoding="utf-8", errors="replace")
+            try:
+                given, _ = read_arguments([str(file)])
+            except UserError as error:
+                places = [str(problem).replace(f"{folder}/", "") for problem in error.problems]
+                return {"values": {}, "problems": places}
+        return {"values": {name: item.value for name, item in given.items()}, "problems": []}
+
+    async def models(self, request: Request) -> Response:
+        """Models, adapters and finished runs below the roots, and the model that the command named."""
+        named = self.site.named
+        return Json({"models": await asyncio.to_thread(self._models), "named": named and named.name})
+
+    def _models(self) -> list[dict[str, str]]:
+        found = []
+        for root in self.site.places.roots:
+            for name, kind in (("config.json", "model"), ("adapter_config.json", "adapter")):
+                for depth in range(DEPTH):
+                    for path in root.glob("/".join(["*"] * (depth + 1)) + "/" + name):
+                        if not any(part.startswith(".") for part in path.relative_to(root).parts):
+                            found.append({"path": self.site.places.shown(path.parent), "kind": kind})
+                        if len(found) >= 200:
+                            return found
+        return sorted(found, key=lambda one: one["path"])
+
+    async def datasets(self, request: Request) -> Response:
+        """Names in the ``dataset_info.json`` of folders below the roots."""
+        return Json({"datasets": await asyncio.to_thread(self._datasets)})
+
+    def _datasets(self) -> list[dict[str, str]]:
+        found = []
+        for root in self.site.places.roots:
+            for pattern in (INFO_NAME, f"*/{INFO_NAME}", f"*/*/{INFO_NAME}"):
+                for path in list(root.glob(pattern))[:20]:
+                    try:
+                        with regular(path) as file:
+                            names = list(json.load(file))
+                    except (OSError, ValueError):
+                        continue
+                    folder = self.site.places.shown(path.parent)
+                    found += [{"name": str(name), "folder": folder} for name in names[:200]]
+        return found
+
+    async def columns(self, request: Request) -> Response:
+        """The columns of a file of records below a root, with their first values."""
+        path = self.site.places.within(request.query_params.get("file", ""), "dataset")
+        if not path.is_file():
+            raise Refusal(404, "no_file", "There is no such file.")
+        found = await self.site.planner.whole({"columns_of": str(path)})
+        if found.get("problems"):
+            raise Refusal(422, "unreadable", found["problems"][0]["sentence"], param="dataset")
+        return Json(found)
+
+    async def describe(self, request: Request) -> Response:
+        """Write into the ``dataset_info.json`` beside a file which of its columns is which, under a name."""
+        body, name = await json_object(request), safe_id(request)
+        path, columns = self.site.places.within(str(body.get("file") or ""), "dataset"), body.get("columns") or {}
+        kind = body.get("formatting")
+        is_text = isinstance(columns, dict) and all(isinstance(one, str) for one in [*columns, *columns.values()])
+        if kind not in [one.name for one in FORMATS] or not is_text:
+            raise Refusal(422, "invalid_value", '"formatting" must be a known format, "columns" part: column.')
+        if not path.is_file():
+            raise Refusal(404, "no_file", "There is no such file.")
+        entry = {"file_name": path.name, "formatting": kind, **({"columns": columns} if columns else {})}
+        await asyncio.to_thread(_add_entry, path.with_name(INFO_NAME), name, entry)
+        return Json({"name": name, "folder": self.site.places.shown(path.parent)}, 201)
+
+
+def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
+    """Raises Refusal where the name describes something else already, or the file cannot be read or written."""
+    try:
+        known = read_object(file) if file.is_file() else {}
+    except UserError as error:
+        raise Refusal(422, "unreadable", str(error)) from error
+    if known.get(name, entry) != entry:
+        raise Refusal(409, "name_taken", f'{file.name} describes another set as "{name}" already; choose another name.')
+    try:
+        write_whole(file, json.dumps({**known, name: entry}, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise Refusal(422, "not_written", f"{file.name} cannot be written: {error.strerror}.") from error
+
+
+def safe_id(request: Request) -> str:
+    """The name in the path, which becomes that of a file."""
+    name = str(request.path_params["id"])
+    if not _NAME.fullmatch(name):
+        raise Refusal(404, "no_such_name", "A name has letters, digits, - and _ only.")
+    return name
+
+
+def whole_number(given: Any, name: str, usual: int) -> int:
+    """The number that a request gives, or ``usual`` where it gives none."""
+    text = str(usual if given in (None, "") else given)
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise Refusal(422, "invalid_value", f'"{name}" must be a whole number.', param=name)
+    return int(text)

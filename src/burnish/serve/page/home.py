@@ -1,0 +1,96 @@
+"""The page's own folder: its key, presets, conversations, sockets. Nothing in it is needed to find runs.
+
+In: ``$BURNISH_HOME``, else ``$XDG_STATE_HOME/burnish``. Everything is for its owner alone, and written whole or not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from typing import IO, Any
+
+from burnish.config.errors import UserError
+from burnish.serve.http.guards import new_key
+from burnish.utils.files import expanded
+
+
+class Home:
+    """The folder ``web`` within the state folder.
+
+    Raises:
+        UserError: where another page uses it.
+    """
+
+    def __init__(self, given: str | None = None) -> None:
+        state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        base = given or os.environ.get("BURNISH_HOME") or f"{state}/burnish"
+        self.folder = expanded(base) / "web"
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.chmod(self.folder, 0o700)
+        for name in ("presets", "chats"):
+            (self.folder / name).mkdir(exist_ok=True, mode=0o700)
+        self._lock: IO[str] | None = None
+
+    def hold(self, address: str) -> None:
+        """One page per folder; a second one says where the first is."""
+        path = self.folder / "lock"
+        lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            said = lock.read().strip()
+            what = f"A page runs already{f' at {said}' if said else ''}, with the same state in {self.folder}."
+            raise UserError(what, remedy="Use that one, or give this one another web_home.") from error
+        lock.truncate(0)
+        lock.write(address)
+        lock.flush()
+        self._lock = lock
+
+    def key(self) -> str:
+        """The key that was made at the first start, and is kept."""
+        path = self.folder / "key"
+        if path.is_file() and len(found := path.read_text(encoding="ascii").strip()) >= 16:
+            return found
+        key = new_key()
+        self.write("key", key + "\n")
+        return key
+
+    def leading_to(self, link: str) -> str:
+        """The address of a file, for its owner alone, that leads to ``link``: a browser is started with what it opens
+        among its words, which every user of the machine can read."""
+        self.write("open.html", f'<!doctype html><meta http-equiv="refresh" content="0;url={link}">\n')
+        return (self.folder / "open.html").resolve().as_uri()
+
+    def write(self, name: str, text: str) -> None:
+        target = self.folder / name
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+
+    def read(self, name: str) -> Any:
+        """JSON that was written here; None where there is none."""
+        try:
+            return json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def text(self, name: str) -> str:
+        """Text that was written here; "" where there is none."""
+        try:
+            return (self.folder / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    def remove(self, name: str) -> bool:
+        """Remove a file that was written here. Returns whether it was there."""
+        path = self.folder / name
+        is_there = path.is_file()
+        path.unlink(missing_ok=True)
+        return is_there
+
+    def names(self, kind: str) -> list[str]:
+        return sorted(path.stem for path in (self.folder / kind).iterdir() if not path.name.startswith("."))

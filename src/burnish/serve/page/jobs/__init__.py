@@ -1,0 +1,1 @@
+"""Processes that the page starts: runs, exports, models that answer, the planner."""

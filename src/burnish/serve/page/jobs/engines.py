@@ -1,0 +1,111 @@
+"""Models that answer in the page: each is ``burnish api`` on a Unix socket of ours, ended when it is not used.
+
+In: a target: a run, one of its checkpoints, or a model's folder below a root. Out: an engine with an id; requests are
+passed on to it byte for byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from burnish.serve.http.errors import Refusal
+from burnish.serve.http.relay import ask
+from burnish.serve.page.home import Home
+from burnish.serve.page.jobs.starting import Starter
+from burnish.serve.page.options import NamedModel
+
+IDLE_S = 900.0
+MOST_ENGINES = 3
+
+
+@dataclass
+class RunningEngine:
+    id: str
+    name: str
+    socket: Path
+    child: subprocess.Popen[bytes]
+    log: Path
+    used: float = field(default_factory=time.monotonic)
+    state: str = "loading"
+    said: str = ""
+
+
+class Engines:
+    """All engines of the page."""
+
+    def __init__(self, home: Home, starter: Starter) -> None:
+        self.home, self.starter = home, starter
+        self._all: dict[str, RunningEngine] = {}
+
+    def begin(self, path: Path, name: str) -> RunningEngine:
+        """The engine of a folder; the one that runs already, where it does.
+
+        Raises:
+            Refusal: 409 where there are too many.
+        """
+        return self.begin_named(NamedModel(name, (str(path.resolve()),), self.starter.places.first))
+
+    def begin_named(self, named: NamedModel) -> RunningEngine:
+        """The engine of what words name. Raises as ``begin``."""
+        identity = hashlib.sha256(os.fsencode("\0".join(named.words))).hexdigest()[:12]
+        if identity in self._all and self._all[identity].child.poll() is None:
+            return self._all[identity]
+        alive = [one for one in self._all.values() if one.child.poll() is None]
+        if len(alive) >= MOST_ENGINES:
+            raise Refusal(409, "too_many_engines", f"{MOST_ENGINES} models are loaded already; unload one first.")
+        socket, log = self.home.folder / f"engine-{identity}.sock", self.home.folder / f"engine-{identity}.log"
+        log.unlink(missing_ok=True)
+        words = ["api", *named.words, f"--api_socket={socket}", f"--api_model_name={identity}", "--api_max_tokens=2048"]
+        child = self.starter.started(words, log, named.folder)
+        self._all[identity] = RunningEngine(identity, named.name, socket, child, log)
+        return self._all[identity]
+
+    def of(self, identity: str) -> RunningEngine:
+        """Raises Refusal 404 where there is none."""
+        if identity not in self._all:
+            raise Refusal(404, "no_engine", "There is no such engine; load it again.")
+        self._all[identity].used = time.monotonic()
+        return self._all[identity]
+
+    async def states(self) -> list[dict[str, Any]]:
+        """Every engine, and how far it is."""
+        for one in self._all.values():
+            await self._look(one)
+        return [{"id": e.id, "name": e.name, "state": e.state, "said": e.said} for e in self._all.values()]
+
+    async def _look(self, one: RunningEngine) -> None:
+        if one.child.poll() is not None:
+            one.state = "ended"
+            text = one.log.read_text(encoding="utf-8", errors="replace") if one.log.is_file() else ""
+            one.said = text.strip()[-600:]
+            return
+        if one.state == "ready":
+            return
+        try:
+            status, body = await ask(str(one.socket), "GET", "/readyz")
+        except Refusal:
+            return
+        one.state = "ready" if status == 200 else "loading"
+        one.said = "" if status == 200 else f"{json.loads(body).get('loaded', 0):.0%}"
+
+    def end(self, identity: str) -> None:
+        one = self._all.pop(identity, None)
+        if one is not None and one.child.poll() is None:
+            one.child.send_signal(signal.SIGTERM)
+
+    def end_idle(self) -> None:
+        for one in list(self._all.values()):
+            if time.monotonic() - one.used > IDLE_S:
+                self.end(one.id)
+
+    def end_all(self) -> None:
+        for identity in list(self._all):
+            self.end(identity)

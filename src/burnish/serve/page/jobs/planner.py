@@ -1,0 +1,104 @@
+"""The process that knows the models: it answers what a run would do, so that the page need not load a library for it.
+
+    answer = planner.ask({"values": {...}})       # parts as they become known
+
+One question at a time; a newer one makes an older one of no interest, and the older one's parts are dropped. A process
+that dies is said, and the next question starts another; after some idle minutes it is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from burnish.serve.http.child import environment_of_child
+from burnish.serve.http.errors import Refusal
+from burnish.serve.page.places import Roots
+
+IDLE_S = 600.0
+SLOWEST_S = 120.0
+_LONGEST_LINE = 32 * 2**20
+
+
+class Planner:
+    """One ``burnish _planner``, started when it is needed, in the first root."""
+
+    def __init__(self, places: Roots, log: Path) -> None:
+        self.places, self.log = places, log
+        self._child: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._newest = 0
+        self._idle: asyncio.TimerHandle | None = None
+
+    async def ask(self, question: Mapping[str, Any], replaces: bool = False) -> AsyncIterator[dict[str, Any]]:
+        """The parts of an answer.
+
+        Args:
+            replaces: the answer to the question before it interests nobody any more.
+        Raises:
+            Refusal: 409 where a newer question came, 503 where the process ended.
+        """
+        number = next(self._numbers)
+        if replaces:
+            self._newest = number
+        async with self._turn:
+            if replaces and self._newest != number:
+                raise Refusal(409, "superseded", "A newer question has been asked.")
+            async for part in self._answers({**question, "id": number}):
+                yield part
+
+    async def _answers(self, question: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        child = await self._running()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(json.dumps(question).encode() + b"\n")
+            await child.stdin.drain()
+            while True:
+                async with asyncio.timeout(SLOWEST_S):
+                    line = await child.stdout.readline()
+                if not line:
+                    raise ConnectionError
+                part = json.loads(line)
+                if part.get("id") != question["id"]:
+                    continue  # of a question that was given up
+                yield part
+                if part.get("is_last"):
+                    return
+        except (ConnectionError, TimeoutError, ValueError) as error:
+            self.end()
+            raise Refusal(503, "planner_ended", "The process that plans runs has ended; ask again.") from error
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.end)
+        if self._child is None or self._child.returncode is not None:
+            with self.log.open("ab") as errors:
+                self._child = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "burnish", "_planner", cwd=self.places.first, stderr=errors,
+                    env=environment_of_child(self.places.roots),
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LONGEST_LINE,
+                )  # fmt: skip
+        return self._child
+
+    def end(self) -> None:
+        """End the process; the next question starts another."""
+        child, self._child = self._child, None
+        if child is not None and child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+
+    async def whole(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """All parts of an answer as one."""
+        found: dict[str, Any] = {}
+        async for part in self.ask(question):
+            found |= part
+        return found

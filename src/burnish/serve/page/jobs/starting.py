@@ -1,0 +1,207 @@
+"""Runs that a visitor starts, stops and queues: each is ``burnish train`` on a file in its folder, and goes on alone.
+
+In: values of the form, checked. Out: a process, or a place in the queue. The values go into a YAML file whose path we
+made; no text of a visitor is ever part of a command.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.report.journal import GIVEN, LAUNCH, OUTCOME, given_yaml, launched, write_outcome
+from burnish.run.plan.config_files import read_arguments
+from burnish.serve.http.child import environment_of_child, start_burnish, tell
+from burnish.serve.http.errors import Refusal
+from burnish.serve.page.home import Home
+from burnish.serve.page.permissions import check_values
+from burnish.serve.page.places import Roots
+from burnish.serve.page.runs.follow import CONSOLE
+from burnish.serve.page.runs.runs import FoundRun, is_alive, object_in
+from burnish.serve.run_folder import data_seen_from
+
+QUEUE = "queue.json"
+
+
+class Starter:
+    """Starts and stops runs.
+
+    Args:
+        allow: risky options that the owner of the page has allowed.
+        form: describes all options.
+    """
+
+    def __init__(
+        self, places: Roots, home: Home, allow: Iterable[str], form: Callable[[], Awaitable[Mapping[str, Any]]]
+    ) -> None:
+        self.places, self.home, self.allow, self.form = places, home, frozenset(allow), form
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    async def checked(self, values: Mapping[str, Any], start: Path | None = None) -> dict[str, Any]:
+        """A copy of the values, after the one check that everything from the page passes (``permissions.py``).
+
+        Args:
+            start: the folder in which the command runs; the first root by default.
+        Raises:
+            Refusal: 422, with the option.
+        """
+        form = await self.form()
+        check_values(values, form["fields"], self.allow, self.places, start or self.places.first)
+        return dict(values)
+
+    def folder_of(self, values: Mapping[str, Any]) -> Path:
+        text = values.get("output_dir")
+        if not isinstance(text, str) or not text:
+            raise Refusal(422, "missing", '"output_dir" must name the folder of the run.', param="output_dir")
+        folder = self.places.within(text, "output_dir")
+        if folder in self.places.roots:
+            raise Refusal(422, "outside", '"output_dir" must be a folder of its own.', param="output_dir")
+        return folder
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    async def begin(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None = None) -> Path:
+        """Start a run, in its folder as chosen: ``new``, ``continue`` or ``anew``.
+
+        Raises:
+            Refusal: 409 where the folder is in use, or holds something and the choice is ``new``.
+        """
+        given = await self.checked(values)
+        folder = self.folder_of(given)
+        self._check_folder(folder, folder_choice)
+        given["overwrite_output_dir"] = folder_choice == "anew"
+        if not given["overwrite_output_dir"]:
+            del given["overwrite_output_dir"]
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / GIVEN
+        file.write_text(given_yaml(given, {}), encoding="utf-8")
+        self._launch(folder, devices)
+        return folder
+
+    def _check_folder(self, folder: Path, choice: str) -> None:
+        if is_alive(object_in(folder / LAUNCH)):
+            message = "A run is writing into this folder. Choose another, or wait."
+            raise Refusal(409, "folder_in_use", message, param="output_dir")
+        holds = folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
+        if holds and choice == "new":
+            message = f'"{self.places.shown(folder)}" holds a run already: continue it, begin it anew, or take another.'
+            raise Refusal(409, "folder_not_empty", message, param="output_dir")
+
+    async def again(self, run: FoundRun) -> None:
+        """Continue a run from its own file.
+
+        Raises:
+            Refusal: 409 if it still runs or has no file, 422 if the file sets what a visitor may not set.
+        """
+        if run.is_alive:
+            raise Refusal(409, "running", "The run goes on already.")
+        await self.checked(self._given_of(run), self._place_of(run.folder))
+        self._launch(run.folder, None)
+
+    async def values_of(self, run: FoundRun) -> dict[str, Any]:
+        """The values of a run's own file, with its data where they were when it was started.
+
+        Raises:
+            Refusal: 409 where it has no file, 422 where the file names what a page may not reach.
+        """
+        values, place = self._given_of(run), self._place_of(run.folder)
+        return await self.checked(values | (data_seen_from(place, values) if place != self.places.first else {}))
+
+    def _given_of(self, run: FoundRun) -> dict[str, Any]:
+        """The values in a run's ``run.yaml``."""
+        if not (run.folder / GIVEN).is_file():
+            raise Refusal(409, "no_file", f"This run has no {GIVEN}, so its options are unknown.")
+        try:
+            given, _ = read_arguments([str(run.folder / GIVEN)])
+        except UserError as error:
+            raise Refusal(422, "invalid_value", str(error)) from error
+        return {name: item.value for name, item in given.items()}
+
+    def _launch(self, folder: Path, devices: list[int] | None) -> None:
+        (folder / OUTCOME).unlink(missing_ok=True)
+        chosen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
+        words = ["train", str(folder / GIVEN)]
+        child = start_burnish(words, self._place_of(folder), folder / CONSOLE, self._environment() | chosen)
+        self._children.append(child)
+        launch = launched([], child.pid, ["burnish", *words])
+        (folder / LAUNCH).write_text(json.dumps(launch, indent=1) + "\n", encoding="utf-8")
+
+    def _place_of(self, folder: Path) -> Path:
+        """Folder in which the run was started before, if below a root: relative paths in its file start there."""
+        before = object_in(folder / LAUNCH).get("folder")
+        if isinstance(before, str) and any(Path(before).resolve().is_relative_to(root) for root in self.places.roots):
+            return Path(before)
+        return self.places.first
+
+    def started(self, words: list[str], output: Path, folder: Path | None = None) -> subprocess.Popen[bytes]:
+        """Another command, such as an export or an engine, in a folder or in the first root."""
+        child = start_burnish(words, folder or self.places.first, output, self._environment())
+        self._children.append(child)
+        return child
+
+    def _environment(self) -> dict[str, str]:
+        return environment_of_child(self.places.roots)
+
+    def reap(self) -> None:
+        """Take note of children that have ended, or they would stay as zombies."""
+        self._children = [child for child in self._children if child.poll() is None]
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
+
+    def stop(self, run: FoundRun, how: str) -> None:
+        """``save``: the step is finished and saved. ``now``: at once, and steps since the last checkpoint are lost.
+
+        Raises:
+            Refusal: 409 where the process cannot be proven to be that run's.
+        """
+        number = signal.SIGTERM if how == "save" else signal.SIGKILL
+        if not tell(run.launch, number, is_alive):
+            raise Refusal(409, "not_running", "No process of this run is alive on this machine.")
+        if how != "save":
+            ending = {"state": "stopped", "exit_code": 137, "sentence": f"Stopped at once, at step {run.step}.",
+                      "remedy": "Continue it from its last checkpoint."}  # fmt: skip
+            write_outcome(run.folder, ending, run.step)
+
+    # --- the queue ----------------------------------------------------------------------------------------------------
+
+    def queued(self) -> list[dict[str, Any]]:
+        found = self.home.read(QUEUE)
+        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+    async def enqueue(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None) -> int:
+        """Start a run when no other that was started here runs any more."""
+        given = await self.checked(values)
+        self._check_folder(self.folder_of(given), folder_choice)
+        queue = self.queued()
+        number = max((int(one["number"]) for one in queue), default=0) + 1
+        one = {"number": number, "values": given, "folder": folder_choice, "devices": devices, "time": time.time()}
+        self.home.write(QUEUE, json.dumps([*queue, one]))
+        return number
+
+    def unqueue(self, number: int) -> bool:
+        queue = self.queued()
+        left = [one for one in queue if one["number"] != number]
+        self.home.write(QUEUE, json.dumps(left))
+        return len(left) < len(queue)
+
+    async def next_of_queue(self, runs: Iterable[FoundRun]) -> Path | None:
+        """Start the first of the queue, if nothing runs."""
+        queue = self.queued()
+        if not queue or any(run.is_alive and run.state != "elsewhere" for run in runs):
+            return None
+        first = queue[0]
+        self.unqueue(first["number"])
+        return await self.begin(first["values"], first["folder"], first.get("devices"))
+
+
+def free_folder(folder: Path) -> Path:
+    """``first-2`` where ``first`` is taken."""
+    names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2)))
+    return next(path for path in names if not path.exists())

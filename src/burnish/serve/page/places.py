@@ -1,0 +1,53 @@
+"""Paths that a visitor types or chooses: each must lie below a root, as it is when it is used.
+
+In: text. Out: a path. Refused with one sentence, whether something is there or not: what lies outside, leads outside by
+a link, has a NUL, or is longer than a file system takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from burnish.serve.http.errors import Refusal
+from burnish.utils.files import expanded
+
+
+class Roots:
+    """The roots; the first is where relative paths begin, and where runs are started."""
+
+    def __init__(self, roots: Sequence[str]) -> None:
+        self.roots = [expanded(root).resolve() for root in roots]
+
+    @property
+    def first(self) -> Path:
+        return self.roots[0]
+
+    def within(self, text: str, option: str, start: Path | None = None) -> Path:
+        """The path that ``text`` names, with links resolved.
+
+        Args:
+            start: the folder that relative paths begin in; the first root by default.
+        Raises:
+            Refusal: 422, where it may not be used.
+        """
+        outside = Refusal(
+            422, "outside", f'"{option}" must name a place below {self.first}. Received: "{text[:200]}".', param=option
+        )
+        is_address = "://" in text or "::" in text  # fsspec reads file:///etc/passwd as a local file
+        if "\0" in text or any(len(os.fsencode(part)) > 255 for part in text.split("/")) or len(text) > 4000:
+            raise outside
+        try:
+            path = Path(os.path.expanduser(text))
+            resolved = (path if path.is_absolute() else (start or self.first) / path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise outside from error
+        if is_address or not any(resolved.is_relative_to(root) for root in self.roots):
+            raise outside
+        return resolved
+
+    def shown(self, path: Path) -> str:
+        """Relative to the first root where it lies there."""
+        resolved = path.resolve()
+        return str(resolved.relative_to(self.first)) if resolved.is_relative_to(self.first) else str(resolved)

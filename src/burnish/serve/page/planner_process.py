@@ -1,0 +1,226 @@
+"""``burnish _planner``: the process that answers the page's questions about runs that are not begun.
+
+In: an object a line: values as a form gives them; or ``form``, a file's ``columns_of``, ``held_out``. Out: objects, a
+line each, with the libraries loaded once. Values of a form are read as those of a file are, so there is one meaning and
+one sentence for each.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal, TextIO, get_origin
+
+from burnish.config.conversion import members
+from burnish.config.errors import UserError
+from burnish.config.options import Given, Spec, specs
+from burnish.config.registry import Registry
+from burnish.data.reading.files import data_files, read_records
+from burnish.data.reading.json_files import shortened
+from burnish.data.sets.data_source import DataSource
+from burnish.data.sets.formats import FORMATS
+from burnish.data.sets.layouts import is_preference, layout_of, proposed_columns
+from burnish.data.sets.sources import load_datasets
+from burnish.data.tally import Tally
+from burnish.explain.as_json import explained_parts, problems_of
+from burnish.loop.types import Answer, Example, Message
+from burnish.run.plan.checks import problems_in_files
+from burnish.run.plan.listing import component
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.plan import plan
+
+_LONGEST_CHOICE = 60
+_SHOWN = 3
+"""Values of a column that are shown."""
+
+
+def planner(asked: TextIO | None = None, told: TextIO | None = None) -> int:
+    """Answer questions until none come: ``{"id", "values", "rows", "seed"}`` in, parts with the same id out, the last
+    with ``"is_last": true``. What a question does wrong is part of its answer."""
+    asked, told = asked or sys.stdin, told or sys.stdout
+    for line in asked:
+        question = json.loads(line)
+        for part in _parts(question):
+            told.write(json.dumps({"id": question["id"], **part}, ensure_ascii=False) + "\n")
+            told.flush()
+    return 0
+
+
+def _parts(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if question.get("form"):
+        yield {**form(), "is_last": True}
+        return
+    try:
+        if question.get("columns_of"):
+            yield {**columns_of_file(Path(question["columns_of"])), "is_last": True}
+            return
+        if question.get("held_out"):
+            yield {**held_out(question["values"], question.get("number")), "is_last": True}
+            return
+        given = {name: Given(value, "") for name, value in question["values"].items()}
+        chosen = plan(given, also=[problems_in_files])
+        yield from explained_parts(chosen, question.get("rows", 5), question.get("seed", 0))
+        yield {"is_last": True}
+    except UserError as error:
+        yield {"problems": problems_of(error), "is_last": True}
+    except (Exception, SystemExit) as error:  # a fault of one question must not end the process that answers the next
+        what = f"burnish failed on this: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        yield {"problems": [{"option": "", "sentence": what, "remedy": "", "where": ""}], "is_last": True}
+
+
+# --- the form ---------------------------------------------------------------------------------------------------------
+
+
+def form() -> dict[str, Any]:
+    """The fields in the order of their declaration, and the groups that they belong to."""
+    fields = [field_of(spec) for spec in specs(RunOptions).values()]
+    return {"groups": list(dict.fromkeys(field["group"] for field in fields)), "fields": fields}
+
+
+def field_of(spec: Spec) -> dict[str, Any]:
+    """One option as a field."""
+    default = spec.default
+    return {
+        "name": spec.name,
+        "group": component(spec.group),
+        "type": spec.type_name,
+        "control": control_of(spec),
+        "default": default if isinstance(default, bool | int | float | str | list | dict) else None,
+        "choices": [str(choice) for choice in spec.choices or []][:_LONGEST_CHOICE],
+        "unit": spec.unit,
+        "bounds": {name: bound for name, bound in spec.bounds.items() if bound is not None and abs(bound) < 1e300},
+        "help": spec.help,
+        "aliases": list(spec.aliases),
+        "ignored": spec.ignored,
+        "kinds": sorted({_kind(member) for member in members(spec.type)}),
+        "is_secret": spec.is_secret,
+        "names_place": spec.names_place,
+        **_risk(spec),
+    }
+
+
+def _kind(member: Any) -> str:
+    """The type of a value by name: ``str``, ``list``, ``NoneType``, ..."""
+    origin = get_origin(member) or member
+    return "str" if origin is Literal else str(origin.__name__)
+
+
+def _risk(spec: Spec) -> dict[str, Any]:
+    """Return the reason why a visitor of the page may not set an option, and the values that are harmless. A member of
+    a registry that another package has added is a risk: choosing it runs that package's code."""
+    registry = getattr(spec.raw_choices, "__self__", None)
+    if isinstance(registry, Registry) and not all(member.is_ours for member in registry):
+        return {
+            "risky": "it runs code of another package",
+            "harmless": [member.name for member in registry if member.is_ours],
+        }
+    return {"risky": spec.risky, "harmless": list(spec.harmless)}
+
+
+def control_of(spec: Spec) -> str:
+    """``switch``, ``choice``, ``number``, ``list`` or ``text``."""
+    kinds = [get_origin(member) or member for member in members(spec.type) if member is not type(None)]
+    if kinds == [bool]:
+        return "switch"
+    if spec.choices and list not in kinds and str not in [k for k in kinds if spec.raw_choices is None]:
+        return "choice"
+    if kinds and all(kind in (int, float) for kind in kinds):
+        return "number"
+    if list in kinds:
+        return "list"
+    return "text"
+
+
+# --- a file of records, and a held-out record -------------------------------------------------------------------------
+
+
+def columns_of_file(path: Path) -> dict[str, Any]:
+    """Describe the columns of a file of records, for a form that asks which is which: ``{"columns": [[name, values]],
+    "formats": [[name, parts]], "known", "proposed"}``; ``known`` is the format recognised without a word, or "".
+
+    Raises:
+        UserError: for a file that cannot be read.
+    """
+    first = list(islice(chain.from_iterable(map(read_records, data_files(path))), _SHOWN))
+    names = list(dict.fromkeys(name for values in first for name in values))
+    source = DataSource(str(path), "file", str(path), str(path))
+    try:
+        known = layout_of(source, first, str(path)).format
+    except UserError:
+        known = "preference" if any(map(is_preference, first)) else ""
+    return {
+        "columns": [[name, [shortened(values[name]) for values in first if name in values]] for name in names],
+        "formats": [[one.name, list(one.traits["columns"] | one.traits.get("optional", {}))] for one in FORMATS],
+        "known": known, "proposed": proposed_columns(names),
+    }  # fmt: skip
+
+
+def held_out(values: Mapping[str, Any], number: int | None = None) -> dict[str, Any]:
+    """A held-out record as a question: what a model is asked, and what the record answers, in the roles of a chat
+    request. The split is that of the run, since the same function makes it.
+
+    Args:
+        values: name -> value.
+        number: of the record in the evaluation set, from 1; None draws one.
+    Raises:
+        UserError: where the run holds nothing out, or the record asks nothing.
+    """
+    options = plan({name: Given(value, "") for name, value in values.items()}).options
+    sets = load_datasets(options, options.seed, Tally(), stage=options.stage)
+    records = list(chain.from_iterable(sets.eval.values()))
+    if not records:
+        why = "Set val_size or eval_dataset, and some records are held out."
+        raise UserError("This run holds no record out of its training.", remedy=why)
+    chosen = number or random.randrange(len(records)) + 1  # noqa: S311  (a record to look at)
+    if not 1 <= chosen <= len(records):
+        raise UserError(f"Records 1 to {len(records)} are held out. Received: {chosen}.")
+    record = records[chosen - 1]
+    return {**question_of(record), "number": chosen, "of": len(records), "place": record.place}
+
+
+def question_of(record: Example) -> dict[str, Any]:
+    """``{"system", "tools", "before", "user", "answer"}``: the conversation up to the last question, and its answer.
+
+    Raises:
+        UserError: for a text without a question.
+    """
+    messages = record.messages
+    asks = max((place for place, one in enumerate(messages) if one.role == "user"), default=None)
+    if asks is not None:
+        before, user, behind = messages[:asks], messages[asks].text, messages[asks + 1 :]
+    elif record.prompt is not None:
+        before, user, behind = (), record.prompt, ()
+    else:
+        raise UserError(f"{record.place}: it is a text, and asks nothing.")
+    given = record.chosen if record.chosen is not None else record.completion if behind == () else behind
+    return {
+        "system": record.system or "", "tools": json.loads(record.tools) if record.tools else [],
+        "before": list(_in_chat_roles(before)), "user": user, "answer": _text(given),
+    }  # fmt: skip
+
+
+def _text(answer: Answer | None) -> str:
+    return answer if isinstance(answer, str) else "\n\n".join(one.text for one in answer or ())
+
+
+def _in_chat_roles(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+    """Calls get ids, and what they came back with takes these in order."""
+    waiting: list[str] = []
+    for place, message in enumerate(messages):
+        if message.role == "function":
+            found = json.loads(message.text)
+            calls = found if isinstance(found, list) else [found]
+            waiting = [f"call_{place}_{number}" for number in range(len(calls))]
+            yield {"role": "assistant", "content": "", "tool_calls": [
+                {"id": id, "type": "function",
+                 "function": {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}))}}
+                for id, call in zip(waiting, calls, strict=True)
+            ]}  # fmt: skip
+        elif message.role == "observation":
+            yield {"role": "tool", "content": message.text, "tool_call_id": waiting.pop(0) if waiting else "call_0"}
+        else:
+            yield {"role": message.role, "content": message.text}

@@ -1,0 +1,1 @@
+"""Runs as their folders describe them: states, logs, series and remarks."""

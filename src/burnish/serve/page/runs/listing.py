@@ -1,0 +1,72 @@
+"""``burnish runs [FOLDER]``: the list of runs as text, from the same reader as the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.report.console import print_result
+from burnish.report.pace import short_number, short_time
+from burnish.serve.page.runs.remarks import remarks_on
+from burnish.serve.page.runs.runs import FoundRun, find
+from burnish.serve.page.runs.series import series
+from burnish.utils.files import expanded
+
+_HEAD = ("name", "state", "step", "loss", "eval", "tokens/s", "left", "started", "folder")
+
+
+def runs(words: Sequence[str]) -> int:
+    """The command: a table, or with ``--json`` a JSON object per line."""
+    as_json = "--json" in words
+    folders = [word for word in words if word != "--json"]
+    if options := [word for word in folders if word.startswith("-") or "=" in word]:
+        raise UserError(f"burnish runs takes folders and --json. Received: {options[0]}.")
+    roots = [expanded(folder) for folder in folders or ["."]]
+    if missing := [root for root in roots if not os.path.isdir(root)]:
+        raise UserError(f'There is no folder "{missing[0]}".')
+    found = find(roots)
+    if as_json:
+        for run in found:
+            print_result(json.dumps({**facts(run), "remarks": _remarks(run)}, ensure_ascii=False))
+        return 0
+    if not found:
+        print_result(f"No run was found below {', '.join(map(str, roots))}.")
+        return 0
+    rows = [_HEAD, *map(_row, found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    for row in rows:
+        print_result("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for run in found:
+        if run.state in ("failed", "died"):
+            print_result(f"{run.name}: {' '.join(part for part in (run.sentence, run.remedy) if part)}")
+        for remark in _remarks(run):
+            print_result(f"{run.name}: {remark}")
+    return 0
+
+
+def _remarks(run: FoundRun) -> list[str]:
+    return [remark.text("en") for remark in remarks_on(run, series(run.folder)[0])]
+
+
+def _row(run: FoundRun) -> tuple[str, ...]:
+    return (
+        run.name[:40], run.state if run.maker == "burnish" else f"{run.state} ({run.maker})",
+        f"{run.step}/{run.total}" if run.total else str(run.step),
+        "-" if run.loss is None else f"{run.loss:.4f}", "-" if run.eval_loss is None else f"{run.eval_loss:.4f}",
+        "-" if run.tokens_per_s is None else short_number(run.tokens_per_s),
+        short_time(run.left_s) if run.is_alive and run.left_s is not None else "-",
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)), str(run.folder),
+    )  # fmt: skip
+
+
+def facts(run: FoundRun) -> dict[str, Any]:
+    """A run as JSON."""
+    names = (
+        "id", "name", "maker", "state", "step", "total", "epoch", "loss", "eval_loss", "tokens_per_s", "left_s",
+        "started", "changed", "sentence", "remedy", "checkpoint", "best",
+    )  # fmt: skip
+    return {**{name: getattr(run, name) for name in names}, "folder": str(run.folder)}

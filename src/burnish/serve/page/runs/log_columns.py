@@ -1,0 +1,219 @@
+"""A run's log as columns: a few new lines, or a hundred thousand of them, of which no line is read twice.
+
+In: ``trainer_log.jsonl``, which a run may be writing. Out: ``{"step": [1, 2], "loss": [2.3, 2.1], ...}``, and the
+offset behind the last whole line. NaN and infinity travel as the texts "NaN" and "Infinity": JSON has no such numbers,
+and a gap would hide them.
+
+Lines of one shape, as nearly all of a long log are, are split by a pattern made from one of them, in half of the time
+that JSON takes; all others are read as JSON, and so is a piece in which a number is odd. The columns are equal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeAlias
+
+from burnish.report.jsonl import whole_row
+from burnish.utils.files import regular
+
+COLUMNS = ("step", "loss", "eval_loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "epoch", "time", "tokens")
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "step": ("current_steps", "step"), "loss": ("loss",), "eval_loss": ("eval_loss",), "lr": ("lr", "learning_rate"),
+    "grad_norm": ("grad_norm",), "tokens_per_s": ("throughput",), "memory_bytes": ("memory_bytes",),
+    "epoch": ("epoch",), "time": ("time",), "tokens": ("total_tokens", "num_tokens", "num_input_tokens_seen"),
+}  # fmt: skip
+_WHOLE_NUMBERS = frozenset({"step", "memory_bytes", "tokens"})
+MOST_ROWS = 200_000
+MOST_BYTES, _PIECE_BYTES, _MARK_BYTES = 64 * 2**20, 2**20, 256
+_MOST_KEPT, _MOST_KEYS = 2, 64
+IDLE_S = 60.0
+_NUMBER = rb"(-?+(?:0|[1-9]\d*+)(?:\.\d++)?+(?:[eE][-+]?+\d++)?+)"
+_ANY_VALUE = rb'(?:"[^"\\\n]*+"|[-+.\w]++)'
+Columns: TypeAlias = dict[str, list[Any]]
+
+
+def rows_since(path: Path, offset: int, most_bytes: int = MOST_BYTES) -> tuple[list[dict[str, Any]], int]:
+    """The whole rows behind ``offset``, and the offset behind them. A row that is being written is left for later."""
+    data = _whole_lines(path, offset, most_bytes)
+    return _rows_of(data), offset + len(data)
+
+
+def _whole_lines(path: Path, offset: int, most_bytes: int) -> bytes:
+    try:
+        with regular(path) as file:
+            file.seek(offset)
+            data = file.read(most_bytes)
+    except OSError:
+        return b""
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _rows_of(data: bytes) -> list[dict[str, Any]]:
+    """The objects on whole lines: all at once, in two thirds of the time, or one by one where a line is damaged."""
+    lines = [line for line in data.split(b"\n") if line]
+    try:
+        rows = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(rows) == len(lines) and all(row.__class__ is dict for row in rows):
+            return list(rows)
+    except (ValueError, RecursionError):
+        pass
+    return [row for row in map(whole_row, lines) if row is not None]
+
+
+# --- rows as columns --------------------------------------------------------------------------------------------------
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
+    """Rows as columns of one length, null where a row says nothing; rows without any measure are left out."""
+    kept = [row for row in rows if "loss" in row or "eval_loss" in row]
+    found: Columns = {}
+    for column in COLUMNS:
+        values = _column(kept, _KEYS[column])
+        if column == "step" or any(value is not None for value in values):
+            found[column] = values
+    return found
+
+
+def _column(rows: Sequence[Mapping[str, Any]], keys: tuple[str, ...]) -> list[Any]:
+    """One value per row. Numbers whose sum is finite, as nearly all are, pass without a look at each of them."""
+    values: list[Any] = [row.get(keys[0]) for row in rows]
+    missing = [index for index, value in enumerate(values) if value is None] if None in values else []
+    for index in missing:
+        values[index] = next((v for key in keys[1:] if (v := rows[index].get(key)) is not None), None)
+    if set(map(type, values)) <= {int, float, type(None)}:
+        with suppress(OverflowError):
+            if math.isfinite(sum(value for value in values if value is not None)):
+                return values
+    return list(map(_as_said, values))
+
+
+def _as_said(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value if value in ("NaN", "Infinity", "-Infinity") else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _joined(pieces: Sequence[Columns]) -> Columns:
+    names = [name for name in COLUMNS if any(name in piece for piece in pieces)]
+    return {name: [v for p in pieces for v in p.get(name) or [None] * len(p["step"])] for name in names}
+
+
+# --- lines of one shape -----------------------------------------------------------------------------------------------
+
+
+def _columns_of_lines(data: bytes) -> list[Columns]:
+    """The columns of whole lines, in pieces that follow one another."""
+    if (shape := _shape_of(data)) is not None:
+        pattern, columns = shape
+        parts = pattern.split(data)  # what stands before a line of this shape, its numbers, what stands before the next
+        with suppress(ValueError):
+            return list(_pieces(parts, columns))
+    return [columns_of(_rows_of(data))]
+
+
+def _shape_of(data: bytes) -> tuple[re.Pattern[bytes], tuple[str, ...]] | None:
+    """The pattern of lines like the last one that has a loss, and the columns of its groups."""
+    place = data.rfind(b'"loss": ')
+    begin = data.rfind(b"\n", 0, place) + 1 if place >= 0 else 0
+    row = whole_row(data[begin : data.find(b"\n", place)]) if place >= 0 else None
+    if not row or len(row) > _MOST_KEYS:
+        return None
+    wanted = {key: column for column in COLUMNS if (key := next((k for k in _KEYS[column] if k in row), None))}
+    fields = [json.dumps(key).encode() + b": " for key in row]
+    values = [_NUMBER if key in wanted else _ANY_VALUE for key in row]
+    line = b", ".join(re.escape(field) + value for field, value in zip(fields, values, strict=True))
+    return re.compile(rb"^\{" + line + rb"\}\n", re.MULTILINE), tuple(wanted[key] for key in row if key in wanted)
+
+
+def _pieces(parts: Sequence[bytes], columns: Sequence[str]) -> Iterator[Columns]:
+    """Columns of the lines of one shape, and between them those of the others.
+
+    Raises:
+        ValueError: a number is too large for a float, or broken where a whole one stands otherwise.
+    """
+    stride = len(columns) + 1
+    others, texts = parts[::stride], {name: parts[1 + index :: stride] for index, name in enumerate(columns)}
+    begin = 0
+    for end in [index for index, other in enumerate(others) if other or index == len(others) - 1]:
+        if end > begin:
+            yield {name: _numbers(texts[name][begin:end], name in _WHOLE_NUMBERS) for name in COLUMNS if name in texts}
+        if others[end]:
+            yield columns_of(_rows_of(others[end]))
+        begin = end
+
+
+def _numbers(texts: Sequence[bytes], whole: bool) -> list[Any]:
+    values: list[Any] = list(map(int if whole else float, texts))
+    if not (whole or math.isfinite(sum(values))):
+        raise ValueError("a number is infinite")
+    return values
+
+
+# --- a log that grows -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The part of a log that was read: its columns, the offset behind them, and the bytes before that offset, by which
+    a log that goes on is told from one that was cut and written anew."""
+
+    columns: Columns
+    offset: int
+    mark: bytes
+    asked_s: float = 0.0
+
+
+_kept: dict[Path, _Read] = {}
+_lock = Lock()
+
+
+def log_columns(path: Path) -> tuple[Columns, int]:
+    """All rows of a log as columns, which nobody may change, and the offset up to which they were read.
+
+    A page asks twice for them, for its HTML and for its script, and again when it is opened again: the two logs asked
+    for last are kept, and what they have grown by is read. Rows are read a piece at a time, since a hundred thousand of
+    them as objects would take a quarter of a gigabyte.
+    """
+    with _lock:
+        read = _kept.pop(path, None)
+        if read is None or _before(path, read.offset) != read.mark:
+            read = _Read({"step": []}, 0, b"")
+        pieces, offset = [read.columns], read.offset
+        while offset < MOST_BYTES and (data := _whole_lines(path, offset, _PIECE_BYTES)):
+            pieces += _columns_of_lines(data)
+            offset += len(data)
+        if len(pieces) > 1:
+            joined = {name: values[-MOST_ROWS:] for name, values in _joined(pieces).items()}
+            read = _Read(joined, offset, _before(path, offset))
+        _kept[path] = replace(read, asked_s=time.monotonic())
+        if len(_kept) > _MOST_KEPT:
+            del _kept[next(iter(_kept))]
+        return read.columns, read.offset
+
+
+def forget_logs(idle_s: float = IDLE_S) -> None:
+    """Let go of the logs that nobody has asked for since: one of 100,000 rows takes 40 MB."""
+    with _lock:
+        for path in [path for path, read in _kept.items() if time.monotonic() - read.asked_s > idle_s]:
+            del _kept[path]
+
+
+def _before(path: Path, offset: int) -> bytes:
+    if not offset:
+        return b""
+    try:
+        with regular(path) as file:
+            file.seek(max(0, offset - _MARK_BYTES))
+            return file.read(min(offset, _MARK_BYTES))
+    except OSError:
+        return b""

@@ -1,0 +1,122 @@
+"""Remarks on a run: the sentences that a person would say who looks at its curves.
+
+In: the columns of its log, its events and its folder. Out: ``Remark``s: a key of ``words/*.json`` and its values, so
+that each reader hears them in a language of their own. A run of which there is nothing to say gives none.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from burnish.report.journal import EVENTS
+from burnish.serve.page.runs.log_columns import Columns
+from burnish.serve.page.runs.runs import FoundRun, checkpoints, tail_lines
+from burnish.serve.page.words import translator
+
+RISES, NO_BETTER, ZERO_RATES = 2, 3, 3
+"""Evaluations in a row that are each worse than the one before; evaluations since the best; rows at a rate of 0."""
+Points: TypeAlias = list[tuple[int, float]]
+"""(step, value) of the rows that have a finite value, in the order of their steps."""
+
+
+@dataclass(frozen=True)
+class Remark:
+    key: str
+    values: Mapping[str, object]
+
+    def text(self, language: str) -> str:
+        return translator(language)(self.key, **self.values)
+
+
+def remarks_on(run: FoundRun, columns: Columns) -> list[Remark]:
+    """All remarks on a run as its files are now."""
+    room = room_for_checkpoints(run.folder) if run.is_alive else None
+    rows = run.launch.get("rows")
+    counts = rows if isinstance(rows, dict) and all(isinstance(one, int) for one in rows.values()) else {}
+    return list(remarks(columns, tail_lines(run.folder / EVENTS), run.total, room, counts))
+
+
+def remarks(
+    columns: Columns,
+    events: Sequence[Mapping[str, Any]] = (),
+    total: int = 0,
+    room: float | None = None,
+    rows: Mapping[str, int] = MappingProxyType({}),
+) -> Iterator[Remark]:
+    """Say what the curves show.
+
+    Args:
+        columns: of ``series``.
+        events: of ``events.jsonl``.
+        total: steps of the whole run; 0 where nobody knows.
+        room: number of further checkpoints that the disk holds.
+        rows: how many were "seen" and "dropped" when the data was read.
+    """
+    if rows.get("dropped"):
+        yield Remark("remark_dropped", {"count": rows["dropped"], "seen": rows.get("seen", 0)})
+    yield from _evaluation(_points(columns, "eval_loss"))
+    odd = [step for name in ("loss", "eval_loss") for step in _odd(columns, name)]
+    if odd:
+        yield Remark("remark_not_finite", {"count": len(odd), "step": min(odd)})
+    if skipped := sum(event.get("count", 1) for event in events if event.get("kind") == "skipped"):
+        yield Remark("remark_skipped", {"count": skipped})
+    zeros = _zeros_at_the_end(columns, "lr")
+    if len(zeros) >= ZERO_RATES and zeros[0] < total:
+        yield Remark("remark_rate_zero", {"step": zeros[-1]})
+    if room is not None and room < 2:
+        yield Remark("remark_disk", {"count": int(room)})
+
+
+def _evaluation(points: Points) -> Iterator[Remark]:
+    """It rises to its last value, or its best value is long ago; the first says more than the second."""
+    rises = 0
+    for (_, before), (_, after) in pairwise(points):
+        rises = rises + 1 if after > before else 0
+    best = min(points, key=lambda point: point[1], default=(0, 0.0))
+    values = {"best": f"{best[1]:.4g}", "at": best[0]}
+    if rises >= RISES:
+        yield Remark("remark_rises", {"step": points[-1 - rises][0], **values})
+    elif len([step for step, _ in points if step > best[0]]) >= NO_BETTER:
+        yield Remark("remark_no_better", {"steps": points[-1][0] - best[0], **values})
+
+
+def _points(columns: Columns, name: str) -> Points:
+    pairs = zip(columns["step"], columns.get(name, ()), strict=False)
+    return [(step, value) for step, value in pairs if step is not None and isinstance(value, int | float)]
+
+
+def _zeros_at_the_end(columns: Columns, name: str) -> list[int]:
+    """The steps since which a value is 0, the last first. Of a long log only its end is looked at."""
+    pairs = zip(reversed(columns["step"]), reversed(columns.get(name, [])), strict=False)
+    numbers = ((step, value) for step, value in pairs if step is not None and isinstance(value, int | float))
+    return [step for step, _ in takewhile(lambda pair: pair[1] == 0, numbers)]
+
+
+def _odd(columns: Columns, name: str) -> list[int]:
+    """The steps whose value is NaN or infinite."""
+    values = columns.get(name, ())
+    if str not in set(map(type, values)):
+        return []
+    pairs = zip(columns["step"], values, strict=False)
+    return [step for step, value in pairs if step is not None and isinstance(value, str)]
+
+
+def room_for_checkpoints(folder: Path) -> float | None:
+    """Checkpoints of the size of the newest that the disk still holds; None where there is none to measure."""
+    steps = checkpoints(folder)
+    if not steps:
+        return None
+    try:
+        size = sum(entry.stat().st_size for entry in os.scandir(folder / f"checkpoint-{steps[-1]}"))
+        free = shutil.disk_usage(folder).free
+    except OSError:  # it is removed at this moment
+        return None
+    return free / size if size else math.inf

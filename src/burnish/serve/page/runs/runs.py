@@ -1,0 +1,288 @@
+"""Runs as their folders tell of them: found below some roots, whoever made them, and the state that each is in.
+
+In: folders. Out: ``FoundRun``: what a list of runs shows. Everything is read from files, nothing is registered:
+burnish's runs, and those of LLaMA-Factory, transformers and TRL, which leave ``trainer_log.jsonl`` or
+``trainer_state.json``.
+
+A run is alive where the process of its ``launch.json`` exists with the same start on the same start of this machine.
+Nothing is locked and nothing is written here; a folder that cannot be read is left out, or told with what can be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from burnish.loop.state import STATE_NAME
+from burnish.report.journal import EVENTS, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
+from burnish.report.jsonl import LOG_NAME, whole_row
+from burnish.utils.files import regular
+
+RunState: TypeAlias = Literal[
+    "queued", "starting", "running", "saving", "evaluating", "stopping", "stopped", "done", "failed", "died",
+    "elsewhere", "silent",
+]  # fmt: skip
+ALIVE: frozenset[str] = frozenset({"starting", "running", "saving", "evaluating", "stopping", "elsewhere"})
+DEPTH, MOST_FOLDERS, LONGEST_S = 4, 5000, 2.0
+LOG, STATE = LOG_NAME, STATE_NAME
+_TAIL_BYTES = 64 * 1024
+_SILENT_AFTER = 10
+"""Times the usual distance of two rows; then a run of another machine is silent."""
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """One run.
+
+    Args:
+        id: opaque, the same for the same folder.
+        maker: burnish, LLaMA-Factory or transformers (TRL's are the same).
+        rows: columns of its last rows of training.
+        outcome: ``outcome.json``, where there is one that belongs to the last launch.
+        launch: ``launch.json``.
+    """
+
+    id: str
+    folder: Path
+    name: str
+    maker: str
+    state: RunState
+    step: int = 0
+    total: int = 0
+    epoch: float | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    tokens_per_s: float | None = None
+    left_s: float | None = None
+    started: float = 0.0
+    changed: float = 0.0
+    sentence: str = ""
+    remedy: str = ""
+    checkpoint: int | None = None
+    best: str = ""
+    launch: Mapping[str, Any] = field(default_factory=dict)
+    outcome: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state in ALIVE
+
+
+def id_of(folder: Path) -> str:
+    """Twelve characters that say nothing of the path."""
+    return hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:12]
+
+
+def find(roots: Sequence[Path]) -> list[FoundRun]:
+    """The runs below the roots, the newest first."""
+    folders = {os.path.realpath(folder): folder for root in roots for folder in run_folders(root)}
+    return sorted(filter(None, map(read_run, folders.values())), key=lambda run: -run.changed)
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """Folders that hold a run, ``DEPTH`` deep and no further than time and number allow. Links are not followed."""
+    until, seen = time.monotonic() + LONGEST_S, 0
+    waiting = [(root, 0)]
+    while waiting and seen < MOST_FOLDERS and time.monotonic() < until:
+        folder, depth = waiting.pop(0)
+        seen += 1
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:
+            continue
+        if {entry.name for entry in entries} & {LOG, STATE, LAUNCH}:
+            yield folder
+        if depth < DEPTH:
+            waiting += [
+                (Path(entry.path), depth + 1) for entry in sorted(entries, key=_name) if _is_worth_a_look(entry)
+            ]
+
+
+def _name(entry: os.DirEntry[str]) -> str:
+    return entry.name
+
+
+def _is_worth_a_look(entry: os.DirEntry[str]) -> bool:
+    if entry.name.startswith((".", "checkpoint-", "__", "node_modules")):
+        return False
+    try:
+        return entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False
+
+
+def read_run(folder: Path) -> FoundRun | None:
+    """A run as its files tell of it now; None where it tells nothing."""
+    launch, rows = object_in(folder / LAUNCH), tail_lines(folder / LOG)
+    logged = [] if rows else history(folder)
+    if not launch and not rows and not logged:
+        return None
+    outcome = object_in(folder / OUTCOME)
+    if outcome.get("time", 0) < launch.get("time", 0):
+        outcome = {}  # of an earlier start
+    trained = [row for row in rows or logged if "loss" in row]
+    evaluated = [row["eval_loss"] for row in rows or logged if _is_number(row.get("eval_loss"))]
+    last = (rows or logged or [{}])[-1]
+    events = tail_lines(folder / EVENTS)
+    changed = max((_changed(folder / name) for name in (LOG, STATE, LAUNCH, OUTCOME)), default=0.0)
+    state = run_state(launch, outcome, rows, events, folder, changed)
+    return FoundRun(
+        id=id_of(folder), folder=folder, name=folder.name, maker=_maker(folder, launch, rows), state=state,
+        step=_whole(last.get("current_steps", last.get("step", outcome.get("step", 0)))),
+        total=_whole(last.get("total_steps", last.get("max_steps", 0))), epoch=_number(last.get("epoch")),
+        loss=_number(trained[-1]["loss"]) if trained else None, eval_loss=_number(evaluated[-1]) if evaluated else None,
+        tokens_per_s=_number(last.get("throughput")), left_s=_seconds(last.get("remaining_time")),
+        started=float(launch.get("time") or _changed(folder)), changed=changed,
+        sentence=str(outcome.get("sentence", "")) or _sentence(state, launch),
+        remedy=str(outcome.get("remedy", "")), checkpoint=max(checkpoints(folder), default=None),
+        best=next((event["text"] for event in reversed(events) if event.get("kind") == "best"), ""),
+        launch=launch, outcome=outcome,
+    )  # fmt: skip
+
+
+def run_state(
+    launch: Mapping[str, Any], outcome: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]], folder: Path, changed: float,
+) -> RunState:  # fmt: skip
+    """The state of a run, from its files and the process that they name."""
+    if outcome.get("state") in ("done", "stopped", "failed"):
+        found: RunState = outcome["state"]
+        return found
+    if launch:
+        if launch.get("host") != socket.gethostname():
+            usual_s = rows[-1].get("step_seconds", 60) if rows else 60
+            return "elsewhere" if time.time() - changed < max(60.0, _SILENT_AFTER * float(usual_s)) else "silent"
+        if not is_alive(launch):
+            return "died"
+        return _stage(events)
+    is_finished = (folder / "all_results.json").is_file() or (folder / "train_results.json").is_file()
+    percentage = rows[-1].get("percentage") if rows else None
+    if is_finished or percentage == 100:
+        return "done"
+    return "running" if time.time() - changed < 120 else "stopped"
+
+
+def is_alive(launch: Mapping[str, Any]) -> bool:
+    """Return whether the launched process itself is still alive, since this start of the machine."""
+    pid, ticks = launch.get("pid"), launch.get("start_ticks")
+    if not isinstance(pid, int) or pid <= 1 or ticks is None or launch.get("boot_id") != boot_id():
+        return False
+    return start_ticks(pid) == ticks and process_fields(pid)[:1] != ["Z"]
+
+
+def _stage(events: Sequence[Mapping[str, Any]]) -> RunState:
+    for event in reversed(events):
+        if event.get("kind") == "stopping":
+            return "stopping"
+        if event.get("kind") == "stage":
+            stages: dict[Any, RunState] = {"training": "running", "saving": "saving", "evaluating": "evaluating"}
+            return stages.get(event.get("text"), "starting")
+    return "starting"
+
+
+def _maker(folder: Path, launch: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    if launch or (folder / ".finished.json").is_file():
+        return "burnish"
+    return "LLaMA-Factory" if rows else "transformers"
+
+
+def _sentence(state: RunState, launch: Mapping[str, Any]) -> str:
+    host = str(launch.get("host", ""))
+    return {
+        "died": "The process ended without a word: it was killed, or the machine went down.",
+        "elsewhere": f"Running on {host}.",
+        "silent": f"Started on {host}, and silent since.",
+    }.get(state, "")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def object_in(path: Path) -> dict[str, Any]:
+    """A JSON object; nothing where there is none, or a torn one."""
+    try:
+        if path.stat().st_size > 2**20:
+            return {}
+        with regular(path) as file:
+            value = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[dict[str, Any]]:
+    """The objects on the last whole lines of a file, however long it is."""
+    try:
+        with regular(path) as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - size))
+            data = file.read(size)
+    except OSError:
+        return []
+    lines = data.split(b"\n")[1 if end > size else 0 : -1]  # the last one is not whole yet, or is empty
+    return [row for row in map(whole_row, lines) if row is not None]
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """The log of other trainers, which keep it in their state alone; of a run under way, in its newest checkpoint."""
+    places = [folder / STATE, *(folder / f"checkpoint-{step}" / STATE for step in sorted(checkpoints(folder))[-1:])]
+    for path in places:
+        try:
+            if path.stat().st_size > 64 * 2**20:
+                continue
+            with regular(path) as file:
+                state = json.load(file)
+        except (OSError, ValueError, RecursionError):
+            continue
+        rows = state.get("log_history") if isinstance(state, dict) else None
+        if isinstance(rows, list):
+            total = state.get("max_steps", 0)
+            return [{**row, "max_steps": total} for row in rows if isinstance(row, dict)]
+    return []
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """The steps of a run's checkpoints."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return sorted(int(name[11:]) for name in names if name.startswith("checkpoint-") and name[11:].isdigit())
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if _is_number(value) else None
+
+
+def _whole(value: Any) -> int:
+    return int(value) if _is_number(value) and abs(value) < 2**53 else 0
+
+
+def _seconds(text: Any) -> float | None:
+    """``0:03:13`` or ``1 day, 2:03:04`` as seconds."""
+    if not isinstance(text, str):
+        return None
+    days, _, clock = text.rpartition(", ")
+    try:
+        hours, minutes, seconds = (int(part) for part in clock.split(":"))
+        return hours * 3600 + minutes * 60 + seconds + 86400 * int(days.split()[0] if days else 0)
+    except ValueError:
+        return None

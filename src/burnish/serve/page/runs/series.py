@@ -1,0 +1,86 @@
+"""The curves of a run: all of its rows as columns, few that show every spike, or a small picture.
+
+In: a run's folder. Out: columns as ``log_columns`` has them, and the points of an SVG line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from burnish.report.jsonl import whole_row
+from burnish.serve.page.runs.log_columns import MOST_ROWS, Columns, columns_of, log_columns
+from burnish.serve.page.runs.runs import LOG, history, tail_lines
+from burnish.utils.files import regular
+
+_LONG_LOG_BYTES, _PLACES, _LOOK_BYTES = 128 * 1024, 64, 4096
+
+
+def series(folder: Path) -> tuple[Columns, int]:
+    """All rows of a run as columns, which nobody may change, and the offset in its log."""
+    columns, offset = log_columns(folder / LOG)
+    if "grad_norm" in columns:
+        return columns, offset
+    own = columns_of(history(folder)[-MOST_ROWS:])
+    if not columns["step"]:
+        return own, offset
+    if "grad_norm" in own:  # LLaMA-Factory's log has no norms; its state does
+        norms = dict(zip(own["step"], own["grad_norm"], strict=True))
+        columns = {**columns, "grad_norm": [norms.get(step) for step in columns["step"]]}
+    return columns, offset
+
+
+def thinned(columns: Columns, points: int) -> Columns:
+    """At most about ``points`` rows: of each bucket the first, the last, and those where a column is least and most,
+    so that no spike is lost; and every row of an evaluation."""
+    count = len(columns["step"])
+    if count <= points:
+        return columns
+    kept: set[int] = {index for index, value in enumerate(columns.get("eval_loss", ())) if value is not None}
+    buckets = max(1, points // 4)
+    for bucket in range(buckets):
+        begin, end = bucket * count // buckets, (bucket + 1) * count // buckets
+        if begin == end:
+            continue
+        kept |= {begin, end - 1}
+        for name in ("loss", "grad_norm"):
+            numbers = [(v, i) for i in range(begin, end) if isinstance(v := _at(columns, name, i), int | float)]
+            odd = [i for i in range(begin, end) if isinstance(_at(columns, name, i), str)]
+            kept |= {min(numbers)[1], max(numbers)[1]} if numbers else set()
+            kept.update(odd[:1])
+    return {name: [values[index] for index in sorted(kept)] for name, values in columns.items()}
+
+
+def _at(columns: Columns, name: str, index: int) -> Any:
+    return columns[name][index] if name in columns else None
+
+
+def picture(columns: Columns, width: int = 120, height: int = 28) -> str:
+    """The points of a small line of the loss, for an SVG ``polyline``; "" where there are fewer than two."""
+    values = [value for value in columns.get("loss", ()) if isinstance(value, int | float)]
+    if len(values) < 2:
+        return ""
+    step = max(1, len(values) // 64)
+    shown = [*values[::step], values[-1]]
+    low, high = min(shown), max(shown)
+    scale = (height - 4) / (high - low) if high > low else 0
+    across = width / (len(shown) - 1)
+    return " ".join(f"{i * across:.1f},{height - 2 - (value - low) * scale:.1f}" for i, value in enumerate(shown))
+
+
+def small_picture(folder: Path) -> str:
+    """``picture`` for a list of runs: of a long log, rows at some places of the file, so that it is not read whole."""
+    path = folder / LOG
+    size = path.stat().st_size if path.is_file() else 0
+    if size <= _LONG_LOG_BYTES:
+        return picture(series(folder)[0])
+    rows: list[Mapping[str, Any]] = []
+    with suppress(OSError), regular(path) as file:
+        for place in range(_PLACES):
+            file.seek(place * size // _PLACES)
+            lines = map(whole_row, file.read(_LOOK_BYTES).split(b"\n")[1 if place else 0 : -1])
+            rows += [row for row in lines if row is not None and "loss" in row][:1]
+    rows += [row for row in tail_lines(path, _LOOK_BYTES) if "loss" in row][-1:]
+    return picture(columns_of(rows))

@@ -1,0 +1,77 @@
+"""Access to the page: for whoever showed its key once, by a cookie that the key has signed.
+
+In: the head of a request. Out: it passes, or a refusal: a page sends to the sign-in, a script hears 401. Changing the
+key ends every session; ten wrong keys a minute end the trying.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections import deque
+
+from burnish.serve.http.errors import Refusal
+from burnish.serve.http.guards import RequestHead, same_key
+
+COOKIE = "burnish"
+LASTS_S = 30 * 86400
+MOST_WRONG = 10
+_OPEN = ("/sign-in", "/healthz")
+
+
+class Sessions:
+    """Args: key: None lets everybody in."""
+
+    def __init__(self, key: str | None) -> None:
+        self.key = key
+        self._wrong: deque[float] = deque(maxlen=MOST_WRONG)
+
+    def admit(self, head: RequestHead) -> None:
+        """Raises Refusal where a request may not come in."""
+        is_open = self.key is None or head.path in _OPEN or head.path.startswith("/static/")
+        if not is_open and not self.knows(cookie_of(head, COOKIE)):
+            raise _sign_in(head)
+
+    def made(self) -> str:
+        """The cookie's value: when it ends, and the proof that we said so."""
+        ends = str(int(time.time()) + LASTS_S)
+        return f"{ends}.{self._proof(ends)}"
+
+    def knows(self, value: str) -> bool:
+        ends, _, proof = value.partition(".")
+        if not (ends.isascii() and ends.isdigit()) or not hmac.compare_digest(
+            proof.encode(), self._proof(ends).encode()
+        ):
+            return False
+        return int(ends) > time.time()
+
+    def _proof(self, ends: str) -> str:
+        return hmac.new((self.key or "").encode(), f"session {ends}".encode(), hashlib.sha256).hexdigest()
+
+    def check_key(self, given: str) -> None:
+        """Raises Refusal 403 for a wrong key, 429 after too many of them."""
+        now = time.monotonic()
+        if len(self._wrong) == MOST_WRONG and now - self._wrong[0] < 60:
+            raise Refusal(429, "too_many", "Too many wrong keys; wait a minute.", headers={"Retry-After": "60"})
+        if self.key is not None and not same_key(given, self.key):
+            self._wrong.append(now)
+            raise Refusal(403, "wrong_key", "That is not the key of this page.")
+
+
+def cookie_of(head: RequestHead, name: str) -> str:
+    """The value of a cookie, "" where it is not there."""
+    for line in head.headers.get("cookie", ()):
+        for part in line.split(";"):
+            key, _, value = part.strip().partition("=")
+            if key == name:
+                return value
+    return ""
+
+
+def _sign_in(head: RequestHead) -> Refusal:
+    if head.path.startswith("/api/") or head.method != "GET":
+        return Refusal(401, "sign_in", "Sign in first.")
+    up = "../" * (head.path.count("/") - 1)
+    to = head.path.lstrip("/") if head.path.replace("/", "").replace("-", "").isalnum() else ""
+    return Refusal(303, "sign_in", "Sign in first.", headers={"Location": f"{up}sign-in{f'?to={to}' if to else ''}"})

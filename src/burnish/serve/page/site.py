@@ -1,0 +1,96 @@
+"""State behind the page: roots, its own folder, runs as they were found a moment ago, starter, planner, engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+
+import burnish
+from burnish.serve.http.errors import Refusal
+from burnish.serve.page.home import Home
+from burnish.serve.page.jobs.engines import Engines
+from burnish.serve.page.jobs.planner import Planner
+from burnish.serve.page.jobs.starting import Starter
+from burnish.serve.page.machine import Machine
+from burnish.serve.page.options import NamedModel, WebOptions
+from burnish.serve.page.places import Roots
+from burnish.serve.page.runs.log_columns import forget_logs
+from burnish.serve.page.runs.runs import FoundRun, find, read_run
+
+FRESH_S = 1.5
+Answer = Callable[[Request], Awaitable[Any]]
+
+
+class Site:
+    """Everything of one page."""
+
+    def __init__(self, options: WebOptions, home: Home, named: NamedModel | None = None) -> None:
+        self.options, self.home, self.named = options, home, named
+        self.places = Roots(options.web_roots)
+        self.planner = Planner(self.places, home.folder / "planner.log")
+        self.starter = Starter(self.places, home, options.web_allow, self.form)
+        self.engines = Engines(home, self.starter)
+        self.machine = Machine()
+        self._form: dict[str, Any] = {}
+        self._found: list[FoundRun] = []
+        self._found_s = -FRESH_S
+        self._finding = asyncio.Lock()
+
+    async def form(self) -> dict[str, Any]:
+        """The planner's description of all options; kept as long as the files that declare them are the same."""
+        if not self._form:
+            mark = await asyncio.to_thread(_mark_of_source)
+            kept = self.home.read("form.json")
+            if not isinstance(kept, dict) or kept.get("mark") != mark:
+                kept = {"mark": mark, **await self.planner.whole({"form": True})}
+                self.home.write("form.json", json.dumps(kept))
+            self._form = kept
+        return self._form
+
+    async def found(self, fresh_s: float = FRESH_S) -> list[FoundRun]:
+        """The runs below the roots, as they were some moments ago at most."""
+        async with self._finding:
+            if time.monotonic() - self._found_s > fresh_s:
+                self._found = await asyncio.to_thread(find, self.places.roots)
+                self._found_s = time.monotonic()
+        return self._found
+
+    async def run(self, identity: str) -> FoundRun:
+        """A run as it is now.
+
+        Raises:
+            Refusal: 404.
+        """
+        for attempt in (60.0, 0.0):  # a list of a minute ago knows most of them
+            for known in await self.found(attempt):
+                if known.id == identity and (run := await asyncio.to_thread(read_run, known.folder)) is not None:
+                    return run
+        raise Refusal(404, "no_run", "There is no such run; it may have been moved or removed.")
+
+    async def look_after(self) -> None:
+        """As long as the page lives: the queue goes on, children are taken note of, what is idle is let go."""
+        while True:
+            await asyncio.sleep(2.0)
+            self.starter.reap()
+            self.engines.end_idle()
+            forget_logs()
+            if self.starter.queued():
+                try:
+                    await self.starter.next_of_queue(await self.found())
+                except Refusal:  # its folder is in use now; the run is out of the queue, and was never begun
+                    continue
+
+
+def _mark_of_source() -> str:
+    """Changes with burnish's own files and with the packages that add options to it."""
+    files = Path(burnish.__file__).parent.rglob("*.py")
+    points = ((package, point) for package in distributions() for point in package.entry_points)
+    plugins = sorted(f"{point} {package.version}" for package, point in points if point.group.startswith("burnish."))
+    return " ".join([burnish.__version__, str(max(path.stat().st_mtime_ns for path in files)), *plugins])

@@ -1,0 +1,193 @@
+"""``trainer.accelerator``: the part of accelerate's ``Accelerator`` that overrides and scripts call, over the engine.
+
+It moves tensors, runs the backward pass, clips and gathers; it decides nothing. With several processes, accelerate
+itself may run inside the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from burnish.loop.protocols import Engine
+from burnish.loop.types import IGNORE_INDEX
+from burnish.parallel.options import local_rank
+from burnish.trainer.data.in_step import each_tensor
+from burnish.trainer.data.loaders import dealt_to
+
+
+class EngineAccelerator:
+    """An accelerator with the names and meaning of accelerate's."""
+
+    def __init__(
+        self, engine: Engine, mixed_precision: str = "no", config: Any = None,
+        trainer_log: Callable[[dict[str, Any]], None] = lambda values: None,
+        trainer_save: Callable[[], str] = lambda: "",
+    ) -> None:  # fmt: skip
+        self.engine = engine
+        self._trainer_log, self._trainer_save = trainer_log, trainer_save
+        self.mixed_precision = mixed_precision
+        # What a script sets before it saves has no effect: save_model writes a whole model, checkpoints are in shards.
+        plugin = SimpleNamespace(set_state_dict_type=lambda *given: None) if engine.is_sharded else None
+        self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=plugin, num_processes=engine.world_size)
+        self.parallelism_config = None
+        self.sync_gradients = True
+        # For scripts that read them here. burnish itself divides rows between processes, and accumulates: a step of
+        # accelerate is a micro-batch, as in transformers.
+        config = AcceleratorConfig() if config is None else config
+        self.split_batches, self.dispatch_batches = config.split_batches, config.dispatch_batches
+        self.even_batches, self.use_seedable_sampler = config.even_batches, config.use_seedable_sampler
+        accumulation = {**(config.gradient_accumulation_kwargs or {}), "num_steps": 1}
+        self.gradient_state = SimpleNamespace(
+            end_of_dataloader=False, remainder=-1, sync_gradients=True, plugin_kwargs=accumulation
+        )
+
+    device = property(lambda self: self.engine.device)
+    num_processes = property(lambda self: self.engine.world_size)
+    process_index = property(lambda self: self.engine.rank)
+    local_process_index = property(lambda self: local_rank())
+    is_main_process = property(lambda self: self.engine.rank == 0)
+    is_local_main_process = property(lambda self: local_rank() == 0)
+    scaler = property(lambda self: getattr(self.engine, "scaler", None))
+
+    @property
+    def distributed_type(self) -> str:
+        return "NO" if self.engine.world_size == 1 else "MULTI_GPU" if self.device.type == "cuda" else "MULTI_CPU"
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        self.engine.backward(loss)
+
+    def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: int = 2) -> Tensor:
+        return self.engine.clip(list(parameters), max_norm)
+
+    def clip_grad_value_(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
+        """Do nothing: burnish itself counts micro-batches, and syncs gradients on the last of a step."""
+        return nullcontext()
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader without the first ``num_batches`` batches, each time that it is iterated."""
+        return Later(dataloader, num_batches)
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+        """Do nothing: the trackers of ``report_to`` start with the training."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Log to the trackers of ``report_to`` and into ``state.log_history``, at the current step of the run."""
+        self._trainer_log(dict(values))
+
+    def save_state(self, output_dir: str | None = None, **kwargs: Any) -> str:
+        """Save a checkpoint of the run in ``output_dir``. Returns its folder.
+
+        Raises:
+            ValueError: where another folder is asked for: a checkpoint is resumed from ``output_dir``.
+        """
+        if output_dir is not None:
+            raise ValueError(
+                f"accelerator.save_state takes no folder in burnish. Received: {output_dir!r}. Checkpoints lie in "
+                "TrainingArguments.output_dir; trainer.save_model(folder) writes the model elsewhere."
+            )
+        return self._trainer_save()
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The model inside the wrappers of the engine, or of a script's own ``DataParallel``."""
+        wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+        return self.engine.unwrap(model.module if isinstance(model, wrappers) else model)
+
+    def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        return self.engine.unwrap(model).state_dict()
+
+    def prepare(self, *parts: Any) -> Any:
+        """Return what the engine has prepared already as it is; divide a script's own loaders between processes."""
+        prepared = tuple(self.prepare_data_loader(part) if isinstance(part, DataLoader) else part for part in parts)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_data_loader(self, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """The loader of this process's batches, so that each row goes to one process; one that is divided stays."""
+        return dealt_to(loader, self.engine, self._order_seed)
+
+    @cached_property
+    def _order_seed(self) -> int:
+        """A seed that all processes share, drawn as torch's ``RandomSampler`` draws its own."""
+        seeds = self.engine.gather_objects(int(torch.empty((), dtype=torch.int64).random_().item()))
+        return int(seeds[0] % 2**32)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return model
+
+    def gather(self, values: Any) -> Any:
+        """Concatenate the tensors of all processes, also in tuples, lists and dicts."""
+        return each_tensor(values, lambda tensor: self.engine.gather(tensor[None] if tensor.dim() == 0 else tensor))
+
+    gather_for_metrics = gather
+
+    def pad_across_processes(self, values: Any, dim: int = 1, pad_index: int = IGNORE_INDEX) -> Any:
+        """Return ``values`` as they are, because the engine's gather pads."""
+        return values
+
+    def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
+        total = self.engine.sum(tensor)
+        return total / self.engine.world_size if reduction == "mean" else total
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self.engine.precision()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        return self._first(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        return self._first(self.is_local_main_process)
+
+    @contextmanager
+    def _first(self, goes_first: bool) -> Iterator[None]:
+        if not goes_first:
+            self.wait_for_everyone()
+        yield
+        if goes_first:
+            self.wait_for_everyone()
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def wait_for_everyone(self) -> None:
+        self.engine.barrier()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    def free_memory(self, *parts: Any) -> tuple[()]:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return ()
+
+    def end_training(self) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+class Later:
+    """A loader without its first batches."""
+
+    def __init__(self, loader: Any, num_passed: int) -> None:
+        self.loader, self.num_passed = loader, num_passed
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.loader), self.num_passed, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.num_passed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)

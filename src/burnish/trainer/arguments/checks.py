@@ -1,0 +1,148 @@
+"""Checks and notes of ``TrainingArguments``, in the words that scripts and tests expect.
+
+In: an instance on its way through ``__post_init__``. Raises ``ValueError`` at the first thing that is wrong, as
+transformers does; whole step counts become ``int``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import SchedulerType
+
+from burnish.config.options import check_bounds
+from burnish.parallel.options import engine_notes
+from burnish.trainer import notes
+from burnish.trainer.arguments.fields import Fields
+
+LARGE = 1_000_000  # shares are compared as whole numbers of millionths
+
+
+def check_arguments(args: Fields) -> None:
+    _check_intervals(args)
+    _check_best_model(args)
+    if args.fp16 and args.bf16:
+        raise ValueError("At most one of fp16 and bf16 can be True, but not both")
+    if args.fp16_full_eval and args.bf16_full_eval:
+        raise ValueError("At most one of fp16 and bf16 can be True for full eval, but not both")
+    if args.warmup_steps < 0:
+        raise ValueError(f"Got warmup_steps = {args.warmup_steps}, Expected value warmup_steps >= 0")
+    if args.eval_strategy == "no" and args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        raise ValueError(f"lr_scheduler_type {SchedulerType(args.lr_scheduler_type).value} requires an eval strategy")
+    if args.dataloader_num_workers == 0 and args.dataloader_prefetch_factor is not None:
+        raise ValueError(
+            "--dataloader_prefetch_factor can only be set when data is loaded in a different process, i.e."
+            " when --dataloader_num_workers > 0."
+        )
+    if args.parallelism_config is not None:
+        raise ValueError(
+            "`parallelism_config` is not part of burnish, which has no tensor or context parallelism. Leave it out, "
+            "and shard the weights with `fsdp` or `deepspeed`."
+        )
+    check_numbers(args)
+
+
+def check_numbers(args: Fields) -> None:
+    """Refuse numbers that make no sense for a run. Raises ValueError at the first."""
+    for name, spec in args.declared.items():
+        value = getattr(args, name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or (value <= 0 and _asks_for_none(args, name)):
+            continue
+        try:
+            check_bounds(spec, value)
+        except ValueError as error:
+            raise ValueError(f"`{name}` {error}") from None
+
+
+def _asks_for_none(args: Fields, name: str) -> bool:
+    """Return whether 0 or less is allowed here and means "none": no limit, no clipping, never; or is not read."""
+    if name in ("logging_steps", "eval_steps"):
+        return bool(getattr(args, name.replace("steps", "strategy")) != "steps")
+    if name == "num_train_epochs":
+        return bool(args.max_steps > 0)
+    return name in ("save_steps", "save_total_limit", "max_grad_norm", "max_steps")
+
+
+def _check_intervals(args: Fields) -> None:
+    cache_steps = args.torch_empty_cache_steps
+    if cache_steps is not None and not (isinstance(cache_steps, int) and cache_steps > 0):
+        raise ValueError(f"`torch_empty_cache_steps` must be an integer bigger than 0, got {cache_steps}.")
+    if args.eval_strategy == "steps" and not args.eval_steps:
+        raise ValueError(
+            f"evaluation strategy {args.eval_strategy} requires either non-zero --eval_steps or --logging_steps"
+        )
+    if args.logging_strategy == "steps" and args.logging_steps == 0:
+        raise ValueError(f"logging strategy {args.logging_strategy} requires non-zero --logging_steps")
+    for kind in ("logging", "eval", "save"):
+        name = f"{kind}_steps"
+        value = getattr(args, name)
+        if getattr(args, f"{kind}_strategy") == "steps" and value > 1:
+            if value != int(value):
+                raise ValueError(f"--{name} must be an integer if bigger than 1: {value}")
+            setattr(args, name, int(value))
+
+
+def _check_best_model(args: Fields) -> None:
+    """Check that the best weights will be on the disk when they are loaded."""
+    if not args.load_best_model_at_end or args.save_strategy == "best":
+        return
+    if args.eval_strategy != args.save_strategy:
+        raise ValueError(
+            "--load_best_model_at_end requires the save and eval strategy to match, except when "
+            f'--save_strategy="best", but found\n- Evaluation strategy: {args.eval_strategy}\n'
+            f"- Save strategy: {args.save_strategy}"
+        )
+    if args.eval_strategy != "steps":
+        return
+    save, evaluation = args.save_steps, cast(float, args.eval_steps)  # _check_intervals saw to it
+    if (save < 1) != (evaluation < 1):
+        raise ValueError(
+            "--load_best_model_at_end requires the saving steps to be a multiple of the evaluation steps, which cannot "
+            f"get guaranteed when mixing ratio and absolute steps for save_steps {save} and eval_steps {evaluation}."
+        )
+    if (save * LARGE) % (evaluation * LARGE) != 0:
+        raise ValueError(
+            "--load_best_model_at_end requires the saving steps to be a round multiple of the evaluation steps, but "
+            f"found {save}, which is not a round multiple of {evaluation}."
+        )
+
+
+def say_what_has_no_effect(args: Fields) -> None:
+    """Warn once of each argument that is given and has no effect, or leaves the run without one."""
+    for text in _hollow(args):
+        notes.warn(text, UserWarning, stacklevel=5)
+    for name, (usual, reason) in _NO_EFFECT.items():
+        if getattr(args, name) not in usual:
+            notes.warn(f"`{name}` has no effect: {reason}", UserWarning, stacklevel=5)
+    for note in engine_notes(cast(Any, args)):
+        notes.warn(note, UserWarning, stacklevel=5)
+    usual = AcceleratorConfig().to_dict() | {"gradient_accumulation_kwargs": None}
+    given = cast(AcceleratorConfig, args.accelerator_config).to_dict() | {"gradient_accumulation_kwargs": None}
+    # transformers takes use_configured_state out of a configuration that it has seen.
+    idle = [name for name in usual if given.get(name, usual[name]) != usual[name]]
+    if idle:
+        notes.warn(
+            f"`accelerator_config`: {', '.join(idle)} without effect: burnish deals rows to processes itself.",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def _hollow(args: Fields) -> list[str]:
+    """Sentences on numbers with which a run trains nothing, or not as a reader would think."""
+    found = []
+    if args.learning_rate == 0:
+        found.append("`learning_rate` is 0: no weight will move.")
+    if args.num_train_epochs == 0 and args.max_steps <= 0:
+        found.append("`num_train_epochs` is 0: no step will be taken.")
+    if args.max_grad_norm is not None and args.max_grad_norm < 0:
+        found.append(f"`max_grad_norm` is {args.max_grad_norm:g}: gradients are not clipped, which 0 says too.")
+    return found
+
+
+_NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "average_tokens_across_devices": ((True,), "the mean of a step is always over the items of all processes."),
+    "eval_use_gather_object": ((False,), "predictions are gathered as the tensors they are made of."),
+    "save_on_each_node": ((False,), "checkpoints are written once; give the nodes a folder that they share."),
+}

@@ -1,0 +1,97 @@
+"""Earlier names of ``TrainingArguments`` that scripts still use: each is replaced by today's, with one warning.
+
+In: the keyword arguments of a call. Out: the same under today's names. An unknown name is left alone, so that the
+constructor refuses it as Python does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from burnish.run.plan.unsupported import EARLIER
+from burnish.trainer import notes
+
+Arguments = dict[str, Any]
+
+RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_token": "hub_token",
+}
+"""Old name -> today's name."""
+
+WITHOUT_EFFECT = {**EARLIER, "push_to_hub_organization": "it is the first half of hub_model_id."}
+"""Old name -> the reason why it has no effect."""
+
+FLAGS = {today: [f"--{old}" for old in RENAMED if RENAMED[old] == today] for today in RENAMED.values()}
+"""Today's name -> the flags of a command line that mean it, from earlier versions."""
+
+
+def former_value(args: Any, name: str) -> Any:
+    """The value that a script gets when it reads an old name.
+
+    Raises:
+        AttributeError: where it was never one.
+    """
+    if name in RENAMED:
+        return getattr(args, RENAMED[name])
+    if name in WITHOUT_EFFECT:
+        return None
+    raise AttributeError(f"{type(args).__name__!r} object has no attribute {name!r}")
+
+
+def todays_names(given: Arguments) -> Arguments:
+    """Return ``given`` under today's names, with a warning for each old one."""
+    arguments = dict(given)
+    for name in list(arguments):
+        if name in RENAMED:
+            _warn(f"`{name}` is now `{RENAMED[name]}`.")
+            arguments.setdefault(RENAMED[name], arguments.pop(name))
+        elif name in WITHOUT_EFFECT:
+            if arguments.pop(name):
+                _warn(f"`{name}` has no effect: {WITHOUT_EFFECT[name]}")
+        elif name == "warmup_ratio" and (value := arguments.pop(name)):
+            _warn(f"`{name}` is now {_warmup_ratio(value, arguments)}.")
+        elif name in _MEANING and (value := arguments.pop(name)):
+            today, value_of, how = _MEANING[name]
+            arguments[today] = value_of(value, arguments.get(today))
+            _warn(f"`{name}` is now {how}.")
+    return arguments
+
+
+def _warn(message: str) -> None:
+    notes.warn(message, FutureWarning, stacklevel=5)
+
+
+def _warmup_ratio(value: float, arguments: Arguments) -> str:
+    if not 0 <= value <= 1:  # as `warmup_steps` it would be a number of steps
+        raise ValueError(f"`warmup_ratio` must lie in [0, 1]. Received: {value}.")
+    if value == 1 and not arguments.get("warmup_steps"):  # which would be one step
+        arguments["warmup_ratio"] = value
+        return "`warmup_steps`, as a number below 1, or as the number of all steps, which it is for this run"
+    arguments["warmup_steps"] = arguments.get("warmup_steps") or value
+    return "`warmup_steps`, as a number below 1"
+
+
+_MEANING: dict[str, tuple[str, Callable[[Any, Any], Any], str]] = {
+    "group_by_length": (
+        "train_sampling_strategy", lambda value, now: "group_by_length", '`train_sampling_strategy="group_by_length"`'
+    ),
+    "include_inputs_for_metrics": (
+        "include_for_metrics", lambda value, now: [*(now or []), "inputs"], '`include_for_metrics=["inputs"]`'
+    ),
+    "include_tokens_per_second": (
+        "include_num_input_tokens_seen", lambda value, now: True if now is None else now,
+        "`include_num_input_tokens_seen`",
+    ),
+    "adafactor": ("optim", lambda value, now: "adafactor", '`optim="adafactor"`'),
+    "logging_dir": (
+        "logging_dir", lambda value, now: value,
+        "the environment variable TENSORBOARD_LOGGING_DIR; it is followed for this run",
+    ),
+}  # fmt: skip
+"""Old name -> today's name, (old value, value under today's name) -> today's value, and how it is written now."""

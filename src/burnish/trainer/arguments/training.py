@@ -1,0 +1,306 @@
+"""``TrainingArguments``: every field of transformers' class, by its name, type and default.
+
+The fields that burnish's components read are inherited from their option groups; the others, and those whose default
+or type differs, are declared here. The instance is the options object of the run: the loop, the stream, the optimizer
+receive it as it is. Names of older versions are accepted with one warning (``old_names.py``).
+
+Refuses what transformers refuses, in its words, because scripts and tests look for them (``checks.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers.debug_utils import DebugOption
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames, ParallelMode
+from transformers.utils import logging
+
+from burnish.config.errors import did_you_mean
+from burnish.config.options import raise_if, specs
+from burnish.loop.schedule import warmup_steps_of
+from burnish.optim.builtin import OPTIMIZERS
+from burnish.parallel.accelerate_launch import mixed_precision
+from burnish.parallel.options import device_of
+from burnish.parallel.single import check_engine
+from burnish.trainer import notes
+from burnish.trainer.arguments.checks import check_arguments, say_what_has_no_effect
+from burnish.trainer.arguments.fields import Fields
+from burnish.trainer.arguments.old_names import FLAGS, former_value, todays_names
+from burnish.trainer.arguments.setters import Setters
+from burnish.trainer.arguments.values import (
+    accelerator_config_of,
+    dictionary_of,
+    plain,
+    refuse_other_words,
+    take_numbers,
+    trackers_of,
+)
+
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+
+
+class AcceptsOldNames(type):
+    """Replaces old names by today's before any ``__init__`` runs, including that of a user's own subclass."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        given, known = todays_names(kwargs), inspect.signature(cls).parameters
+        unknown = [name for name in given if name not in known]
+        if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            what = f"{cls.__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}."
+            raise TypeError(f"{what}{did_you_mean(unknown[0], known)}")
+        return super().__call__(*args, **given)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+        return inspect.Signature(parameters[1:])
+
+
+@dataclass
+class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
+    """The arguments of a ``Trainer``, as in transformers 5, and burnish's own.
+
+    Beyond transformers': ``on_non_finite`` (treatment of a step whose loss or gradient is not finite), ``on_spike`` and
+    ``spike_ratio`` (go back and leave its rows out), ``needed_tokens_only``, ``save_in_background``,
+    ``save_hf_format``, ``resume``, ``resume_despite_changes``.
+    """
+
+    def __post_init__(self) -> None:
+        self.output_dir = _folder_of(self.output_dir)
+        self._read_json_texts()
+        take_numbers(self)
+        refuse_other_words(self)
+        self._mirror_activation_checkpointing()
+        if self.disable_tqdm is None:
+            self.disable_tqdm = logger.getEffectiveLevel() > logging.WARNING
+        if isinstance(self.include_num_input_tokens_seen, bool):
+            self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
+        self._take_enums()
+        self._derive()
+        check_arguments(self)
+        self.mixed_precision = mixed_precision(self)
+        if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
+            self.torch_compile = True
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
+        if not isinstance(self.accelerator_config, AcceleratorConfig):
+            self.accelerator_config = accelerator_config_of(self.accelerator_config)
+        if self.use_cpu:
+            self.dataloader_pin_memory = False
+        self.fsdp = self.fsdp or None
+        raise_if(check_engine(cast(Any, self)))  # some of its types are wider
+        say_what_has_no_effect(self)
+
+    if not TYPE_CHECKING:  # to whom every name would be one
+
+        def __getattr__(self, name: str) -> Any:
+            """Return values under the names of earlier versions; Python calls it for missing attributes only."""
+            return former_value(self, name)
+
+    def _read_json_texts(self) -> None:
+        for name in _MAY_BE_JSON:
+            value = getattr(self, name)
+            if isinstance(value, str) and value.startswith("{"):
+                setattr(self, name, dictionary_of(name, value))
+
+    def _mirror_activation_checkpointing(self) -> None:
+        """Keep the two names of one argument equal, so that both can be read."""
+        pairs = [("gradient_checkpointing", "activation_checkpointing"),
+                 ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")]  # fmt: skip
+        for old, new in pairs:
+            if getattr(self, new) is None and getattr(self, old) is not None:
+                notes.warn(f"`{old}` is now `{new}`.", FutureWarning, stacklevel=4)
+                setattr(self, new, getattr(self, old))
+            setattr(self, old, getattr(self, new))
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = self.gradient_checkpointing = False
+
+    def _take_enums(self) -> None:
+        """Convert names to transformers' enumerations, which are strings too."""
+        self.eval_strategy = IntervalStrategy(self.eval_strategy)
+        self.logging_strategy = IntervalStrategy(self.logging_strategy)
+        self.save_strategy = SaveStrategy(self.save_strategy)
+        self.hub_strategy = HubStrategy(self.hub_strategy)
+        self.lr_scheduler_type = SchedulerType(self.lr_scheduler_type)
+        if not isinstance(self.optim, OptimizerNames):
+            OPTIMIZERS.get(self.optim)  # refuses a name that there is not
+            if self.optim in [name.value for name in OptimizerNames]:  # the others are burnish's own
+                self.optim = OptimizerNames(self.optim)
+        if not isinstance(self.debug, list):
+            self.debug = [DebugOption(name) for name in (self.debug or "").split()]
+
+    def _derive(self) -> None:
+        """Set arguments that follow from others."""
+        if self.eval_strategy != IntervalStrategy.NO:
+            self.do_eval = True
+        if self.eval_strategy == IntervalStrategy.STEPS and not self.eval_steps and self.logging_steps > 0:
+            self.eval_steps = self.logging_steps
+        follows_metric = self.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+        if (self.load_best_model_at_end or follows_metric) and self.metric_for_best_model is None:
+            self.metric_for_best_model = "loss"
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+        self.report_to = trackers_of(self.report_to)
+
+    # --- what follows from the arguments ------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        lines = [f"{name}={value},\n" for name, value in sorted(self.to_dict().items())]
+        return f"{type(self).__name__}(\n{''.join(lines)})"
+
+    __repr__ = __str__
+
+    @property
+    def train_batch_size(self) -> int:
+        """Rows of a micro-batch in this process; a process has one device."""
+        return int(self.per_device_train_batch_size)
+
+    @property
+    def eval_batch_size(self) -> int:
+        return int(self.per_device_eval_batch_size)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self)
+
+    @property
+    def n_gpu(self) -> int:
+        """1 on an accelerator, 0 on a CPU: with several GPUs there is a process for each, never one for all."""
+        return 0 if self.device.type == "cpu" else 1
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        return timedelta(seconds=self.ddp_timeout)
+
+    @property
+    def world_size(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def process_index(self) -> int:
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_process_index(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        if self.world_size > 1:
+            return ParallelMode.DISTRIBUTED
+        return ParallelMode.NOT_PARALLEL if self.n_gpu <= 1 else ParallelMode.NOT_DISTRIBUTED
+
+    @property
+    def should_log(self) -> bool:
+        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
+
+    @property
+    def should_save(self) -> bool:
+        return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
+
+    # Further attributes that transformers' own Trainer reads, because the callbacks of W&B and DVCLive make such a
+    # Trainer with these arguments to save the model (WANDB_LOG_MODEL).
+    deepspeed_plugin = None
+    fsdp_plugin_args = None
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        return self.device
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """None leaves it to the Trainer; a subclass may return true or false."""
+        return None
+
+    def get_process_log_level(self) -> int:
+        """The level for this process: that of ``log_level`` or ``log_level_replica``, "passive" for the present one."""
+        level = logging.get_log_levels_dict() | {"passive": logging.get_verbosity()}
+        return int(level[self.log_level if self.should_log else self.log_level_replica])
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        return warmup_steps_of(self, num_training_steps)
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Run the ``with`` block first in the main process, so that the others find its results in a cache."""
+        if self.world_size == 1 or not torch.distributed.is_initialized():
+            yield
+            return
+        is_first = (self.local_process_index if local else self.process_index) == 0
+        if not is_first:
+            torch.distributed.barrier()
+        try:
+            yield
+        finally:
+            if is_first:
+                torch.distributed.barrier()
+
+    # --- as data ------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every argument as plain data; the value of a token is left out."""
+        return {
+            field.name: f"<{field.name.upper()}>" if field.name.endswith("_token") else plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.init
+        }
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Every argument as a number or a text, because some trackers store nothing else."""
+        values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        return {k: v if type(v) in (bool, int, float, str, torch.Tensor) else str(v) for k, v in values.items()}
+
+
+def _folder_of(output_dir: str | None) -> str:
+    if output_dir is None:
+        logger.info("No output_dir was given: trainer_output.")
+        return "trainer_output"
+    return os.path.expanduser(output_dir)
+
+
+_MAY_BE_JSON = (
+    "accelerator_config", "fsdp_config", "deepspeed", "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs", "lr_scheduler_kwargs",
+)  # fmt: skip
+
+
+_MAY_STAND_ALONE = ("activation_checkpointing", "gradient_checkpointing", "fsdp")
+"""Flags that mean true without a value, although their fields are not plain booleans."""
+
+
+def for_argument_parser(cls: Any) -> None:
+    """Reduce each field's metadata to the keys that transformers' ``HfArgumentParser`` passes to argparse. The
+    declarations stay in ``cls.declared``."""
+    declared = dict(getattr(cls, "declared", {}))
+    for name, field in list(cls.__dataclass_fields__.items()):
+        if "unit" not in field.metadata:  # done already, in the class that declares it
+            continue
+        declared[name] = specs(cls)[name]
+        own, choices = copy.copy(field), field.metadata["choices"]
+        rest: dict[str, Any] = {"choices": list(choices)} if choices and not callable(choices) else {}
+        if name in _MAY_STAND_ALONE and field.type != "bool":
+            rest |= {"nargs": "?", "const": True}
+        if name in FLAGS:
+            rest["aliases"] = FLAGS[name]
+        own.metadata = MappingProxyType({"help": field.metadata["help"].replace("%", "%%"), **rest})
+        cls.__dataclass_fields__[name] = own
+    cls.declared = declared
+
+
+for_argument_parser(TrainingArguments)

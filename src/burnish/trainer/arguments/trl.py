@@ -1,0 +1,108 @@
+"""Arguments that the trainers of TRL have in common, by TRL's names and defaults, on burnish's ``TrainingArguments``.
+
+Refuses what TRL refuses, in words that scripts and tests know. Names of older versions are accepted with one warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from burnish.config.options import option
+from burnish.parallel.options import device_of, has_fast_bfloat16
+from burnish.trainer import notes
+from burnish.trainer.arguments.training import AcceptsOldNames, TrainingArguments, for_argument_parser
+from burnish.trainer.arguments.values import dictionary_of
+
+
+class _AcceptsOldNames(AcceptsOldNames):
+    """Replaces old names by today's before any ``__init__`` runs, and refuses those that have no equal today."""
+
+    renamed: Mapping[str, str] = {}  # older name of a field -> today's name
+    without_effect: Mapping[str, str] = {}  # earlier field -> the reason why it has no effect
+    refused: Mapping[str, str] = {}  # earlier field -> what to write instead
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        for name in [name for name in kwargs if name in cls.renamed]:
+            notes.warn(f"`{name}` is now `{cls.renamed[name]}`.", FutureWarning, stacklevel=2)
+            kwargs.setdefault(cls.renamed[name], kwargs.pop(name))
+        for name in [name for name in kwargs if name in cls.without_effect]:
+            if kwargs.pop(name) is not None:
+                notes.warn(f"`{name}` has no effect: {cls.without_effect[name]}", FutureWarning, stacklevel=2)
+        for name in [name for name in kwargs if name in cls.refused]:
+            raise ValueError(f"`{name}` is no argument of {cls.__name__} any more. {cls.refused[name]}")
+        return super().__call__(*args, **kwargs)
+
+
+@dataclass
+class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
+    """Fields that every config of TRL has besides ``TrainingArguments``."""
+
+    # --- defaults that differ from those of TrainingArguments
+    logging_steps: float = option(10, "Steps between two logs; a share of all steps if below 1.", unit="steps", gt=0)
+    gradient_checkpointing: bool = option(True, "Keep layer inputs only; compute the rest again backwards.")
+    bf16: bool | None = option(  # type: ignore[assignment]
+        None, "Forward and backward in bfloat16; by default where the device is made for it."
+    )
+
+    # --- the model
+    model_init_kwargs: dict[str, Any] | str | None = option(None, "For from_pretrained, where the model is a name.")
+    trust_remote_code: bool = option(False, "Run code that comes with a model or tokenizer.")
+    router_aux_loss_coef: float | None = option(
+        None, "Weight of the load-balancing loss of a mixture of experts.", ge=0
+    )
+    chat_template_path: str | None = option(None, "A Jinja file, or a tokenizer whose chat template is taken.")
+
+    # --- the data
+    dataset_num_proc: int | None = option(None, "Processes that prepare the data.", ge=1)
+    eos_token: str | None = option(None, "The token that ends a text; the tokenizer's own by default.")
+    pad_token: str | None = option(None, "The token that fills up rows; deprecated: set tokenizer.pad_token.")
+    max_length: int | None = option(1024, "Rows are cut to it; None cuts nothing.", unit="tokens", ge=1)
+    truncation_mode: str = option("keep_start", "Which part of a long row is kept.", choices=("keep_start", "keep_end"))
+    padding_free: bool = option(False, "Lay the rows of a micro-batch end to end instead of padding them.")
+    pad_to_multiple_of: int | str | None = option(
+        "auto", "Pad to a multiple of it; auto pads no further than needed.", unit="tokens", ge=1
+    )
+    activation_offloading: bool = option(False, "Keep what the backward pass needs in the memory of the machine.")
+
+    def __post_init__(self) -> None:
+        if self.activation_checkpointing is None:  # said here, so that the default of the old name is no warning
+            self.activation_checkpointing = self.gradient_checkpointing
+        if self.activation_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        if self.bf16 is None:
+            kind = device_of(self).type  # if emulated, it would cost time and precision
+            is_fast = torch.cuda.is_bf16_supported() if kind == "cuda" else kind != "cpu" or has_fast_bfloat16()
+            self.bf16 = not self.fp16 and is_fast
+        if isinstance(multiple := self.pad_to_multiple_of, str):
+            self.pad_to_multiple_of = None if multiple.lower() in ("auto", "none", "null") else int(multiple)
+        super().__post_init__()
+        self._lead_old_values()
+
+    def _read_json_texts(self) -> None:
+        super()._read_json_texts()
+        for name in ("model_init_kwargs", "dataset_kwargs"):
+            value = getattr(self, name, None)
+            if isinstance(value, str):
+                setattr(self, name, dictionary_of(name, value))
+
+    def _lead_old_values(self) -> None:
+        if self.pad_token is not None:
+            self._warn("`pad_token` is deprecated: set `tokenizer.pad_token`, and give the tokenizer as "
+                       "`processing_class`.")  # fmt: skip
+        if self.truncation_mode == "keep_end":
+            self._warn('`truncation_mode="keep_end"` is deprecated in TRL: a cut row loses its beginning, prompt '
+                       "included.")  # fmt: skip
+
+    def _warn(self, message: str) -> None:
+        notes.warn(message, FutureWarning, stacklevel=7)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every argument as plain data. eos and pad are no secrets, although their names end as a secret's do."""
+        return {**super().to_dict(), "eos_token": self.eos_token, "pad_token": self.pad_token}
+
+
+for_argument_parser(TrlArguments)

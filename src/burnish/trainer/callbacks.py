@@ -1,0 +1,175 @@
+"""The callbacks of a ``Trainer``: the default ones, and the handler, which scripts access.
+
+The handler is the loop's (``core.events.CallbackHandler``) with transformers' methods beside ``fire``: a method per
+event, ``add_callback``, ``pop_callback``, ``remove_callback``, and attributes for what each event passes along.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformers import trainer_callback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils import logging
+
+from burnish.loop import events
+from burnish.loop.events import EVENTS, CallbackHandler, TrainerCallback
+from burnish.loop.state import TrainerControl
+from burnish.report.trackers import tracker_callbacks
+
+if TYPE_CHECKING:
+    from burnish.trainer.arguments.training import TrainingArguments
+
+
+logger = logging.get_logger("transformers.trainer_callback")  # whose verbosity scripts set
+
+PARTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+"""Keywords that every event passes."""
+
+
+class DefaultFlowCallback(events.DefaultFlowCallback, trainer_callback.DefaultFlowCallback):  # type: ignore[misc]
+    """burnish's flow; a subclass of transformers' class too, so ``remove_callback(DefaultFlowCallback)`` finds it."""
+
+
+class SaveWhenTold(TrainerCallback):
+    """``enable_jit_checkpoint``: after SIGTERM, the current step is finished, a checkpoint is written, and training
+    stops. A second signal ends the process."""
+
+    def __init__(self) -> None:
+        self.is_told = False
+        self._before: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._tell)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_told:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._restore()
+
+    def _tell(self, *_: Any) -> None:
+        self.is_told = True
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+
+
+class FaceHandler(CallbackHandler):
+    """Fires events for the loop (``fire``) and for scripts (``handler.on_log(args, state, control, logs)``)."""
+
+    def __init__(
+        self, callbacks: list[Any], args: TrainingArguments, state: Any, control: TrainerControl, **parts: Any
+    ) -> None:
+        super().__init__([], args, state, control, **dict.fromkeys(PARTS))
+        self.parts |= parts
+        for callback in callbacks:
+            self.add_callback(callback)
+
+    def call_event(self, event: str, args: Any, state: Any, control: TrainerControl, **details: Any) -> TrainerControl:
+        """Call ``event`` on every callback. A control that one returns is copied into the run's, so that the loop and
+        the trainer share one object."""
+        before = self.args, self.state, self.control
+        self.args, self.state = args, state
+        super().fire(event, **details)
+        if self.control is not control:
+            vars(control).update(vars(self.control))
+        self.args, self.state, self.control = *before[:2], control
+        return control
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback; of a class an object is made. A second one of the same class is added with a warning."""
+        made = callback() if isinstance(callback, type) else callback
+        if any(type(other) is type(made) for other in self.callbacks):
+            logger.warning(
+                f"You are adding a {type(made)} to the callbacks of this Trainer, but there is already one. The "
+                f"current list of callbacks is:\n{self.callback_list}"
+            )
+        self.callbacks.append(made)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove an object, or the first of a class. Returns it, or None where there is none."""
+        for other in self.callbacks:
+            if other is callback or (isinstance(callback, type) and isinstance(other, callback)):
+                self.callbacks.remove(other)
+                return other
+        return None
+
+    def remove_callback(self, callback: Any) -> None:
+        if isinstance(callback, type):
+            self.pop_callback(callback)
+        else:
+            self.callbacks.remove(callback)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "TrainerControl": self.control.state()}
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        """Load the state of each callback and of the control: the arguments it was made with, and its attributes."""
+        queues = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
+        for keeper in (*self.callbacks, self.control):
+            queue = queues.get(type(keeper).__name__)
+            if queue and callable(getattr(keeper, "state", None)):
+                saved = queue.pop(0)
+                for name, value in {**saved.get("args", {}), **saved.get("attributes", {})}.items():
+                    setattr(keeper, name, value)
+
+    @property
+    def callback_list(self) -> str:
+        return "\n".join(type(callback).__name__ for callback in self.callbacks)
+
+
+def _part(name: str) -> property:
+    def read(self: FaceHandler) -> Any:
+        return self.parts[name]
+
+    def write(self: FaceHandler, value: Any) -> None:
+        self.parts[name] = value
+
+    return property(read, write)
+
+
+def _event(name: str) -> Callable[..., TrainerControl]:
+    detail = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}.get(name)
+
+    def fire(
+        self: FaceHandler, args: Any, state: Any, control: TrainerControl, *given: Any, **more: Any
+    ) -> TrainerControl:
+        if given and detail:
+            more[detail] = given[0]
+        return self.call_event(name, args, state, control, **more)
+
+    return fire
+
+
+for _name in PARTS:
+    setattr(FaceHandler, _name, _part(_name))
+for _name in EVENTS:
+    setattr(FaceHandler, _name, _event(_name))
+
+
+def default_callbacks(args: TrainingArguments) -> list[Any]:
+    """The callbacks of every Trainer, before the user's own: the flow of log, evaluation and save, and the trackers."""
+    told = [SaveWhenTold()] if args.enable_jit_checkpoint else []
+    return [DefaultFlowCallback(), *tracker_callbacks(args.report_to, args.logging_dir), *told]
+
+
+def display_callback(args: TrainingArguments) -> Any:
+    """transformers' own progress bar, or its lines with ``disable_tqdm``, so that the output is as expected."""
+    if args.disable_tqdm:
+        return PrinterCallback
+    from transformers.utils import is_in_notebook
+
+    if is_in_notebook():
+        from transformers.utils.notebook import NotebookProgressCallback
+
+        return NotebookProgressCallback
+    return ProgressCallback

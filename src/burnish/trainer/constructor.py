@@ -1,0 +1,140 @@
+"""Arguments of a ``Trainer``: led to where it belongs, checked against each other, or refused.
+
+In: the arguments of the constructor. Raises in transformers' words, because scripts and tests look for them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
+from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import has_length
+from transformers.utils import logging
+
+from burnish.config.errors import UserError
+from burnish.trainer import notes
+from burnish.trainer.arguments.training import TrainingArguments
+
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+
+_NEVER_CALLED = (
+    "_clip_grad_norm", "_determine_best_metric", "_get_grad_norm", "_get_num_items_in_batch", "_init_training_state",
+    "_inner_training_loop", "_load_best_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+    "_load_rng_state", "_load_scaler", "_maybe_log_save_evaluate", "_prepare_for_training",
+    "_run_epoch", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "_track_num_input_tokens",
+    "_update_auto_batch_size", "_wrap_model", "create_accelerator_and_postprocess", "get_batch_samples",
+)  # fmt: skip
+"""Methods of transformers' inner loop, which subclasses override now and then. There is no such loop here."""
+
+
+def say_what_is_never_called(kind: type) -> None:
+    """One warning for overrides of methods that burnish's loop does not have."""
+    idle = [name for name in _NEVER_CALLED if hasattr(kind, name)]
+    if idle:
+        notes.warn(
+            f"{kind.__name__} overrides {', '.join(idle)}: never called, because burnish trains with its own loop. "
+            "Override one of the methods that the docstring of burnish.Trainer names, or use a callback.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def own_arguments(args: object, kind: type[TrainingArguments] = TrainingArguments) -> TrainingArguments:
+    """burnish's arguments: as given, made into ``kind`` by their names where they are not, or its defaults."""
+    if args is None:
+        logger.info(f"No {kind.__name__} were given: output_dir is tmp_trainer.")
+        return kind(output_dir="tmp_trainer")
+    if isinstance(args, kind):
+        return args
+    given = {name: value for name, value in vars(args).items() if name in kind.__dataclass_fields__}
+    if not isinstance(args, TrainingArguments):
+        given["gradient_checkpointing"] = given["gradient_checkpointing_kwargs"] = None
+    return kind(**given)
+
+
+def take_accumulation(args: TrainingArguments) -> None:
+    """``num_steps`` of ``accelerator_config`` is another way to write ``gradient_accumulation_steps``."""
+    settings = cast(AcceleratorConfig, args.accelerator_config)
+    asked = (settings.gradient_accumulation_kwargs or {}).get("num_steps")
+    if asked is None or asked == args.gradient_accumulation_steps:
+        return
+    if args.gradient_accumulation_steps > 1:
+        raise ValueError(
+            "The `AcceleratorConfig`'s `num_steps` is set but `gradient_accumulation_steps` is greater than 1 in the "
+            f"passed `TrainingArguments`. Received: {asked} and {args.gradient_accumulation_steps}. Give one of them."
+        )
+    args.gradient_accumulation_steps = asked
+
+
+def take_tokenizer(tokenizer: Any, processing_class: Any) -> Any:
+    """``tokenizer``, the name that ``processing_class`` had."""
+    if tokenizer is not None:
+        notes.warn("`tokenizer` is now `processing_class`.", FutureWarning, stacklevel=3)
+    return tokenizer if processing_class is None else processing_class
+
+
+def collator_for(given: Any, processing_class: Any) -> Callable[[list[Any]], Any]:
+    """Rows -> batch: as given, or by the processing class."""
+    pads = isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor)
+    collator = given or (DataCollatorWithPadding(processing_class) if pads else default_data_collator)
+    if not callable(collator):
+        raise TypeError("The `data_collator` should be a simple callable (function, class with `__call__`).")
+    return collator  # type: ignore[no-any-return]
+
+
+def check_given_model(model: Any, model_init: Any) -> None:
+    if model is None and model_init is None:
+        raise RuntimeError("`Trainer` requires either a `model` or `model_init` argument")
+    if model is not None and model_init is not None:
+        raise ValueError("`Trainer` requires either a `model` or `model_init` argument, but not both.")
+    if (size := getattr(model, "tp_size", None) or 1) > 1:
+        raise ValueError(
+            f"The model was cut over {size} processes (tp_plan or tp_size), and burnish has no tensor parallelism. "
+            "Load it without, and shard its weights with `fsdp` or `deepspeed`."
+        )
+
+
+def check_optimizers(optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, model_init: Any) -> None:
+    if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
+        raise RuntimeError("Passing both `optimizers` and `optimizer_cls_and_kwargs` arguments is incompatible.")
+    if model_init is not None and optimizers != (None, None):
+        raise RuntimeError(
+            "Passing a `model_init` is incompatible with providing the `optimizers` argument. "
+            "You should subclass `Trainer` and override the `create_optimizer_and_scheduler` method."
+        )
+
+
+def check_sets(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, compute_metrics: Any) -> None:
+    """Refuse what the arguments ask for and the sets and functions cannot give."""
+    if isinstance(train_dataset, dict) and train_dataset and all(isinstance(name, str) for name in train_dataset):
+        names = ", ".join(train_dataset)
+        what = f"train_dataset must be one set of rows. Received: a {type(train_dataset).__name__} with {names}."
+        raise UserError(what, remedy=f'Hand one in: dataset["{next(iter(train_dataset))}"].')
+    by_batch = compute_metrics if args.batch_eval_metrics else None
+    if by_batch is not None and "compute_result" not in inspect.signature(by_batch).parameters:
+        raise ValueError(
+            "When using `batch_eval_metrics`, your `compute_metrics` function must take a `compute_result` boolean "
+            "argument which will be triggered after the last batch of the eval set to signal that the summary "
+            "statistics should be returned by the function."
+        )
+    if args.eval_strategy != "no" and eval_dataset is None:
+        raise ValueError(
+            f"You have set `args.eval_strategy` to {args.eval_strategy} but you didn't pass an `eval_dataset` to "
+            "`Trainer`. Either set `args.eval_strategy` to `no` or pass an `eval_dataset`. "
+        )
+    if (args.save_strategy == "best" or args.load_best_model_at_end) and args.metric_for_best_model is None:
+        raise ValueError(
+            "`args.metric_for_best_model` must be provided when using 'best' save_strategy or if "
+            "`args.load_best_model_at_end` is set to `True`."
+        )
+    if train_dataset is not None and not has_length(train_dataset) and args.max_steps <= 0:
+        raise ValueError(
+            "The train_dataset does not implement __len__, so the number of training steps cannot be inferred; "
+            "max_steps has to be specified. The total number of steps must be known in advance to bound the "
+            "training loop and to configure the learning rate scheduler."
+        )

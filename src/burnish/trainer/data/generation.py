@@ -1,0 +1,102 @@
+"""Answers of a whole stretch of an evaluation at once, over seats, beside ``model.generate`` batch by batch.
+
+In:  a model, what ``generate`` would be told, batches as a collator made them. Out: per batch the ids that ``generate``
+would give. Seats are refilled as soon as an answer ends, so that no batch waits for its longest.
+
+Refuses (the caller takes ``generate``): encoders with decoders, draws, beams and what else seats do not do
+(``app.predict.is_plain``), inputs beside ids and their mask, prompts that are not padded on the left, models that keep
+what they read in their own way, and where the configuration leaves the length to ``generate``.
+"""
+
+# B rows of a batch, T tokens of the padded prompt, N new tokens of the longest answer
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+
+from burnish.inference.batch import Finished, answer_many
+from burnish.inference.scheduler import SeatLoop
+from burnish.inference.slots import SeatLimits
+from burnish.inference.types import Ask
+from burnish.run.predict import is_plain
+
+_INPUTS = {"input_ids", "attention_mask", "labels"}
+
+
+@dataclass(frozen=True)
+class Writing:
+    """Settings that all answers of an evaluation share.
+
+    Args:
+        longest: the longest answer, or None where ``max_length`` counts the padded prompt too.
+        stops: tokens that end an answer.
+        padding: what stands behind an answer that is shorter than the longest of its batch.
+    """
+
+    longest: int | None
+    max_length: int | None
+    min_new_tokens: int
+    stops: tuple[int, ...]
+    padding: int
+
+
+def writing_of(model: Any, kwargs: Mapping[str, Any]) -> Writing | None:
+    """The settings of ``model.generate(**kwargs)``; None where seats do not write so."""
+    if not isinstance(model, GenerationMixin) or type(model).generate is not GenerationMixin.generate:
+        return None
+    if "generate" in vars(model) or model.config.is_encoder_decoder:
+        return None
+    config = deepcopy(model.generation_config)
+    is_foreign = bool(config.update(**kwargs))
+    usual = kwargs.get("max_length") is None and config.max_length in (None, GenerationConfig().max_length, 20)
+    if is_foreign or config.do_sample or not is_plain(config) or (config.max_new_tokens is None and usual):
+        return None
+    if (config.repetition_penalty or 1.0) != 1.0:  # generate counts the padding of a prompt as said
+        return None
+    found = config.eos_token_id
+    stops = () if found is None else tuple(found) if isinstance(found, list | tuple) else (found,)
+    padding = config.pad_token_id if config.pad_token_id is not None else next(iter(stops), None)
+    if padding is None:
+        padding = 0  # no answer ends early
+    return Writing(config.max_new_tokens, config.max_length, config.min_new_tokens or 0, stops, padding)
+
+
+def written(model: Any, batches: Sequence[Mapping[str, Any]], how: Writing, seats: int) -> list[Tensor] | None:
+    """Per batch (B, T + N) ids: the padded prompts and their answers; None where seats do not answer."""
+    asks = [_asks(batch, how) for batch in batches]
+    if any(one is None for one in asks):
+        return None
+    flat = [ask for one in asks for ask in one or ()]
+    context = max(len(ask.ids) + ask.max_new_tokens for ask in flat)
+    loop = SeatLoop(model, SeatLimits(seats, context))
+    if not loop.way.batches:
+        return None
+    answers = iter(answer_many(loop, flat))
+    return [_laid_out(batch["input_ids"], [next(answers) for _ in batch["input_ids"]], how) for batch in batches]
+
+
+def _asks(batch: Mapping[str, Any], how: Writing) -> list[Ask] | None:
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if set(batch) - _INPUTS or not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        return None
+    room = how.longest if how.longest is not None else (how.max_length or 0) - ids.shape[1]
+    is_left = bool((mask[:, 1:] >= mask[:, :-1]).all()) and bool(mask[:, -1:].all())
+    if room < 1 or not ids.numel() or not is_left:
+        return None
+    prompts = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
+    stops = frozenset(how.stops)
+    return [Ask(prompt, room, stop_ids=stops, min_new_tokens=how.min_new_tokens) for prompt in prompts]
+
+
+def _laid_out(prompts: Tensor, answers: Sequence[Finished], how: Writing) -> Tensor:
+    rows = [[*answer.ids, *([] if answer.stop is None else [answer.stop])] for answer in answers]
+    longest = max(map(len, rows))
+    new = torch.tensor([[*row, *[how.padding] * (longest - len(row))] for row in rows], dtype=prompts.dtype)
+    return torch.cat([prompts, new.to(prompts.device)], 1)

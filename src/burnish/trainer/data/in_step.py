@@ -1,0 +1,71 @@
+"""Training and evaluation by several processes with different numbers of batches.
+
+In: the batches of this rank. Out: the same number on every rank, because a forward pass may need all ranks (with
+sharded weights) and gathering always does. A rank that has run out is lent a batch, which does not count.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.loop.protocols import Engine
+
+
+def in_step(batches: Iterable[Any], engine: Engine) -> Iterator[tuple[Any, bool]]:
+    """Yield (batch, whether it is this rank's own and counts). No batch is drawn before it is asked for."""
+    iterator, lent, is_there = iter(batches), None, True
+    while True:
+        batch = next(iterator, None) if is_there else None
+        is_there = batch is not None
+        num_ranks = engine.sum(torch.tensor(float(is_there), device=engine.device))
+        if not num_ranks > 0:
+            return
+        if lent is None and num_ranks < engine.world_size:  # fewer rows than ranks: a rank never had a batch of its own
+            lent = next(one for one in engine.gather_objects(batch) if one is not None)
+        lent = batch if is_there else lent
+        yield lent, is_there
+
+
+def with_last(batches: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool, bool]]:
+    """Yield what ``in_step`` yields, and whether all ranks are at their last batch."""
+    current = next(batches, None)
+    while current is not None:
+        following = next(batches, None)
+        yield *current, following is None
+        current = following
+
+
+def each_tensor(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Change the tensors in a value, also those in tuples, lists and mappings; each stays of its class.
+
+    Args:
+        other: changes what is none of these.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        items = [each_tensor(item, change, other) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, MutableMapping):  # a copy, because its class may take other arguments than a dict
+        changed = copy.copy(value)
+        for name, item in value.items():
+            changed[name] = each_tensor(item, change, other)
+        return changed
+    if isinstance(value, Mapping):
+        return type(value)({name: each_tensor(item, change, other) for name, item in value.items()})  # type: ignore[call-arg]
+    return other(value)
+
+
+def named_in(batch: Any) -> Mapping[str, Any]:
+    """The values of a batch that have names; none where a collator of a script made a tuple or an object of its own."""
+    return batch if isinstance(batch, Mapping) else {}
+
+
+def no_rows_of(values: Any) -> Any:
+    """Remove the rows of tensors, for a batch that does not count."""
+    return each_tensor(values, lambda tensor: tensor[:0] if tensor.dim() else tensor.new_empty(0))

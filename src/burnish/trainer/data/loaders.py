@@ -1,0 +1,192 @@
+"""The Trainer's data: loaders for training, evaluation and prediction, and the columns that the model takes.
+
+The order of training rows is a function of (seed, epoch) alone, and is that of transformers for the same ``data_seed``
+or ``seed``. A script's own loader (``accelerator.prepare(DataLoader(...))``), the same in every process, is divided
+between processes, so that each row goes to one; a single process keeps it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from transformers.trainer_pt_utils import IterableDatasetShard
+from transformers.trainer_utils import RemoveColumnsCollator, has_length, seed_worker
+from transformers.utils import logging
+
+from burnish.data.batches.stream import StepPartition
+from burnish.loop.protocols import Engine
+from burnish.loop.schedule import StepPlan
+from burnish.trainer.arguments.training import TrainingArguments
+from burnish.trainer.data.stream import DealtBatches, DealtRows, EpochOrder, is_dealt
+
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+
+
+class TrainerLoader(DataLoader[Any]):
+    """torch's loader, with the property that accelerate's adds."""
+
+    world_size = 1
+
+    @property
+    def total_batch_size(self) -> int:
+        """Rows of a batch over all processes."""
+        return (self.batch_size or 0) * self.world_size
+
+
+def make_loader(
+    dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, args: TrainingArguments, engine: Engine,
+    sampler: Any = None, is_training: bool = False,
+) -> TrainerLoader:  # fmt: skip
+    """Batches of a set. A set without length is shared out among the processes as it comes."""
+    parameters: dict[str, Any] = {
+        "batch_size": batch_size, "collate_fn": collate, "num_workers": args.dataloader_num_workers,
+        "pin_memory": args.dataloader_pin_memory and engine.device.type != "cpu",
+        "persistent_workers": args.dataloader_persistent_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor, "in_order": args.dataloader_in_order,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+    }  # fmt: skip
+    if not isinstance(dataset, IterableDataset):
+        parameters |= {"drop_last": args.dataloader_drop_last} | ({} if sampler is None else {"sampler": sampler})
+        if is_training:
+            parameters["worker_init_fn"] = functools.partial(
+                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+            )
+    elif engine.world_size > 1:
+        dataset = DealtRows(dataset, batch_size, engine.world_size, engine.rank)
+    loader = TrainerLoader(dataset, **parameters)
+    loader.world_size = engine.world_size
+    return loader
+
+
+def order_of_rows(
+    dataset: Any, strategy: str, batch_size: int, accumulation: int, args: TrainingArguments, engine: Engine,
+    tokenizer: Any,
+) -> EpochOrder | None:  # fmt: skip
+    """The order in which this rank goes through a set; None where the set has no length.
+
+    Args:
+        strategy: "random", "sequential" or "group_by_length".
+    """
+    if dataset is None or not has_length(dataset):
+        return None
+    if strategy == "batch_rebalance":
+        raise ValueError(
+            '`train_sampling_strategy="batch_rebalance"` is not part of burnish: the update does not depend on how '
+            'a step is cut, and sequences are not padded against each other. Use "group_by_length" or "random".'
+        )
+    lengths = row_lengths(dataset, args.length_column_name, tokenizer) if strategy == "group_by_length" else None
+    partition = StepPartition(batch_size, accumulation, engine.world_size, engine.rank, args.dataloader_drop_last)
+    seed = int(args.seed if args.data_seed is None else args.data_seed)
+    return EpochOrder(len(dataset), partition, seed, strategy, lengths, getattr(dataset, "keys_of_step", None))
+
+
+def row_lengths(dataset: Any, column: str, tokenizer: Any) -> list[int]:
+    """Tokens of each row: the column that holds them, or counted."""
+    if is_datasets_set(dataset) and column in dataset.column_names:
+        return list(dataset[column])
+    names = getattr(tokenizer, "model_input_names", None) or ["input_ids"]
+    first = dataset[0]
+    if not hasattr(first, "keys") or names[0] not in first:
+        raise ValueError(
+            f"Can only automatically infer lengths for datasets whose items are dictionaries with an '{names[0]}' key."
+        )
+    return [len(row[names[0]]) for row in (dataset[index] for index in range(len(dataset)))]
+
+
+def num_rows_of(loader: Any, batch_size: int) -> int:
+    """Rows of a loader's set; where it cannot say, batches times ``batch_size``."""
+    try:
+        dataset = loader.dataset
+        return len(dataset.dataset) if isinstance(dataset, IterableDatasetShard | DealtRows) else len(dataset)
+    except (AttributeError, TypeError):
+        return len(loader) * batch_size
+
+
+def numbers_of_training(
+    loader: Any, plan: StepPlan, args: TrainingArguments, rows_per_step: int, num_rows: Callable[[Any], int]
+) -> tuple[int, int, int, int, int, int, int]:
+    """transformers' seven: epochs begun, steps of an epoch, rows, rows of the whole training, rows of a step,
+    micro-batches of an epoch, steps of the whole training."""
+    if not has_length(loader):
+        rows, batches = plan.max_steps * rows_per_step, plan.max_steps * args.gradient_accumulation_steps
+        return sys.maxsize, plan.max_steps, rows, rows, rows_per_step, batches, plan.max_steps
+    rows = num_rows(loader)
+    in_all = plan.max_steps * rows_per_step if args.max_steps > 0 else int(rows * args.num_train_epochs)
+    return plan.num_train_epochs, plan.steps_per_epoch, rows, in_all, rows_per_step, len(loader), plan.max_steps
+
+
+# --- a script's own loader --------------------------------------------------------------------------------------------
+
+
+def dealt_to(loader: DataLoader[Any], engine: Engine, seed: int) -> DataLoader[Any]:
+    """The loader of this process.
+
+    Args:
+        seed: of a random order; the same in every process.
+    """
+    if engine.world_size == 1 or is_dealt(loader) or isinstance(loader.dataset, DealtRows):
+        return loader
+    dealt = TrainerLoader(**_as_it_was(loader), **_rows_of(loader, engine, seed))
+    dealt.world_size = engine.world_size
+    return dealt
+
+
+def _as_it_was(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The settings of a loader, without its rows and their order."""
+    names = (
+        "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+        "prefetch_factor", "persistent_workers", "in_order",
+    )  # fmt: skip
+    return {name: getattr(loader, name) for name in names}
+
+
+def _rows_of(loader: DataLoader[Any], engine: Engine, seed: int) -> dict[str, Any]:
+    dataset, size, who = loader.dataset, loader.batch_size, (engine.world_size, engine.rank)
+    if isinstance(dataset, IterableDataset):
+        dealt = DealtRows(dataset, size or 1, *who)
+        return {"dataset": dealt, "batch_size": size, "drop_last": loader.drop_last}
+    strategy = _ORDERS.get(type(loader.sampler))
+    if size is not None and strategy is not None and type(loader.batch_sampler) is BatchSampler:
+        cut = StepPartition(size, 1, *who, loader.drop_last)
+        order = EpochOrder(len(dataset), cut, seed, strategy)  # type: ignore[arg-type]
+        return {"dataset": dataset, "batch_size": size, "sampler": order, "drop_last": loader.drop_last}
+    batches: Any = loader.batch_sampler if loader.batch_sampler is not None else [[n] for n in loader.sampler]
+    return {"dataset": dataset, "batch_sampler": DealtBatches(batches, *who)}
+
+
+_ORDERS = {RandomSampler: "random", SequentialSampler: "sequential"}
+"""torch's samplers whose order can be computed without them; of others, every process takes its share of batches."""
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def without_unused(dataset: Any, taken: list[str], model_name: str, description: str | None) -> Any:
+    """A ``datasets.Dataset`` without the columns that the model does not take. ValueError where none is left."""
+    ignored = [name for name in dataset.column_names if name not in taken]
+    if ignored:
+        logger.info(f"{model_name}.forward does not take {', '.join(ignored)} of the {description} set.")
+    if len(ignored) == len(dataset.column_names):
+        raise ValueError(
+            f"No columns in the dataset match the model's forward method signature: ({', '.join(taken)}). "
+            f"The following columns have been ignored: [{', '.join(ignored)}]. Please check the dataset and model. "
+            "You may need to set `remove_unused_columns=False` in `TrainingArguments`."
+        )
+    return dataset.remove_columns(ignored)
+
+
+def collator_without_unused(collate: Any, taken: list[str], model_name: str, description: str | None) -> Any:
+    """A collator that drops, row by row, what the model does not take."""
+    return RemoveColumnsCollator(
+        data_collator=collate, signature_columns=taken, logger=logger, description=description, model_name=model_name
+    )
+
+
+def is_datasets_set(dataset: Any) -> bool:
+    """Tell whether it is a ``datasets.Dataset``; the library is not loaded to find out."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(dataset, datasets.Dataset)

@@ -1,0 +1,90 @@
+"""The loss of a padded micro-batch, from the tokens on which it depends.
+
+In: a causal language model, and a batch as a collator of transformers or TRL makes it: rows side by side, filled up
+with padding on the right. Out: the same tokens padding-free (``data.batches.batching.collate_prefix_sharing``), for a
+forward pass whose loss is the same up to the order of summation; or nothing, where model or batch are not known to
+allow it. Then the batch goes to the model as it is.
+
+The script that made the batch never sees the flat one: a loader gives what its collator made, and who wants the model's
+outputs gets those of the padded batch.
+"""
+
+# B rows, T tokens in a row, N learned positions
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from burnish.data.batches.batching import collate_prefix_sharing
+from burnish.kernels.probe import Fitted, causal_lm
+from burnish.loop.types import IGNORE_INDEX, Batch, Row
+from burnish.losses.targets import collate_learned
+from burnish.models.patches.attention import NAME
+from burnish.models.patches.fitted import fit
+from burnish.trainer.inspection import is_causal_lm
+
+_KNOWN = {"input_ids", "attention_mask", "labels", "target_positions"}
+
+
+def shared_prefixes_of(batch: Mapping[str, Any]) -> Batch | None:
+    """The flat batch; None where the padded one has more than tokens, mask and labels, or its padding is not at the end
+    of each row and unlearned."""
+    if not batch.keys() <= _KNOWN or not {"input_ids", "labels"} <= batch.keys():
+        return None
+    ids, labels = batch["input_ids"], batch["labels"]
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or labels.shape != ids.shape:
+        return None
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    if mask.shape != ids.shape:
+        return None
+    lengths = mask.ne(0).sum(1)
+    is_token = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
+    is_plain = (mask.eq(1) == is_token).all() & lengths.gt(0).all() & labels[~is_token].eq(IGNORE_INDEX).all()
+    if not is_plain:
+        return None
+    rows: list[Row] = [
+        {"input_ids": some[:length], "labels": theirs[:length]}
+        for some, theirs, length in zip(ids.tolist(), labels.tolist(), lengths.tolist(), strict=True)
+    ]
+    flat = collate_learned(collate_prefix_sharing, rows)
+    return {name: value.to(ids.device) if isinstance(value, Tensor) else value for name, value in flat.items()}
+
+
+def fit_prefix_sharing(model: nn.Module, is_wanted: bool, needs_head: bool = False) -> Fitted:
+    """Ask ``model`` whether its micro-batches may lie flat with some of their tokens left out, and how it makes its
+    logits.
+
+    Args:
+        is_wanted: whether they are to.
+        needs_head: whether the head is of use where they may not.
+    """
+    may = is_wanted and may_lie_flat(model)
+    return fit(model, padding_free=may, prefix_sharing=may, head_of=causal_lm(model) if may or needs_head else None)
+
+
+def may_lie_flat(model: nn.Module) -> bool:
+    """Tell whether nothing in the configs of model and adapter speaks against it: no learned prompt, no loss over all
+    tokens, no attention that was asked for by name."""
+    adapters = getattr(model, "peft_config", {})
+    if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
+        return False
+    config: Any = getattr(causal_lm(model), "config", None)
+    asks_router = getattr(config, "output_router_logits", False)
+    return not asks_router and getattr(config, "_attn_implementation", None) in {"sdpa", NAME}
+
+
+def has_plain_loss(model: nn.Module) -> bool:
+    """Tell whether the loss that ``model`` gives is the cross entropy of the next token and nothing besides: a causal
+    language model of transformers itself, of which nobody changed or watches the forward pass."""
+    inner = causal_lm(model)
+    is_theirs = type(inner).__module__.startswith("transformers.models.") and is_causal_lm(inner)
+    return (
+        is_theirs and getattr(inner, "loss_function", None) is ForCausalLMLoss
+        and "forward" not in vars(inner) and not inner._forward_hooks and not inner._forward_pre_hooks
+        and (model is inner or not (model._forward_hooks or model._forward_pre_hooks))
+    )  # fmt: skip

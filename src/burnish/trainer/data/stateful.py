@@ -1,0 +1,62 @@
+"""Streams of rows that know where they stand: an ``IterableDataset`` of ``datasets``, a script's own set, a loader.
+
+In: the loader of a training. Out: the object whose ``state_dict`` goes into a checkpoint, so that a resumed run does
+not read again what it has used; or None. None too where the state would not lead to the same rows: a shuffle buffer of
+``datasets`` is not part of it, nor is what worker processes have read. Then rows are read from the begin of the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from burnish.checkpoint.snapshot import split
+from burnish.loop.types import Stateful
+from burnish.trainer import notes
+
+
+def stream_with_state(loader: Any, world_size: int) -> Stateful | None:
+    """The loader itself, or else its set, if it says where it stands. With several processes, only a set that every one
+    of them reads from its begin (``DealtRows``), because the first process writes the state for all."""
+    if world_size == 1 and _has_state(loader):
+        return loader  # type: ignore[no-any-return]
+    dataset = getattr(loader, "dataset", None)
+    rows = getattr(dataset, "dataset", None) if world_size > 1 else dataset
+    if not _has_state(dataset) or not _has_state(rows) or getattr(loader, "num_workers", None):
+        return None
+    if not isinstance(rows, IterableDataset) or any(map(_forgets, _inner(rows))):
+        return None
+    return dataset
+
+
+def loader_state(stream: Stateful) -> Any:
+    """Its state; None, and a warning, where that is no data."""
+    try:
+        state = stream.state_dict()
+        split(state, copy=False)
+    except (TypeError, AttributeError) as error:
+        notes.warn(f"The state of {type(stream).__name__} is not saved: {error} A resumed run reads it from its start.")
+        return None
+    return state
+
+
+def _has_state(stream: Any) -> bool:
+    return callable(getattr(stream, "state_dict", None)) and callable(getattr(stream, "load_state_dict", None))
+
+
+def _inner(dataset: Any) -> Iterator[Any]:
+    """The stages of an ``IterableDataset`` of ``datasets``, the last one first; nothing of any other set."""
+    waiting = [getattr(dataset, "_ex_iterable", None)]
+    while waiting:
+        stage = waiting.pop()
+        if stage is not None:
+            yield stage
+            waiting += [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
+
+
+def _forgets(stage: Any) -> bool:
+    """Tell whether rows that a stage holds back are not in its state (``IterableDataset.state_dict``, datasets 5.2)."""
+    reads_tables = getattr(getattr(stage, "formatting", None), "is_table", False)
+    return type(stage).__name__ == "BufferShuffledExamplesIterable" or (reads_tables and hasattr(stage, "function"))

@@ -1,0 +1,357 @@
+"""The step batches of an epoch from any loader, with a cursor that resumes.
+
+``EpochOrder`` is the sampler of the Trainer's own loaders: the order is a function of (seed, epoch), and it can start
+anywhere, so that a resumed run reads no row twice. A loader of the user is iterated as it is. On resume it goes on
+from its own state, if it has one (``stateful.py``); else the batches that were used are skipped, with the generator in
+its state at the begin of the epoch.
+
+Position is counted in micro-batches of this rank: every rank has the same number in an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, Sampler
+
+from burnish.data.batches.stream import StepPartition, order_of
+from burnish.loop.protocols import Engine
+from burnish.loop.types import Batch, StepBatch
+from burnish.trainer import notes
+from burnish.trainer.data.in_step import in_step
+from burnish.trainer.data.stateful import loader_state, stream_with_state
+
+
+class EpochOrder(Sampler[int]):
+    """The items of this rank in the order of their use.
+
+    Args:
+        num_items: in the data set, over all ranks.
+        cut: the division of a step; ``drop_last`` leaves out items that do not fill a micro-batch of every rank.
+        seed: of the order; ``strategy`` and ``lengths`` as in ``data.batches.stream.order_of``.
+        keys: all items of a step -> what the set is asked for in place of each (``keys_of_step`` of a set).
+    """
+
+    def __init__(
+        self, num_items: int, cut: StepPartition, seed: int, strategy: str = "random",
+        lengths: Sequence[int] | None = None, keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None,
+    ) -> None:  # fmt: skip
+        self.num_items, self.cut, self.seed, self.keys = num_items, cut, seed, keys
+        self.strategy, self.lengths = strategy, lengths
+        self.epoch = 0
+        self.start = 0  # micro-batches of the epoch to skip
+        self.left_out: list[tuple[int, int, list[int]]] = []
+        """(epoch, place in its order, items): no step takes these items from there on, and others move up."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Items of this rank in a whole epoch."""
+        return len(self._mine(range(self._used(self.num_items))))
+
+    def __iter__(self) -> Iterator[Any]:
+        order, start = self.of_epoch(self.epoch), self.start
+        self.start = 0
+        self.epoch += 1  # for a user's own loader around this one, which does not set the epoch
+        mine = self._mine(order)[start * self.cut.batch_size :]
+        return iter(mine) if self.keys is None else self._keyed(order, mine)
+
+    def _keyed(self, order: Sequence[int], mine: Sequence[int]) -> Iterator[Any]:
+        """The keys of this rank's items, of which each is known from all items of its step."""
+        per_step = self.across * self.cut.accumulation
+        step_of = {item: place // per_step for place, item in enumerate(order)}
+        for step, items in groupby(mine, key=step_of.__getitem__):
+            keys = self.keys(order[step * per_step : (step + 1) * per_step]) if self.keys else {}
+            yield from (keys[item] for item in items)
+
+    def of_epoch(self, epoch: int) -> list[int]:
+        """The items of all ranks."""
+        per_step = self.cut.batch_size * self.cut.accumulation
+        order = order_of(self.num_items, self.seed, epoch, self.strategy, self.lengths, per_step)
+        for since, place, items in self.left_out:
+            first = place if epoch == since else 0 if epoch > since else len(order)
+            order = order[:first] + [item for item in order[first:] if item not in items]
+        return order[: self._used(len(order))]
+
+    def num_batches(self, epoch: int = 0) -> int:
+        """Micro-batches of this rank in an epoch; every rank has as many."""
+        return -(-(len(self.of_epoch(epoch)) if self.left_out else self._used(self.num_items)) // self.across)
+
+    @property
+    def across(self) -> int:
+        """Items of a micro-batch of all ranks."""
+        return self.cut.batch_size * self.cut.world_size
+
+    def _used(self, num_items: int) -> int:
+        return num_items - (num_items % self.across if self.cut.drop_last else 0)
+
+    def _mine(self, order: Sequence[int]) -> list[int]:
+        return [item for part in self.cut.micro_batches(order) for item in part]
+
+
+class DealtBatches(Sampler[list[int]]):
+    """This rank's batches of a script's own batch sampler: every ``world_size``-th of them.
+
+    Every rank iterates all of ``batches``, which must therefore have the same order everywhere.
+    """
+
+    def __init__(self, batches: Iterable[list[int]], world_size: int, rank: int) -> None:
+        self.batches, self.world_size, self.rank = batches, world_size, rank
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.num_batches, self.world_size))
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(iter(self.batches), self.rank, None, self.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        listeners: list[Any] = [self.batches, getattr(self.batches, "sampler", None)]
+        for listener in listeners:
+            if hasattr(listener, "set_epoch"):
+                listener.set_epoch(epoch)
+
+
+class DealtRows(IterableDataset[Any]):
+    """This rank's rows of a set without a length, divided as by ``EpochOrder``; each row goes to one rank."""
+
+    def __init__(self, dataset: Any, batch_size: int, world_size: int, rank: int) -> None:
+        self.dataset, self.batch_size, self.world_size, self.rank = dataset, batch_size, world_size, rank
+        self.number = self.start = self.skipped = 0  # rows read; where to read on; rows before this one were used
+
+    def __iter__(self) -> Iterator[Any]:
+        (first, skipped), self.start, self.skipped = (self.start, self.skipped), 0, 0
+        for number, row in enumerate(self.dataset, first):
+            self.number = number + 1
+            if number // self.batch_size % self.world_size == self.rank and number >= skipped:
+                yield row
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the first rank: others go on from it too, and pass over rows of steps that are done."""
+        return {"number": self.number, "dataset": self.dataset.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        across = self.batch_size * self.world_size
+        self.start, self.skipped = state["number"], -(-state["number"] // across) * across
+        self.dataset.load_state_dict(state["dataset"])
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+class PaddingBatch(dict[str, Any]):
+    """A batch for a rank that has run out of rows before the others, because all ranks must sync gradients. It has 0
+    items, whatever its loss."""
+
+
+class LoaderStream:
+    """The step batches of a loader.
+
+    Args:
+        loader: gives batches; may have a length, or none.
+        accumulation: micro-batches of a step.
+        total: micro-batches in an epoch: ``len(loader)``, or for an endless one those of the whole run.
+        count: batch -> (rows, tokens) for the meter.
+        on_empty: called where an epoch of a loader without length has no batch at all.
+        engine: of a run of several processes.
+        pad: makes a batch one that has no items.
+    """
+
+    def __init__(
+        self, loader: Any, accumulation: int, total: int, count: Callable[[Batch], tuple[int, int]],
+        on_empty: Callable[[], None] = lambda: None, engine: Engine | None = None,
+        pad: Callable[[Batch], PaddingBatch] = PaddingBatch,
+    ) -> None:  # fmt: skip
+        self.engine = engine
+        self.loader, self.accumulation, self.total, self.count = loader, accumulation, total, count
+        self.on_empty, self.pad = on_empty, pad
+        self.epoch, self.position, self.drawn = 0, 0, 0  # micro-batches used, and taken from the loader
+        self.generator_at_start: Tensor | None = None
+        self.source = stream_with_state(loader, 1 if engine is None else engine.world_size)
+        self.source_state: Any = None  # where it stood at ``position``, until it is read on from there
+
+    def step_batches(self) -> Iterator[StepBatch]:
+        """Yield the step batches from the cursor to the end of the epoch."""
+        start, used, total = self.position, self.position, self._total
+        batches = iter(()) if start >= total else self._batches()
+        while used < total:
+            group = list(islice(batches, min(self.accumulation, total - used)))
+            if not group:
+                break
+            used = self.drawn = used + len(group)
+            counts = [(0, 0) if isinstance(batch, PaddingBatch) else self.count(batch) for batch in group]
+            is_last = used >= total
+            yield StepBatch(
+                group,
+                cursor={"epoch": self.epoch, "position": used},
+                epoch=self.epoch + min(used / total, 1.0),
+                items=Taken(order_in(self.loader), self.epoch, used - len(group), used),
+                num_rows=sum(rows for rows, _ in counts),
+                num_tokens=sum(tokens for _, tokens in counts),
+            )
+            if is_last:
+                return
+        if used == start == 0:
+            self.on_empty()
+        self.position = total
+
+    def advance(self, step_batch: StepBatch) -> None:
+        if step_batch.cursor is not None:
+            self.epoch, self.position = step_batch.cursor["epoch"], step_batch.cursor["position"]
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.position >= self._total
+
+    @property
+    def _total(self) -> int:
+        """Micro-batches of this epoch, without the items that are left out of it."""
+        order = order_in(self.loader)
+        return order.num_batches(self.epoch) if order is not None and order.left_out else self.total
+
+    def end_epoch(self) -> None:
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def leave_out(self, items: Sequence[int]) -> None:
+        order = order_in(self.loader)
+        assert order is not None  # a run with another loader does not go back
+        order.left_out.append((self.epoch, self.position * order.across, list(items)))
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "generator": self.generator_at_start}
+        order = order_in(self.loader)
+        if order is not None and order.left_out:
+            state["left_out"] = order.left_out
+        if self.source is not None and 0 < self.position == self.drawn < self._total:
+            state["source"] = loader_state(self.source)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+        self.generator_at_start, self.source_state = state.get("generator"), state.get("source")
+        order, left_out = order_in(self.loader), [tuple(entry) for entry in state.get("left_out", ())]
+        if order is not None and len(left_out) > len(order.left_out):  # a run that goes back knows those since too
+            order.left_out = left_out
+
+    def _batches(self) -> Iterator[Batch]:
+        """The loader's batches from the cursor on.
+
+        Making an iterator draws from the global generator (torch's loaders take the seed of their workers from it, and
+        ``RandomSampler`` its order). When an epoch is resumed, the generator is set to its state at the begin of the
+        epoch for that, and set back, so that dropout after a resume is the same as without it.
+        """
+        set_epoch(self.loader, self.epoch)
+        order = order_in(self.loader)
+        if order is not None:
+            order.start = self.position
+        if self.position == 0:
+            self.generator_at_start = torch.get_rng_state()
+            return self._filled(self._in_step(iter(self.loader)))
+        now = torch.get_rng_state()
+        if self.generator_at_start is not None:
+            torch.set_rng_state(self.generator_at_start)
+        goes_on = self._go_on()
+        rest = self._in_step(iter(self.loader))
+        if order is None and not goes_on:
+            notes.warn(
+                f"The first {self.position} micro-batches of the epoch are read again and passed over, because the set "
+                "does not say where it stands. Sets and loaders that have state_dict and load_state_dict go on."
+            )
+            for _ in islice(rest, self.position):
+                pass
+        torch.set_rng_state(now)
+        return self._filled(rest)
+
+    def _go_on(self) -> bool:
+        """Put the loader or its set where it stood; false where it has to be read from its start."""
+        state, self.source_state = self.source_state, None
+        if state is None or self.source is None:
+            return False
+        self.source.load_state_dict(state)
+        self.drawn = self.position
+        return True
+
+    def _in_step(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches of a loader without a length, the same number on every rank."""
+        if self.engine is None or self.engine.world_size == 1 or num_batches(self.loader) is not None:
+            return batches
+        return (batch if is_own else self.pad(batch) for batch, is_own in in_step(batches, self.engine))
+
+    def _filled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield ``batches``, and padding batches where this rank has none of the last rows of an epoch."""
+        made, last = self.position, None
+        for last in batches:
+            made += 1
+            yield last
+        if is_dealt(self.loader):
+            for _ in range(self._total - made):
+                last = self.loader.collate_fn([self.loader.dataset[0]]) if last is None else last
+                yield self.pad(last)
+
+
+class Taken(Sequence[int]):
+    """The rows of a step, over all ranks, by their place in the set; none where a loader of a script's own deals them.
+
+    They are computed when somebody asks, which is after a step that went wrong.
+    """
+
+    def __init__(self, order: EpochOrder | None, epoch: int, first: int, end: int) -> None:
+        self.order, self.epoch, self.first, self.end = order, epoch, first, end
+
+    def __len__(self) -> int:
+        return len(self._found())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._found()[index]
+
+    def _found(self) -> list[int]:
+        if self.order is None:
+            return []
+        return self.order.of_epoch(self.epoch)[self.first * self.order.across : self.end * self.order.across]
+
+
+def is_dealt(loader: Any) -> bool:
+    """Return whether burnish divides the rows of ``loader`` between ranks, so that each knows the number of
+    micro-batches."""
+    return order_in(loader) is not None or isinstance(getattr(loader, "batch_sampler", None), DealtBatches)
+
+
+def order_in(loader: Any) -> EpochOrder | None:
+    """The ``EpochOrder`` of a loader, if it is one of the Trainer's own."""
+    sampler = getattr(loader, "sampler", None)
+    return sampler if isinstance(sampler, EpochOrder) else None
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Set the epoch in every part of a loader that has ``set_epoch``."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    listeners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None),
+                 getattr(loader, "dataset", None)]  # fmt: skip
+    seen: set[int] = set()
+    for listener in listeners:
+        if hasattr(listener, "set_epoch") and id(listener) not in seen:
+            seen.add(id(listener))
+            listener.set_epoch(epoch)
+
+
+def num_batches(loader: Any) -> int | None:
+    """Micro-batches of this rank in an epoch; None where the loader does not know."""
+    order = order_in(loader)
+    if order is not None:
+        return order.num_batches()
+    if is_dealt(loader):
+        dealt: DealtBatches = loader.batch_sampler
+        return -(-dealt.num_batches // dealt.world_size)
+    try:
+        return len(loader)
+    except TypeError:
+        return None

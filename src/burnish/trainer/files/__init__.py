@@ -1,0 +1,1 @@
+"""Files of the ``Trainer``: models, checkpoints of transformers, model cards, the hub."""

@@ -1,0 +1,107 @@
+"""The model card of the Trainer classes: what was trained, on what, how, with what result, and how it is loaded.
+
+In: a trainer and what a script says of its model. Out: ``README.md`` under the header that transformers makes for the
+hub, with the sections of burnish's own card. Nothing is said that is not known, and no folder of this machine is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+from transformers.modelcard import TrainingSummary, make_markdown_table
+
+from burnish.report.card import CARD_NAME, CardFacts, card_text
+from burnish.trainer import inspection
+from burnish.trainer.arguments.values import plain
+from burnish.utils.patching import patch_summary as patches_in
+
+if TYPE_CHECKING:
+    from burnish.trainer.arguments.training import TrainingArguments
+
+
+_SAYS_NOTHING = {
+    "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "push_to_hub", "local_rank", "resume",
+    "resume_from_checkpoint", "dataloader_pin_memory", "activation_checkpointing",
+    "trackio_space_id", "project", "do_train", "do_eval", "do_predict",
+}  # fmt: skip
+"""Arguments that are about the machine or the log, not about the model."""
+
+
+_MADE = ("input_ids", "attention_mask", "labels", "completion_mask", "assistant_masks", "seq_lengths")
+
+
+def write_trainer_card(trainer: Any, folder: Path, given: Mapping[str, Any]) -> None:
+    """Write ``README.md`` into ``folder``.
+
+    Args:
+        given: of ``create_model_card``: language, license, tags, model_name, finetuned_from, dataset, ...
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    found = TrainingSummary.from_trainer(trainer, **given)
+    if found.dataset == [None]:  # a set that was made in memory has no name
+        found.dataset = found.dataset_tags = found.dataset_args = found.dataset_metadata = None
+    header = found.to_model_card().partition("\n---\n")[0] + "\n---\n"
+    (folder / CARD_NAME).write_text(card_text(_facts(trainer, found), header), encoding="utf-8")
+
+
+def _facts(trainer: Any, found: TrainingSummary) -> CardFacts:
+    model = inspection.base_model(trainer.model)
+    adapters = getattr(trainer.model, "peft_config", {}) if inspection.is_peft_model(trainer.model) else {}
+    sets = [found.dataset] if isinstance(found.dataset, str) else list(found.dataset or [])
+    base = found.finetuned_from or getattr(getattr(model, "config", None), "_name_or_path", "")
+    history = trainer.state.log_history
+    last: dict[str, Any] = {}
+    for entry in history:
+        last |= {name: v for name, v in entry.items() if name.startswith(("train_", "eval_")) or name == "epoch"}
+    tokenizer = trainer.processing_class
+    return CardFacts(
+        name=found.model_name or "model", base_model=base, datasets=sets, stage=trainer.card_stage,
+        method=", ".join(str(plain(config.peft_type)).lower() for config in adapters.values()) or "full",
+        trainable_parameters=inspection.num_trainable(trainer.model),
+        all_parameters=sum(p.numel() for p in trainer.model.parameters()), is_adapter=bool(adapters),
+        options=_arguments(trainer.args) | _adapter(adapters), results=last, data=_data(trainer),
+        patches=patches_in(trainer.model), has_chat_template=bool(getattr(tokenizer, "chat_template", None)),
+        loader=_loader(model), evaluations=make_markdown_table(found.eval_lines) if found.eval_lines else "",
+        unnamed=f"{'for' if adapters else 'from'} a model that was made in the script",
+    )  # fmt: skip
+
+
+def _loader(model: Any) -> str:
+    """The class that loads the model; "" for one of a script's own."""
+    if inspection.is_causal_lm(model):
+        return "AutoModelForCausalLM"
+    is_theirs = isinstance(model, PreTrainedModel) and type(model).__module__.startswith("transformers.")
+    return type(model).__name__ if is_theirs else ""
+
+
+def _arguments(args: TrainingArguments) -> dict[str, Any]:
+    """The arguments that are not at their default."""
+    values = {name: getattr(args, name) for name in args.declared if name not in _SAYS_NOTHING and "hub" not in name}
+    told = {n: plain(v) for n, v in values.items() if v is not None and plain(v) != plain(args.declared[n].default)}
+    return {name: value for name, value in told.items() if isinstance(value, str | int | float | list) and value != []}
+
+
+def _adapter(adapters: Mapping[str, Any]) -> dict[str, Any]:
+    """Rank, strength and places of LoRA's factors, as far as an adapter has them."""
+    names = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
+    found: dict[str, Any] = {}
+    for config in adapters.values():
+        values = {name: getattr(config, name, None) for name in names}
+        found |= {n: sorted(v) if isinstance(v, set) else v for n, v in values.items() if v not in (None, [], 0.0)}
+    return found
+
+
+def _data(trainer: Any) -> list[str]:
+    """A sentence for each set: rows, and the columns that a script gave."""
+    evals = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    sets = {"Training set": trainer.train_dataset, **{f"Evaluation set {n}".rstrip(): s for n, s in evals.items()}}
+    return [f"{name}: {_size(rows)}." for name, rows in sets.items() if rows is not None]
+
+
+def _size(rows: Any) -> str:
+    columns = [name for name in getattr(rows, "column_names", None) or [] if name not in _MADE]
+    shown = f" of {', '.join(columns)}" if columns else ""
+    return f"{len(rows):,} rows{shown}" if hasattr(rows, "__len__") else f"a stream of rows{shown}"

@@ -1,0 +1,112 @@
+"""Checkpoints of transformers' own Trainer: reading them, and writing them if asked for.
+
+Reads ``optimizer.pt``, ``scheduler.pt``, ``rng_state.pth`` with ``weights_only=True``: a file that holds code is
+refused by torch. The position in the data follows from ``global_step``, as transformers derives it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from burnish.adapters.base import load_whole_state, whole_state
+from burnish.checkpoint.checkpoint import load_state
+from burnish.config.errors import UserError
+from burnish.loop.loop import Loop
+from burnish.utils.tensor_files import read_header
+
+
+def is_foreign(folder: Path) -> bool:
+    """Return whether another program wrote this checkpoint; burnish's have a manifest and a cursor."""
+    return not (folder / "manifest.json").is_file() and not (folder / "stream.json").is_file()
+
+
+def load_foreign(folder: Path, loop: Loop, model: nn.Module, steps_per_epoch: int, accumulation: int) -> list[str]:
+    """Continue from a checkpoint of transformers.
+
+    Returns:
+        sentences on parts that were missing and start from the beginning.
+    Raises:
+        FileNotFoundError: where there is no trainer_state.json.
+        UserError: where there are no weights.
+    """
+    load_foreign_weights(folder, model)
+    loop.state.load_state_dict(load_state(folder).state_dict())
+    epoch, step = divmod(loop.state.global_step, max(steps_per_epoch, 1))
+    loop.stream.load_state_dict({"epoch": epoch, "position": step * accumulation})
+    optimizer, scheduler = folder / "optimizer.pt", folder / "scheduler.pt"
+    missing = [path.name for path in (optimizer, scheduler) if not path.is_file()]
+    if not missing:
+        loop.optimizer.load_state_dict(_tensors(optimizer, loop.engine.device))
+        loop.schedule.scheduler.load_state_dict(_tensors(scheduler))
+    elif not any(path.is_file() for path in (optimizer, scheduler)):
+        missing = ["optimizer.pt and scheduler.pt"]
+    _load_generators(folder, loop.engine.rank, loop.engine.world_size)
+    return [f"{folder} has no {name}: optimizer and schedule begin anew." for name in missing]
+
+
+def load_foreign_weights(folder: Path, model: Any) -> None:
+    """Load ``model.safetensors``, its shards, or an adapter's file into ``model``."""
+    if (folder / "adapter_config.json").is_file() and hasattr(model, "load_adapter"):
+        model.load_adapter(str(folder), model.active_adapter, is_trainable=True)
+        return
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise UserError(
+            "there are no weights: no model.safetensors.", where=str(folder), remedy="Give another checkpoint."
+        )
+    state = {name: tensor for file in files if read_header(file) for name, tensor in load_file(file).items()}
+    own = whole_state(model)
+    # A tied weight may have been written under its other name.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in state and name not in own:
+            first = next(key for key, value in own.items() if value.data_ptr() == tensor.data_ptr())
+            state.setdefault(first, state.pop(name))
+    load_whole_state(model, state)
+
+
+def _tensors(path: Path, device: torch.device | str = "cpu") -> Any:
+    return torch.load(path, map_location=device, weights_only=True)
+
+
+def _load_generators(folder: Path, rank: int, world_size: int) -> None:
+    path = folder / ("rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth")
+    if not path.is_file():
+        return
+    import random
+
+    import numpy
+    from transformers.trainer_pt_utils import safe_globals
+
+    with safe_globals():  # numpy's own array types, which a generator's state is made of
+        state = torch.load(path, weights_only=True)
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and "cuda" in state:
+        cuda = state["cuda"]
+        if isinstance(cuda, list):
+            torch.cuda.random.set_rng_state_all(cuda)
+        else:
+            torch.cuda.random.set_rng_state(cuda)
+
+
+def write_transformers_files(folder: Path, optimizer: Any, scheduler: Any) -> None:
+    """Write ``optimizer.pt``, ``scheduler.pt`` and ``rng_state.pth``, in transformers' layout."""
+    import random
+
+    import numpy
+
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save(scheduler.state_dict(), folder / "scheduler.pt")
+    state: dict[str, Any] = {
+        "python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.random.get_rng_state()
+    torch.save(state, folder / "rng_state.pth")

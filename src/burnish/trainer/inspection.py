@@ -1,0 +1,91 @@
+"""Facts that the Trainer needs about a model before it trains it, read from its class and its config.
+
+Nothing here calls the model; what only a forward pass can tell is asked in ``models/patches/fitted.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.utils import find_labels
+
+from burnish.trainer import notes
+
+if TYPE_CHECKING:
+    from burnish.trainer.arguments.training import TrainingArguments
+
+
+def base_model(model: Any) -> Any:
+    """The model inside a peft model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def is_peft_model(model: Any) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+
+
+def is_causal_lm(model: Any) -> bool:
+    return type(base_model(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def takes_loss_arguments(model: Any) -> bool:
+    """Tell whether ``forward`` takes ``num_items_in_batch``: as the model says, or where it takes any keyword."""
+    base = base_model(model)
+    parameters = inspect.signature(base.forward).parameters.values()
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return bool(getattr(base, "accepts_loss_kwargs", takes_any))
+
+
+def labels_of(model: Any, given: list[str] | None) -> list[str]:
+    """The arguments of ``forward`` that are labels, as given or as they are called."""
+    return list(find_labels(type(base_model(model)))) if given is None else given
+
+
+def model_columns(model: Any, label_names: list[str]) -> list[str]:
+    """The columns of a data set that ``forward`` takes. Labels may be called label or label_ids: the default collator
+    renames them."""
+    taken = inspect.signature(base_model(model).forward).parameters
+    return [*taken, *dict.fromkeys(["label", "label_ids", *label_names])]
+
+
+def loss_shifts_labels(model: Any) -> bool:
+    """Tell whether position t of the logits is held against label t + 1, so that the first label is never learned."""
+    base = base_model(model)
+    is_shifted = LOSS_MAPPING.get(getattr(base, "loss_type", None)) is ForCausalLMLoss
+    return is_shifted and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+
+
+def waits_for_its_device(model: Any, args: TrainingArguments) -> bool:
+    """Tell whether it is not moved when the Trainer is made: it lies on several devices, or its dtype comes first."""
+    is_split = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+    return bool(is_split or args.fp16_full_eval or args.bf16_full_eval)
+
+
+def smoother_of(model: Any, factor: float) -> Any:
+    """transformers' label smoother; None where the factor is 0, or the model has several labels to a row."""
+    if not factor:
+        return None
+    if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
+        notes.warn(
+            "Label smoothing is not compatible with multi-label classification. Disabling label smoothing for this "
+            "training run.",
+            UserWarning,
+            stacklevel=4,
+        )
+        return None
+    return LabelSmoother(epsilon=factor)
+
+
+def has_virtual_tokens(model: Any) -> bool:
+    """Tell whether a learned prompt stands before the ids (prompt tuning, p-tuning); a prefix stands in the cache."""
+    config = getattr(model, "active_peft_config", None) if is_peft_model(model) else None
+    return bool(config is not None and config.is_prompt_learning and config.peft_type != "PREFIX_TUNING")
+
+
+def num_trainable(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

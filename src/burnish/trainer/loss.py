@@ -1,0 +1,175 @@
+"""The Trainer's loss: what a model or a script computes, made into a part of the step's mean.
+
+The rule is the loop's: a sum over items, divided by the items of the whole step. burnish's own losses are sums until
+the backward pass. A model gives a mean over its micro-batch, which ``Trainer._loss`` multiplies by its items.
+
+A script that overrides ``compute_loss`` or ``training_step``, or gives a ``compute_loss_func``, works with means, as in
+transformers. ``compute_loss`` gets ``num_items_in_batch``, the items of that micro-batch, so that a loss divided by it
+and a plain mean are the same number; ``training_step`` gives it the micro-batch's share of the step. So accumulation,
+ragged batches and processes never change the gradient, whoever computed the loss. A subclass that sets
+``loss_is_scaled_for_ga = True`` divides by itself: it gets the items of the whole step, and its loss is used as it is.
+"""
+
+# B sequences, T tokens per sequence
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_pt_utils import find_batch_size
+
+from burnish.config.errors import UserError
+from burnish.loop.protocols import Objective
+from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Metric, Sum
+from burnish.trainer.data.in_step import named_in
+from burnish.trainer.data.stream import PaddingBatch
+from burnish.trainer.inspection import base_model, is_causal_lm
+
+if TYPE_CHECKING:
+    from burnish.trainer.trainer import Trainer
+
+
+@dataclass
+class StepUnderWay:
+    """The step whose micro-batches are trained on.
+
+    Args:
+        weight: () its items, over all its micro-batches and processes; None outside of a step.
+        sums: metrics of the micro-batch under way, as ``Loss.sums`` has them; ``compute_loss`` may add to it.
+    """
+
+    weight: Tensor | None = None
+    sums: dict[str, Metric] = field(default_factory=dict)
+
+    def share(self, weight: Tensor) -> Tensor:
+        """() of the step's mean, for a micro-batch of ``weight`` () items; outside of a step it is the whole."""
+        return torch.ones_like(weight) if self.weight is None else weight / self.weight
+
+
+class TrainerObjective(Objective):
+    """The loss that a ``Trainer`` or its model computes, as the loop's objective."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def num_items(self, batch: Batch) -> Tensor:
+        return self.trainer._num_items(batch) * (not isinstance(batch, PaddingBatch))
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        return self.trainer._loss(module, batch)
+
+
+def without_weight(loss: Loss) -> Loss:
+    """The loss and metrics of a padding batch, which count nothing; the graph stays, so that ranks can sync."""
+    sums = {
+        name: Sum(each.total * 0, each.count * 0, each.reduction) if isinstance(each, Sum) else each * 0
+        for name, each in loss.sums.items()
+    }
+    return Loss(loss.total * 0, sums)
+
+
+def num_items_of(inputs: Batch, shifts_labels: bool, device: torch.device) -> Tensor:
+    """() the items of a micro-batch that share the step's mean: its labels, or its rows where it has none.
+
+    Args:
+        shifts_labels: whether the first label of a row is never learned.
+    """
+    named = named_in(inputs)
+    labels = named.get("shift_labels", named.get("labels"))
+    if not isinstance(labels, Tensor):
+        rows = find_batch_size(inputs)
+        return torch.tensor(float(1 if rows is None else rows), device=device)
+    if shifts_labels and "shift_labels" not in inputs:
+        labels = labels[..., 1:]
+    return labels.ne(IGNORE_INDEX).sum().float()
+
+
+def without_gradient(value: Tensor, device: torch.device) -> Tensor:
+    """() the loss that a ``training_step`` gave. ValueError where it lies on another kind of device than the run's."""
+    if value.device.type != device.type:
+        raise ValueError(
+            f"Calculated loss must be on the original device: {device} but device in use is {value.device}"
+        )
+    return value.detach()
+
+
+def loss_of(outputs: Any, inputs: Any) -> Any:
+    """The loss among a model's outputs."""
+    if not isinstance(outputs, dict):
+        return outputs[0]
+    if "loss" not in outputs:
+        raise ValueError(
+            f"The model did not return a loss from the inputs, only the following keys: {','.join(outputs)}. "
+            f"For reference, the inputs it received are {','.join(inputs)}."
+        )
+    return outputs["loss"]
+
+
+def refuse_empty(inputs: Any, columns: Sequence[str] | None) -> None:
+    if isinstance(inputs, Sized) and len(inputs) == 0:
+        raise ValueError(
+            "The batch received was empty, your model won't be able to train on it. Double-check that your "
+            f"training dataset contains keys expected by the model: {','.join(columns or [])}."
+        )
+
+
+@contextmanager
+def explaining_ids(model: nn.Module, inputs: Any) -> Iterator[None]:
+    """Say in the block which ids or labels are beyond the model's, where torch says only that an index is.
+
+    Raises:
+        UserError: where ids or labels are; the error itself, where it is of another kind.
+    """
+    try:
+        yield
+    except IndexError as error:
+        inside: Any = base_model(model)
+        named, config = named_in(inputs), getattr(inside, "config", None)
+        embedding = inside.get_input_embeddings() if hasattr(inside, "get_input_embeddings") else None
+        if (largest := _largest(named.get("input_ids"))) >= (size := getattr(embedding, "num_embeddings", math.inf)):
+            what = f"input_ids must be below {size}, the rows of the model's embedding. Received: {largest}."
+            remedy = "After tokens were added: model.resize_token_embeddings(len(tokenizer))."
+            raise UserError(what, remedy=remedy) from error
+        labels, classes = named.get("labels"), getattr(config, "num_labels", math.inf)
+        if isinstance(labels, Tensor) and not is_causal_lm(model) and (largest := _largest(labels)) >= classes:
+            what = f"labels must be below {classes}, the model's num_labels. Received: {largest}."
+            remedy = f"Load the model with num_labels={largest + 1}, or number the classes from 0."
+            raise UserError(what, remedy=remedy) from error
+        raise
+
+
+def _largest(ids: Any) -> int:
+    return int(ids.max()) if isinstance(ids, Tensor) and ids.numel() and not ids.is_floating_point() else -1
+
+
+def refuse_no_loss(loss: Any) -> None:
+    """Refuse what a ``compute_loss`` or ``compute_loss_func`` returned, where that is no tensor. Raises UserError."""
+    if not isinstance(loss, Tensor):
+        what = f"The loss must be a tensor () with a gradient. Received: {type(loss).__name__}."
+        remedy = "A compute_loss_func gets outputs without a loss of their own: compute it from logits and labels."
+        raise UserError(what, remedy=remedy)
+
+
+def accepting(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``method``, called without the argument ``name`` where it was written before there was one."""
+    function = getattr(method, "__func__", method)
+    return method if _has_parameter(function, name) else functools.partial(_without, method, name)
+
+
+def _without(method: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop(name, None)
+    return method(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=64)
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -1,0 +1,66 @@
+"""The Trainer's log lines before a training or an evaluation, and the count of its rows and tokens."""
+
+from __future__ import annotations
+
+import torch
+from transformers.trainer_pt_utils import find_batch_size
+from transformers.utils import logging
+
+from burnish.data.batches.stream import num_tokens
+from burnish.loop.schedule import StepPlan
+from burnish.loop.types import Batch
+from burnish.trainer.arguments.training import TrainingArguments
+from burnish.trainer.data.in_step import named_in
+
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+
+
+class Count:
+    """Rows and tokens of a batch.
+
+    Args:
+        how: "no", "all" or "non_padding" tokens.
+        main_input: the name of the ids in a batch.
+        padding: the id of padding, where there is one.
+    """
+
+    def __init__(self, how: str, main_input: str, padding: int | None) -> None:
+        self.how, self.main_input, self.padding = how, main_input, padding
+        self._has_warned = False
+
+    def __call__(self, batch: Batch) -> tuple[int, int]:
+        rows, ids = find_batch_size(batch) or 0, named_in(batch).get(self.main_input)
+        if self.how == "no" or not isinstance(ids, torch.Tensor):
+            return rows, 0
+        return rows, self._without_padding(batch, ids) if self.how == "non_padding" else ids.numel()
+
+    def _without_padding(self, batch: Batch, ids: torch.Tensor) -> int:
+        """Tokens by the mask, or by the id of padding; where neither is known all of them, which is said once."""
+        if "attention_mask" in batch:
+            return num_tokens(batch)
+        if self.padding is not None:
+            return int(ids.ne(self.padding).sum())
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Could not determine method to count non-padding tokens, falling back to counting all tokens: the "
+                "batches have no attention_mask, and the processing class no pad_token_id."
+            )
+        return ids.numel()
+
+
+def announce_training(args: TrainingArguments, plan: StepPlan, num_rows: int, per_step: int, trainable: int) -> None:
+    logger.info("***** Running training *****")
+    logger.info(f"  Num examples = {num_rows:,}")
+    logger.info(f"  Num Epochs = {plan.num_train_epochs:,}")
+    logger.info(f"  Instantaneous batch size per device = {args.per_device_train_batch_size:,}")
+    logger.info(f"  Total train batch size (w. parallel, distributed & accumulation) = {per_step:,}")
+    logger.info(f"  Gradient Accumulation steps = {args.gradient_accumulation_steps}")
+    logger.info(f"  Total optimization steps = {plan.max_steps:,}")
+    logger.info(f"  Number of trainable parameters = {trainable:,}")
+
+
+def announce_evaluation(description: str, num_rows: int | str, batch_size: int) -> None:
+    logger.info(f"\n***** Running {description} *****")
+    logger.info(f"  Num examples = {num_rows}")
+    logger.info(f"  Batch size = {batch_size}")

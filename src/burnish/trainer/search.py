@@ -1,0 +1,116 @@
+"""Hyperparameter search: a run per trial, each from a fresh model, judged by its last evaluation. Through Optuna.
+
+In: ``model_init``, a function from a trial to argument values. Out: transformers' ``BestRun``. Refuses the backends
+that burnish does not have, by name.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_utils import BestRun, HPSearchBackend, number_of_arguments
+from transformers.utils import logging
+
+from burnish.config.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from burnish.trainer.arguments.training import TrainingArguments
+
+
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+
+
+@dataclass
+class Search:
+    """A search under way.
+
+    Args:
+        space: trial -> values of arguments.
+        compute_objective: the metrics of an evaluation -> what is made small or large.
+        name_of: trial -> the name of its folder and its run.
+    """
+
+    space: Callable[[Any], dict[str, Any]]
+    compute_objective: Callable[[dict[str, float]], Any]
+    name_of: Callable[[Any], str] | None = None
+    objective: Any = None  # of the trial under way
+
+    def take_values(self, trial: Any, args: TrainingArguments) -> None:
+        """The values of ``trial`` into the arguments, each in the type that it had."""
+        for name, value in self.space(trial).items():
+            if not hasattr(args, name):
+                logger.warning(
+                    f"Trying to set {name} in the hyperparameter search but there is no corresponding field in "
+                    "`TrainingArguments`."
+                )
+                continue
+            old = getattr(args, name)
+            setattr(args, name, value if old is None else type(old)(value))
+        logger.info(f"Trial: {trial.params}")
+
+    def report(self, trial: Any, step: int, metrics: dict[str, float], give_up: Callable[[], None]) -> None:
+        """An evaluation's objective to the trial, which may be given up for it: then ``give_up`` is called first."""
+        self.objective = self.compute_objective(dict(metrics))
+        import optuna
+
+        if hasattr(trial, "study") and not trial.study._is_multi_objective():
+            trial.report(self.objective, step)
+            if trial.should_prune():
+                give_up()
+                raise optuna.TrialPruned()
+
+    def run(
+        self, train: Callable[[Any], Any], evaluate: Callable[[], dict[str, float]], n_trials: int,
+        direction: str | list[str], given: dict[str, Any],
+    ) -> BestRun | list[BestRun]:  # fmt: skip
+        """The best of ``n_trials`` trials, of several objectives all that are not beaten.
+
+        Args:
+            given: of ``optuna.create_study`` and, as timeout, n_jobs and gc_after_trial, of ``optimize``.
+        """
+        import optuna
+
+        def judged(trial: Any) -> Any:
+            self.objective = None
+            train(trial)
+            if self.objective is None:
+                self.objective = self.compute_objective(dict(evaluate()))
+            gc.collect()
+            return self.objective
+
+        limits = {name: given.pop(name) for name in ("timeout", "n_jobs", "gc_after_trial") if name in given}
+        several = isinstance(direction, list)
+        study = optuna.create_study(**({"directions": direction} if several else {"direction": direction}), **given)
+        study.optimize(judged, n_trials=n_trials, **limits)
+        if several:
+            return [BestRun(str(trial.number), trial.values, trial.params) for trial in study.best_trials]
+        best = study.best_trial
+        return BestRun(str(best.number), best.value, best.params)
+
+
+def check_backend(backend: Any, model_init: Any) -> HPSearchBackend:
+    """The backend by that name; Optuna where none is named. Raises where it is another, or is not installed."""
+    backend = HPSearchBackend("optuna" if backend is None else backend)
+    if backend != HPSearchBackend.OPTUNA:
+        raise ValueError(f'backend="{backend.value}" is not part of burnish; a search runs through "optuna".')
+    if model_init is None:
+        raise RuntimeError("To use hyperparameter search, you need to pass your model through a model_init function.")
+    try:
+        import optuna  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("optuna", "hyperparameter_search") from error
+    return backend
+
+
+def fresh_model(model_init: Callable[..., Any], trial: Any) -> Any:
+    """A model from ``model_init``, which may take the trial."""
+    arguments = number_of_arguments(model_init)
+    if arguments > 1:
+        raise RuntimeError("model_init should have 0 or 1 argument.")
+    model = model_init(trial) if arguments == 1 else model_init()
+    if model is None:
+        raise RuntimeError("model_init should not return None.")
+    return model

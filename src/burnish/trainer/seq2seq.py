@@ -1,0 +1,204 @@
+"""``Seq2SeqTrainer`` and ``Seq2SeqTrainingArguments``: evaluation and prediction with generated text.
+
+With ``predict_with_generate`` the predictions of a set are the token ids that the model generates from its inputs,
+instead of logits; ``eval_loss`` is still that of the labels. Everything else is the ``Trainer``'s.
+
+In: the arguments of generation, from the call, else from ``generation_max_length`` and ``generation_num_beams``, else
+from the model's ``generation_config``. Out: ids padded with the tokenizer's padding. Refuses a generation config that
+transformers could not save with the model.
+"""
+
+# B rows of a batch, T tokens
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.trainer_utils import PredictionOutput
+
+from burnish.config.errors import UserError
+from burnish.config.options import option
+from burnish.trainer import notes
+from burnish.trainer.arguments.training import TrainingArguments, for_argument_parser
+from burnish.trainer.data.generation import Writing, writing_of, written
+from burnish.trainer.trainer import Trainer
+
+_AHEAD = 16
+"""Batches that are answered at once."""
+USUAL_MAX_LENGTH = 20
+"""``max_length`` of a generation config that names none (transformers, ``GenerationConfig``)."""
+
+
+@dataclass
+class Seq2SeqTrainingArguments(TrainingArguments):
+    """The arguments of a ``Seq2SeqTrainer``, as in transformers 5."""
+
+    sortish_sampler: bool = option(False, "Without effect, as in transformers; see train_sampling_strategy.")
+    predict_with_generate: bool = option(False, "Evaluate and predict on what the model writes, not on logits.")
+    generation_max_length: int | None = option(None, "Its max_length; that of the model if not given.")
+    generation_num_beams: int | None = option(None, "Its num_beams; that of the model if not given.")
+    generation_config: str | Path | GenerationConfig | None = option(
+        None, "A generation config, a file or folder with one, or the name of a model that has one."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sortish_sampler:
+            notes.warn(
+                '`sortish_sampler` has no effect. To sort rows by length: train_sampling_strategy="group_by_length".',
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+for_argument_parser(Seq2SeqTrainingArguments)
+
+
+class Seq2SeqTrainer(Trainer):
+    """A ``Trainer`` whose ``evaluate`` and ``predict`` can generate, and take arguments of ``model.generate``."""
+
+    args: Seq2SeqTrainingArguments
+    arguments_class = Seq2SeqTrainingArguments
+    _gen_kwargs: dict[str, Any] | None = None  # of the current evaluation
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._written: dict[int, Tensor] = {}  # by the identity of a batch, the answers that were made ahead
+        if self.args.generation_config is not None:
+            self.model.generation_config = self.load_generation_config(self.args.generation_config)
+
+    @staticmethod
+    def load_generation_config(gen_config_arg: str | Path | GenerationConfig) -> GenerationConfig:
+        """A copy of the config, or the config of the file, folder or model of that name.
+
+        Raises:
+            UserError: where its parts contradict each other: saving it with the model would fail after the training.
+        """
+        if isinstance(gen_config_arg, GenerationConfig):
+            config = deepcopy(gen_config_arg)
+        elif Path(gen_config_arg).is_file():
+            config = GenerationConfig.from_pretrained(Path(gen_config_arg).parent, Path(gen_config_arg).name)
+        else:
+            config = GenerationConfig.from_pretrained(gen_config_arg)
+        try:
+            config.validate(strict=True)
+        except ValueError as error:
+            raise UserError(str(error), remedy="Change them in generation_config.") from error
+        return config
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+        **gen_kwargs: Any,
+    ) -> dict[str, float]:  # fmt: skip
+        """Evaluate like the ``Trainer``. ``gen_kwargs``: arguments of ``model.generate``, for every set of a dict."""
+        with self._generating(gen_kwargs):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test",
+        **gen_kwargs: Any,
+    ) -> PredictionOutput:  # fmt: skip
+        """Predict like the ``Trainer``. ``gen_kwargs``: arguments of ``model.generate``."""
+        with self._generating(gen_kwargs):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    @contextmanager
+    def _generating(self, given: dict[str, Any]) -> Iterator[None]:
+        before = self._gen_kwargs
+        if given or before is None:
+            self._gen_kwargs = self._with_usual(given)
+        try:
+            yield
+        finally:
+            self._gen_kwargs = before
+
+    def _with_usual(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the call, and the two that ``args`` may set."""
+        args, kwargs = self.args, {name: value for name, value in given.items() if value is not None}
+        if args.generation_max_length is not None and not {"max_length", "max_new_tokens"} & set(kwargs):
+            kwargs["max_length"] = args.generation_max_length
+        if args.generation_num_beams is not None:
+            kwargs.setdefault("num_beams", args.generation_num_beams)
+        return kwargs
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[Tensor | None, Any, Any]:  # fmt: skip
+        """Compute loss, predictions and labels of a batch, without gradients.
+
+        Returns:
+            () the mean loss or None; (B, T) the ids that were generated, with those of the prompt where the model is
+            a decoder alone; (B, T) the labels or None.
+        """
+        if not self.args.predict_with_generate or prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        ids = self._written.pop(id(inputs), None)
+        inputs = self._prepare_inputs(inputs)
+        if ids is None:
+            ids = self._generate(inputs, self._with_usual(gen_kwargs or self._gen_kwargs or {}))
+        labels = inputs.get("labels")
+        loss = None if labels is None else super().prediction_step(model, inputs, True, ignore_keys)[0]
+        if self.args.prediction_loss_only:
+            return loss, None, None
+        return loss, self._padded(ids), None if labels is None else self._padded(labels)
+
+    def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:
+        """The batches of an evaluation; where seats can, the answers of several are made at once (``written.py``)."""
+        batches, how = iter(dataloader), None if only_loss else self._writing()
+        while how is not None and (some := list(islice(batches, _AHEAD))):
+            ids = written(self.model, [self._prepare_inputs(one) for one in some], how, self.args.eval_batch_size)
+            if ids is None:
+                how = None
+            else:
+                self._written |= {id(one): made for one, made in zip(some, ids, strict=True)}
+            yield from some
+        yield from batches
+
+    def _writing(self) -> Writing | None:
+        """The way of writing over seats in this evaluation; None where ``generate`` writes."""
+        is_ours = type(self).prediction_step is Seq2SeqTrainer.prediction_step
+        is_whole = self._engine.world_size == 1 and not self._engine.is_sharded
+        if not (is_ours and is_whole and self.args.predict_with_generate):
+            return None
+        return writing_of(self.model, self._with_usual(self._gen_kwargs or {}))
+
+    def _generate(self, inputs: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Generate (B, T) ids. The inputs of the decoder are left out where the collator made them from the labels."""
+        given = {name: value for name, value in inputs.items() if name != "labels"}
+        labels, begun = inputs.get("labels"), given.get("decoder_input_ids")
+        if labels is not None and begun is not None and labels.shape == begun.shape:
+            given = {name: value for name, value in given.items() if not name.startswith("decoder_")}
+        model: Any = self.model
+        ids: Tensor = model.generate(**given, **kwargs)
+        return ids
+
+    def _padded(self, ids: Tensor) -> Tensor:
+        """Pad (B, T) to the longest output that the model's config allows, so that all batches have one width."""
+        config: Any = self.model.generation_config
+        longest = [config.max_length or USUAL_MAX_LENGTH, (config.max_new_tokens or 0) + 1]
+        width = next((width for width in longest if width > ids.shape[-1]), ids.shape[-1])
+        missing = width - ids.shape[-1]
+        return torch.nn.functional.pad(ids, (0, missing), value=self._padding_id()) if missing else ids
+
+    def _padding_id(self) -> int:
+        """The tokenizer's padding, else its end, else the model's padding."""
+        tokenizer, config = self.processing_class, getattr(self.model, "config", None)
+        found = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
+        found.append(getattr(config, "pad_token_id", None))
+        for identifier in found:
+            if identifier is not None:
+                return int(identifier)
+        raise UserError(
+            "predictions of several lengths cannot be padded: neither the tokenizer nor the model's config has a "
+            "pad_token_id.",
+            remedy="Give the tokenizer as processing_class, or set model.config.pad_token_id.",
+        )

@@ -1,0 +1,201 @@
+"""Pieces of ``Trainer.train``: the model made ready, the steps, the checkpoint to go on from.
+
+Nothing of what training *is* happens here (``loop/loop.py``), and nothing knows the ``Trainer``: each function is given
+what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
+from transformers.integrations import activate_neftune
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
+
+from burnish.checkpoint import checkpoint
+from burnish.config.errors import UserError
+from burnish.config.options import raise_if
+from burnish.kernels.lora import holds_factors
+from burnish.loop.protocols import Engine
+from burnish.loop.schedule import StepPlan, plan_steps
+from burnish.loop.state import TrainerState
+from burnish.losses.neftune import NOISE
+from burnish.models.patches.fused import patch_forwards
+from burnish.models.patches.liger import apply_liger, liger_problems
+from burnish.run.recovery.interrupt import InterruptCallback
+from burnish.trainer import notes
+from burnish.trainer.accelerator import EngineAccelerator
+from burnish.trainer.arguments.training import TrainingArguments
+from burnish.trainer.callbacks import FaceHandler
+from burnish.trainer.data.stream import num_batches, order_in
+from burnish.trainer.files.transformers_checkpoints import is_foreign
+from burnish.utils.files import only_writer
+from burnish.utils.patching import Reason, record, restore
+
+WATCHED = Reason("module", "debug asks for a look at what it gives")
+logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+
+
+@contextmanager
+def made_ready(
+    model: nn.Module, args: TrainingArguments, accelerator: EngineAccelerator, processing_class: Any,
+    noise: float | None,
+) -> Iterator[None]:  # fmt: skip
+    """Changes that are made to a model for the time of its training.
+
+    Args:
+        noise: the strength of NEFTune; None for none.
+    """
+    device = accelerator.device
+    if args.use_liger_kernel:
+        raise_if(liger_problems(device))
+        for note in apply_liger(model, args.liger_kernel_config):
+            logger.warning(note)
+    if hasattr(model, "config") and hasattr(processing_class, "save_pretrained"):
+        from transformers.trainer_utils import align_special_tokens
+
+        align_special_tokens(model, processing_class)
+    if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+        record(model, lambda: DebugUnderflowOverflow(model), WATCHED)
+    made = [] if noise is None else record(model, lambda: activate_neftune(model, noise, accelerator), NOISE)
+    # A compiler fuses by itself. On a CPU only adapters gain: for rows of 86 tokens no time is spared otherwise.
+    if not args.torch_compile and (device.type != "cpu" or any(map(holds_factors, model.modules()))):
+        made += patch_forwards(model, args)
+    try:
+        yield
+    finally:
+        restore(made)
+
+
+def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int) -> StepPlan:
+    """Steps and epochs, counted in micro-batches of this rank. The last step of an epoch may be incomplete."""
+    batches = num_batches(loader)
+    if not batches and args.max_steps <= 0:
+        raise ValueError(
+            f"args.max_steps must be set to a positive value if dataloader does not have a length, was {args.max_steps}"
+        )
+    counted: Any = SimpleNamespace(
+        per_device_train_batch_size=1, gradient_accumulation_steps=accumulation,
+        num_train_epochs=args.num_train_epochs, max_steps=args.max_steps, dataloader_drop_last=False,
+    )  # fmt: skip
+    return plan_steps(counted, batches or None)
+
+
+def check_spikes(args: TrainingArguments, loader: Any) -> None:
+    """Raise UserError if a run is to go back after spikes, and the rows of a step are not known."""
+    if args.on_spike == "go_back" and order_in(loader) is None:
+        raise UserError(
+            '"on_spike" must be no here: go_back leaves out the rows of a step, and a loader or a stream of a '
+            'script\'s own does not say which they are. Received: "go_back".',
+            remedy="Let the Trainer make the loader of a train_dataset with a length, or set on_non_finite.",
+        )
+
+
+def trainer_fingerprints(args: TrainingArguments, plan: StepPlan, rows_per_step: int) -> dict[str, Any]:
+    """Fingerprints of all that the run depends on, for the sentences at a resume."""
+    return {
+        "learning_rate": args.learning_rate, "max_steps": plan.max_steps, "rows_per_step": rows_per_step,
+        "seed": args.seed, "data_seed": args.data_seed, "steps_per_epoch": plan.steps_per_epoch,
+        "logging_steps": args.logging_steps, "eval_steps": args.eval_steps, "save_steps": args.save_steps,
+    }  # fmt: skip
+
+
+@contextmanager
+def writing_alone(folder: str, args: TrainingArguments) -> Iterator[None]:
+    """No two runs write checkpoints into one folder."""
+    if args.save_strategy == "no" or not args.should_save:
+        yield
+        return
+    with only_writer(Path(folder)):
+        yield
+
+
+@contextmanager
+def answering_signals(trainer: Any, args: TrainingArguments, engine: Engine) -> Iterator[None]:
+    """Answer Ctrl-C and SIGTERM with a checkpoint after the step, and then with KeyboardInterrupt. Signals that a
+    script handles are left to it, and so are all of them where no checkpoints are to be saved."""
+
+    def on_any(asked: bool) -> bool:
+        return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
+
+    if args.save_strategy == "no":
+        yield
+        return
+    with InterruptCallback(on_any, leaves_handlers=True) as interrupt:
+        trainer.add_callback(interrupt)
+        try:
+            yield
+        finally:
+            trainer.remove_callback(interrupt)
+    if interrupt.exit_code is not None:
+        raise KeyboardInterrupt
+
+
+def say_that_it_is_empty(state: TrainerState) -> None:
+    logger.warning(
+        "There seems not to be a single sample in your epoch_iterator, stopping training at step "
+        f"{state.global_step}! This is expected if you're using an IterableDataset and set num_steps "
+        f"({state.max_steps}) higher than the number of available samples."
+    )
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_asked_for(asked: str | bool | None, folder: str, args: TrainingArguments) -> Path | None:
+    """The checkpoint that a script asks for, or the newest whole one in ``folder`` where it asks for any."""
+    goes_on = asked is None and args.resume in ("auto", "must")
+    if asked is True or goes_on:
+        found = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+        if found is not None:
+            return _newest_whole(Path(found), args)
+        if asked is True:
+            raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
+        if args.resume == "must":
+            raise UserError(f'"resume" is must, and there is no checkpoint in {folder}.')
+        return None
+    if not asked:
+        return None
+    if not Path(asked).is_dir():
+        raise ValueError(f"Can't find a valid checkpoint at {asked}")
+    return Path(asked)
+
+
+def _newest_whole(found: Path, args: TrainingArguments) -> Path:
+    """``found``, or where it is damaged the newest checkpoint beside it that is whole, and a word on the others."""
+    if is_foreign(found):
+        return found
+    whole, skipped = checkpoint.Checkpoints(found.parent).newest()
+    for sentence in skipped:
+        logger.warning(sentence)
+    if whole is None:
+        raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
+    return whole
+
+
+def restore_callbacks(handler: FaceHandler, states: dict[str, Any]) -> None:
+    """Callbacks and control go on with their state."""
+    here = {type(callback).__name__ for callback in handler.callbacks} | {"TrainerControl"}
+    lost = [name for name in states if name not in here]
+    if lost:
+        logger.warning(
+            f"Checkpoint included callbacks not included in current configuration. Ignoring. ({', '.join(lost)})"
+        )
+    handler.load_state_dict(states)
+
+
+def take_old_keywords(kwargs: dict[str, Any], resume_from_checkpoint: str | bool | None) -> str | bool | None:
+    """``model_path``, the name that ``resume_from_checkpoint`` had. TypeError for any other keyword."""
+    if "model_path" in kwargs:
+        notes.warn("`model_path` is now `resume_from_checkpoint`.", FutureWarning, stacklevel=3)
+        resume_from_checkpoint = kwargs.pop("model_path")
+    if kwargs:
+        raise TypeError(f"train() got unexpected keyword arguments: {', '.join(kwargs)}.")
+    return resume_from_checkpoint

@@ -1,0 +1,1 @@
+"""TRL's trainers on burnish's ``Trainer``: supervised fine-tuning and preference optimization."""

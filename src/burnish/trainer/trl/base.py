@@ -1,0 +1,54 @@
+"""``TrlTrainer``: what TRL's trainers do beyond transformers': a card after training, tokens in the log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burnish.trainer.trainer import Trainer
+
+
+class TrlTrainer(Trainer):
+    """Base of the trainers that speak TRL.
+
+    Attributes:
+        router_aux_loss_coef: weight of the loss that balances a mixture of experts.
+        aux_loss_enabled: whether the model gives that loss, and it counts.
+    """
+
+    router_aux_loss_coef = 0.0
+    aux_loss_enabled = False
+
+    def _set_router(self, model: Any, asked: float | None) -> None:
+        """Take the loss of a router into account by default, as TRL does, whatever the model's config asks for.
+
+        Args:
+            asked: its weight; None takes the model's own.
+
+        Raises:
+            ValueError: where a weight is given, and the model has no such loss.
+        """
+        config = model.config.get_text_config()
+        self.router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
+        if asked and not hasattr(config, "output_router_logits"):
+            raise ValueError(
+                f"`router_aux_loss_coef` is set to {asked} but {type(model).__name__} is not a Mixture-of-Experts "
+                "model that returns its router logits, so there is no auxiliary loss to weight."
+            )
+        self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0
+
+    def _write_at_the_end(self) -> None:
+        """Write the model's card, where anything is saved."""
+        if self.args.save_strategy != "no":
+            self.create_model_card()
+
+    def create_model_card(  # type: ignore[override]
+        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **more: Any
+    ) -> None:
+        """Write ``README.md`` into ``output_dir``; TRL's arguments, and those of the Trainer's by their names."""
+        given = {"model_name": model_name, "dataset": dataset_name, "tags": tags, **more}
+        super().create_model_card(**{name: value for name, value in given.items() if value is not None})
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        if "loss" in logs or "mean_token_accuracy" in logs:
+            logs["num_tokens"] = float(self.state.num_input_tokens_seen)
+        super().log(logs, start_time)

@@ -1,0 +1,243 @@
+"""``DPOConfig``, ``KTOConfig``, ``RewardConfig``, ``ORPOConfig``, ``CPOConfig``: TRL's fields by name, type and
+default, each a name of one of burnish's options (``losses/preference_options.py``, ``kto.py``, ``reward.py``).
+
+Out: the config, and the options as the objectives read them. Refused, in the names that the script uses: what those
+refuse, and names of earlier versions that mean nothing any more, with what to write instead.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from burnish.config.errors import Problem
+from burnish.config.options import Given, build, option, raise_if, specs
+from burnish.losses.kto import KtoOptions
+from burnish.losses.lm import LmOptions
+from burnish.losses.preference_losses import PAIR_LOSSES
+from burnish.losses.preference_options import (
+    DIVERGENCES,
+    PairOptions,
+    PreferenceOptions,
+    ReferenceOptions,
+    check_pairs,
+    check_reference,
+    pair_notes,
+)
+from burnish.losses.reward import RewardOptions
+from burnish.trainer.arguments.training import for_argument_parser
+from burnish.trainer.arguments.trl import TrlArguments
+from burnish.utils.patching import PatchOptions
+
+
+@dataclass
+class Choices(PairOptions, KtoOptions, RewardOptions, PreferenceOptions, ReferenceOptions, PatchOptions, LmOptions):
+    """The options that objectives and references read, in burnish's words."""
+
+    gradient_checkpointing: bool = False
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+
+
+_NOT_READ = ("label_smoothing_factor", "neftune_noise_alpha")  # a mean over all labels; and the Trainer's own affair
+_TOGETHER = "prompt and answer are cut together, to max_length."
+
+
+@dataclass
+class PreferenceConfig(TrlArguments):
+    """Fields that the configs of this room have in common."""
+
+    without_effect: ClassVar[Mapping[str, str]] = {
+        "max_prompt_length": _TOGETHER,
+        "max_completion_length": _TOGETHER,
+        "label_pad_token_id": "labels are burnish's own.",
+        "use_logits_to_keep": "logits of prompts are never made.",
+        "use_liger_loss": "all logits are never made at once.",
+        "is_encoder_decoder": "models are read as they are.",
+    }
+    refused: ClassVar[Mapping[str, str]] = {
+        "rpo_alpha": 'Write loss_type=["sigmoid", "sft"] and loss_weights=[1.0, alpha].',
+        "reference_free": "CPOTrainer and ORPOTrainer learn without a reference.",
+        "force_use_ref_model": "A ref_model that is given is always used.",
+        "model_adapter_name": "The adapter that trains is the active one of the model.",
+        "ref_adapter_name": "The reference of an adapter is its weights at the start; give another one as ref_model.",
+        "ref_model_init_kwargs": "Load the reference yourself, and give it as ref_model.",
+        "generate_during_eval": "Use Seq2SeqTrainer, or burnish predict.",
+        "padding_value": "Set tokenizer.pad_token.",
+    }  # fmt: skip
+    led: ClassVar[Mapping[str, str]] = {}  # field -> the option of burnish that it is, where that has no such alias
+
+    learning_rate: float = option(1e-6, "The first learning rate.", ge=0, lt=math.inf)
+    disable_dropout: bool = option(True, "No dropout in the model, and none in its adapter.")
+    on_bad_record: str = option(
+        "raise", "A record that breaks its format: stop and name it, or drop and count it.", choices=("raise", "drop")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing_factor:
+            raise ValueError("`label_smoothing_factor` is for tokens; of pairs it is `label_smoothing`.")
+        self.choices()
+
+    def choices(self) -> Choices:
+        """The options that objectives and references read.
+
+        Raises:
+            UserError: with all that is wrong with them.
+        """
+        known = {word for spec in specs(Choices).values() for word in (spec.name, *spec.aliases)} - {*_NOT_READ}
+        today = {name: self.led.get(name, name) for name in self.__dataclass_fields__}
+        given = {name: self._given(word) for word, name in today.items() if name in known}
+        made, problems = build(Choices, {name: Given(value) for name, value in given.items()})
+        raise_if(self.in_own_words([*problems, *self._contradictions(made)]))
+        return made
+
+    def notes(self) -> list[str]:
+        """Sentences on what has no effect, or is hardly meant."""
+        return []
+
+    def _given(self, name: str) -> Any:
+        """The value of a field, as burnish's option has it."""
+        value = getattr(self, name)
+        return getattr(value, "value", value)
+
+    def _contradictions(self, choices: Choices) -> list[Problem]:
+        return []
+
+    def in_own_words(self, problems: Iterable[Problem]) -> list[Problem]:
+        return [replace(one, what=self._words(one.what), remedy=self._words(one.remedy)) for one in problems]
+
+    def _words(self, sentence: str) -> str:
+        """``sentence`` with the names of fields in place of burnish's."""
+        names = {spec.name: word for spec in specs(Choices).values() for word in spec.aliases
+                 if word in self.__dataclass_fields__} | {name: word for word, name in self.led.items()}  # fmt: skip
+        names |= {"stage: kto": "a KTOTrainer", "stage: sft": "an SFTTrainer"}
+        return re.sub(r"stage: \w+|\w+", lambda found: names.get(found[0], found[0]), sentence)
+
+
+@dataclass
+class WithReference(PreferenceConfig):
+    precompute_ref_log_probs: bool = option(False, "Compute the reference's numbers once, before training.")
+    precompute_ref_batch_size: int | None = option(None, "Rows at a time for that; as in evaluation by default.", ge=1)
+    sync_ref_model: bool = option(False, "Move the reference towards the policy every ref_model_sync_steps (TR-DPO).")
+    ref_model_mixup_alpha: float = option(0.6, "The policy's share when it moves.", gt=0, le=1)
+    ref_model_sync_steps: int = option(512, "Steps between two moves.", ge=1, unit="steps")
+    beta: float = option(0.1, "How far the policy may go from the reference.", gt=0)
+
+    def _contradictions(self, choices: Choices) -> list[Problem]:
+        return check_reference(choices, streams=False)
+
+
+@dataclass
+class DPOConfig(WithReference):
+    """The arguments of a ``DPOTrainer``, as in TRL 1."""
+
+    loss_type: list[str] = option(["sigmoid"], "The loss of a pair; several are added.", choices=tuple(PAIR_LOSSES))
+    loss_weights: list[float] | None = option(None, "What each of several losses counts; 1 each by default.")
+    label_smoothing: float = option(0.0, "The share of pairs whose answers are taken to be swapped.", ge=0, lt=0.5)
+    f_divergence_type: str = option("reverse_kl", "What the distance is measured by.", choices=DIVERGENCES)
+    f_alpha_divergence_coef: float = option(0.5, "The coefficient of alpha_divergence.")
+    use_weighting: bool = option(False, "Weigh each pair by how likely the policy is to write it (WPO).")
+    ld_alpha: float | None = option(None, "What tokens beyond the shorter answer's length count.", ge=0, le=1)
+    discopop_tau: float = option(0.05, "The temperature of discopop.", gt=0)
+
+    def __post_init__(self) -> None:
+        given: Any = self.loss_type
+        self.loss_type = [given] if isinstance(given, str) else given
+        super().__post_init__()
+
+    def _contradictions(self, choices: Choices) -> list[Problem]:
+        return [*super()._contradictions(choices), *check_pairs(choices)]
+
+    def notes(self) -> list[str]:
+        choices = self.choices()
+        return [self._words(note) for note in pair_notes(choices, choices.pref_loss)]
+
+
+@dataclass
+class KTOConfig(WithReference):
+    """The arguments of a ``KTOTrainer``, as in TRL 1."""
+
+    led: ClassVar[Mapping[str, str]] = {"loss_type": "kto_loss"}
+
+    train_sampling_strategy: str = option(
+        "sequential", "The order of rows; any will do, the other answers were chosen before.",
+        choices=("random", "sequential", "group_by_length"),
+    )  # fmt: skip
+    loss_type: str = option("kto", "KTO, or the same without a baseline.", choices=("kto", "apo_zero_unpaired"))
+    desirable_weight: float = option(1.0, "What a desirable answer counts.", ge=0)
+    undesirable_weight: float = option(1.0, "What another answer counts.", ge=0)
+    kl_pairing: str = option(
+        "neighbour", "Where other answers come from: the record before in the set, or (group) the row before in the "
+        "same step, anew in each epoch.",
+        choices=("neighbour", "group"),
+    )  # fmt: skip
+
+    def _contradictions(self, choices: Choices) -> list[Problem]:
+        found = super()._contradictions(choices)
+        if self.kl_pairing == "group" and self.precompute_ref_log_probs:
+            what = '"precompute_ref_log_probs" asks before the first step, and "kl_pairing" group makes rows in it.'
+            found.append(Problem(what, remedy="Leave one of them out."))
+        return found
+
+
+@dataclass
+class RewardConfig(PreferenceConfig):
+    """The arguments of a ``RewardTrainer``, as in TRL 1."""
+
+    learning_rate: float = option(1e-4, "The first learning rate.", ge=0, lt=math.inf)
+    center_rewards_coefficient: float | None = option(
+        None, "Weight of the square of a pair's summed scores, which keeps their mean near 0.", ge=0
+    )
+
+
+@dataclass
+class ORPOConfig(PreferenceConfig):
+    """The arguments of an ``ORPOTrainer``. What is learned of a chosen answer is the answer, not its prompt."""
+
+    beta: float = option(0.1, "The weight of the odds ratio: the paper's λ.", gt=0)
+
+    def choices(self) -> Any:
+        made = super().choices()
+        made.pref_loss = ["orpo"]
+        return made
+
+
+_CPO = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}
+"""TRL's name of a loss without a reference -> burnish's."""
+
+
+@dataclass
+class CPOConfig(PreferenceConfig):
+    """The arguments of a ``CPOTrainer``: CPO, SimPO, AlphaPO."""
+
+    led: ClassVar[Mapping[str, str]] = {"alpha": "alphapo_alpha"}
+
+    beta: float = option(0.1, "How steep the loss of a pair is.", gt=0)
+    loss_type: str = option("sigmoid", "The loss of a pair.", choices=(*_CPO, "alphapo"))
+    label_smoothing: float = option(0.0, "The share of pairs whose answers are taken to be swapped.", ge=0, lt=0.5)
+    cpo_alpha: float = option(1.0, "Weight of the chosen answers' loss, a mean over the tokens of the step.", ge=0)
+    simpo_gamma: float = option(0.5, "The margin between two answers that simpo asks for.", ge=0)
+    alpha: float = option(0.0, "The exponent of AlphaPO; 0 is none.")
+
+    def __post_init__(self) -> None:
+        if self.loss_type == "alphapo":  # as TRL writes it
+            self.loss_type, self.cpo_alpha = "simpo", 0.0
+        super().__post_init__()
+
+    def _given(self, name: str) -> Any:
+        value = super()._given(name)
+        return _CPO.get(value, value) if name == "loss_type" else value
+
+    def _contradictions(self, choices: Choices) -> list[Problem]:
+        return check_pairs(choices)
+
+    def notes(self) -> list[str]:
+        choices = self.choices()
+        return [self._words(note) for note in pair_notes(choices, choices.pref_loss)]
+
+
+for _kind in (DPOConfig, KTOConfig, RewardConfig, ORPOConfig, CPOConfig):
+    for_argument_parser(_kind)

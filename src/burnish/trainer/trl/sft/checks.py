@@ -1,0 +1,120 @@
+"""Checks of ``SFTTrainer``, in TRL's words where scripts look for them, and the older names that it accepts."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+from transformers.processing_utils import ProcessorMixin
+from transformers.utils import logging
+
+from burnish.trainer import notes
+from burnish.trainer.arguments.checks import check_numbers
+from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.trl.sft.config import SFTConfig
+from burnish.trainer.trl.sft.rows import is_conversational, is_from_value
+
+logger = logging.get_logger("transformers.trainer")
+
+_OLD_ARGUMENTS = {
+    "max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing",
+    "eval_packing": "eval_packing", "dataset_num_proc": "dataset_num_proc", "dataset_kwargs": "dataset_kwargs",
+    "model_init_kwargs": "model_init_kwargs", "neftune_noise_alpha": "neftune_noise_alpha",
+}  # fmt: skip
+"""Earlier argument of the constructor -> today's field of ``SFTConfig``."""
+
+_OLD_WITHOUT_EFFECT = ("dataset_batch_size", "num_of_sequences", "chars_per_token")
+
+
+def with_old_arguments(args: SFTConfig, processing_class: Any, old: dict[str, Any]) -> tuple[SFTConfig, Any]:
+    """Put old arguments of the constructor into the fields that replaced them; one warning names them all."""
+    unknown = [name for name in old if name not in (*_OLD_ARGUMENTS, *_OLD_WITHOUT_EFFECT, "tokenizer")]
+    if unknown:
+        raise TypeError(f"SFTTrainer.__init__() got an unexpected keyword argument {unknown[0]!r}")
+    if not old:
+        return args, processing_class
+    today = {name: f"SFTConfig({_OLD_ARGUMENTS[name]}=...)" for name in old if name in _OLD_ARGUMENTS}
+    today |= {"tokenizer": "processing_class="} if "tokenizer" in old else {}
+    today |= {name: "nothing; it has no effect" for name in old if name in _OLD_WITHOUT_EFFECT}
+    notes.warn(
+        "SFTTrainer takes these under other names today: " + ", ".join(f"`{a}` is {b}" for a, b in today.items()) + ".",
+        FutureWarning,
+        stacklevel=4,
+    )
+    args = copy.copy(args)
+    for name, field in _OLD_ARGUMENTS.items():
+        if old.get(name) is not None:
+            setattr(args, field, old[name])
+    check_numbers(args)
+    return args, old.get("tokenizer") if processing_class is None else processing_class
+
+
+def check_sft_sets(train_dataset: Any) -> None:
+    if train_dataset is None:
+        raise ValueError("`train_dataset` is required")
+    datasets = sys.modules.get("datasets")
+    if not is_datasets_set(train_dataset) and (
+        datasets is None or not isinstance(train_dataset, datasets.IterableDataset)
+    ):
+        raise TypeError(
+            f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(train_dataset).__name__}`."
+        )
+
+
+def refuse_images(sample: dict[str, Any], processing_class: Any) -> None:
+    if not ("image" in sample or "images" in sample):
+        return
+    if not isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
+            "not seem to be a vision-language model. Please check your model and dataset."
+        )
+    raise ValueError("Data sets with images are not part of burnish's SFTTrainer.")
+
+
+def check_objective(
+    args: SFTConfig, sample: dict[str, Any], data_collator: Any, compute_loss_func: Any, formatting_func: Any
+) -> None:
+    """Refuse arguments that contradict each other or the data."""
+    is_flat = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
+    if is_flat and data_collator is not None:
+        raise ValueError("Passing a custom data collator is not supported when using padding-free.")
+    if args.padding_free and args.per_device_train_batch_size == 1 and not args.packing:
+        logger.warning(
+            "`padding_free` saves nothing with a per_device_train_batch_size of 1: a row alone is not padded."
+        )
+    if args.assistant_only_loss and not (is_conversational(sample) or is_from_value(sample)):
+        raise ValueError(
+            "You set `assistant_only_loss=True`, but the dataset is not conversational. This option is only supported "
+            "for conversational datasets."
+        )
+    if is_flat and not args.packing and args.max_length is not None:
+        raise ValueError(
+            "When `padding_free=True` without packing, `max_length` is not enforced. Either enable packing (e.g., "
+            "`packing=True, packing_strategy='bfd'`), provide already truncated inputs, or set `max_length=None`."
+        )
+    if args.loss_type not in ("nll", "dft"):
+        raise ValueError(f"Invalid `loss_type` {args.loss_type} passed. Supported values are 'nll' and 'dft'.")
+    if args.loss_type == "dft" and compute_loss_func is not None:
+        raise ValueError(
+            "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`, and both say what "
+            "the loss is. Leave one of them out."
+        )
+    if formatting_func is not None and learns_completions(args, sample) and not skips_preparation(args):
+        raise ValueError(
+            "A formatting function was provided while `completion_only_loss=True`, which is incompatible: it makes one "
+            "text of a row, in which there is no completion. Apply the function before, or set "
+            "`completion_only_loss=False`."
+        )
+
+
+def learns_completions(args: SFTConfig, sample: dict[str, Any]) -> bool:
+    """Return whether only completions are learned: as asked, by default where rows have a prompt and a completion."""
+    if args.completion_only_loss is None:
+        return "prompt" in sample and "completion" in sample
+    return args.completion_only_loss
+
+
+def skips_preparation(args: SFTConfig) -> bool:
+    return bool(isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset"))

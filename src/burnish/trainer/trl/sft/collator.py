@@ -1,0 +1,92 @@
+"""Rows -> micro-batch, like TRL's ``DataCollatorForLanguageModeling``: padded or padding-free.
+
+In: rows with ``input_ids``, ``labels`` where some tokens are not learned, and ``seq_lengths`` where a row is a pack.
+Out: a batch on the CPU. ``data/batches/batching.py`` does the work; here are the names and the extras of the original.
+"""
+
+# T tokens, S sequences in a padding-free row
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from burnish.data.batches.batching import collate_padded, collate_padding_free, lengths_of
+from burnish.loop.types import IGNORE_INDEX, Batch, Row
+
+
+@dataclass
+class DataCollatorForLanguageModeling:
+    """Rows of token ids -> tensors.
+
+    Args:
+        pad_token_id: the token for padding.
+        padding_free: concatenate all sequences to one row; positions restart with each.
+        return_position_ids: return ``position_ids`` with padded rows too.
+        pad_to_multiple_of: the width is rounded up to a multiple of it.
+        return_tensors: "pt", the only one there is.
+        takes_packs_apart: pad each sequence of a pack by itself, for a model that cannot keep sequences apart.
+    """
+
+    pad_token_id: int
+    padding_free: bool = False
+    return_position_ids: bool = False
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+    takes_packs_apart: bool = False
+
+    def __call__(self, examples: Sequence[Any]) -> Batch:
+        rows = [_row(example) for example in examples]
+        if self.padding_free:
+            return self._flat(rows)
+        if not self.takes_packs_apart:
+            lengths = [lengths_of(row) for row in rows]
+            rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows]
+        batch = collate_padded(rows, self.pad_token_id, self.pad_to_multiple_of)
+        if self.return_position_ids:
+            width = batch["input_ids"].shape[1]
+            places = self.get_position_ids_from_packed_seq_lengths(lengths)
+            batch["position_ids"] = torch.stack([F.pad(row, (0, width - len(row))) for row in places])
+        return batch
+
+    torch_call = __call__
+
+    @staticmethod
+    def get_position_ids_from_packed_seq_lengths(batch_seq_lengths: list[list[int]]) -> list[Tensor]:
+        """(T,) for each pack, from 0 in each of its sequences."""
+        return [torch.cat([torch.arange(length) for length in lengths]) for lengths in batch_seq_lengths]
+
+    def _flat(self, rows: list[Row]) -> Batch:
+        """Make one row (1, T), with ``seq_idx`` (1, T) int32, the number of each token's sequence.
+
+        Padding to a multiple, at the end, is a sequence of its own for each token, which attends to nothing else.
+        """
+        batch = collate_padding_free(rows)
+        padding = -batch["input_ids"].shape[1] % (self.pad_to_multiple_of or 1)
+        if padding:
+            for name, filler in (("input_ids", self.pad_token_id), ("labels", IGNORE_INDEX), ("position_ids", 0)):
+                batch[name] = F.pad(batch[name], (0, padding), value=filler)
+            begins: Tensor = batch["cu_seq_lens_q"]
+            more = begins[-1] + torch.arange(1, padding + 1, dtype=torch.int32)
+            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.cat([begins, more])
+        lengths = batch["cu_seq_lens_q"].diff()
+        numbers = torch.arange(len(lengths), dtype=torch.int32)
+        return {**batch, "seq_idx": torch.repeat_interleave(numbers, lengths).unsqueeze(0)}
+
+
+def _row(example: Any) -> Row:
+    """Convert to plain lists; without labels everything is learned."""
+    ids = _plain(example["input_ids"])
+    row: Row = {"input_ids": ids, "labels": _plain(example["labels"]) if "labels" in example else list(ids)}
+    if example.get("seq_lengths") is not None:
+        row["seq_lengths"] = _plain(example["seq_lengths"])
+    return row
+
+
+def _plain(values: Any) -> list[int]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)

@@ -1,0 +1,62 @@
+"""The sums of ``objectives.targets`` from a model that is called as it is, wrapped or adapted: the hidden states are
+taken on their way to its head, which is handed no positions, so that no logits are made.
+"""
+
+# B rows, T tokens in a row, N learned positions, H hidden size, V vocabulary
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from burnish.kernels.cross_entropy import TokenLoss, TokenSums
+from burnish.kernels.probe import Head
+from burnish.loop.types import IGNORE_INDEX, Batch
+from burnish.losses.targets import Targets, sums_of_hidden
+from burnish.utils.patching import Reason, hooked
+
+_CAUGHT = Reason("head", "the loss is made of its hidden states, without logits")
+
+
+def sums_without_logits(
+    model: nn.Module, inputs: Batch, targets: Targets, width: int, head: Head, rules: TokenLoss
+) -> tuple[TokenSums, Any]:
+    """The sums, and the model's output, whose logits are empty.
+
+    The hidden states are caught by a hook of the head rather than by a call of the backbone: the wrapper of an engine
+    has to see the forward pass, and a learned prompt is put in by the peft model around it.
+
+    Args:
+        width: of the labels, which belong to the last so many positions: a learned prompt may stand before them.
+    """
+    caught: list[Tensor] = []  # (B, T, H) what the model hands to its head
+
+    def catch(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        caught.append(given[0])
+        return (given[0][:, :0], *given[1:])
+
+    with hooked(head.linear, "forward_pre", catch, _CAUGHT):
+        outputs = model(**inputs)
+    hidden = caught[0][:, -width:].flatten(0, 1)[targets.positions]
+    return sums_of_hidden(hidden, head, targets, rules), outputs
+
+
+def flat_inputs(batch: Batch) -> tuple[Batch, Targets, int]:
+    """Inputs, targets and width, as ``sums_without_logits`` takes them, of a flat batch (``data.batches.batching``)."""
+    inputs = {name: value for name, value in batch.items() if name not in {"labels", "target_positions", "num_tokens"}}
+    targets = Targets.of(batch["labels"], batch["target_positions"])
+    return {**inputs, "use_cache": False}, targets, batch["labels"].shape[1]
+
+
+def sum_of_padding_free(model: nn.Module, batch: Batch, head: Head) -> Tensor:
+    """() the sum of the plain loss of a flat batch over its learned tokens."""
+    sums, _ = sums_without_logits(model, *flat_inputs(batch), head, TokenLoss(softcap=head.softcap))
+    return sums.total
+
+
+def mean_of_padding_free(model: nn.Module, batch: Batch, head: Head, num_items: Any = None) -> Tensor:
+    """() the plain mean loss of a flat batch over ``num_items`` (), its learned tokens where that is None."""
+    items = batch["labels"][:, 1:].ne(IGNORE_INDEX).sum() if num_items is None else num_items
+    mean: Tensor = sum_of_padding_free(model, batch, head) / items
+    return mean

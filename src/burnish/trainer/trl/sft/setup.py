@@ -1,0 +1,258 @@
+"""Preparation of what a trainer of TRL is handed: arguments, model, tokenizer, adapter.
+
+In: what the constructor was given. Out: its config, a model, a tokenizer that agrees with it on eos and pad, and the
+adapter around the model. Refused, in TRL's words: what does not fit together.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    AutoTokenizer,
+)
+from transformers.processing_utils import ProcessorMixin
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from burnish.adapters.peft import PeftAdapter, PeftOptions
+from burnish.models.source import refuse_no_place
+from burnish.trainer.arguments.trl import TrlArguments
+from burnish.trainer.inspection import is_peft_model
+from burnish.utils.json_files import read_object
+
+logger = logging.get_logger("transformers.trainer")
+
+
+Config = TypeVar("Config", bound=TrlArguments)
+
+
+def own_config(kind: type[Config], args: Any, model: Any) -> Config:
+    """burnish's config of this kind: as given, or from other arguments by their names."""
+    if isinstance(args, kind):
+        return args
+    if args is None:
+        name = model if isinstance(model, str) else model_id(model)
+        return kind(output_dir=f"{name.split('/')[-1]}-{kind.__name__.removesuffix('Config')}")
+    known = kind.__dataclass_fields__
+    return kind(**{name: value for name, value in vars(args).items() if name in known and known[name].init})
+
+
+def model_id(model: Any) -> str:
+    return str(getattr(model.config, "_name_or_path", None) or type(model).__name__)
+
+
+def ready_model(
+    model: Any, args: TrlArguments, processing_class: Any, quantization_config: Any, scores: bool = False
+) -> tuple[Any, Any, list[int]]:
+    """The model and what encodes for it, loaded where they are not there yet, with eos and chat template as asked.
+
+    Args:
+        scores: whether a sequence classifier with one label is wanted, rather than a language model.
+    Returns:
+        model, tokenizer or processor, and the ids of tokens that came with a chat template.
+    """
+    if isinstance(model, str):
+        model = load_named_model(model, args, quantization_config, scores)
+    else:
+        given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
+        for name in [name for name, value in given.items() if value is not None]:
+            logger.warning(f"`{name}` is ignored: the model is made already.")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"Expected a model that goes on with a text (a causal language model). Received: {type(model).__name__}, "
+            "an encoder with a decoder. burnish.Seq2SeqTrainer trains those."
+        )
+    if processing_class is None:
+        processing_class = load_processing_class(model, args)
+    inner_tokenizer(processing_class)  # refuses what is none
+    if args.eos_token is not None:
+        set_eos(model, processing_class, args.eos_token)
+    path = args.chat_template_path
+    return model, processing_class, take_chat_template(model, processing_class, path) if path is not None else []
+
+
+def load_named_model(name: str, args: TrlArguments, quantization_config: Any, scores: bool = False) -> Any:
+    """The model of that name or folder, in the class that its config names, in float32 unless told otherwise."""
+    given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
+    if quantization_config is not None:
+        if "quantization_config" in given:
+            raise ValueError(
+                "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`. Please set "
+                "it in only one place, preferably as a trainer argument."
+            )
+        given["quantization_config"] = quantization_config
+    refuse_no_place(name, "model")
+    adapter = Path(name) / "adapter_config.json"
+    if adapter.is_file() and not any(Path(name).glob("model*.safetensors*")):
+        base = read_object(adapter).get("base_model_name_or_path")
+        raise ValueError(
+            f"`{name}` is an adapter, not a model. Give the model that it was trained on ({base}), and the adapter "
+            "with peft's `PeftModel.from_pretrained(model, folder, is_trainable=True)`, or to `resume_from_checkpoint`."
+        )
+    given.setdefault("trust_remote_code", args.trust_remote_code)
+    given["dtype"] = _dtype(given.pop("torch_dtype", None) if "dtype" not in given else given["dtype"])
+    if scores:
+        return AutoModelForSequenceClassification.from_pretrained(name, **{"num_labels": 1, **given})
+    where = {key: given[key] for key in ("revision", "trust_remote_code", "subfolder", "token") if key in given}
+    config = AutoConfig.from_pretrained(name, **where)
+    architecture = (config.architectures or [""])[0]
+    made_by: Any = getattr(transformers, architecture, AutoModelForCausalLM)
+    return made_by.from_pretrained(name, **given)
+
+
+def _dtype(asked: Any) -> Any:
+    if asked is None:
+        return torch.float32
+    if isinstance(asked, torch.dtype) or asked == "auto":
+        return asked
+    if asked in ("bfloat16", "float16", "float32"):
+        return getattr(torch, asked)
+    raise ValueError(
+        "Invalid `dtype` passed to the config. Expected either 'auto' or a string representing a valid `torch.dtype` "
+        f"(e.g., 'float32'), but got {asked}."
+    )
+
+
+def load_processing_class(model: Any, args: TrlArguments) -> Any:
+    """The tokenizer or processor that lies with the model."""
+    given = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    return AutoProcessor.from_pretrained(
+        model_id(model), revision=given.get("revision"), trust_remote_code=args.trust_remote_code
+    )
+
+
+def inner_tokenizer(processing_class: Any) -> Any:
+    """The tokenizer itself, or the one inside a processor."""
+    if isinstance(processing_class, ProcessorMixin):
+        return processing_class.tokenizer
+    if isinstance(processing_class, PreTrainedTokenizerBase):
+        return processing_class
+    raise TypeError("The `processing_class` must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`")
+
+
+def set_eos(model: Any, processing_class: Any, eos_token: str) -> None:
+    """Make ``eos_token`` the one that ends a text, for the tokenizer, the model and its generations."""
+    tokenizer = inner_tokenizer(processing_class)
+    _check_in_vocabulary("eos_token", eos_token, processing_class, tokenizer, "an EOS token")
+    tokenizer.eos_token = eos_token
+    eos = tokenizer.eos_token_id
+    model.config.get_text_config().eos_token_id = eos
+    stops = model.generation_config.eos_token_id
+    stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    if eos not in stops:
+        model.generation_config.eos_token_id = [eos, *stops]
+
+
+def set_pad(model: Any, processing_class: Any, pad_token: str | None) -> int:
+    """Agree on the token that fills up rows: the one asked for, the tokenizer's own, or eos. Labels are masked by
+    position, so a text that ends in eos still learns it."""
+    tokenizer = inner_tokenizer(processing_class)
+    pad_token = pad_token or tokenizer.pad_token or tokenizer.eos_token
+    _check_in_vocabulary("pad_token", pad_token, processing_class, tokenizer, "a padding token")
+    tokenizer.pad_token = pad_token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return int(tokenizer.pad_token_id)
+
+
+def _check_in_vocabulary(option: str, token: str | None, processing_class: Any, tokenizer: Any, what: str) -> None:
+    if token not in tokenizer.get_vocab():
+        raise ValueError(
+            f"The specified `{option}` ('{token}') is not found in the vocabulary of the given `processing_class` "
+            f"({type(processing_class).__name__}). Ensure that the `{option}` exists in the vocabulary before using it "
+            f"as {what}."
+        )
+
+
+def take_chat_template(model: Any, processing_class: Any, path: str) -> list[int]:
+    """The chat template of a Jinja file, or of another tokenizer with its tokens.
+
+    Returns:
+        the ids of tokens that were added to the vocabulary; the embeddings have grown with them.
+    """
+    if path.endswith((".jinja", ".j2")):
+        if not Path(path).is_file():
+            raise ValueError(f"`chat_template_path` names a file that does not exist: {Path(path).absolute()}")
+        processing_class.chat_template = Path(path).read_text(encoding="utf-8")
+        return []
+    tokenizer, source = inner_tokenizer(processing_class), AutoTokenizer.from_pretrained(path)
+    before = len(tokenizer)
+    processing_class.chat_template = source.get_chat_template()
+    vocabulary = tokenizer.get_vocab()
+    tokenizer.add_tokens([token for token in source.added_tokens_decoder.values() if token.content not in vocabulary])
+    tokenizer.eos_token = source.eos_token
+    model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
+    if model.can_generate():
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
+    # Each row of the embedding gets a token, as in TRL, so that tokenizer and model agree on the size.
+    free = iter(range(sys.maxsize))
+    while len(tokenizer) < model.get_input_embeddings().weight.shape[0]:
+        tokenizer.add_tokens(f"<extra_id_{next(free)}>")
+    return list(range(before, len(tokenizer)))
+
+
+def attach_peft(model: Any, peft_config: Any, added_tokens: list[int]) -> Any:
+    """The model with the adapter that ``peft_config`` describes."""
+    peft = sys.modules.get("peft")  # whoever made a config of peft's has loaded it
+    if peft is None or not isinstance(peft_config, peft.PeftConfig):
+        raise TypeError(
+            "`peft_config` must be a `peft.PeftConfig` instance (e.g. `peft.LoraConfig`), got "
+            f"{type(peft_config).__name__}."
+        )
+    if is_peft_model(model):
+        raise ValueError(
+            "You passed a `PeftModel` instance together with a `peft_config` to the trainer. Please first merge and "
+            "unload the existing adapter, save the resulting base model, and then pass that base model along with the "
+            "new `peft_config` to the trainer."
+        )
+    if (alpha := getattr(peft_config, "lora_alpha", 1)) <= 0:
+        effect = "the adapter has no effect" if alpha == 0 else "the adapter is subtracted"
+        logger.warning(f"`lora_alpha` is {alpha}: {effect}.")
+    if added_tokens:
+        _train_added_tokens(peft_config, added_tokens)
+    return PeftAdapter(PeftOptions(peft_config)).attach(model)
+
+
+def _train_added_tokens(peft_config: Any, added_tokens: list[int]) -> None:
+    """Train the rows that were added to the vocabulary: as they are read, and as they are written."""
+    by_layer = dict(peft_config.trainable_token_indices or {})
+    peft_config.trainable_token_indices = {
+        **by_layer, "embed_tokens": [*by_layer.get("embed_tokens", []), *added_tokens]
+    }  # fmt: skip
+    saved = list(peft_config.modules_to_save or [])
+    if "lm_head" not in saved:
+        logger.warning(
+            "The chat template brought new tokens, and 'lm_head' is not in PEFT's `modules_to_save`: it was put there, "
+            "so that the model learns to write them."
+        )
+        peft_config.modules_to_save = [*saved, "lm_head"]
+
+
+def finish_peft(model: Any, args: TrlArguments) -> None:
+    """Prepare an adapted model: gradients through checkpointed layers, and the dtype of its adapter."""
+    head: Any = model.get_output_embeddings()
+    if hasattr(head, "base_layer"):
+        raise ValueError(
+            "Applying a PEFT adapter to `lm_head` is not supported: the log-probabilities are computed from "
+            "`lm_head.weight` directly, so the adapter would never be trained. Remove `'lm_head'` from your "
+            "`target_modules`."
+        )
+    if args.gradient_checkpointing:
+        model.enable_input_require_grads()
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        # As in QLoRA's paper (section 3, https://arxiv.org/abs/2305.14314). A magnitude of DoRA moves by less than
+        # bfloat16 can show, and stays.
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)

@@ -1,0 +1,342 @@
+"""``SFTTrainer``, with the constructor and behaviour of TRL's class, on burnish's ``Trainer``.
+
+In: a model or its name, arguments, data sets of texts, prompts with completions, conversations or token ids. Out: the
+trained model. What is done to the data is in ``rows.py``, the loss in ``loss.py``, what the constructor is handed in
+``setup.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from burnish.kernels.cross_entropy import TokenLoss, TokenSums
+from burnish.kernels.probe import Fitted, Head
+from burnish.loop.types import IGNORE_INDEX, Batch, Loss
+from burnish.losses.logits import target_positions
+from burnish.losses.targets import Targets, sums_of_logits
+from burnish.models.patches.attention import make_padding_free
+from burnish.parallel.single import set_seed
+from burnish.trainer.data.prefix_sharing import fit_prefix_sharing
+from burnish.trainer.inspection import has_virtual_tokens, is_peft_model
+from burnish.trainer.reporting import Count
+from burnish.trainer.trl.base import TrlTrainer
+from burnish.trainer.trl.sft.checks import (
+    check_objective,
+    check_sft_sets,
+    learns_completions,
+    refuse_images,
+    skips_preparation,
+    with_old_arguments,
+)
+from burnish.trainer.trl.sft.collator import DataCollatorForLanguageModeling
+from burnish.trainer.trl.sft.config import SFTConfig
+from burnish.trainer.trl.sft.loss import flat_inputs, sums_without_logits
+from burnish.trainer.trl.sft.masks import AssistantMasks
+from burnish.trainer.trl.sft.rows import Preparation, column_names, first_row
+from burnish.trainer.trl.sft.setup import attach_peft, finish_peft, inner_tokenizer, own_config, ready_model, set_pad
+
+logger = logging.get_logger("transformers.trainer")
+
+
+class CountAlways(Count):
+    """Rows and tokens; tokens are counted always, without padding unless all were asked for."""
+
+    def __call__(self, batch: Batch) -> tuple[int, int]:
+        rows, tokens = super().__call__(batch)
+        if self.how != "all":
+            mask = batch.get("attention_mask")
+            tokens = int(batch["input_ids"].numel() if mask is None else mask.sum())
+        return rows, tokens
+
+
+class SFTTrainer(TrlTrainer):
+    """Fine-tune a causal language model on examples of what it should write.
+
+    Args:
+        model: the model, a peft model, or the name or folder of one.
+        args: ``SFTConfig``, or ``TrainingArguments`` with the rest at its defaults.
+        data_collator: rows -> batch; ``DataCollatorForLanguageModeling`` if not given.
+        train_dataset, eval_dataset: ``datasets.Dataset`` or ``IterableDataset`` with ``text``, ``messages``,
+            ``conversations``, ``prompt`` and ``completion``, or ``input_ids``; ``eval_dataset`` may be a dict of them.
+        processing_class: the tokenizer, or a processor that has one; by default what lies with the model.
+        quantization_config: for a model that is given by name.
+        peft_config: a config of the peft library; the adapter is trained and the model frozen.
+        formatting_func: row -> text.
+        old: names of earlier versions, each accepted with a warning: ``tokenizer``, ``max_seq_length``,
+            ``dataset_text_field``, ``packing``, ...
+
+    Logged beside the loss: ``num_tokens`` (attended tokens so far, kept in checkpoints), ``mean_token_accuracy`` and
+    ``entropy`` (means over learned tokens), ``aux_loss`` of a mixture of experts.
+    """
+
+    args: SFTConfig
+    _counter = CountAlways
+    card_stage = "sft"
+
+    def __init__(
+        self, model: Any, args: object = None, data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
+        compute_loss_func: Callable[..., Any] | None = None, compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[Any] | None = None, optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None, quantization_config: Any = None,
+        peft_config: Any = None, formatting_func: Callable[[Any], str] | None = None, **old: Any,
+    ) -> None:  # fmt: skip
+        args = own_config(SFTConfig, args, model)
+        args, processing_class = with_old_arguments(args, processing_class, old)
+        check_sft_sets(train_dataset)
+        set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
+        model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
+        sample = first_row(train_dataset)
+        refuse_images(sample, processing_class)
+        if peft_config is not None:
+            model = attach_peft(model, peft_config, added)
+        self.completion_only_loss = learns_completions(args, sample)
+        check_objective(args, sample, data_collator, compute_loss_func, formatting_func)
+        self.padding_free = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
+        if data_collator is None:
+            data_collator = self._own_collator(model, processing_class, args)
+        self._skip_prepare_dataset = skips_preparation(args)
+        tokenizer = inner_tokenizer(processing_class)
+        self._prepare = Preparation(
+            tokenizer, args, self.completion_only_loss, self._masks(tokenizer, args), formatting_func
+        )
+        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset} if eval_dataset else {}
+        self._refuse_masks_without_labels({"train": train_dataset, **evals}, data_collator)
+        if not self._skip_prepare_dataset:
+            train_dataset = self._prepare(train_dataset, "train", args.packing)
+            eval_dataset = self._prepared_evals(eval_dataset, args)
+        if is_peft_model(model):
+            finish_peft(model, args)
+        self._set_router(model, args.router_aux_loss_coef)
+        super().__init__(
+            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )  # fmt: skip
+        self._eval_sums: dict[str, Tensor] = {}
+        tag: Any = getattr(self.model, "add_model_tags", None)
+        if tag is not None:
+            tag(["burnish", "sft"])
+
+    def _own_collator(self, model: Any, processing_class: Any, args: SFTConfig) -> DataCollatorForLanguageModeling:
+        """Flat where that was asked for and the model keeps neighbours apart; else padded, packs taken apart."""
+        pad = set_pad(model, processing_class, args.pad_token)
+        multiple: Any = args.pad_to_multiple_of
+        if not self.padding_free:
+            return DataCollatorForLanguageModeling(pad, pad_to_multiple_of=multiple)
+        asked = isinstance(args.model_init_kwargs, dict) and "attn_implementation" in args.model_init_kwargs
+        layout = make_padding_free(model, own_attention=not asked)
+        if layout.note:
+            logger.warning(layout.note)
+        return DataCollatorForLanguageModeling(
+            pad, padding_free=layout.is_flat, pad_to_multiple_of=multiple, takes_packs_apart=not layout.is_flat
+        )
+
+    def _masks(self, tokenizer: Any, args: SFTConfig) -> AssistantMasks | None:
+        if not args.assistant_only_loss:
+            return None
+        masks = AssistantMasks(tokenizer)
+        if (note := masks.note()) is not None:
+            logger.warning(note)
+        return masks
+
+    def _set_router(self, model: Any, asked: float | None) -> None:
+        super()._set_router(model, asked)
+        config = model.config.get_text_config()
+        if hasattr(config, "router_aux_loss_coef"):  # the model's own loss goes by them
+            config.output_router_logits = self.aux_loss_enabled
+            config.router_aux_loss_coef = self.router_aux_loss_coef
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _prepared_evals(self, eval_dataset: Any, args: SFTConfig) -> Any:
+        if eval_dataset is None:
+            return None
+        packing = args.packing if args.eval_packing is None else args.eval_packing
+        if isinstance(eval_dataset, dict):
+            return {name: self._prepare(dataset, name, packing) for name, dataset in eval_dataset.items()}
+        return self._prepare(eval_dataset, "eval", packing)
+
+    def _refuse_masks_without_labels(self, datasets: dict[str, Any], collator: Any) -> None:
+        """Masks are made labels when a set is prepared; a set that is not would be learned whole."""
+        if not (self._skip_prepare_dataset and isinstance(collator, DataCollatorForLanguageModeling)):
+            return
+        for name, dataset in datasets.items():
+            columns = column_names(dataset)
+            if "labels" not in columns and ("completion_mask" in columns or "assistant_masks" in columns):
+                raise ValueError(
+                    f"The {name} dataset has mask columns but no 'labels', and `skip_prepare_dataset=True` skips label "
+                    "building, so it would train on the full sequence. Add a 'labels' column (-100 for non-loss "
+                    "tokens) or drop `skip_prepare_dataset`."
+                )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = ["input_ids", "labels", "seq_lengths"]
+
+    def _get_dataloader(self, *given: Any, **more: Any) -> Any:
+        """For a GPU, and where nothing of a subclass stands between loader and loss, batches say which positions are
+        learned: to look for them there would be a wait for the device."""
+        loader = super()._get_dataloader(*given, **more)
+        if self._engine.device.type == "cpu":
+            return loader
+        between = ("compute_loss", "training_step", "prediction_step", "_prepare_inputs")
+        if all(getattr(type(self), name) is getattr(SFTTrainer, name) for name in between):
+            loader.collate_fn = WithLearned(loader.collate_fn)
+        return loader
+
+    def _ask(self) -> Fitted:
+        return fit_prefix_sharing(self.model, self._leaves_tokens_out and not self.aux_loss_enabled, needs_head=True)
+
+    # --- loss ---------------------------------------------------------------------------------------------------------
+
+    def _loss(self, model: nn.Module, inputs: Any) -> Loss:
+        """The loss of a micro-batch, a sum over its learned tokens, and its metrics."""
+        sums, targets, aux, _ = self._sums(model, inputs, needs_logits=False)
+        num_items = self._num_items(inputs)
+        total = sums.total if aux is None else sums.total + self.router_aux_loss_coef * aux * num_items
+        return Loss(total, self._metrics(sums, targets, aux, num_items))
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean loss of a micro-batch over its learned tokens, for evaluations and for scripts.
+
+        Args:
+            num_items_in_batch: () the number the sum is divided by; the learned tokens of the batch if not given.
+        Returns:
+            () the loss, or (loss, outputs), outputs with logits.
+        """
+        needs_logits = return_outputs or self.compute_loss_func is not None
+        sums, num_targets, aux, outputs = self._sums(model, inputs, needs_logits)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, inputs["labels"], num_items_in_batch=num_items_in_batch)
+        else:
+            items = num_targets if num_items_in_batch is None else num_items_in_batch
+            loss = sums.total / torch.as_tensor(items).clamp(min=1)
+            if aux is not None:
+                loss = loss + self.router_aux_loss_coef * aux
+        if model.training:
+            self._step.sums.update(self._metrics(sums, num_targets, aux, self._num_items(inputs)))
+        else:
+            found = {**self._metrics(sums, num_targets, aux), "items": num_targets}
+            for name, value in found.items():
+                self._eval_sums[name] = self._eval_sums.get(name, 0) + value.detach().float()
+        return (loss, outputs) if return_outputs else loss
+
+    def _sums(self, model: nn.Module, inputs: Any, needs_logits: bool) -> tuple[TokenSums, Tensor, Tensor | None, Any]:
+        """Sums over the learned tokens of a micro-batch.
+
+        Returns:
+            the sums, () the number of learned tokens, () the router's loss if it counts, the model's output.
+        """
+        given = {**inputs, "use_cache": False}
+        labels, positions = given.pop("labels"), given.pop("target_positions", None)
+        if has_virtual_tokens(self.model):  # the last of them predicts the first id
+            labels, positions = F.pad(labels, (1, 0), value=IGNORE_INDEX), None
+        if self.aux_loss_enabled:
+            given["output_router_logits"] = True
+        targets = Targets.of(labels, positions)
+        head = None if needs_logits else self._fitted().head
+        flat, rules = None if head is None else self._flat(inputs), self._rules(head)
+        if flat is not None and head is not None:
+            sums, outputs = sums_without_logits(model, *flat_inputs(flat), head, rules)
+        elif head is not None:
+            sums, outputs = sums_without_logits(model, given, targets, labels.shape[1], head, rules)
+        else:
+            outputs = model(**given)
+            logits = outputs.logits[:, -labels.shape[1] :].flatten(0, 1)[targets.positions]
+            sums = sums_of_logits(logits, targets, rules)
+        aux = outputs.aux_loss if self.aux_loss_enabled and outputs is not None else None
+        return sums, targets.counts.sum(), aux, outputs
+
+    def _rules(self, head: Head | None) -> TokenLoss:
+        is_dft = self.args.loss_type == "dft"
+        smoothing = 0.0 if is_dft else self.args.label_smoothing_factor
+        softcap = head.softcap if head else None
+        return TokenLoss(smoothing, softcap, accuracy=True, entropy=True, factor="dft" if is_dft else None)
+
+    def _metrics(
+        self, sums: TokenSums, num_targets: Tensor, aux: Tensor | None, num_items: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Sums over the learned tokens, for the log.
+
+        Args:
+            num_items: () what the loop counts the batch for, which is a little more for models whose first labels
+                transformers counts too; the sums are scaled to it. None in an evaluation.
+        """
+        found = {"mean_token_accuracy": sums.correct, "entropy": sums.entropy}
+        if aux is not None:
+            found["aux_loss"] = aux.detach() * num_targets
+        if num_items is None:
+            return found
+        share = num_items / num_targets.clamp(min=1)
+        return {name: value * share for name, value in found.items()}
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Logits are made only where somebody looks at them."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if prediction_loss_only:
+                return self.compute_loss(model, inputs).detach(), None, None
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss.detach(), outputs.logits.detach(), inputs.get("labels")
+
+    # --- evaluation and logs ------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As the Trainer's; a set that is handed in is prepared as the constructor prepares its own."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # of a dict each comes here by itself
+            eval_dataset = self._handed_in(eval_dataset)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """As the Trainer's, of a set that is prepared as the constructor prepares its own."""
+        return super().predict(self._handed_in(test_dataset), ignore_keys, metric_key_prefix)
+
+    def _handed_in(self, dataset: Any) -> Any:
+        self._refuse_masks_without_labels({"eval": dataset}, self.data_collator)
+        return dataset if self._skip_prepare_dataset else self._prepared_evals(dataset, self.args)
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
+        self._eval_sums = {}
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self._eval_sums:
+            names = list(self._eval_sums)
+            totals = self._engine.sum(torch.stack([self._eval_sums[name] for name in names])).tolist()
+            means = dict(zip(names, totals, strict=True))
+            items = max(means.pop("items"), 1.0)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value / items for name, value in means.items()})
+            output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
+        return output
+
+
+@dataclass
+class WithLearned:
+    """A collator whose batches say which positions are learned, found while they are on the CPU."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, rows: list[Any]) -> Any:
+        batch = self.collate(rows)
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and labels.dim() == 2:
+            batch["target_positions"] = target_positions(labels)
+        return batch

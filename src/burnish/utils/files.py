@@ -1,0 +1,148 @@
+"""Files and folders as they lie on a disk: taken away without following links, known for what they are,
+and a folder written by one run at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from burnish.config.errors import NotSavedError, Problem, UserError
+
+_LOCK = ".lock"
+ROOTS = "BURNISH_ROOTS"
+"""Environment variable of processes that the web page starts: the folders below which they may read data."""
+_KINDS = (
+    (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"), (stat.S_ISDIR, "a folder"),
+)  # fmt: skip
+
+
+def remove(path: Path) -> None:
+    """Take away a file, a folder with all in it, or a link without what it leads to; nothing where nothing is."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with ``~`` and ``~name`` as the folders that they stand for; as it is where there is no such user."""
+    return Path(os.path.expanduser(path))
+
+
+def check_below_roots(path: Path) -> None:
+    """Refuse a path that, with links resolved, lies outside the roots of the web page that started this process."""
+    roots = [Path(root) for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
+    if roots and not any(path.resolve().is_relative_to(root) for root in roots):
+        what = f'"{path}" is not below {" or ".join(map(str, roots))}, the folders that the web page may read.'
+        raise UserError(what, remedy="Move the file there, or start burnish webui with another web_roots.")
+
+
+def odd_kind(path: Path) -> str:
+    """Name what ``path`` is if it is there and no regular file: a reader of it may wait for ever."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return ""
+    return _kind(mode)
+
+
+def _kind(mode: int) -> str:
+    return "" if stat.S_ISREG(mode) else next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
+
+
+def is_endless(path: Path) -> bool:
+    """Tell whether to read or write ``path`` may wait for ever, or never end: a pipe, a socket, a device."""
+    return bool(odd_kind(path)) and not path.is_dir()
+
+
+def regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError for what is none: a pipe would be waited for, a device never ends."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if kind := _kind(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EISDIR if kind == "a folder" else errno.EINVAL, f"it is {kind}", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def error_number(error: BaseException) -> int | None:
+    """The operating system's error number. Libraries in Rust (safetensors) have it in their text, "(os error 28)", and
+    numpy says only that a file did not take all: "96 requested and 8 written"."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    if isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)):
+        return errno.ENOSPC
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
+
+
+@contextmanager
+def named_where_full(place: Path, remedy: str) -> Iterator[None]:
+    """Name the place that the block writes to where its disk is full: the system's error names none."""
+    try:
+        yield
+    except Exception as error:  # safetensors' errors, written in Rust, are of no kind of Python's
+        if error_number(error) not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise NotSavedError(Problem(f'The disk of "{place}" is full.', remedy=remedy)) from error
+
+
+def open_lock(path: Path) -> TextIO:
+    """Open a file to be locked. A link or a pipe in its place gives way: it would lead elsewhere, or wait for ever."""
+    if is_endless(path) or (path.is_symlink() and not path.is_dir()):
+        path.unlink()
+    return path.open("w", encoding="ascii")
+
+
+@contextmanager
+def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
+    """Lock ``folder`` for this process. A folder made here is removed again if nothing is left in it.
+
+    Args:
+        traces: names of files that tell of an attempt, and go with such a folder where the run is refused.
+    Raises:
+        UserError: where another run holds it.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_lock(folder / _LOCK) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = os.fstat(lock.fileno()).st_nlink > 0  # 0: the run that held it took it away just now
+        except BlockingIOError:
+            is_held = False
+        if not is_held:
+            what = "another run is writing into this folder."
+            raise UserError(what, where=str(folder), remedy="Wait for it to end, or name another folder.")
+        try:
+            yield
+        except BaseException as error:
+            leaves = {_LOCK, *(traces if isinstance(error, UserError) else ())}
+            with suppress(OSError):  # the folder may have gone, or be something else by now
+                if is_new and set(os.listdir(folder)) <= leaves:
+                    shutil.rmtree(folder)
+            raise
+        finally:
+            with suppress(OSError):
+                (folder / _LOCK).unlink(missing_ok=True)  # while it is held: who opened it before finds it gone
+
+
+def broken_link(path: Path) -> Path | None:
+    """Return ``path``, or the nearest of the folders that it lies in, if it is a link that leads nowhere."""
+    for place in (path, *path.absolute().parents):
+        if os.path.islink(place) and not os.path.exists(place):
+            return place
+    return None
+
+
+def from_anywhere(model: str | None) -> str | None:
+    """The name of a model as it can be read from any folder: that of a folder on this machine in full."""
+    return str(Path(model).resolve()) if model and Path(model).is_dir() else model or None

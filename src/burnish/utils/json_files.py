@@ -1,0 +1,92 @@
+"""JSON that came from a disk, and may be empty, cut off, flipped, or something else altogether.
+
+In: a path. Out: its data. Refuses, with file, line and remedy: what is no JSON, no text, nested beyond all use, or of
+another kind than the reader can use. And the one way to write such a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from burnish.config.conversion import GivenTwice, each_key_once
+from burnish.config.errors import UserError
+from burnish.utils.files import odd_kind, regular
+
+FETCH_AGAIN = "Fetch the file again, or mend it there."
+_KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
+
+
+def read_json(path: Path, remedy: str = FETCH_AGAIN) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        UserError: where it is none, with line and column.
+    """
+    if kind := odd_kind(path):
+        raise UserError(f'"{path}" is {kind}, and not a file.', remedy=remedy)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        place = f"{path}, line {error.lineno}, column {error.colno}"
+        what = "the file is empty." if not path.stat().st_size else f"not valid JSON: {error.msg}."
+        raise UserError(what, where=place if path.stat().st_size else str(path), remedy=remedy) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8 text at byte {error.start}.", where=str(path), remedy=remedy) from None
+    except RecursionError:
+        what = "lists and objects are nested in each other too deep to be read."
+        raise UserError(what, where=str(path), remedy=remedy) from None
+    except ValueError as error:  # a number of more digits than Python reads
+        raise UserError(f"not valid JSON: {error}.", where=str(path), remedy=remedy) from None
+
+
+def read_object(path: Path, remedy: str = FETCH_AGAIN, needs: Iterable[tuple[str, type]] = ()) -> dict[str, Any]:
+    """The content of a file that holds an object.
+
+    Args:
+        needs: keys that it must have, and of what kind their values are.
+    """
+    found = read_json(path, remedy)
+    if not isinstance(found, dict):
+        raise UserError(f"expected an object. Received: {json_in_words(found)}.", where=str(path), remedy=remedy)
+    for key, kind in needs:
+        if key not in found:
+            raise UserError(f'"{key}" is missing.', where=str(path), remedy=remedy)
+        if not isinstance(found[key], kind) or (kind is int and isinstance(found[key], bool)):
+            what = f'"{key}" must be {_KINDS.get(kind, "a whole number")}. Received: {json_in_words(found[key])}.'
+            raise UserError(what, where=str(path), remedy=remedy)
+    return found
+
+
+def read_settings(path: Path) -> Any:
+    """The content of a file of settings that a user wrote. Raises ValueError, a half sentence, where it is no JSON or
+    gives a key twice."""
+    try:
+        with regular(path) as file:
+            return json.load(file, object_pairs_hook=each_key_once)
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    except GivenTwice:
+        raise
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+
+
+def json_beside(path: Path) -> str:
+    """``There are: a.json, b.json.``, in the folder of a file that is not there; "" where there are none."""
+    there = sorted(map(str, path.parent.glob("*.json")))[:5]
+    return f"There are: {', '.join(there)}." if there else ""
+
+
+def write_json(path: Path, data: Any, *, indent: int = 2, sort_keys: bool = False) -> None:
+    """Write a file that ends with a line end. TypeError for what is no JSON data."""
+    path.write_text(json.dumps(data, indent=indent, sort_keys=sort_keys) + "\n", encoding="utf-8")
+
+
+def json_in_words(value: Any) -> str:
+    """``a list``, ``the number 3``"""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"the number {value}"
+    return _KINDS.get(type(value), type(value).__name__)

@@ -1,0 +1,226 @@
+"""The register of patches: all changes that burnish makes to code that is not its own.
+
+In:  an owner (a module of a model, a file of a library), a name in it, its new value, and the reason.
+Out: the owner, changed; a ``Patch``, with which ``restore`` puts the old value back; and the list of all patches of a
+     model, which ``explain``, a run's log and its model card show.
+
+Nothing else in burnish assigns to a foreign module, class or instance; an architecture test checks all files for that.
+The patches of a module are stored in the module, so that they are copied and freed with it; those of a library's file
+hold for the process. With ``patches: false`` a run makes only those that another option or a fault of a library
+requires, and has the same losses but for rounding.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from types import ModuleType
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+from burnish.config.options import option
+
+T = TypeVar("T")
+
+
+@dataclass
+class PatchOptions:
+    """Patches of a model's code."""
+
+    patches: bool = option(
+        True, "Let parts of the model run burnish's code where that was seen to compute the same; false leaves the "
+        "model as its library made it, but for what another option or a fault of the library asks for.",
+    )  # fmt: skip
+    leave_out: list[str] | None = option(
+        None, "Kinds of patches that are not made, by the names that explain lists: norm, linear layer, ..."
+    )
+
+
+class PatchChoice(Protocol):
+    """The fields of the options that choose the patches."""
+
+    patches: bool
+    leave_out: list[str] | None
+
+
+@dataclass(frozen=True)
+class Reason:
+    """The reason of a patch.
+
+    Args:
+        kind: the kind of owner, for the user; its plural ends in s: "gated layer".
+        why: the rest of a sentence: what is gained, or what goes wrong without it.
+    """
+
+    kind: str
+    why: str
+
+
+class NOTHING:
+    """The value of a name that did not exist."""
+
+
+@dataclass(eq=False)
+class Patch:
+    """One change.
+
+    Args:
+        name: the name in ``owner``; may have dots ("config.use_cache").
+        before: the owner's own value before; ``NOTHING`` where it came from its class. value: the value now.
+        remove: undoes a change that is no assignment, such as a hook.
+    """
+
+    owner: Any
+    name: str
+    why: Reason
+    before: Any = NOTHING
+    value: Any = None
+    remove: Callable[[], None] | None = None
+
+
+_OF_PROCESS: list[Patch] = []
+
+
+def patch(owner: Any, name: str, value: Any, why: Reason) -> Patch:
+    """Set ``owner.name`` to ``value``, and register the change."""
+    holder, leaf = _place(owner, name)
+    made = Patch(owner, name, why, vars(holder).get(leaf, NOTHING), value)
+    setattr(holder, leaf, value)
+    _list_of(owner).append(made)
+    return made
+
+
+def hook(module: Any, event: str, function: Callable[..., Any], why: Reason, **how: Any) -> Patch:
+    """Add and register a hook of torch at an event: "forward", "forward_pre", ... (``register_<event>_hook``)."""
+    handle = getattr(module, f"register_{event}_hook")(function, **how)
+    made = Patch(module, f"{event} hook", why, value=function, remove=handle.remove)
+    _list_of(module).append(made)
+    return made
+
+
+def record(model: nn.Module, change: Callable[[], Any], why: Reason) -> list[Patch]:
+    """Let another library change ``model``, and register what it changed: attributes, hooks and classes of modules, and
+    functions and classes in the files of these."""
+    modules = list(model.modules())
+    files = dict.fromkeys(sys.modules[type(module).__module__] for module in modules)
+    before = [(owner, _names_of(owner)) for owner in (*modules, *files)]
+    change()
+    made = []
+    for owner, names in before:
+        now = _names_of(owner)
+        for name in [name for name in {**names, **now} if names.get(name, NOTHING) is not now.get(name, NOTHING)]:
+            table, _, number = name.partition("#")
+            remove = partial(vars(owner)[table].pop, int(number), None) if number else None
+            shown = _HOOKS.get(table, name)
+            made.append(Patch(owner, shown, why, names.get(name, NOTHING), now.get(name, NOTHING), remove))
+            _list_of(owner).append(made[-1])
+    return made
+
+
+def restore(patches: Iterable[Patch]) -> None:
+    """Undo patches. A value that was replaced again since then stays."""
+    for done in reversed(list(patches)):
+        mine = _list_of(done.owner)
+        if done not in mine:
+            continue
+        mine.remove(done)
+        later = next((other for other in mine if other.name == done.name and other.before is done.value), None)
+        if done.remove is not None:
+            done.remove()
+        elif later is not None:
+            later.before = done.before
+        else:
+            _put_back(done)
+
+
+@contextmanager
+def hooked(module: nn.Module, event: str, function: Callable[..., Any], why: Reason) -> Iterator[None]:
+    """Add a hook inside the ``with`` block only."""
+    made = hook(module, event, function, why)
+    try:
+        yield
+    finally:
+        restore([made])
+
+
+def patches_of(model: nn.Module) -> list[Patch]:
+    """All patches of a model, in the order of its modules, and of the files of libraries."""
+    return [done for module in model.modules() for done in vars(module).get("_patches", ())] + _OF_PROCESS
+
+
+def standing(owner: Any, name: str, kind: type[T]) -> T | None:
+    """The object of class ``kind`` whose method is the value of ``owner.name``."""
+    found = getattr(vars(owner).get(name), "__self__", None)
+    return found if isinstance(found, kind) else None
+
+
+def allows(options: PatchChoice, why: Reason) -> bool:
+    """Return whether a run makes patches of this kind."""
+    return options.patches and why.kind not in (options.leave_out or ())
+
+
+def patches_in_words(reasons: Iterable[tuple[str, Reason]]) -> list[str]:
+    """``["42 forwards: 14 norms, 28 linear layers", "1 forward hook: 1 model that attends ..."]``, most first.
+
+    Args:
+        reasons: ``(patch.name, patch.why)`` of every patch.
+    """
+    counts = Counter(reasons)
+    by_name: Counter[str] = Counter()
+    for (name, _), count in counts.items():
+        by_name[name] += count
+    return [
+        f"{_counted(total, name)}: " + ", ".join(_counted(n, why.kind) for (of, why), n in counts.items() if of == name)
+        for name, total in by_name.most_common()
+    ]
+
+
+def patch_summary(model: nn.Module) -> list[str]:
+    """``patches_in_words`` of the patches of a model."""
+    return patches_in_words((done.name, done.why) for done in patches_of(model))
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _place(owner: Any, name: str) -> tuple[Any, str]:
+    path, _, leaf = name.rpartition(".")
+    return (attrgetter(path)(owner) if path else owner), leaf
+
+
+def _list_of(owner: Any) -> list[Patch]:
+    """The list of patches of an instance or, for files and classes, of the process."""
+    is_shared = isinstance(owner, ModuleType | type)
+    found: list[Patch] = _OF_PROCESS if is_shared else vars(owner).setdefault("_patches", [])
+    return found
+
+
+def _put_back(done: Patch) -> None:
+    holder, leaf = _place(done.owner, done.name)
+    if vars(holder).get(leaf, NOTHING) is not done.value:
+        return
+    if done.before is NOTHING:
+        delattr(holder, leaf)
+    else:
+        setattr(holder, leaf, done.before)
+
+
+_HOOKS = {"_forward_hooks": "forward hook", "_forward_pre_hooks": "forward_pre hook"}
+"""Attribute in which torch keeps hooks of a module -> their name in ``hook``."""
+
+
+def _names_of(owner: Any) -> dict[str, Any]:
+    """Values that may be replaced in an owner: in a file, functions and classes; in a module, its hooks, its class and
+    its attributes."""
+    names = {name: value for name, value in vars(owner).items() if not name.startswith("_") and name != "training"}
+    if isinstance(owner, ModuleType):
+        return {name: value for name, value in names.items() if callable(value)}
+    hooks = {f"{table}#{number}": called for table in _HOOKS for number, called in vars(owner)[table].items()}
+    return {**names, **hooks, "__class__": type(owner)}

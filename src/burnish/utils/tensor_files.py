@@ -1,0 +1,108 @@
+"""Names, dtypes and shapes of the tensors in a safetensors file, from its header; no tensor is read.
+
+The format: eight bytes, little endian, the length of the header; the header, JSON; the tensors, end to end
+(https://huggingface.co/docs/safetensors, "Format"). So a file that was cut off is recognised by its size alone.
+
+In:  a file, or a folder of shards with their index.
+Out: name -> ``TensorInfo``.
+Refuses: a file that is not what its header says, with the bytes expected and found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from burnish.config.errors import Problem, UserError
+
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    dtype: str  # safetensors' names: "F32", "BF16", ...
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        UserError: where the file is cut off or is no safetensors file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        start = _LENGTH_BYTES + length
+        if size < _LENGTH_BYTES or length > _LONGEST_HEADER:
+            raise UserError(_not_safetensors(path, size))
+        if size < start:
+            raise UserError(_cut_off(path, start, size))
+        header = _header(file.read(length), path, size)
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    if not all(map(_is_entry, entries.values())):
+        raise UserError(_not_safetensors(path, size))
+    expected = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if size != expected:
+        raise UserError(_cut_off(path, expected, size))
+    try:
+        with safe_open(path, "np"):  # its library knows the types, and holds shapes and places against each other
+            pass
+    except SafetensorError as error:
+        raise UserError(_not_safetensors(path, size, str(error).partition(", expected")[0])) from error
+    return {name: TensorInfo(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+
+
+def read_headers(paths: Iterable[Path]) -> tuple[dict[str, TensorInfo], list[Problem]]:
+    """The tensors of several files together, and what is wrong with any of them."""
+    found: dict[str, TensorInfo] = {}
+    problems: list[Problem] = []
+    for path in paths:
+        try:
+            found.update(read_header(path))
+        except UserError as error:
+            problems.extend(error.problems)
+    return found, problems
+
+
+def _header(raw: bytes, path: Path, size: int) -> dict[str, Any]:
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise UserError(_not_safetensors(path, size)) from None
+    if not isinstance(header, dict):
+        raise UserError(_not_safetensors(path, size))
+    return header
+
+
+def _is_entry(entry: Any) -> bool:
+    """``{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}``"""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    lists = (entry.get("shape"), entry.get("data_offsets"))
+    are_counts = all(isinstance(one, list) and all(type(n) is int and n >= 0 for n in one) for one in lists)
+    return are_counts and len(entry["data_offsets"]) == 2
+
+
+def _cut_off(path: Path, expected: int, size: int) -> Problem:
+    return Problem(
+        f"its header speaks of {expected:,} bytes, and the file has {size:,}.",
+        where=str(path),
+        why="It was cut off while it was written or downloaded." if size < expected else "Something was added to it.",
+        remedy="Fetch or copy it again.",
+    )
+
+
+def _not_safetensors(path: Path, size: int, why: str = "") -> Problem:
+    return Problem(
+        f"this is no safetensors file ({size:,} bytes, without a readable header).",
+        where=str(path),
+        why=f"{why.rstrip('.')}." if why else "",
+        remedy="Fetch or copy it again.",
+    )
