@@ -38,7 +38,7 @@ def page() -> str:
     takes = imports_between_rooms()
     lines = [INTRODUCTION]
     for floor in FLOORS:
-        for room in sorted(floor, key=lambda name: (name != "core", name)):
+        for room in sorted(floor, key=lambda name: (name != "loop", name)):
             if (SOURCE / room).is_dir() and any((SOURCE / room).rglob("*.py")):
                 lines += [*of_room(room, takes[room])]
     return "\n".join(lines).rstrip() + "\n"

@@ -1,6 +1,6 @@
 """Writes docs/options.md: every option of a run, and what becomes of the keys of other tools.
 
-In: the declarations (``RunOptions``), the tables of ``run/plan/unsupported.py``, and ``peer_options.json`` beside this file: the
+In: the declarations (``RunOptions``), the tables of ``run/plan/unsupported.py``, and ``peer_options.json`` here: the
 names of LLaMA-Factory's, transformers' and TRL's options with their defaults, "?" where a default is not plain data.
 Out: the page. ``--check`` writes nothing, and fails where the page is not what would be written.
 

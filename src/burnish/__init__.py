@@ -16,7 +16,7 @@ _PUBLIC: dict[str, str] = {
     "Example": "burnish.loop.types",
     "Message": "burnish.loop.types",
     **{
-        f"{method}{kind}": f"burnish.hf.preferences.{kind.lower()}"
+        f"{method}{kind}": f"burnish.trainer.trl.preferences.{kind.lower()}"
         for method in ("CPO", "DPO", "KTO", "ORPO", "Reward")
         for kind in ("Config", "Trainer")
     },

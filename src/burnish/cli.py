@@ -211,11 +211,11 @@ NEEDED_BY_EXPORT = (
     "export_",
 )  # fmt: skip
 """Options that ``burnish export`` reads, by the beginning of their names."""
-_RUN = ("app.options:RunOptions",)
-_WEB = ("web.options:WebOptions",)
-_CHAT = ("models.generate:GenerationOptions", "infer.options:InferOptions")
+_RUN = ("run.plan.options:RunOptions",)
+_WEB = ("serve.page.options:WebOptions",)
+_CHAT = ("models.generate:GenerationOptions", "inference.options:InferOptions")
 _PREDICT = (
-    "serve.evaluate.dataset:PredictOptions", "data.options:DataOptions", "models.generate:GenerationOptions",
+    "serve.eval.dataset:PredictOptions", "data.options:DataOptions", "models.generate:GenerationOptions",
 )  # fmt: skip
 
 
@@ -245,38 +245,40 @@ COMMANDS: dict[str, Command] = {
     "api": Command(
         "PATH [--adapter name=folder ...] [key=value ...]",
         "answer over HTTP, as OpenAI's API does",
-        "serve.api:api",
-        ("serve.options:ApiOptions",),
+        "serve.api.command:api",
+        ("serve.api.options:ApiOptions",),
     ),
     "webui": Command(
-        "[key=value ...]", "the page: set runs up, watch them, talk to what came of them", "web.command:webui", _WEB
+        "[key=value ...]", "web UI: configure and watch runs, chat with the results", "serve.page.command:webui", _WEB
     ),
     "webchat": Command(
-        "PATH [key=value ...]", "the page, opened at a conversation with one model", "web.command:webchat", _WEB
+        "PATH [key=value ...]", "the page, opened at a conversation with one model", "serve.page.command:webchat", _WEB
     ),
-    "runs": Command("[FOLDER ...] [--json]", "the runs below some folders, and how they are", "web.listing:runs"),
+    "runs": Command(
+        "[FOLDER ...] [--json]", "list runs under the given folders and their status", "serve.page.runs.listing:runs"
+    ),
     "chat": Command(
         "PATH [--adapter name=folder] [--once TEXT] [key=value ...]",
         "talk to a model at a terminal",
-        "serve.terminal.chat:chat",
+        "serve.chat.command:chat",
         _CHAT,
     ),
     "eval": Command(
         "PATH [PATH ...] task=mmlu_test [key=value ...]",
         "measure models on a task or a data set",
-        "serve.evaluate.command:evaluate",
-        ("serve.evaluate.command:EvalOptions",),
+        "serve.eval.command:evaluate",
+        ("serve.eval.command:EvalOptions",),
     ),
     "predict": Command(
         "PATH [PATH ...] [eval_dataset=heldout] [key=value ...]",
         "write a model's answers, or a reward model's scores, to a data set",
-        "serve.evaluate.dataset:predict_sets",
+        "serve.eval.dataset:predict_sets",
         _PREDICT,
     ),
     "demo": Command(
         "[dpo] [key=value ...] [--key value ...]",
         "fine-tune the small model that burnish carries, in two minutes; dpo: from pairs of answers",
-        "app.demo:demo",
+        "demo.command:demo",
         _RUN,
     ),
     "env": Command("[--health]", "versions and devices, for a report of a fault", _env),

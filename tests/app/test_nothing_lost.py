@@ -273,7 +273,7 @@ def test_a_full_disk_of_predictions_is_named_and_what_helps_there(
     words = [command, "model", "eval_dataset=rows", "dataset_dir=data", "template=chatml", "save_dir=said"]
     words += ["max_new_tokens=2", "max_samples=2"]
     with monkeypatch.context() as patched:
-        patched.setattr(f"burnish.app.{writer}.save_metrics", full)
+        patched.setattr(f"burnish.run.{writer}.save_metrics", full)
         assert cli.main(words) == 1
     err = told(capsys)[1]
     assert 'error: The disk of "said" is full.\n  Free some space, or name another save_dir, and give the' in err

@@ -26,7 +26,7 @@ def items_of(group):
 
 def steps_of_epoch(s):
     groups = []
-    for group in s.groups():
+    for group in s.step_batches():
         groups.append(items_of(group))
         s.advance(group)
     s.end_epoch()
@@ -64,7 +64,7 @@ def test_a_stream_resumed_from_its_state_goes_on_where_it_stopped(stop_after):
     first = stream()
     seen = []
     while len(seen) < stop_after:
-        for group in first.groups():
+        for group in first.step_batches():
             seen.append(items_of(group))
             first.advance(group)
             if len(seen) == stop_after:
@@ -92,17 +92,17 @@ def test_a_resumed_stream_touches_no_row_before_its_place(done):
     s.load_state_dict({"epoch": 0, "position": 4 * done})
     expected = s.order(0)[4 * done : 4 * done + 4]
     touched.clear()
-    assert items_of(next(s.groups())) == expected
+    assert items_of(next(s.step_batches())) == expected
     assert touched == expected
 
 
 def test_what_was_read_ahead_but_not_used_is_read_again():
     s = stream()
-    groups = s.groups()
+    groups = s.step_batches()
     first = next(groups)
     s.advance(first)
     next(groups)
-    assert items_of(next(s.groups())) == steps_of_epoch(stream())[1]
+    assert items_of(next(s.step_batches())) == steps_of_epoch(stream())[1]
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (4, 2), (2, 4), (1, 8)])
@@ -115,7 +115,7 @@ def test_the_items_of_a_step_do_not_depend_on_how_it_is_cut(batch_size, accumula
 def test_ranks_share_the_items_of_one_process_and_take_the_same_number_of_micro_batches(world_size):
     alone = steps_of_epoch(stream(batch_size=2 * world_size, accumulation=2, num_items=29))
     ranks = [
-        list(stream(batch_size=2, accumulation=2, num_items=29, world_size=world_size, rank=rank).groups())
+        list(stream(batch_size=2, accumulation=2, num_items=29, world_size=world_size, rank=rank).step_batches())
         for rank in range(world_size)
     ]
     for index, items in enumerate(alone):
@@ -124,7 +124,7 @@ def test_ranks_share_the_items_of_one_process_and_take_the_same_number_of_micro_
 
 
 def test_a_rank_without_items_gets_a_batch_that_weighs_nothing():
-    last = list(stream(num_items=5, batch_size=2, accumulation=1, world_size=2, rank=1).groups())[-1]
+    last = list(stream(num_items=5, batch_size=2, accumulation=1, world_size=2, rank=1).step_batches())[-1]
     assert (last.batches[0]["labels"] == -100).all()
     assert (last.num_rows, last.num_tokens) == (0, 0)
 
@@ -134,7 +134,7 @@ def test_drop_last_drops_the_items_that_do_not_fill_a_batch():
 
 
 def test_epochs_are_counted_in_micro_batches_and_end_on_a_whole_number():
-    groups = list(stream().groups())
+    groups = list(stream().step_batches())
     assert [round(g.epoch * 11) for g in groups] == [2, 4, 6, 8, 10, 11]
     assert groups[-1].epoch == 1.0
 
@@ -195,7 +195,7 @@ def test_a_budget_keeps_the_items_of_each_step_and_no_micro_batch_is_above_it(pa
     lengths = [1 + (7 * i) % 19 for i in range(21)]
     plain = steps_of_epoch(stream())
     cut = StepPartition(2, 2, budget=Budget(20, pads))
-    groups = list(RowStream(range(21), collate, cut, seed=7, lengths=lengths).groups())
+    groups = list(RowStream(range(21), collate, cut, seed=7, lengths=lengths).step_batches())
     assert [sorted(items_of(group)) for group in groups] == [sorted(step) for step in plain]
     for group in groups:
         for batch in group.batches:
@@ -205,7 +205,7 @@ def test_a_budget_keeps_the_items_of_each_step_and_no_micro_batch_is_above_it(pa
 
 def test_a_budget_puts_the_rows_of_several_micro_batches_together_where_they_fit():
     groups = list(
-        RowStream(range(12), collate, StepPartition(1, 6, budget=Budget(20, False)), seed=7, lengths=[5] * 12).groups()
+        RowStream(range(12), collate, StepPartition(1, 6, budget=Budget(20, False)), seed=7, lengths=[5] * 12).step_batches()
     )
     assert [len(group.batches) for group in groups] == [2, 2]
 
@@ -215,7 +215,7 @@ def steps_of_ranks(world_size, lengths, budget=None, items=21):
     ranks = []
     for rank in range(world_size):
         cut = StepPartition(2, 2, world_size, rank, budget=budget)
-        ranks.append(list(RowStream(range(items), collate, cut, seed=7, lengths=lengths).groups()))
+        ranks.append(list(RowStream(range(items), collate, cut, seed=7, lengths=lengths).step_batches()))
     found = []
     for groups in zip(*ranks, strict=True):
         learned = [[batch for batch in group.batches if (batch["labels"] != -100).any()] for group in groups]

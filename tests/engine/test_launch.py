@@ -159,7 +159,7 @@ def test_what_fails_is_started_again_from_its_checkpoint_where_asked(program, tm
 
 def test_a_signal_goes_to_the_first_process_and_stops_all_without_a_word(program, tmp_path, capfd):
     script = (
-        "import sys; from burnish.app import launch; from burnish.config.options import Given\n"
+        "import sys; from burnish.run import launch; from burnish.config.options import Given\n"
         f"launch.PROGRAM = ('-c', {STOPS_WHEN_ASKED!r})\n"
         f"sys.exit(launch.launch([{str(tmp_path)!r}], {{'num_processes': Given(2)}}))"
     )

@@ -31,7 +31,7 @@ from burnish.serve.page.words import language_of, page_words
 from web.conftest import KEY
 from web.running import begun
 
-WEB = Path(burnish.__file__).parent / "web"
+WEB = Path(burnish.__file__).parent / "serve" / "page"
 PAGES = ["/runs", "/new", "/compare", "/talk", "/export", "/settings"]
 READS = ["/api/runs", "/api/models", "/api/datasets", "/api/engines", "/api/chats", "/api/poll", "/api/machine"]
 EFFECTS = [

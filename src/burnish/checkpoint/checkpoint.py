@@ -8,7 +8,7 @@ there. Nothing is pickled and nothing is unpickled: tensors are safetensors, the
 In:  parts by name, a step number, the fingerprints of what the run depends on.
 Out: ``output_dir/checkpoint-<step>/`` with ``model.safetensors`` (or ``adapter_model.safetensors``),
      ``trainer_state.json``, ``<part>.safetensors`` and ``<part>.json``, ``manifest.json``.
-     A part of which each rank holds a stretch is written by all of them (``checkpoint/shards.py``), and whole or not at all.
+     Sharded parts are written by all ranks (``checkpoint/shards.py``), completely or not at all.
 Refuses: a damaged checkpoint; one of another run (``comparison.py``). ``files.only_writer`` refuses a second writer.
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from burnish.checkpoint.manifest import faults, flush_folders, write_manifest
 from burnish.checkpoint.parts import Part
@@ -40,13 +40,8 @@ from burnish.checkpoint.shards import (
 from burnish.checkpoint.snapshot import copy_large, join, split
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
-from burnish.loop.events import EVENTS, CallbackHandler
-from burnish.loop.state import TrainerState
 from burnish.utils.files import remove
 from burnish.utils.json_files import write_json
-
-if TYPE_CHECKING:
-    from burnish.loop.protocols import Engine
 
 CHECKPOINT_PREFIX = "checkpoint"
 _NAME = re.compile(rf"^{CHECKPOINT_PREFIX}-(\d+)$")
@@ -98,6 +93,23 @@ class _Begun:
     best: str | None
 
 
+class Listeners(Protocol):
+    """The callbacks of a run, as far as a save asks about them."""
+
+    def foreign_callbacks(self, event: str | None) -> list[str]:
+        """Names of callbacks that burnish did not write and that act on ``event``; on any event for None."""
+        ...
+
+
+class Processes(Protocol):
+    """The processes of a run; an engine."""
+
+    rank: int
+    world_size: int
+
+    def barrier(self) -> None: ...
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -107,7 +119,7 @@ class Checkpoints:
         write_extras: called with the folder to add what makes it loadable elsewhere (config, tokenizer).
         limit: how many to keep; None keeps all.
         in_background: copy, then write in a thread while training goes on.
-        engine: of the run, if it has several processes.
+        processes: of the run, if there are several.
         listeners: a callback not written by burnish may read or upload the folder when it hears of the save, so the
             save is waited for; and it may change weights at any time, so they are copied before the save returns.
         copies_later: let the writing thread copy large tensors too. Only if nothing changes the weights but a step of
@@ -117,15 +129,15 @@ class Checkpoints:
     def __init__(
         self, folder: str | Path, *, fingerprints: Mapping[str, Any] | None = None,
         write_extras: Callable[[Path], None] | None = None, limit: int | None = None, in_background: bool = True,
-        engine: Engine | None = None, listeners: CallbackHandler | None = None, copies_later: bool = False,
+        processes: Processes | None = None, listeners: Listeners | None = None, copies_later: bool = False,
     ) -> None:  # fmt: skip
         self.folder = Path(folder)
         self.fingerprints = dict(fingerprints or {})
         self.write_extras = write_extras
         self.limit = limit if limit and limit > 0 else None
         self.in_background = in_background
-        self.engine = engine
-        self.rank, self.world_size = (0, 1) if engine is None else (engine.rank, engine.world_size)
+        self.processes = processes
+        self.rank, self.world_size = (0, 1) if processes is None else (processes.rank, processes.world_size)
         self.last_step: int | None = None  # of the last save in this process
         self._writer: threading.Thread | None = None
         self._has_copies = threading.Event()  # of everything that the next update changes
@@ -151,7 +163,7 @@ class Checkpoints:
         target = self.path(step)
         parts = {name: part for name, part in parts.items() if part.is_saved}
         temporary = self._begin(target, parts)
-        copies_later = self._may_copy_later and not any(map(self._is_heard, EVENTS))
+        copies_later = self._may_copy_later and not self._is_heard(None)
         sharded = [part.stem for part in parts.values() if part.is_sharded]
         taken = self._taken(parts, copies_later)
         if self.rank != 0 and not sharded:
@@ -199,8 +211,8 @@ class Checkpoints:
             path = begun.temporary / shard_name(stem, self.rank, self.world_size)
             write_shard(path, begun.taken[stem][0], is_first=self.rank == 0)
 
-    def _is_heard(self, event: str) -> bool:
-        """Return whether a callback that was not written by burnish acts on ``event``."""
+    def _is_heard(self, event: str | None) -> bool:
+        """Return whether a callback that was not written by burnish acts on ``event``, or on any event."""
         return self._listeners is not None and bool(self._listeners.foreign_callbacks(event))
 
     def _taken(self, parts: Mapping[str, Part], leave_large: bool) -> dict[str, tuple[dict[str, Any], Any]]:
@@ -236,8 +248,8 @@ class Checkpoints:
         return temporary
 
     def _barrier(self) -> None:
-        if self.engine is not None:
-            self.engine.barrier()
+        if self.processes is not None:
+            self.processes.barrier()
 
     def _add_extras(self, temporary: Path) -> None:
         if self.write_extras is not None:
@@ -344,11 +356,6 @@ def _raise_if(problem: Problem | None, folder: Path) -> None:
 def load_part(folder: Path, part: Part) -> None:
     """Give one part its state back, such as the model of the best checkpoint."""
     part.load_state_dict(_read_part(folder, part.stem, in_pieces=part.shards is not None))
-
-
-def load_state(folder: Path) -> TrainerState:
-    """Read the state of the run at the time that ``folder`` was written."""
-    return TrainerState.load_from_json(str(folder / "trainer_state.json"))
 
 
 def _write_part(folder: Path, stem: str, tensors: Mapping[str, Any], data: Any) -> None:

@@ -10,12 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from burnish.checkpoint.shards import Shards
 from burnish.checkpoint.snapshot import rng_state, set_rng_state
 from burnish.config.errors import Problem
-from burnish.loop.types import Stateful
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that a checkpoint can hold. Its dict may nest, and hold tensors, numbers, strings, lists and None."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], /) -> Any: ...
+
+
+class ModelPart(Stateful, Protocol):
+    """The weights as the part of a checkpoint called "model"."""
+
+    file_stem: str  # "model" or "adapter_model"
 
 
 def _plainly_missing(folder: Path, name: str, stem: str) -> Problem:

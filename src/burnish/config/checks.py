@@ -8,9 +8,10 @@ A component registers a function of the options, under any name, beside the opti
     @notes
     def engine_notes(options: EngineOptions) -> list[str]: ...
 
-``run/plan/plan.py`` calls every registered function for every run, before data or weights are read. A check returns what is
-wrong; a note is a sentence about an option without effect, or about a choice that was made for the user. Functions are
-registered when their module is imported, so a third-party package registers its own in the module of its entry point.
+``run/plan/plan.py`` calls every registered function for every run, before data or weights are read. A check returns
+what is wrong; a note is a sentence about an option without effect, or about a choice that was made for the user.
+Functions are registered when their module is imported, so a third-party package registers its own in the module of its
+entry point.
 """
 
 from collections.abc import Callable, Iterable

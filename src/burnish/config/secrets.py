@@ -1,9 +1,8 @@
 """Tokens, keys and passwords: known here once they are given, so that none is ever printed or written.
 
-An option that holds one is declared with ``is_secret`` (``config/options.py``); its value is kept out of what is shown by
-name. ``without_secrets`` is the second line of defence: every text passes it on its way to a terminal, a log or a
-traceback, and the values of secret options and of environment variables with a secret's name are replaced wherever
-they occur.
+An option that holds one is declared with ``is_secret`` (``config/options.py``); its value is kept out of what is
+shown by name. ``without_secrets`` is the second line of defence: every text passes it on its way to a terminal, a log
+or a traceback. The values of secret options and of environment variables with a secret's name are masked in it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""``burnish demo``: the bundled model and data, and the command that trains on them."""
+"""``burnish demo``: the bundled model and data, and the command that trains on them.
+
+Begin with ``command.py``.
+"""

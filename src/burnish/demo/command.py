@@ -21,7 +21,7 @@ from burnish.report.console import note
 from burnish.run.plan.config_files import read_config, split_arguments
 from burnish.run.plan.plan import Plan, plan
 
-CARRIED = Path(__file__).parents[1] / "demo"
+CARRIED = Path(__file__).parent
 SHOWN = 6
 """Held-out questions printed with their answers."""
 

@@ -1,1 +1,4 @@
-"""What a run will do, before it starts: as text and as JSON."""
+"""``burnish explain``, a dry run: the steps, memory, patches and examples of a run, as text and as JSON.
+
+Begin with ``explain.py``.
+"""

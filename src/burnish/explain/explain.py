@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any
 
-from burnish.checkpoint.checkpoint import Checkpoints, load_state, output_folder
+from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.config.secrets import BLOTTED
 from burnish.data.batches.batching import answers_of, collate_prefix_sharing, packs_rows
 from burnish.data.batches.stream import num_tokens, order_of, share_of_waiting
@@ -19,6 +19,7 @@ from burnish.data.rows.row_set import ListedRows, RowSet
 from burnish.explain.model import model_section
 from burnish.explain.view import Line, Sample, Section, show
 from burnish.loop.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
+from burnish.loop.state import load_state
 from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.models.load import meta_model
 from burnish.parallel.options import device_of

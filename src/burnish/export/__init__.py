@@ -1,1 +1,4 @@
-"""Exports of a trained model: merged, quantized, GGUF, with a Modelfile for Ollama."""
+"""``burnish export``: merge a model and its adapters, quantize it, write GGUF and a Modelfile for Ollama.
+
+Begin with ``export.py``.
+"""

@@ -1,6 +1,5 @@
-"""The loop and its nouns. Imports torch, safetensors and the standard library only.
+"""The training loop and its types. Imports torch, numpy and the standard library only.
 
-In: an assembled ``Run``. Out: trained weights, a state, checkpoints, events. Begin with
-``loop.py``, which is the whole of training; ``types.py`` has the nouns, ``run.py`` the parts, ``checkpoint.py`` what
-outlives the process, ``options.py`` how every option is declared.
+In: a model, an objective, a stream of batches. Out: trained weights, a state, events. Begin with ``loop.py``, which is
+the whole of training; ``types.py`` has the types, ``state.py`` the position of a run.
 """

@@ -179,12 +179,13 @@ class CallbackHandler:
                 found.append(kind.__name__)
         return found
 
-    def foreign_callbacks(self, event: str) -> list[str]:
-        """The names among ``listeners`` of callbacks that were not written by burnish."""
+    def foreign_callbacks(self, event: str | None) -> list[str]:
+        """Names of callbacks that burnish did not write and that act on ``event`` (on any event for None)."""
         ours = {
             type(callback).__name__ for callback in self.callbacks if type(callback).__module__.startswith("burnish.")
         }
-        return [name for name in self.listeners(event) if name not in ours]
+        events = EVENTS if event is None else (event,)
+        return [name for each in events for name in self.listeners(each) if name not in ours]
 
     def state_dict(self) -> dict[str, Any]:
         """``{class name: {"args": ..., "attributes": ...}}`` of the callbacks that keep a state (transformers'

@@ -35,7 +35,7 @@ from burnish.checkpoint.checkpoint import Checkpoints, load, load_part
 from burnish.checkpoint.parts import Part, parts_of
 from burnish.config.errors import NonFiniteError
 from burnish.config.options import option
-from burnish.core.rollout import RolloutBuffer
+from burnish.loop.rollout import RolloutBuffer
 from burnish.loop.best import BestChoices, deciding_metric, remember_best
 from burnish.loop.events import CallbackHandler
 from burnish.loop.meter import Clock, Meter, Totals
@@ -44,7 +44,7 @@ from burnish.loop.protocols import Engine, EvalSet, Objective, Stream
 from burnish.loop.schedule import schedule_of
 from burnish.loop.spikes import SpikeChoices, SpikeWatch
 from burnish.loop.state import keeping_plan
-from burnish.loop.types import Batch, Loss, ModelPart, Stateful, StepBatch
+from burnish.loop.types import Batch, Loss, StepBatch
 from burnish.utils.work import watched
 
 

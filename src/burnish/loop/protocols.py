@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from burnish.loop.types import Batch, Loss, Stateful, StepBatch
+from burnish.checkpoint.parts import Stateful
+from burnish.loop.types import Batch, Loss, StepBatch
 
 if TYPE_CHECKING:
     import torch

@@ -126,3 +126,8 @@ class TrainerControl:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+
+
+def load_state(folder: Path) -> TrainerState:
+    """Read the state of the run at the time that the checkpoint ``folder`` was written."""
+    return TrainerState.load_from_json(str(folder / STATE_NAME))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from burnish.config.errors import UserError
 
@@ -194,17 +194,3 @@ class Loss:
     total: Tensor  # () sum over items, in nats
     sums: Mapping[str, Metric] = field(default_factory=dict)  # metric -> its sum, and the count that divides it
     outputs: Any = None  # numbers of each row that an evaluation keeps beside the loss, such as rewards
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that a checkpoint can hold. Its dict may nest, and hold tensors, numbers, strings, lists and None."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any], /) -> Any: ...
-
-
-class ModelPart(Stateful, Protocol):
-    """The weights as the part of a checkpoint called "model"."""
-
-    file_stem: str  # "model" or "adapter_model"

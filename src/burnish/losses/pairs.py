@@ -19,13 +19,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from burnish.checkpoint.parts import Stateful
 from burnish.config.errors import UserError
 from burnish.kernels.elementwise import rounding_as_trained
 from burnish.kernels.probe import Fitted, Head, causal_lm, find_head, makes_some_logits
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.modes import evaluating
 from burnish.loop.protocols import Engine
-from burnish.loop.types import Batch, Example, Loss, Metric, Row, Stateful, Sum
+from burnish.loop.types import Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.lm import (
     ROUTER_WITHOUT_GRADIENT,

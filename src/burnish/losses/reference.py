@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from burnish.checkpoint.parts import Stateful
 from burnish.config.errors import UserError
 from burnish.loop.protocols import Engine
-from burnish.loop.types import Stateful
 
 
 class Reference(Protocol):

@@ -3,7 +3,8 @@
 ``optim: adamw_torch`` and the like are transformers' names. A member of the family is a function
 ``(groups, options) -> torch.optim.Optimizer``; ``groups`` are torch's parameter groups, with names and weight decay,
 and with ``lr`` where a learning rate is not the run's. Its ``state_dict`` holds tensors and plain data only, as a
-checkpoint requires (checkpoint/snapshot.py). Traits of a member: ``library``, the library that it needs; ``refused``, why a
+checkpoint requires (checkpoint/snapshot.py).
+Traits of a member: ``library``, the library that it needs; ``refused``, why a
 name that transformers knows is not here, and what to use instead; ``leaves_out``, the fields of ``OptimOptions`` that
 it does not read; ``switch``, the option of its own that asks for it (``when``); ``reads_model``: it is called with the
 model too.

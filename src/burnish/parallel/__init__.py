@@ -1,3 +1,5 @@
-"""Engines: processes, devices, precision, memory. In: a module, an optimizer, losses. Out: the same on their
-devices, gradients, updates. Begin with ``base.py``: plain torch on one device, the reference for every other engine.
+"""Processes, devices, precision and memory of a run.
+
+In: a module, an optimizer, losses. Out: the same on their devices, gradients, updates. Begin with ``single.py``: plain
+torch on one device, the reference for every other kind.
 """

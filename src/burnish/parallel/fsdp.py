@@ -29,10 +29,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 from torch.utils._pytree import register_pytree_node
 
-from burnish.checkpoint.parts import Part
+from burnish.checkpoint.parts import Part, Stateful
 from burnish.checkpoint.shards import Piece, Scattered
 from burnish.config.errors import UserError, did_you_mean
-from burnish.loop.types import Loss, Stateful
+from burnish.loop.types import Loss
 from burnish.parallel.choices import EngineChoices
 from burnish.parallel.fsdp_settings import FsdpSettings, fsdp_settings
 from burnish.parallel.multi_process import ParallelEngine, with_weights

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from burnish.checkpoint.parts import Part
-from burnish.loop.types import Batch, Stateful
+from burnish.checkpoint.parts import Part, Stateful
+from burnish.loop.types import Batch
 from burnish.parallel.checkpointing import checkpoint_activations
 from burnish.parallel.choices import EngineChoices
 from burnish.parallel.memory import keep_few_kernels, keep_freed_memory

@@ -20,7 +20,7 @@ import torch
 
 from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines
 from burnish.adapters.lora import learning_rates
-from burnish.app.run_loop import RunLoop
+from burnish.run.loop import RunLoop
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget

@@ -1,4 +1,5 @@
-"""The compatible face: ``Trainer``, ``Seq2SeqTrainer``, ``SFTTrainer``, ``DPOTrainer`` and its kin, their arguments:
-the names, defaults and behaviour of transformers and TRL, on burnish's loop. Begin with ``trainer.py``; ``arguments``
-holds the arguments, ``sft`` supervised fine-tuning, ``preferences`` learning from preferences.
+"""The compatible classes: ``Trainer``, ``Seq2SeqTrainer``, ``SFTTrainer``, ``DPOTrainer`` and TRL's others.
+
+Names, defaults and behaviour are those of transformers and TRL; the loop is burnish's. Begin with ``trainer.py``;
+``arguments`` holds the arguments, ``trl`` supervised fine-tuning and preference optimization.
 """

@@ -31,14 +31,14 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import can_return_loss, logging
 
-from burnish.checkpoint.checkpoint import Checkpoints, load_state
+from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.errors import is_out_of_memory
-from burnish.hf.loop import TrainerLoop
+from burnish.trainer.loop import TrainerLoop
 from burnish.kernels.probe import Fitted
 from burnish.loop.loop import TrainOutput, set_optimizer_mode
 from burnish.loop.protocols import Objective
 from burnish.loop.schedule import StepPlan
-from burnish.loop.state import TrainerControl, TrainerState
+from burnish.loop.state import TrainerControl, TrainerState, load_state
 from burnish.loop.types import Batch, Loss
 from burnish.optim.builtin import create_optimizer, create_scheduler
 from burnish.parallel.create import create_engine

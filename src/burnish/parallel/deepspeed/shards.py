@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from burnish.checkpoint.parts import Stateful
 from burnish.checkpoint.shards import Piece
 from burnish.checkpoint.snapshot import named_once
 from burnish.config.errors import UserError
-from burnish.loop.types import Stateful
 
 
 class Stretch(NamedTuple):

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.checkpoint.checkpoint import Checkpoints, load_state, others_beside, output_folder
+from burnish.checkpoint.checkpoint import Checkpoints, others_beside, output_folder
 from burnish.checkpoint.comparison import compare_fingerprints, compare_with_checkpoint
 from burnish.checkpoint.manifest import faults, read_manifest
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
 from burnish.loop.schedule import StepPlan
-from burnish.loop.state import STATE_NAME, TrainerState
+from burnish.loop.state import STATE_NAME, TrainerState, load_state
 from burnish.report.pace import counted
 from burnish.report.results import write_whole
 from burnish.run.plan.checks import FINISHED_NAME, trains

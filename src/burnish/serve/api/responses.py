@@ -65,7 +65,7 @@ class Delta:
 
 
 class DeltaReader(Protocol):
-    """Text of ids: pieces into a delta. ``inference/replies/replies.py`` reads; ``serve/api/served.py`` puts it into these words."""
+    """Decodes ids into a delta. ``inference/replies`` reads them; ``served.py`` converts them to these types."""
 
     def take(self, token: int, delta: Delta) -> bool:
         """Read one id. Returns true where the answer ends here: a stop string came."""

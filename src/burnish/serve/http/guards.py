@@ -43,7 +43,7 @@ _CORS = (
 _READ_ON = frozenset({401, 404, 405, 413, 415, 503})
 MOST_DISCARDED = 32 * 2**20
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-log = logging.getLogger("burnish.wire")
+log = logging.getLogger("burnish.serve.http")
 
 
 @dataclass(frozen=True)

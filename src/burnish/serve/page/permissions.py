@@ -1,8 +1,8 @@
 """Values of options that a visitor may set: one check for everything that the page plans or starts.
 
 In: raw values, from the form, the queue or a run's ``run.yaml``, and the fields that the planner describes
-(``field_of`` in ``serve/page/planner_process.py``), which carry the flags of each option's declaration. Values are read as a run reads
-them, then checked: no risky option, no secret, no place outside the roots.
+(``field_of`` in ``serve/page/planner_process.py``), which carry the flags of each option's declaration. Values are
+read as a run reads them, then checked: no risky option, no secret, no place outside the roots.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from burnish.checkpoint.parts import Stateful
 from burnish.checkpoint.snapshot import split
-from burnish.loop.types import Stateful
 from burnish.trainer import notes
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from burnish.adapters.base import load_whole_state, whole_state
-from burnish.checkpoint.checkpoint import load_state
 from burnish.config.errors import UserError
 from burnish.loop.loop import Loop
+from burnish.loop.state import load_state
 from burnish.utils.tensor_files import read_header
 
 
