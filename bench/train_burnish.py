@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # as the command line does, before anything is imported
+gc.set_threshold(100_000, 50, 100)  # as the command line does, before anything is imported
 
 import sys
 import time
@@ -33,7 +33,6 @@ from burnish.run.build import build_loop
 from burnish.run.plan.config_files import merge, read_arguments
 from burnish.run.plan.plan import aliases, plan
 from burnish.run.prepare import prepare
-from burnish.utils.collection import collect_from_here
 
 
 class Stopwatch:
@@ -108,7 +107,6 @@ def run(material: Path, output: str, words: list[str]) -> None:
             (made.optimizer, "zero_grad"),
         ):  # fmt: skip
             setattr(owner, name, watch.around(getattr(owner, name)))
-        collect_from_here()
         begin = time.process_time()
         made.train()
         loop_share = 1 - watch.seconds / (time.process_time() - begin)

@@ -1,4 +1,4 @@
-"""Shared by all tests: few threads, no network, a place for the files that only a checkout beside the data has."""
+"""Shared by all tests: few threads, no network, models and data sets."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 import pytest
 import torch
 
-SHARED = Path(__file__).parents[2] / "shared"
+GOLDEN = Path(__file__).parent / "golden"
 
 BEGINS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
 of_now: list[pytest.Item] = []
@@ -97,7 +97,6 @@ def library_log(
 
 
 @pytest.fixture
-def shared() -> Path:
-    if not SHARED.is_dir():
-        pytest.skip("the shared data and golden rows are not beside this checkout")
-    return SHARED
+def golden_folder() -> Path:
+    """The folder of rows, numbers and data sets of other programs; its README says where each comes from."""
+    return GOLDEN

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from math import ceil
 from pathlib import Path
 from types import FrameType
@@ -22,12 +23,14 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+import burnish
 from burnish.adapters.lora_fit import read_adapter_config as read_adapter
 from burnish.checkpoint.manifest import faults
 from burnish.config.errors import UserError
 from burnish.config.options import Given, specs
-from burnish.data.chat.bounds import refuse_excess
-from burnish.data.chat.tools.tools import ToolError, describe_tools, read_calls, read_tools
+from burnish.data.chat.rendering import Conversation, render
+from burnish.data.chat.tools.tool_formats import describe_tools
+from burnish.data.chat.tools.tools import ToolError, read_calls, read_tools
 from burnish.data.reading.files import read_records
 from burnish.data.rows.store import read_rows_manifest
 from burnish.data.sets.dataset_info import find_sources
@@ -95,6 +98,17 @@ def _calls(text: str) -> None:
     read_calls(text, ("<think>", "</think>"), ("<tool_call>", "</tool_call>"))
 
 
+@cache
+def _tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(Path(burnish.__file__).parent / "demo" / "model")
+
+
+def _template(text: str) -> None:
+    render(_tokenizer(), [Conversation([{"role": "user", "content": "x"}])], text)
+
+
 def _tools(text: str, name: str) -> None:
     read_tools(text)
     describe_tools(text, name)
@@ -141,7 +155,7 @@ READERS: dict[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], ...]
     "options": (_options, (OPTIONS,)),
     "records": (_records, (BYTES, st.sampled_from([".json", ".jsonl", ".csv", ".txt", ".parquet", ".arrow"]))),
     "dataset_info": (_info, (st.one_of(BYTES, keyed("a"), DATA_SETS),)),
-    "templates": (refuse_excess, (JINJA,)),
+    "templates": (_template, (JINJA,)),
     "tool calls": (_calls, (st.one_of(CALL, TEXT),)),
     "tools": (_tools, (st.one_of(TOOLS, TEXT), st.sampled_from(["default", "qwen", "glm4", "llama3", "mistral"]))),
     "manifests": (_manifest, (BYTES,)),

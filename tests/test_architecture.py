@@ -72,10 +72,11 @@ DOORS = {
         "report/trackers.py",
         "demo/command.py",
         "inference/cache.py",
+        "data/chat/render_worker.py",
     },
     "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
     "gptqmodel": {"models/quantization/export.py"},
-    "bitsandbytes": {"models", "optim", "kernels/quantized.py"},
+    "bitsandbytes": {"models", "optim"},
     "yaml": {"run/plan/config_files.py", "data/chat/choose.py", "models/tokens.py"},
     "rich": {"explain/view.py", "report"},
     "matplotlib": {"report"},
@@ -88,9 +89,7 @@ DOORS = {
     "uvicorn": {"serve/http/server.py"},
     "h11": {"serve/http/relay.py"},
     "jinja2": {
-        "data/chat/bounds.py",
-        "data/chat/answers.py",
-        "trainer/trl/sft/rows.py",
+        "data/chat/tools/tool_formats.py",
         "serve/api/prompts.py",
         "serve/page/app.py",
     },
@@ -390,6 +389,7 @@ ELSEWHERE = {
     "models/generate.py": "a subclass of transformers' cache, made there",
     "optim/bnb.py": "a function made there gets its docstring",
     "run/recovery/resume.py": "a schedule continues with another learning rate",
+    "utils/activity.py": "an exception carries the activity that it interrupted",
 }
 """Files that set something on an object which no name above says to be burnish's, and why that is no patch."""
 

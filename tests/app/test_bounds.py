@@ -2,8 +2,9 @@
 circle. Each is answered within seconds, by a sentence."""
 
 import faulthandler
+import io
+import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,14 +13,14 @@ from typing import Any
 
 import pytest
 
+import burnish
 from bad_inputs import OPTIONS, change, files, told, write
 from burnish import cli
-from burnish.config.errors import UserError
-from burnish.data.chat import bounds
 from burnish.data.tokens.encoder import Encoder
 from few import few
 from template_cases import byte_tokenizer
 
+MODEL = str(Path(burnish.__file__).parent / "demo" / "model")
 RUN = "".join(f"{name}: {value}\n" for name, value in OPTIONS.items())
 
 
@@ -72,36 +73,40 @@ def test_a_chat_template_of_loops_within_loops(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("loops.jinja").write_text(LOOPS, encoding="utf-8")
-    monkeypatch.setattr("burnish.data.chat.answers.within", lambda: bounds.within(0.5))
-    assert "the chat template did not come to an end within 0.5 s" in refused(capsys, "template=loops.jinja")
+    monkeypatch.setattr("burnish.data.chat.rendering.RENDERING_S", 0.5)
+    assert "the chat template did not finish within 0.5 s" in refused(capsys, "template=loops.jinja")
 
 
 @pytest.mark.parametrize("term", ["'a' * 99999999999", "2 ** 99999999", "99999999999 * 'a'", "'a' * 9999999 * 9999999"])
 def test_a_chat_template_that_fills_the_memory(
-    term: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+    term: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("burnish.data.chat.rendering.RENDERING_S", 1)
     text = (
         "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}{% generation %}{% endgeneration %}{{ TERM }}"
     )
     Path("large.jinja").write_text(text.replace("TERM", term), encoding="utf-8")
     err = refused(capsys, "template=large.jinja")
-    assert "of the chat template computes" in err
+    assert "chat template" in err
     assert "per_device_train_batch_size" not in err
 
 
-def for_ever() -> None:
-    with bounds.within(0.05):
-        while True:
-            pass
+def test_a_chat_at_a_terminal_and_the_page_stop_a_chat_template_of_loops(
+    user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loops over what is typed alone, so the model loads."""
+    from burnish.serve.page.planner_process import planner
 
-
-def test_a_bound_on_time_leaves_no_alarm_behind() -> None:
-    with pytest.raises(UserError, match="did not come to an end"):
-        for_ever()
-    with bounds.within(0.05):
-        pass
-    time.sleep(0.06)
-    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    monkeypatch.setattr("burnish.data.chat.rendering.RENDERING_S", 0.5)
+    text = LOOPS.replace("{% for a", "{% if 'loop' in messages[0]['content'] %}{% for a", 1) + "{% endif %}"
+    Path("loops.jinja").write_text(text, encoding="utf-8")
+    assert cli.main(["chat", MODEL, "template=loops.jinja", "--once", "loop"]) == 2
+    assert "the chat template did not finish within 0.5 s" in told(capsys)[1]
+    Path("loops.jinja").write_text(LOOPS, encoding="utf-8")
+    values = {"model_name_or_path": MODEL, "dataset": "rows", "output_dir": "out", "template": "loops.jinja"}
+    asked, answered = io.StringIO(json.dumps({"id": 1, "values": values}) + "\n"), io.StringIO()
+    planner(asked, answered)
+    assert "the chat template did not finish within 0.5 s" in answered.getvalue()
 
 
 ODD: dict[str, Any] = {

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -380,9 +381,9 @@ def test_packs_that_lie_flat_are_said_to_spare_tokens_as_rows_are(made: Any) -> 
 def test_a_system_that_does_not_tell_its_memory_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     from burnish.run.plan.resources import available_memory
 
-    def read_text(path: Path, *arguments: Any, **named: Any) -> str:
-        raise FileNotFoundError(2, "No such file or directory", str(path))
+    def unknown() -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
 
-    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(psutil, "virtual_memory", unknown)
     assert available_memory(plan({"use_cpu": Given(True), "output_dir": Given("o"), "model_name_or_path": Given("m"),
                                   "dataset": Given("d")}).options) == 0  # fmt: skip

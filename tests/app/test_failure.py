@@ -12,7 +12,9 @@ import torch
 from burnish.cli import main
 from burnish.config.errors import NonFiniteError, Problem, UserError
 from burnish.run.plan.memory import Formats
+from burnish.run.recovery import failure
 from burnish.run.recovery.failure import TRACEBACK_NAME, explain_failure
+from burnish.utils.activity import Activity, doing, interrupted_by
 from burnish.utils.files import error_number
 from small_run import as_words, make_user
 
@@ -218,6 +220,20 @@ def test_out_of_memory_says_by_what_and_which_setting_helps(tmp_path, monkeypatc
     assert f"Out of memory {by}" in said
     assert "4.0 TiB more were needed" in said
     assert helps in said
+
+
+@pytest.mark.parametrize("activity", Activity)
+def test_the_advice_depends_on_the_declared_activity_and_on_no_function(capsys, activity):
+    def renamed():
+        with doing(Activity.EVALUATE), doing(activity, {"input_ids": torch.zeros(2, 3)}):
+            return bytearray(2**60)
+
+    error = raised(renamed)
+    assert interrupted_by(error) == (activity, 6)
+    when, helps = failure._ADVICE[activity]
+    text = " ".join(told(capsys, error)[1].split())
+    assert f"Out of memory {when} of 6 tokens" in text
+    assert helps in text
 
 
 def test_python_out_of_memory_is_memory_too(capsys):

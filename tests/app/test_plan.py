@@ -137,8 +137,8 @@ def test_no_option_is_called_absent() -> None:
     assert not sorted({*ABSENT, *NO_EFFECT} & set(claimed))
 
 
-def test_every_name_of_the_peers_is_known_or_refused_by_name(shared: Path) -> None:
-    lists = json.loads((shared / "spec" / "arguments.json").read_text(encoding="utf-8"))
+def test_every_name_of_the_peers_is_known_or_refused_by_name(golden_folder: Path) -> None:
+    lists = json.loads((golden_folder / "peer_arguments.json").read_text(encoding="utf-8"))
     names = [entry["name"] for entries in lists.values() if isinstance(entries, list) for entry in entries]
     assert "gradient_accumulation_steps" in names
     assert not [name for name in names if name not in {**specs(RunOptions), **aliases(), **ABSENT, **NO_EFFECT}]

@@ -1,18 +1,15 @@
 """The start of a command: what it loads and leaves out before it does what it was asked for."""
 
-import gc
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from burnish.utils.collection import collect_from_here, without_collection
 from small_run import make_user
 
 pytestmark = pytest.mark.run
@@ -24,7 +21,7 @@ NEVER_NEEDED = {
 }  # fmt: skip
 """A full training of local JSON reaches its end without these. What transformers imports for any model is not ours."""
 
-# The command line in a process of its own; what it has loaded, and how the search for garbage stood in the training.
+# The command line in a process of its own; the modules that it loaded, and the garbage collector in training.
 AS_COMMAND = """
 import gc, json, sys
 from burnish.cli import command
@@ -33,7 +30,7 @@ if sys.argv[2] == "watched":
     from burnish.run.recovery import spikes
     train = spikes.train
     def watched(*given):
-        found.update(enabled=gc.isenabled(), frozen=gc.get_freeze_count())
+        found.update(enabled=gc.isenabled(), threshold=gc.get_threshold()[0])
         return train(*given)
     spikes.train = watched
 found.update(status=command(["train", sys.argv[1]]), loaded=sorted(sys.modules))
@@ -58,34 +55,11 @@ def test_a_full_training_loads_no_library_that_it_does_not_use(tmp_path: Path) -
     assert found["status"] == 0
     assert "transformers.models.llama.modeling_llama" in found["loaded"]
     assert not NEVER_NEEDED & set(found["loaded"])
-    assert found["enabled"], "a training makes garbage, which is searched for"
-    assert found["frozen"] > 100_000, "but not among what was imported"
+    assert found["enabled"], "a training makes garbage, which is collected"
+    assert found["threshold"] == 100_000, "but seldom"
 
 
 def test_a_misspelled_option_does_not_wait_for_transformers(tmp_path: Path) -> None:
     found = loaded_by(tmp_path, {**make_user(tmp_path), "learning_rat": 1})
     assert found["status"] == 2
     assert not {"transformers", "datasets"} & set(found["loaded"])
-
-
-@pytest.fixture
-def searching() -> Iterator[None]:
-    gc.enable()
-    yield
-    gc.enable()
-    gc.unfreeze()
-
-
-def test_a_program_that_calls_burnish_keeps_its_search_for_garbage(searching: None) -> None:
-    frozen = gc.get_freeze_count()
-    collect_from_here()
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen
-
-
-def test_what_stands_when_the_search_begins_is_not_searched(searching: None) -> None:
-    with without_collection():
-        assert not gc.isenabled()
-        collect_from_here()
-        assert gc.isenabled()
-        assert gc.get_freeze_count() > 0

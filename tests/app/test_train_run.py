@@ -191,7 +191,7 @@ def test_a_budget_below_the_longest_row_is_refused_with_that_length(tmp_path, ca
     assert not (tmp_path / "out").exists()
 
 
-def test_real_files_of_four_kinds_train_together(tmp_path, shared):
+def test_real_files_of_four_kinds_train_together(tmp_path, golden_folder):
     given = make_user(tmp_path)
     info = {
         "en": {"file_name": "alpaca_en_demo.json"}, "zh": {"file_name": "alpaca_zh_demo.json"},
@@ -202,7 +202,7 @@ def test_real_files_of_four_kinds_train_together(tmp_path, shared):
     folder = tmp_path / "sets"
     folder.mkdir()
     for entry in info.values():
-        (folder / entry["file_name"]).symlink_to(shared / "data" / entry["file_name"])
+        (folder / entry["file_name"]).symlink_to(golden_folder / "sets" / entry["file_name"])
     (folder / "dataset_info.json").write_text(json.dumps(info))
     given |= {
         "dataset_dir": str(folder),

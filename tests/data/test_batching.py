@@ -33,8 +33,8 @@ def row(start, length, prompt=1):
     return {"input_ids": ids, "labels": [IGNORE_INDEX] * prompt + ids[prompt:]}
 
 
-def golden(shared, name):
-    cases = json.loads((shared / "spec" / "golden" / "truncation_packing_pretrain.json").read_text())
+def golden(folder, name):
+    cases = json.loads((folder / "truncation_packing_pretrain.json").read_text())
     return [case for case in cases if case["fn"] == name]
 
 
@@ -99,8 +99,8 @@ def test_loss_weights_follow_their_tokens_and_are_one_where_a_row_has_none():
 # --- packs ------------------------------------------------------------------------------------------------------------
 
 
-def test_known_answers_of_packing_by_size(shared):
-    for case in golden(shared, "greedy_knapsack"):
+def test_known_answers_of_packing_by_size(golden_folder):
+    for case in golden(golden_folder, "greedy_knapsack"):
         lengths, capacity = case["args"]
         packs = [[lengths[index] for index in chosen] for chosen in pack_best_fit(lengths, capacity)]
         assert packs == case["out"]
@@ -143,9 +143,13 @@ def test_wrapped_packs_hold_the_whole_text_and_remember_where_documents_begin():
     assert len(pack(rows, 6, "wrapped", drop_incomplete=True)) == 2
 
 
-def test_pretraining_blocks_are_those_of_llama_factory(shared):
-    whole = {case["template"]: case["out"]["input_ids"] for case in golden(shared, "pretrain") if not case["packing"]}
-    blocks = {case["template"]: case["out"]["input_ids"] for case in golden(shared, "pretrain") if case["packing"]}
+def test_pretraining_blocks_are_those_of_llama_factory(golden_folder):
+    whole = {
+        case["template"]: case["out"]["input_ids"] for case in golden(golden_folder, "pretrain") if not case["packing"]
+    }
+    blocks = {
+        case["template"]: case["out"]["input_ids"] for case in golden(golden_folder, "pretrain") if case["packing"]
+    }
     for template, expected in blocks.items():
         size = len(expected[0])
         # The rows that were not packed are cut at cutoff_len; what is missing of the second is in the block.
@@ -155,8 +159,8 @@ def test_pretraining_blocks_are_those_of_llama_factory(shared):
         assert [p["input_ids"] for p in made] == expected
 
 
-def test_packs_are_as_few_as_those_of_llama_factory_and_hold_the_same_rows(shared):
-    for case in golden(shared, "packed"):
+def test_packs_are_as_few_as_those_of_llama_factory_and_hold_the_same_rows(golden_folder):
+    for case in golden(golden_folder, "packed"):
         if not case["neat"]:
             continue
         theirs = list(zip(case["out"]["input_ids"], case["out"]["attention_mask"], strict=True))

@@ -245,7 +245,7 @@ def test_a_template_from_a_jinja_file_is_used_and_saved(tmp_path):
 @pytest.mark.parametrize(
     ("file", "why"),
     [
-        ("{% for m in messages %}{{ m.content }", "Line 1 of the chat template is not Jinja"),
+        ("{% for m in messages %}{{ m.content }", "Line 1 of the chat template is not valid Jinja"),
         ("{% for m in messages %}{{ m.content | shout }}{% endfor %}", "No filter named 'shout'"),
         ("{% for m in messages %}{{ say(m) }}{% endfor %}", "'say' is undefined"),
         ("{% for m in messages %}{{ m.content.index('zz') }}{% endfor %}", "substring not found"),

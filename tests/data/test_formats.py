@@ -286,9 +286,9 @@ def test_a_format_is_one_function(monkeypatch, tmp_path):
     assert "solution" in refusal(dataset=str(write(tmp_path / "b.json", [{"riddle": "?"}])), formatting="riddle")
 
 
-def test_golden_conversations_are_read_as_llama_factory_reads_them(shared):
+def test_golden_conversations_are_read_as_llama_factory_reads_them(golden_folder):
     """The turns that its converters give; what is out of order it drops there, and the template here."""
-    cases = json.loads((shared / "spec" / "golden" / "conversations.json").read_text(encoding="utf-8"))
+    cases = json.loads((golden_folder / "conversations.json").read_text(encoding="utf-8"))
     for case in cases:
         record, is_alpaca = case["record"], case["formatting"] == "alpaca"
         columns = ALPACA if is_alpaca else {"messages": "conversations", "tools": "tools", "system": "system"}

@@ -205,7 +205,9 @@ def test_a_budget_keeps_the_items_of_each_step_and_no_micro_batch_is_above_it(pa
 
 def test_a_budget_puts_the_rows_of_several_micro_batches_together_where_they_fit():
     groups = list(
-        RowStream(range(12), collate, StepPartition(1, 6, budget=Budget(20, False)), seed=7, lengths=[5] * 12).step_batches()
+        RowStream(
+            range(12), collate, StepPartition(1, 6, budget=Budget(20, False)), seed=7, lengths=[5] * 12
+        ).step_batches()
     )
     assert [len(group.batches) for group in groups] == [2, 2]
 

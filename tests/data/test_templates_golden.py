@@ -1,4 +1,4 @@
-"""The rows that LLaMA-Factory makes of the same records, token for token (shared/spec/golden)."""
+"""The rows that LLaMA-Factory makes of the same records, token for token (tests/golden)."""
 
 import json
 from collections import defaultdict
@@ -15,8 +15,7 @@ from burnish.loop.types import Example, Message
 from few import few
 from template_cases import FEW_TEMPLATES, chat_of, template_options
 
-GOLDEN = Path(__file__).parents[2].parent / "shared" / "spec" / "golden"
-pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="the golden rows are not beside this checkout")
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "function", "observation": "observation"}
 # No golden row is exempt: of what LLaMA-Factory is known to do wrong, the rows show only that template "empty" trains
@@ -54,15 +53,14 @@ def examples():
 
 
 def special_tokens():
-    return json.loads((GOLDEN / "special_tokens.json").read_text(encoding="utf-8")) if GOLDEN.exists() else {}
+    return json.loads((GOLDEN / "special_tokens.json").read_text(encoding="utf-8"))
 
 
 def golden_rows():
     rows = defaultdict(list)
-    if GOLDEN.exists():
-        for line in (GOLDEN / "sft_rows.jsonl").read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            rows[row["template"]].append(row)
+    for line in (GOLDEN / "sft_rows.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        rows[row["template"]].append(row)
     return rows
 
 
@@ -90,7 +88,7 @@ def test_a_named_template_gives_the_golden_rows(name, rows):
 
 def test_the_table_is_llamafactorys_but_for_two_faults():
     """phi_small's prefix names a token that LLaMA-Factory never writes; granite4's observation lacks a header's end."""
-    theirs = json.loads((GOLDEN.parent / "templates.json").read_text(encoding="utf-8"))
+    theirs = json.loads((GOLDEN / "peer_templates.json").read_text(encoding="utf-8"))
     kinds = {"bos_token": "bos", "eos_token": "eos"}
 
     def slots(row):

@@ -10,7 +10,8 @@ import pytest
 
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.table import table
-from burnish.data.chat.tools.tools import TOOL_FORMATS, Call
+from burnish.data.chat.tools.tool_calls import Call
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 from burnish.data.tally import Tally
 from burnish.loop.types import Example, Message
 from few import few

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from jinja2 import Environment
 
 from burnish.config.errors import UserError
 from burnish.data.chat.choose import fit_tokenizer, load_template
-from burnish.data.chat.tools.tool_jinja import MACROS, calls_in_jinja, tools_in_jinja
-from burnish.data.chat.tools.tools import TOOL_FORMATS, Call, ToolError, describe_tools, read_calls
+from burnish.data.chat.tools.tool_calls import Call
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, describe_tools, exact_jinja
+from burnish.data.chat.tools.tools import ToolError, read_calls
 from burnish.data.tally import Tally
 from burnish.loop.types import Example, Message
 from template_cases import CALL, CALLS, TOOLS, WEATHER, byte_tokenizer, example, template_options
@@ -73,19 +73,20 @@ def test_formats_that_name_each_argument_read_arguments_that_came_as_text(name):
         written([Call("f", [1])])
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS.names())
-def test_jinja_writes_what_python_writes(name):
-    environment = Environment(autoescape=False)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = lambda message: pytest.fail(message)
-    tools, calls = (environment.from_string(MACROS + write(name)) for write in (tools_in_jinja, calls_in_jinja))
+@pytest.mark.parametrize("name", [*TOOL_FORMATS.names(), "phi4_mini"])
+def test_a_chat_template_of_transformers_prints_what_training_prints(name):
+    row, tokenizer = TOOL_FORMATS[name], byte_tokenizer()
+
+    def rendered(source, **variables):
+        tokenizer.chat_template = exact_jinja(row.macros + source)
+        return tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False, **variables)
+
     for listed in TOOLS:
-        assert tools.render(tools=listed) == TOOL_FORMATS[name].describe(listed)
+        assert rendered(row.tools, tools=listed) == row.describe(listed)
     for turn in CALLS[: 1 if name == "glm4" else None]:
         wrapped = [{"type": "function", "function": call} for call in turn]
-        expected = TOOL_FORMATS[name].write([Call(**call) for call in turn])
-        assert calls.render(calls=turn) == expected
-        assert calls.render(calls=wrapped) == expected
+        expected = row.write([Call(**call) for call in turn])
+        assert rendered(row.calls, calls=turn) == rendered(row.calls, calls=wrapped) == expected
 
 
 def test_another_tool_format_can_be_asked_for():

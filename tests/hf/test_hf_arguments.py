@@ -18,10 +18,9 @@ from burnish.config.conversion import members
 from burnish.trainer.arguments.values import HELD_ELSEWHERE
 from hf_toy import arguments
 
-SPEC = Path(__file__).parents[2].parent / "shared" / "spec" / "arguments.json"
+SPEC = Path(__file__).parents[1] / "golden" / "peer_arguments.json"
 
 
-@pytest.mark.skipif(not SPEC.is_file(), reason="the list of transformers' fields is not beside this checkout")
 @pytest.mark.parametrize(
     ("kind", "listed"), [(TrainingArguments, "TrainingArguments"), (SFTConfig, "SFTConfig adds or changes")]
 )

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from burnish.data.chat.table import table
 from burnish.data.chat.tools.tool_calls import Call
-from burnish.data.chat.tools.tools import TOOL_FORMATS
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 from burnish.inference.replies.replies import Reply, Whole, read_whole
 from burnish.inference.replies.reply_forms import ReplyForm, form_of, opens_thought
 

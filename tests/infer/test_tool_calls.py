@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from burnish.data.chat.tools.tool_calls import CALL_READERS, Call
-from burnish.data.chat.tools.tools import TOOL_FORMATS
+from burnish.data.chat.tools.tool_calls import Call
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 
 TAGGED = {"glm4_moe", "minimax2", "qwen3_5", "seed_oss"}
 TEXTS = [
@@ -99,11 +99,11 @@ def test_what_is_no_call_is_not_read_as_one(tool_format: str, text: str) -> None
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
 def test_what_a_call_begins_with_is_known(tool_format: str) -> None:
     calls = [Call("get_weather", {"city": "x"})]
-    text, reader = TOOL_FORMATS[tool_format].write(calls).strip(), CALL_READERS[tool_format]
+    text, reader = TOOL_FORMATS[tool_format].write(calls).strip(), TOOL_FORMATS[tool_format].reader
     assert text.startswith(reader.openings_for(schema_of(calls)))
     assert text.endswith(reader.closing)
 
 
 def test_without_a_schema_a_value_that_reads_as_json_is_taken_so() -> None:
     text = TOOL_FORMATS["qwen3_5"].write([Call("f", {"a": 5, "b": "x", "c": [1]})])
-    assert CALL_READERS["qwen3_5"].read(text, {}) == [Call("f", {"a": 5, "b": "x", "c": [1]})]
+    assert TOOL_FORMATS["qwen3_5"].reader.read(text, {}) == [Call("f", {"a": 5, "b": "x", "c": [1]})]

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.cli import main
-from burnish.kernels.quantized import dense
 from burnish.models.quantization.quantize import use_kernels_that_train
 from burnish.run import build
+from dense_weights import dense
 from small_run import as_words, make_user
 
 G = 16

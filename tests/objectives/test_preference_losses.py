@@ -24,16 +24,15 @@ from burnish.losses.preference_losses import (
     wpo_weights,
 )
 
-GOLDEN = Path(__file__).parents[2].parent / "shared" / "spec" / "golden" / "preference.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "preference.json"
 PRINTED = 2e-5  # the numbers have eight digits, and were made in float32
 
 
 def golden():
-    return json.loads(GOLDEN.read_text(encoding="utf-8"))["losses"] if GOLDEN.exists() else None
+    return json.loads(GOLDEN.read_text(encoding="utf-8"))["losses"]
 
 
 NUMBERS = golden()
-needs_golden = pytest.mark.skipif(NUMBERS is None, reason="the golden numbers are not beside this checkout")
 
 
 def cases(*path):
@@ -65,7 +64,6 @@ def named(settings):
     return "-".join(str(value) for value in settings.values())[:60]
 
 
-@needs_golden
 @pytest.mark.parametrize("case", cases("trl", "dpo"), ids=lambda case: named(case["settings"]))
 def test_losses_of_pairs_are_those_of_trl(case):
     asked = case["settings"]
@@ -83,7 +81,6 @@ def test_losses_of_pairs_are_those_of_trl(case):
     assert losses.mean().item() == pytest.approx(case["loss"], rel=PRINTED)
 
 
-@needs_golden
 @pytest.mark.parametrize("case", cases("llamafactory", "dpo"), ids=lambda case: named(case["settings"]))
 def test_losses_of_pairs_are_those_of_llamafactory(case):
     asked = case["settings"]
@@ -99,7 +96,6 @@ def test_losses_of_pairs_are_those_of_llamafactory(case):
     assert losses.mean().item() == pytest.approx(case["loss"], rel=PRINTED)
 
 
-@needs_golden
 @pytest.mark.parametrize("case", cases("llamafactory", "not_to_match"), ids=lambda case: case["settings"]["pref_loss"])
 def test_losses_that_llamafactory_only_claims_are_other_numbers_here(case):
     name = {"kto_pair": "bco_pair"}.get(case["settings"]["pref_loss"], case["settings"]["pref_loss"])
@@ -107,7 +103,6 @@ def test_losses_that_llamafactory_only_claims_are_other_numbers_here(case):
     assert not torch.allclose(losses, tensor(case["losses"], dtype=torch.float64), rtol=1e-2)
 
 
-@needs_golden
 @pytest.mark.parametrize("case", cases("trl", "cpo"), ids=lambda case: named(case["settings"]))
 def test_losses_without_a_reference_are_those_of_trl(case):
     asked = case["settings"]
@@ -116,7 +111,6 @@ def test_losses_without_a_reference_are_those_of_trl(case):
     assert PAIR_LOSSES[name].of(pairs_of(), shape).tolist() == pytest.approx(case["losses"], rel=PRINTED)
 
 
-@needs_golden
 @pytest.mark.parametrize("case", cases("trl", "orpo"), ids=lambda case: named(case["settings"]))
 def test_the_ratio_of_odds_is_that_of_trl(case):
     pairs, beta = pairs_of(), case["settings"]["beta"]
@@ -125,7 +119,6 @@ def test_the_ratio_of_odds_is_that_of_trl(case):
     assert -odds_ratio_loss(pairs).mean().item() == pytest.approx(case["log_odds_ratio"], rel=PRINTED)
 
 
-@needs_golden
 @pytest.mark.parametrize("peer", ["llamafactory", "trl"])
 def test_kto_is_theirs(peer):
     rows = NUMBERS["kto_rows"]

@@ -9,14 +9,12 @@ from burnish.config.options import Given
 from burnish.run.build import train_run
 from burnish.run.plan.plan import plan
 
-SHARED = Path(__file__).parents[2].parent / "shared"
-GOLDEN = SHARED / "spec" / "golden"
-IS_THERE = (GOLDEN / "preference.json").is_file()
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @cache
 def golden():
-    return json.loads((GOLDEN / "preference.json").read_text(encoding="utf-8")) if IS_THERE else {}
+    return json.loads((GOLDEN / "preference.json").read_text(encoding="utf-8"))
 
 
 def make_material(folder):
@@ -26,7 +24,7 @@ def make_material(folder):
     made["main"](folder / "models")
     (folder / "data").mkdir()
     for name in ("dpo_en_demo", "kto_en_demo"):
-        shutil.copy(SHARED / "data" / f"{name}.json", folder / "data")
+        shutil.copy(GOLDEN / "sets" / f"{name}.json", folder / "data")
     (folder / "data" / "dataset_info.json").write_text(json.dumps(golden()["rows"]["dataset_info"]))
     return folder
 

@@ -1,4 +1,4 @@
-"""The rows that LLaMA-Factory makes of pairs and verdicts, token for token (shared/spec/golden/preference.json)."""
+"""The rows that LLaMA-Factory makes of pairs and verdicts, token for token (tests/golden/preference.json)."""
 
 import json
 import shutil
@@ -16,9 +16,7 @@ from data_sets import data_options
 from few import few
 from template_cases import template_options
 
-SHARED = Path(__file__).parents[2].parent / "shared"
-GOLDEN = SHARED / "spec" / "golden"
-pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="the golden rows are not beside this checkout")
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 WRONG = {
     "pairs_alpaca": {6: "equal answers", 7: "an empty answer"},
@@ -30,7 +28,7 @@ WRONG = {
 
 @cache
 def golden():
-    return json.loads((GOLDEN / "preference.json").read_text(encoding="utf-8"))["rows"] if GOLDEN.exists() else {}
+    return json.loads((GOLDEN / "preference.json").read_text(encoding="utf-8"))["rows"]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +37,7 @@ def folder(tmp_path_factory):
     for name, records in golden()["records"].items():
         (folder / f"{name}.json").write_text(json.dumps(records))
     for name in ("dpo_en_demo", "kto_en_demo"):
-        shutil.copy(SHARED / "data" / f"{name}.json", folder)
+        shutil.copy(GOLDEN / "sets" / f"{name}.json", folder)
     (folder / "dataset_info.json").write_text(json.dumps(golden()["dataset_info"]))
     return folder
 

@@ -1,7 +1,7 @@
-"""Five steps as LLaMA-Factory and TRL take them: the same losses, logs and weights (shared/spec/golden)."""
+"""Five steps as LLaMA-Factory and TRL take them: the same losses, logs and weights (tests/golden)."""
 
 import pytest
-from golden_run import IS_THERE, golden, make_material, run
+from golden_run import golden, make_material, run
 from transformers import AutoModelForCausalLM
 
 from burnish.config.options import union
@@ -18,7 +18,6 @@ from burnish.utils.patching import PatchOptions
 
 pytestmark = [
     pytest.mark.run,
-    pytest.mark.skipif(not IS_THERE, reason="the golden runs are not beside this checkout"),
 ]
 
 Flat = union("Flat", KtoOptions, LmOptions, PreferenceOptions, PatchOptions)

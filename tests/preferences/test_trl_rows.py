@@ -1,8 +1,8 @@
-"""The rows that TRL makes of preferences, token for token (shared/spec/golden/preference.json)."""
+"""The rows that TRL makes of preferences, token for token (tests/golden/preference.json)."""
 
 import pytest
 from datasets import Dataset, disable_progress_bars
-from golden_run import IS_THERE, golden
+from golden_run import golden
 from trl_runs import tokenizer
 
 from burnish import DPOConfig, KTOConfig, RewardConfig, UserError
@@ -16,7 +16,6 @@ from burnish.trainer.trl.preferences.rows import (
 )
 from few import few
 
-pytestmark = pytest.mark.skipif(not IS_THERE, reason="the golden rows are not beside this checkout")
 disable_progress_bars()
 KINDS = {"DPOTrainer": (DPOConfig, EncodePairs), "KTOTrainer": (KTOConfig, EncodeVerdicts),
          "RewardTrainer": (RewardConfig, EncodeScored)}  # fmt: skip

@@ -1,12 +1,11 @@
 """Five steps as TRL takes them, by a script that differs in its import: the same losses, logs and weights."""
 
 import pytest
-from golden_run import IS_THERE, golden, make_material
+from golden_run import golden, make_material
 from trl_runs import golden_set, logs_of, trainer_of
 
 pytestmark = [
     pytest.mark.run,
-    pytest.mark.skipif(not IS_THERE, reason="the golden runs are not beside this checkout"),
 ]
 LOSS, NORM = 1e-4, 2e-5  # relative: float32 sums of some hundred log-probabilities in another order, through AdamW
 PER_MICRO_BATCH = {"dpo_mpo", "kto", "orpo"}

@@ -162,6 +162,41 @@ def test_adapters_are_named_one_by_one() -> None:
         with_adapters(["m", "--adapter", "sql"])
 
 
+LOOPS = (
+    "{% for m in messages %}{{ m['role'] + m['content'] }}{% if 'loop' in m['content'] %}"
+    + "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4 + "{% endif %}{% endfor %}"
+)  # fmt: skip
+
+
+def test_a_chat_template_that_loops_is_stopped_and_the_server_goes_on_and_ends(tmp_path: Path) -> None:
+    (tmp_path / "loops.jinja").write_text(LOOPS, encoding="utf-8")
+    process = Process(MODEL, "api_port=0", "infer_seats=2", f"template={tmp_path / 'loops.jinja'}").until_ready()
+    body = {"model": "model", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 2}
+    answers: list[tuple[int, str]] = []
+
+    def ask() -> None:
+        status, _, text = send(process, "POST", "/v1/chat/completions", body)
+        answers.append((status, text))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.5)
+    assert send(process, "GET", "/healthz")[0] == 200
+    asking.join(20)
+    assert answers[0][0] == 400
+    assert "did not finish within 10 s" in answers[0][1]
+    plain = {**body, "messages": [{"role": "user", "content": "hot"}]}
+    assert send(process, "POST", "/v1/chat/completions", plain)[0] == 200
+    others = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+    for other in others:
+        other.start()
+    time.sleep(1)
+    began = time.monotonic()
+    assert process.ended() == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 15  # api_drain is 10
+    assert "Traceback" not in process.output
+
+
 def test_help_is_there_before_any_library_of_models() -> None:
     script = "import sys; from burnish.cli import main; main(['api', '--help']); print('LOADED', *sys.modules)"
     run = subprocess.run(

@@ -241,12 +241,15 @@ def test_a_client_that_reads_slowly_holds_up_nobody_and_gets_longer_deltas(serve
     assert content == "A" * 480
 
 
-@pytest.mark.parametrize(("code", "status"), [("out_of_memory", 503), ("non_finite_logits", 503), ("strange", 500)])
+@pytest.mark.parametrize(
+    ("code", "status"), [("out_of_memory", 503), ("non_finite_logits", 503), ("grammar_failed", 400), ("strange", 500)]
+)
 def test_a_failure_of_the_engine_is_an_error_object_and_in_a_stream_its_last_event(serve, code, status) -> None:
     running = serve()
     running.engine.error = Problem(f"{code}: there was none.")
     found, body = post(running, "/v1/chat/completions", CHAT)
-    assert (found, body["error"]["type"]) == (status, "server_error")
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    assert (found, body["error"]["type"]) == (status, kind)
     *_, last = events(send(running, "POST", "/v1/chat/completions", {**CHAT, "stream": True})[2])
     assert last["error"]["code"] == body["error"]["code"]
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import Problem, UserError, did_you_mean
-from burnish.kernels.quantized import is_quantised
 from burnish.utils.patching import Reason, patch, restore
 
 FILE_PREFIX = "base_model.model."
@@ -237,6 +236,12 @@ def rows_through(model: nn.Module, adapters: Sequence[str]) -> Iterator[None]:
         restore(made)
 
 
+def _is_quantised(layer: nn.Module) -> bool:
+    """Return whether the weight of ``layer`` is anything but a matrix of floating-point numbers."""
+    weight = getattr(layer, "weight", None)
+    return not (isinstance(weight, Tensor) and weight.is_floating_point())
+
+
 def merge_into_base(model: nn.Module) -> nn.Module:
     """The model with its adapters merged for good, in float32, and their layers gone.
 
@@ -246,7 +251,7 @@ def merge_into_base(model: nn.Module) -> nn.Module:
     modules = list(adapter_modules(model))
     layers = [(path, module) for path, module in modules if hasattr(module, "base_layer")]
     for _, layer in layers:
-        if is_quantised(layer.base_layer):
+        if _is_quantised(layer.base_layer):
             kind = type(layer.base_layer).__name__
             raise UserError(
                 f"an adapter cannot be merged into a quantised base ({kind}): the sum would be rounded away.",

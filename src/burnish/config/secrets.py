@@ -1,42 +1,136 @@
-"""Tokens, keys and passwords: known here once they are given, so that none is ever printed or written.
+"""Tokens, keys and passwords: replaced in everything that is printed, logged or served.
 
-An option that holds one is declared with ``is_secret`` (``config/options.py``); its value is kept out of what is
-shown by name. ``without_secrets`` is the second line of defence: every text passes it on its way to a terminal, a log
-or a traceback. The values of secret options and of environment variables with a secret's name are masked in it.
+``without_secrets`` is the one door. It replaces, in any text:
+
+- values of options declared with ``is_secret``, and of environment variables with a secret's name, once they are read;
+- whatever follows a secret's name (``hub_token: ...``, ``WANDB_API_KEY=...``), before any option is read;
+- texts with the shape of a known kind of token (``hf_...``, ``sk-...``, ``ghp_...``);
+- passwords and keys in addresses.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 BLOTTED = "<secret>"
 SHORTEST = 6
-"""A shorter value would be found in ordinary words; who has one has no secret."""
+"""A shorter value would be found in ordinary words."""
 _NAMES = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|ACCESSKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
 _IN_ADDRESSES = re.compile(
     r"(?<=://)(?P<name>[^/\s:@]*:)[^/\s@]+(?=@)"
     r"|(?P<parameter>[?&#](?:\w+_)?(?:token|key|apikey|secret|password)=)[^/\s@&#\"']+"
 )
 """The password of an address (https://name:password@host), and a parameter that is called a secret."""
+_SHAPES: tuple[tuple[str, str], ...] = (
+    ("hf_", r"(?:(?=[a-z0-9]{0,40}[A-Z])[A-Za-z0-9]{10,}|[A-Za-z0-9]{30,})"),
+    ("api_org_", r"[A-Za-z0-9]{20,}"),
+    ("sk-", r"(?=[\w-]{0,100}\d)[\w-]{20,}"),
+    ("gh", r"[pousr]_[A-Za-z0-9]{20,}"),
+    ("github_pat_", r"\w{20,}"),
+    ("gl", r"(?:pat|ptt|dt|rt|cbt|ft|imt|agent|oas|soat|ffct)-[\w-]{16,}"),
+    ("AKIA", r"[A-Z0-9]{16}"),
+    ("ASIA", r"[A-Z0-9]{16}"),
+    ("xox", r"[a-z]-[\w-]{10,}"),
+    ("xapp-", r"[\w-]{10,}"),
+    ("AIza", r"[\w-]{35}"),
+    ("ya29.", r"[\w-]{20,}"),
+    ("npm_", r"[A-Za-z0-9]{36}"),
+    ("pypi-", r"[\w-]{50,}"),
+    ("eyJ", r"[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"),
+    ("r8_", r"[A-Za-z0-9]{30,}"),
+    ("gsk_", r"[A-Za-z0-9]{30,}"),
+    ("nvapi-", r"[\w-]{30,}"),
+    ("wandb_v1_", r"\w{20,}"),
+    ("ms-", r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"),
+    ("sk_live_", r"[A-Za-z0-9]{16,}"),
+    ("rk_live_", r"[A-Za-z0-9]{16,}"),
+)
+"""Beginnings of tokens, and how each goes on. Sources: the issuers' documentation; GitHub's list of secret patterns."""
+_TOKEN = re.compile(
+    rf"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))(?:{'|'.join(re.escape(begin) + rest for begin, rest in _SHAPES)})"
+)
+_SCHEME = re.compile(r"(?:\b|(?<=\\[nrt]))(Bearer +|Authorization: *Basic +)[\w.~+/=-]{8,}", re.IGNORECASE)
+_WORDS = ("token", "key", "secret", "password", "passwd", "passphrase")
+_AFTER_NAME = re.compile(
+    rf"""(?P<word>{"|".join(_WORDS)})"""
+    r"""
+    (?P<between>["']?[ \t]*(?:[:=]|[ ](?=\S))[ \t]*  # hub_token: ..., "hub_token": ..., --hub_token ...
+        (?:[|>][+-]?[ \t]*)?(?:\r?\n[ \t]*-[ \t]+|\r?\n[ \t]+)?)  # a value on the next line
+    (?P<value>"[^"\n]*"?|'[^'\n]*'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,}\]"'][^\n,}\]"']*)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_OF_TEXT = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "special"})
+"""A ``pad_token`` is a word of a tokenizer."""
+_NOTHING = re.compile(r"""["'\[{]*\s*(?:none|null|true|false|~|<.*|\d{0,5})?\s*["'\]}]*""", re.IGNORECASE)
 _given: set[str] = set()
 
 
+@lru_cache(4096)
 def has_secret_name(name: str) -> bool:
     """Return whether ``name`` is that of a secret: ``hub_token``, ``WANDB_API_KEY``, ``swanlab_lark_secret``."""
     return bool(_NAMES.search(name))
 
 
 def keep_secret(value: Any) -> None:
-    """Remember ``value`` as a secret; ``without_secrets`` replaces it in every text from now on."""
+    """Remember ``value``, and each text in it, as a secret; ``without_secrets`` replaces them from now on."""
     if isinstance(value, str) and len(value) >= SHORTEST:
         _given.add(value)
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        keep_secret(part)
 
 
 def without_secrets(text: str) -> str:
-    """Return ``text`` with each secret in it replaced, and those that stand in addresses."""
+    """Return ``text`` with each secret in it replaced."""
     named = {value for name, value in os.environ.items() if has_secret_name(name) and len(value) >= SHORTEST}
     for secret in sorted(_given | named, key=len, reverse=True):
         text = text.replace(secret, BLOTTED)
-    return _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>{BLOTTED}", text) if "://" in text else text
+    if "://" in text:
+        text = _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>{BLOTTED}", text)
+    lower = text.lower()  # most texts hold nothing of it, and a search for plain words is fast
+    if any(word in lower for word in _WORDS):
+        text = _AFTER_NAME.sub(_masked, text)
+    if any(begin in text for begin, _ in _SHAPES):
+        text = _TOKEN.sub(BLOTTED, text)
+    return _SCHEME.sub(rf"\g<1>{BLOTTED}", text) if "bearer" in lower or "basic" in lower else text
+
+
+def _masked(match: re.Match[str]) -> str:
+    """The name, and what follows it replaced if the name is a secret's."""
+    before = re.search(r"[A-Za-z0-9_-]*$", match.string[max(0, match.start() - 40) : match.start()])
+    words = re.split("[_-]", before[0].lower()) if before else []
+    is_plain = match["word"].lower() in ("token", "key") and len(words) < 2
+    if not _OF_TEXT.isdisjoint(words[-2:-1]) or is_plain or _NOTHING.fullmatch(match["value"]):
+        return match[0]
+    if not re.search("[:=]", match["between"]) and not (before and before[0].startswith("--")):
+        return match[0]  # "the hub_token of ..."
+    return f"{match['word']}{match['between']}{BLOTTED}"
+
+
+def _holds_secret(key: Any, value: Any) -> bool:
+    is_text = isinstance(value, str | list) and value != ""
+    return is_text and without_secrets(f"{key}: {json.dumps(value)}").endswith(f": {BLOTTED}")
+
+
+def shown(value: Any) -> Any:
+    """A JSON value without secrets: each text in it is masked, and the whole value behind a secret's name."""
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, Mapping):
+        return {key: BLOTTED if _holds_secret(key, item) else shown(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        are_numbers = {*map(type, value)} <= {int, float, type(None)}
+        return value if are_numbers else [shown(item) for item in value]
+    return value
+
+
+class SecretFormatter(logging.Formatter):
+    """A formatter of log records, tracebacks included, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(super().format(record))

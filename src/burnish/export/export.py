@@ -25,6 +25,7 @@ import torch
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import Given, build, raise_if, specs
 from burnish.data.chat.choose import check_template, fit_tokenizer, load_template
+from burnish.data.chat.rendering import PROMPT, Conversation, chat_ids
 from burnish.data.chat.rows import Template
 from burnish.data.tally import Tally
 from burnish.export.gguf import check_gguf, gguf_file, write_gguf
@@ -196,11 +197,8 @@ def compare_templates(folder: Path, template: Template, options: RunOptions) -> 
     assert row is not None
     chat = as_chat(example)
     for trained, exported in (
-        (row["input_ids"], tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]),
-        (
-            template.prompt(example),
-            tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=True)["input_ids"],
-        ),
+        (row["input_ids"], chat_ids(tokenizer, [Conversation(chat)])[0]),
+        (template.prompt(example), chat_ids(tokenizer, [Conversation(chat[:-1], parts=[PROMPT])])[0]),
     ):
         if list(trained) != list(exported):
             return [_difference(list(trained), list(exported), tokenizer)]

@@ -26,9 +26,9 @@ from burnish.adapters.lora_model import BASE as WITHOUT
 from burnish.adapters.lora_model import merge_into_base, rows_through, set_active
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
-from burnish.data.chat.answers import UnreadableTemplate
 from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import RECORDED, fit_tokenizer, load_template
+from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.rows import Template
 from burnish.data.tally import Tally
 from burnish.inference.engine import SeatEngine

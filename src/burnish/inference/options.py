@@ -20,17 +20,14 @@ if TYPE_CHECKING:
     from burnish.models.quantization.quantize import QuantizationOptions
     from burnish.parallel.options import EngineOptions
 
-_OWN = {"huggingface", "burnish"}
-"""Names of the engine in this process."""
-
 
 @dataclass
 class InferOptions:
     """Engine of answers, and its limits."""
 
     infer_backend: str = option(
-        "huggingface", "The engine: in this process (huggingface, or burnish, the same), or a server of vLLM or SGLang "
-        "that is started for it.", choices=("huggingface", "burnish", "vllm", "sglang"),
+        "huggingface", "Inference engine: burnish's own, in this process (huggingface), or a vLLM or SGLang "
+        "server that is started for it.", choices=("huggingface", "vllm", "sglang"),
     )  # fmt: skip
     infer_url: str | None = option(
         None,
@@ -103,4 +100,4 @@ def infer_notes(options: InferOptions) -> list[str]:
 
 def is_remote(options: InferOptions) -> bool:
     """Tell whether another process answers."""
-    return options.infer_url is not None or options.infer_backend not in _OWN
+    return options.infer_url is not None or options.infer_backend != "huggingface"

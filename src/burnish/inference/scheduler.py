@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from burnish.config.errors import Problem, is_out_of_memory
 from burnish.inference.forward import NewTokens, Precision
 from burnish.inference.probe import choose
+from burnish.inference.replies.grammar import GrammarError
 from burnish.inference.sampling import draw, log_probabilities
 from burnish.inference.slots import (
     Deliver,
@@ -317,12 +318,15 @@ class SeatLoop:
             if not is_finite:
                 self._end(job, "failed", Problem("non_finite_logits: the model's logits are not finite numbers."))
                 continue
-            if not takes_likeliest(job):
-                barred = job.ask.stop_ids if len(job.answer) < job.ask.min_new_tokens else ()
-                token = draw(
-                    row, job.ask.sampling, job.ask.ids, job.answer, job.seed, job.ask.request, job.ask.grammar, barred
-                )
-            self._add(job, token, row)
+            try:
+                if not takes_likeliest(job):
+                    is_early = len(job.answer) < job.ask.min_new_tokens and job.ask.grammar is None
+                    barred = job.ask.stop_ids if is_early else ()  # a grammar decides when an answer is whole
+                    ask = job.ask
+                    token = draw(row, ask.sampling, ask.ids, job.answer, job.seed, ask.request, ask.grammar, barred)
+                self._add(job, token, row)
+            except GrammarError as error:
+                self._end(job, "failed", Problem(f"grammar_failed: the answer cannot be held to its grammar: {error}"))
 
     def _add(self, job: Job, token: int, logits: Tensor) -> None:
         ask = job.ask

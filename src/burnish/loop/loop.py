@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.checkpoint.checkpoint import Checkpoints, load, load_part
-from burnish.checkpoint.parts import Part, parts_of
+from burnish.checkpoint.parts import ModelPart, Part, Stateful, parts_of
 from burnish.config.errors import NonFiniteError
 from burnish.config.options import option
 from burnish.loop.rollout import RolloutBuffer
@@ -45,6 +45,7 @@ from burnish.loop.schedule import schedule_of
 from burnish.loop.spikes import SpikeChoices, SpikeWatch
 from burnish.loop.state import keeping_plan
 from burnish.loop.types import Batch, Loss, StepBatch
+from burnish.utils.activity import Activity, doing
 from burnish.utils.work import watched
 
 
@@ -177,7 +178,8 @@ class Loop:
         norm = self.engine.clip(self.trainable_parameters(), self.options.max_grad_norm)
         self.callbacks.fire("on_pre_optimizer_step")
         self.checkpoints.wait_for_copies()  # a checkpoint under way may not have copied the weights yet
-        is_applied = self.engine.step(self.optimizer, torch.isfinite(loss) & torch.isfinite(norm))
+        with doing(Activity.UPDATE):
+            is_applied = self.engine.step(self.optimizer, torch.isfinite(loss) & torch.isfinite(norm))
         self.callbacks.fire("on_optimizer_step")
         if is_applied:
             self.schedule.after_step()
@@ -206,9 +208,10 @@ class Loop:
         Args:
             num_items: () of the whole step, over all micro-batches and ranks; positive.
         """
-        with self.engine.microbatch(self.model, last=is_last):
+        with self.engine.microbatch(self.model, last=is_last), doing(Activity.FORWARD, batch):
             loss = self.loss(batch)
-            self.engine.backward(loss.total * (self.engine.world_size / num_items))
+            with doing(Activity.BACKWARD):
+                self.engine.backward(loss.total * (self.engine.world_size / num_items))
         return loss
 
     def loss(self, batch: Batch) -> Loss:
@@ -269,7 +272,9 @@ class Loop:
         self.set_training_mode(False)
         batches = self.objective.iter_eval(self.model, eval_set, self.engine)
         for batch in watched(batches, "Evaluating", "batches", of=eval_set):
-            totals.add(self.loss(batch), self.objective.num_items(batch))
+            with doing(Activity.EVALUATE, batch):
+                loss = self.loss(batch)
+            totals.add(loss, self.objective.num_items(batch))
             self.callbacks.fire("on_prediction_step")
         self.set_training_mode(True)
         means = self.objective.report(totals.means(self.engine))
@@ -290,7 +295,8 @@ class Loop:
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
         self.state.stateful_callbacks = self.callbacks.state_dict()
-        return self.checkpoints.save(self.state.global_step, self.parts, best=self.state.best_model_checkpoint)
+        with doing(Activity.SAVE):
+            return self.checkpoints.save(self.state.global_step, self.parts, best=self.state.best_model_checkpoint)
 
     def load(self, folder: Path) -> None:
         """Give every part the state that a checkpoint holds. What the options plan (steps, intervals) stays.

@@ -31,6 +31,7 @@ from burnish.models.quantization.quantize import (
 )
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
+from burnish.utils.activity import Activity, doing
 from burnish.utils.json_files import read_object
 from burnish.utils.patching import Reason, patch
 from burnish.utils.work import work
@@ -90,7 +91,7 @@ def load_model(
     arguments: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
     arguments |= quantization_arguments(options, dtype, config)
     notes += filter(None, [use_kernels_that_train(config, device)])
-    with work("Loading the model"):
+    with work("Loading the model"), doing(Activity.LOAD_MODEL):
         if options.train_from_scratch:
             model = _random_model(options, config, arguments, device)
         else:

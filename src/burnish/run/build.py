@@ -71,7 +71,6 @@ from burnish.run.recovery.spikes import train_with_rollback
 from burnish.run.recovery.stall import StallWatch
 from burnish.run.references import ask_beforehand, begin_reference, with_others_of_the_step, with_place_for_numbers
 from burnish.run.reward_heads import begin_head
-from burnish.utils.collection import collect_from_here
 from burnish.utils.files import only_writer
 from burnish.utils.patching import allows, patch_summary
 
@@ -150,7 +149,6 @@ def train_and_finish(
     loop: RunLoop, plan: Plan, prepared: Prepared, interrupt: InterruptCallback, journal: Journal | None
 ) -> Result:
     options, folder = plan.options, output_folder(plan.options)
-    collect_from_here()
     try:
         output = train_with_rollback(loop, warn) if trains(options) else None
     finally:

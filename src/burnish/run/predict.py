@@ -44,6 +44,7 @@ from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.prepare import Prepared
 from burnish.run.response_metrics import scores
+from burnish.utils.activity import Activity, doing
 from burnish.utils.work import work
 
 ANSWERS_NAME = "generated_predictions"
@@ -101,7 +102,8 @@ def predict(
     stem = _stem(name)
     partial = folder / f"{stem}.partial.jsonl" if run.engine.world_size == 1 else None
     likelihoods: dict[int, float] = {}
-    answers = answer_all(run, [*questions] * options.samples, config, options, partial, likelihoods)
+    with doing(Activity.PREDICT):
+        answers = answer_all(run, [*questions] * options.samples, config, options, partial, likelihoods)
     given = {"skip_special_tokens": options.skip_special_tokens}
     texts = [tokenizer.decode(ids, **given) for ids in answers]
     labels = [tokenizer.decode(question.label, **given) for question in questions]

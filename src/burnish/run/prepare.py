@@ -39,7 +39,6 @@ from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import Sizes, check_disk, formats_of, sizes_of
 from burnish.run.recovery.fingerprints import fingerprints_of
-from burnish.utils.collection import without_collection
 
 LOOKED_AT = 256
 """Number of rows encoded before the first step, for a set that is encoded while the loop runs."""
@@ -65,7 +64,6 @@ class Prepared:
     notes: list[str] = field(default_factory=list)
 
 
-@without_collection()
 def prepare(plan: Plan) -> Prepared:
     """Make rows of records, and refuse everything that can be refused. Reads no weight and writes no file but the cache
     of encoded rows."""

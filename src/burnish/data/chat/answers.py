@@ -14,20 +14,26 @@ answer replaced by "x" and by "y": the text that both renderings have in common 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Any, TypeAlias
 
-from burnish.config.errors import UserError
-from burnish.data.chat.bounds import refuse_excess, within
+from burnish.data.chat.rendering import (
+    PROMPT,
+    WHOLE,
+    Conversation,
+    Part,
+    Rendering,
+    UnreadableTemplate,
+    render,
+)
 
 Chat: TypeAlias = list[dict[str, Any]]
 Tools: TypeAlias = "list[Any] | None"
+_AT_ONCE = 64
+"""Conversations that are rendered at once."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class UnreadableTemplate(ValueError):
-    """Raised where a conversation gives no turns, with the rest of a sentence that begins with "dropped: "."""
 
 
 @dataclass(frozen=True)
@@ -82,43 +88,55 @@ class Renderer:
     def writes_messages(self) -> bool:
         return self._around_in_sample(0) is not None and self._around_in_sample(1) is not None
 
-    def rendered(self, chat: Chat, tools: Tools) -> Rendered:
-        """Render a conversation, and find the spans of its answers.
+    def rendered(self, conversations: Sequence[tuple[Chat, Tools]]) -> Iterator[Rendered | UnreadableTemplate]:
+        """Render conversations, and find the spans of their answers; an error for each where that is impossible."""
+        for start in range(0, len(conversations), _AT_ONCE):
+            some = conversations[start : start + _AT_ONCE]
+            wanted = [Conversation(chat, tools, *self._parts(chat, tools)) for chat, tools in some]
+            found = iter(self._render(wanted))
+            for (chat, tools), each in zip(some, wanted, strict=True):
+                parts = [next(found) for _ in each.parts]
+                try:
+                    yield self._rendered(chat, tools, parts, each.marks)
+                except UnreadableTemplate as error:
+                    yield error
 
-        Raises:
-            UnreadableTemplate: if the template refuses it, or does not show an answer.
-        """
-        text = self.render(chat, tools)
-        answers = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
+    def _parts(self, chat: Chat, tools: Tools) -> tuple[Sequence[Part], bool]:
+        """The parts of a conversation to render, and whether to read its marks."""
+        if _GENERATION.search(self._template(tools)):
+            return (WHOLE,), True
+        places = _answers(chat)
+        return [WHOLE, *chain.from_iterable(((place, True), (place + 1, False)) for place in places)], False
+
+    def _rendered(self, chat: Chat, tools: Tools, parts: Sequence[Rendering], is_marked: bool) -> Rendered:
+        text, answers = _text(parts[0]), _answers(chat)
         self._check_calls(chat, tools)
-        if self.tokenizer.is_fast and _GENERATION.search(self._template(tools)):
-            spans = self._marked(chat, tools)
+        if is_marked:
+            spans = list(parts[0].spans)
             if len(spans) != len(answers):
                 raise UnreadableTemplate("the chat template's generation marks do not match its answers")
         else:
-            spans = [self._span(chat, tools, text, place) for place in answers]
+            pairs = zip(parts[1::2], parts[2::2], strict=True)
+            spans = [
+                self._span(chat, tools, text, place, _text(prompt), _text(upto))
+                for place, (prompt, upto) in zip(answers, pairs, strict=True)
+            ]
         return Rendered(chat, tools, text, answers, [self._with_end(text, *span) for span in spans])
 
     def render(self, chat: Chat, tools: Tools, prompt: bool = False) -> str:
-        """Render a conversation; with ``prompt``, up to the beginning of the next answer."""
-        from jinja2.exceptions import TemplateError, TemplateSyntaxError
+        """Render a conversation; with ``prompt``, up to the beginning of the next answer.
 
-        template = self._template(tools)
-        refuse_excess(template)
-        try:
-            with within():
-                text: str = self.tokenizer.apply_chat_template(
-                    chat, tools=tools, chat_template=template, add_generation_prompt=prompt, tokenize=False
-                )
-        except TemplateSyntaxError as error:
-            raise UnreadableTemplate(f"line {error.lineno} of the chat template is not Jinja: {error}") from error
-        except UserError:
-            raise
-        except (MemoryError, RecursionError) as error:
-            raise UnreadableTemplate("the chat template asks for more memory than there is") from error
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise UnreadableTemplate(f"the chat template refuses it: {error}") from error
-        return text
+        Raises:
+            UserError: if it exceeds its time limit.
+            UnreadableTemplate: if the template refuses it.
+        """
+        return _text(self._render([Conversation(chat, tools, [PROMPT if prompt else WHOLE])])[0])
+
+    def _render(self, conversations: Sequence[Conversation]) -> list[Rendering]:
+        found: list[Rendering] = []
+        for template, group in groupby(conversations, lambda each: self._template(each.tools)):
+            found += render(self.tokenizer, list(group), template)
+        return found
 
     def around(self, chat: Chat, place: int, tools: Tools) -> tuple[str, str] | None:
         """The text before and after the content of one message; None where the template does not write the content."""
@@ -129,10 +147,13 @@ class Renderer:
         rest, other_rest = one[len(before) :], other[len(before) :]
         return before, rest[len(rest) - common_end(rest, other_rest) :]
 
-    def _span(self, chat: Chat, tools: Tools, text: str, place: int) -> tuple[int, int]:
-        """[start, end) of the answer at ``place`` in ``text``, the rendering of the whole conversation."""
-        prompt = self.render(chat[:place], tools, prompt=True)
-        upto = text if place == len(chat) - 1 else self.render(chat[: place + 1], tools)
+    def _span(self, chat: Chat, tools: Tools, text: str, place: int, prompt: str, upto: str) -> tuple[int, int]:
+        """[start, end) of the answer at ``place`` in ``text``, the rendering of the whole conversation.
+
+        Args:
+            prompt: the rendering up to the beginning of the answer.
+            upto: the rendering up to its end.
+        """
         if text.startswith(upto) and upto.startswith(prompt):
             return len(prompt), len(upto)
         if text.startswith(prompt) and upto.endswith(self._end) and "tool_calls" not in chat[place]:
@@ -178,26 +199,6 @@ class Renderer:
             return start, found.end()
         return start, stop
 
-    def _marked(self, chat: Chat, tools: Tools) -> list[tuple[int, int]]:
-        """The spans from the template's own ``{% generation %}`` marks."""
-        found = self.tokenizer.apply_chat_template(
-            chat,
-            tools=tools,
-            chat_template=self._template(tools),
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
-        )
-        spans: list[tuple[int, int]] = []
-        was_answer = False
-        for (start, end), is_answer in zip(found["offset_mapping"], found["assistant_masks"], strict=True):
-            if is_answer and was_answer:
-                spans[-1] = (spans[-1][0], end)
-            elif is_answer:
-                spans.append((start, end))
-            was_answer = bool(is_answer)
-        return spans
-
     def _check_calls(self, chat: Chat, tools: Tools) -> None:
         """Refuse templates that leave tool calls out silently, because the answer would be empty."""
         place = next((place for place, message in enumerate(chat) if "tool_calls" in message), None)
@@ -227,6 +228,16 @@ class Renderer:
 
     def _template(self, tools: Tools) -> str:
         return self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
+
+
+def _answers(chat: Chat) -> list[int]:
+    return [place for place, message in enumerate(chat) if message["role"] == "assistant"]
+
+
+def _text(found: Rendering) -> str:
+    if found.error is not None:
+        raise found.error
+    return found.text
 
 
 def common_start(one: str, other: str) -> int:

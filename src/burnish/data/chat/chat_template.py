@@ -14,8 +14,9 @@ from itertools import pairwise
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.chat.answers import Chat, Rendered, Renderer, Tools, UnreadableTemplate, common_end, common_start
+from burnish.data.chat.answers import Chat, Rendered, Renderer, Tools, common_end, common_start
 from burnish.data.chat.labels import TemplateChoices
+from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.segments import NO_MESSAGE, Segment, Turn
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.chat.tools.tools import ToolError, function_schema, read_calls, read_tools
@@ -83,7 +84,7 @@ class JinjaFormat:
 
     def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]:
         """The turns of each conversation, None where it has none to learn from (counted in ``tally``)."""
-        rendered = [self._try(example, tally) for example in examples]
+        rendered = self._rendered(examples, tally)
         written = [one for one in rendered if one is not None]
         edges = [[edge for span in one.spans for edge in span] for one in written]
         located = iter(self.encoder.located([one.text for one in written], edges))
@@ -104,19 +105,30 @@ class JinjaFormat:
         text = self.renderer.render(chat, self._tools(example), prompt=True)
         return self.encoder.encode([text])[text].tolist()
 
-    def _try(self, example: Example, tally: Tally) -> Rendered | None:
+    def _rendered(self, examples: Sequence[Example], tally: Tally) -> list[Rendered | None]:
+        """The renderings of conversations, None where there is nothing to learn from one (counted in ``tally``)."""
+        inputs = [self._input(example) for example in examples]
+        made = self.renderer.rendered([each for each in inputs if not isinstance(each, ValueError)])
+        found: list[Rendered | None] = []
+        for example, each in zip(examples, inputs, strict=True):
+            rendered = each if isinstance(each, ValueError) else next(made)
+            if isinstance(rendered, ValueError):
+                tally.add(f"dropped: {rendered}", example)
+            elif any(first.role == second.role == "user" for first, second in pairwise(example.messages)):
+                tally.add(TWO_QUESTIONS, example)
+            found.append(None if isinstance(rendered, ValueError) else rendered)
+        return found
+
+    def _input(self, example: Example) -> tuple[Chat, Tools] | ValueError:
+        """The template's input for an example, or why the example is dropped."""
+        if not example.messages or example.messages[-1].role not in _ANSWERING:
+            return UnreadableTemplate("it ends with a question, without an answer to learn")
+        if example.messages[0].role in _ANSWERING:
+            return UnreadableTemplate("it begins with an answer")
         try:
-            if not example.messages or example.messages[-1].role not in _ANSWERING:
-                raise UnreadableTemplate("it ends with a question, without an answer to learn")
-            if example.messages[0].role in _ANSWERING:
-                raise UnreadableTemplate("it begins with an answer")
-            rendered = self.renderer.rendered(self._chat(example), self._tools(example))
+            return self._chat(example), self._tools(example)
         except (UnreadableTemplate, ToolError) as error:
-            tally.add(f"dropped: {error}", example)
-            return None
-        if any(first.role == second.role == "user" for first, second in pairwise(example.messages)):
-            tally.add(TWO_QUESTIONS, example)
-        return rendered
+            return error
 
     def _turns(self, example: Example, rendered: Rendered, ids: Ids, borders: list[tuple[int, int]]) -> list[Turn]:
         """The turns of one conversation.

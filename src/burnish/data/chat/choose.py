@@ -26,7 +26,7 @@ from burnish.data.chat.labels import LearnOptions, TemplateChoices, check_learni
 from burnish.data.chat.rows import Template
 from burnish.data.chat.slots import SlotFormat, as_asked
 from burnish.data.chat.table import TemplateSpec, read_row, table
-from burnish.data.chat.tools.tools import TOOL_FORMATS
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 from burnish.data.tokens.encoder import Encoder
 from burnish.utils.files import odd_kind
 

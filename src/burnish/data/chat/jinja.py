@@ -13,12 +13,13 @@ repeats the JSON of the tools exactly as the record spells it, which a chat temp
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from burnish.data.chat.labels import TemplateChoices
 from burnish.data.chat.table import CONTENT, Slots, TemplateSpec, Token
-from burnish.data.chat.tools.tool_jinja import MACROS, calls_in_jinja, jinja_print, jinja_string, tools_in_jinja
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, exact_jinja
 
 _TEXT_OF = (
     "{%- macro text_of(content) -%}"
@@ -57,7 +58,7 @@ def write_jinja(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) ->
     return "".join(
         (
             _TEXT_OF,
-            MACROS if "gemma4" in (spec.tool_format, spec.tool_list_format) else "",
+            *dict.fromkeys(exact_jinja(TOOL_FORMATS[n].macros) for n in (spec.tool_format, spec.tool_list_format)),
             _thought_macro(spec) if spec.reasoning else "",
             _opening(spec, tokenizer),
             "{%- set state = namespace(observed='') -%}",
@@ -78,6 +79,16 @@ def write_jinja(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) ->
             _thought_of_prompt(spec, options),
         )
     )
+
+
+def jinja_string(text: str) -> str:
+    """Write ``text`` as a Jinja string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def jinja_print(text: str) -> str:
+    """Write a Jinja statement that prints ``text`` as it is."""
+    return "{{- " + jinja_string(text) + " -}}" if text else ""
 
 
 def slot_text(slot: str | Token, tokenizer: Any) -> str:
@@ -148,7 +159,7 @@ def _opening(spec: TemplateSpec, tokenizer: Any) -> str:
             "{%- set turns = messages[1:] -%}",
             "{%- endif -%}",
             "{%- set tool_text -%}{%- if tools -%}"
-            + tools_in_jinja(spec.tool_list_format)
+            + exact_jinja(TOOL_FORMATS[spec.tool_list_format].tools)
             + "{%- endif -%}{%- endset -%}",
             lstrip,
             jinja_print(_joined(spec.prefix, tokenizer)),
@@ -206,7 +217,7 @@ def _answer(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> str
             "{%- if message['tool_calls'] -%}{%- set calls = message['tool_calls'] -%}",
             jinja_print(function.head),
             _content(function, "content"),
-            calls_in_jinja(spec.tool_format),
+            exact_jinja(TOOL_FORMATS[spec.tool_format].calls),
             jinja_print(function.tail),
             "{%- else -%}",
             jinja_print(answer.head) + _content(answer, "content") + jinja_print(answer.tail),

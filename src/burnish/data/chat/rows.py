@@ -23,7 +23,6 @@ from burnish.data.chat.truncate import fit_turns, refuse_long
 from burnish.data.tally import Tally
 from burnish.data.tokens.encoder import Encoder, shared_start
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Row, as_lists
-from burnish.utils.collection import without_collection
 
 NOTHING_TO_LEARN = "dropped: nothing to learn"
 TOO_LONG = "dropped: longer than cutoff_len"
@@ -97,10 +96,6 @@ class Template:
 
     def encode_flat(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
         """Like ``encode``, with arrays in place of lists."""
-        with without_collection():
-            return self._encoded(examples, tally)
-
-    def _encoded(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
         return self._rows(examples, self._conversations(examples, tally), tally)
 
     def encode_text(self, examples: Sequence[Example], tally: Tally, truncate: bool = True) -> list[Row | None]:
@@ -120,12 +115,11 @@ class Template:
         Raises:
             UserError: if a row is too long and ``on_too_long`` is "raise".
         """
-        with without_collection():
-            sides = [
-                self._answers([with_answer(example, side) for example in examples], tally)
-                for side in ("chosen", "rejected")
-            ]
-            return pair_rows(examples, sides[0], sides[1], self.options, self.cutoff_len, tally)
+        sides = [
+            self._answers([with_answer(example, side) for example in examples], tally)
+            for side in ("chosen", "rejected")
+        ]
+        return pair_rows(examples, sides[0], sides[1], self.options, self.cutoff_len, tally)
 
     def encode_verdicts(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
         """A row per response with a label, as arrays; with its prompt and another response where the example has one.
@@ -133,10 +127,9 @@ class Template:
         Raises:
             UserError: if a row is too long and ``on_too_long`` is "raise".
         """
-        with without_collection():
-            own = self._answers(examples, tally)
-            others = self._answers([with_other(example) for example in examples], Tally())
-            return verdict_rows(examples, own, others, self.options, self.cutoff_len, tally)
+        own = self._answers(examples, tally)
+        others = self._answers([with_other(example) for example in examples], Tally())
+        return verdict_rows(examples, own, others, self.options, self.cutoff_len, tally)
 
     def prompt(self, example: Example) -> list[int]:
         """The ids up to the beginning of the next answer; a final answer in the example is left out."""

@@ -24,7 +24,8 @@ from burnish.data.chat.jinja import write_jinja
 from burnish.data.chat.labels import TemplateChoices
 from burnish.data.chat.segments import Segment, Turn, concatenated
 from burnish.data.chat.table import CONTENT, Slots, TemplateSpec, Token
-from burnish.data.chat.tools.tools import TOOL_FORMATS, ToolError, describe_tools, read_calls
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, describe_tools
+from burnish.data.chat.tools.tools import ToolError, read_calls
 from burnish.data.tally import Tally
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import Example, Ids, Message

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import Problem, did_you_mean
 from burnish.config.options import raise_if
-from burnish.data.chat.tools.tools import TOOL_FORMATS
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 
 CONTENT = "{{content}}"
 _MARKER = re.compile(r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<｜[^<>\s]+｜>")
@@ -59,7 +59,7 @@ class TemplateSpec:
         reasoning: an answer without a thought gets an empty one.
         thought_words: the texts that open and close a thought.
         empty_thought: the text of an empty thought, where it is not both thought words in a row.
-        tool_format: the format of tools and calls (``data/chat/tools/tools.py``).
+        tool_format: the format of tools and calls (``data/chat/tools/tool_formats.py``).
         tool_list_format: the format of the list of tools, where it differs from ``tool_format``.
         tool_call_words: texts around the JSON of a call in records that have text before or after it.
         system_in_user: the system message opens the first user message.
@@ -222,7 +222,7 @@ def _plain(value: Any) -> str:
 
 
 def _tool_format(value: Any) -> str:
-    if value not in (*TOOL_FORMATS.names(), "phi4_mini"):
+    if value not in TOOL_FORMATS:
         near = did_you_mean(str(value), TOOL_FORMATS.names())
         raise ValueError(f"must be one of {', '.join(TOOL_FORMATS.names())}. Received: {value!r}.{near}")
     return _plain(value)

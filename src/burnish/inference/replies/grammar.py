@@ -13,6 +13,7 @@ endlessly.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,18 +21,10 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import MissingExtraError, Problem, UserError
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 
 EXTRA = "serve"
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-_CALLS = {
-    "qwen": ('"<tool_call>\\n"', '"\\n</tool_call>"', "arguments"),
-    "ling": ('"<tool_call>\\n"', '"\\n</tool_call>"', "arguments"),
-    "llama3": ("", "", "parameters"),
-    "mistral": ('"[TOOL_CALLS] ["', '"]"', "arguments"),
-    "minimax1": ('"<tool_calls>\\n"', '"\\n</tool_calls>"', "arguments"),
-}
-"""Tool format -> what opens and closes a call around its JSON, as llguidance writes them, and the key of arguments."""
 
 
 class Grammars:
@@ -85,41 +78,37 @@ class Grammars:
         Raises:
             UserError: where there is no grammar for the tool format.
         """
-        if tool_format not in _CALLS:
-            known = ", ".join(_CALLS)
+        row = TOOL_FORMATS[tool_format].grammar if tool_format else None
+        if row is None:
+            known = ", ".join(member.name for member in TOOL_FORMATS if member.value.grammar)
             written = f'of tool format "{tool_format}"' if tool_format else "where the form of the calls is not known"
             what = f"a call cannot be required {written}."
             raise UserError(
                 what, remedy=f"Leave the choice to the model. Formats with a grammar: {known}.", option="tool_format"
             )
-        opens, closes, key = _CALLS[tool_format]
-        opens, closes = (self._with_tokens(text) for text in (opens, closes))
-        each = {"anyOf": [_call_schema(name, schema, key) for name, schema in offered.items()]}
-        one = f"{opens} call {closes}".strip()
-        is_single = only_one or tool_format in ("llama3", "mistral", "minimax1")
-        start = one if is_single else f'{one} ("\\n" {one})*'
+        each = {"anyOf": [_call_schema(name, schema, row.arguments) for name, schema in offered.items()]}
+        one = f"{self._literal(row.opens)} call {self._literal(row.closes)}".strip()
+        is_single = only_one or row.between is None
+        start = one if is_single else f"{one} ({self._literal(row.between or '')} {one})*"
         text = f"start: {start}\ncall: %json {json.dumps({**each, 'x-guidance': _COMPACT})}\n"
         return self._matched(text, waits_for)
 
-    def _with_tokens(self, text: str) -> str:
-        """``text`` with the words that are control tokens written as such: text alone would never match them."""
-        from re import escape, split
-
-        words = [word for word in self.tokenizer.get_added_vocab() if word in text]
-        if not words:
-            return text
-        inside = text.strip('"')
-        parts = split("(" + "|".join(escape(word) for word in sorted(words, key=len, reverse=True)) + ")", inside)
+    def _literal(self, text: str) -> str:
+        """``text`` in llguidance's notation, with control tokens as such: text alone would never match them."""
+        words = sorted((word for word in self.tokenizer.get_added_vocab() if word in text), key=len, reverse=True)
+        parts = re.split("(" + "|".join(map(re.escape, words)) + ")", text) if words else [text]
         ids = {word: self.tokenizer.convert_tokens_to_ids(word) for word in words}
-        return " ".join(f"<[{ids[part]}]>" if part in ids else f'"{part}"' for part in parts if part)
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
     def _matched(self, grammar: str, waits_for: str) -> Matched:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._inner, grammar)
+        matcher = LLMatcher(self._inner, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a circular definition fails here
         if matcher.is_error():
             raise UserError(_refused(matcher.get_error()))
-        return Matched(matcher, self.vocabulary, self.tokenizer if waits_for else None, waits_for)
+        return Matched(matcher, self.vocabulary, self._ends, self.tokenizer, waits_for)
 
 
 def _call_schema(name: str, schema: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -132,32 +121,49 @@ def _call_schema(name: str, schema: Mapping[str, Any], key: str) -> dict[str, An
 
 
 def _refused(error: Any) -> Problem:
-    said = str(error).strip().split("\n")[0]
-    return Problem(f"the grammar cannot be held to: {said}", remedy="Leave that keyword out of the schema.")
+    what = f"the grammar cannot be held to: {_first_line(error)}"
+    return Problem(what, remedy="Leave that keyword out of the schema.")
+
+
+def _first_line(error: Any) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+class GrammarError(Exception):
+    """The library gave up in the middle of an answer, which from then on is held to nothing."""
 
 
 class Matched:
     """A grammar being followed, for one answer.
 
     Args:
-        tokenizer: needed where something is waited for.
-        waits_for: until this text has come, every token may.
+        ends: stop tokens; none of them may come before what is waited for.
+        waits_for: until this text has come, every other token may.
     """
 
-    def __init__(self, matcher: Any, vocabulary: int, tokenizer: Any, waits_for: str) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(self, matcher: Any, vocabulary: int, ends: Sequence[int], tokenizer: Any, waits_for: str) -> None:
+        self._matcher, self._vocabulary, self._ends = matcher, vocabulary, list(ends)
         self._tokenizer, self._waits_for = tokenizer, waits_for
         self._before: list[int] = []
 
     def mask(self, logits: Tensor) -> None:
-        """Put -inf into the (V,) logits of tokens that may not come next."""
+        """Put -inf into the (V,) logits of tokens that may not come next.
+
+        Raises:
+            GrammarError: if the grammar exceeds the library's limits, or allows no token at all.
+        """
         if self._waits_for:
+            logits[self._ends] = -torch.inf
             return
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        self._raise_if_failed()
         allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
+        if not allowed.any():
+            raise GrammarError("no token may follow")
         logits[~_as_long(allowed, len(logits))] = -torch.inf
 
     def take(self, token: int) -> None:
+        """Advance by a token of the answer. Raises GrammarError if it does not fit."""
         if self._waits_for:
             self._before.append(token)
             tail = self._tokenizer.decode(self._before[-32:], skip_special_tokens=False)
@@ -165,6 +171,11 @@ class Matched:
                 self._waits_for = ""
         elif not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+            self._raise_if_failed()
+
+    def _raise_if_failed(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(_first_line(self._matcher.get_error()))
 
 
 def _as_long(allowed: Tensor, length: int) -> Tensor:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.chat.answers import UnreadableTemplate
 from burnish.data.chat.chat_template import JinjaFormat
+from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.rows import Template
 from burnish.data.chat.table import CONTENT, TemplateSpec, Token
 from burnish.data.chat.tools.tool_calls import Call, CallReader, Offered
-from burnish.data.chat.tools.tools import TOOL_FORMATS
+from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from burnish.report.pace import counted
 from burnish.run.plan.checks import nearest_existing, trains
 from burnish.run.plan.memory import DecoderShape, Formats, Term, disk_bytes, dora_term, memory_terms, shown_bytes
 from burnish.run.plan.options import RunOptions
-from burnish.run.recovery.failure import meminfo_bytes
+from burnish.run.recovery.failure import available_bytes
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def available_memory(options: RunOptions) -> int:
     device = device_of(options)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return meminfo_bytes() or 0
+    return available_bytes() or 0
 
 
 # --- disk -------------------------------------------------------------------------------------------------------------

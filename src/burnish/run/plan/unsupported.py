@@ -88,6 +88,7 @@ ABSENT_CHOICES: dict[str, dict[str, str]] = {
         "orpo": "Set stage: dpo and pref_loss: orpo.",
     },
     "flash_attn": {"off": "Set flash_attn: disabled, which is its name since LLaMA-Factory 0.8.1."},
+    "infer_backend": {"burnish": "Set infer_backend: huggingface, which names the same engine."},
     "gpu_kernels": {"none": "Set enable_liger_kernel: false."},
     "quantization_method": dict.fromkeys(
         ("hqq", "eetq"), "Set quantization_method: bnb, with quantization_bit: 4 or quantization_bit: 8."

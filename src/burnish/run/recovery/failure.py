@@ -21,13 +21,13 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from burnish.config.errors import NonFiniteError, NotSavedError, Problem, UserError, is_out_of_memory
 from burnish.config.secrets import without_secrets
 from burnish.report import console
 from burnish.report.journal import is_of_this_process, write_failure
 from burnish.report.streams import OutputError, let_go, say
+from burnish.utils.activity import Activity, interrupted_by
 from burnish.utils.files import error_number
 
 TRACEBACK_NAME = "traceback.txt"
@@ -203,31 +203,38 @@ _SMALLER_BATCH = (
     "Try a smaller per_device_train_batch_size with as many more gradient_accumulation_steps (the same update), "
     "gradient_checkpointing: true, a shorter cutoff_len, or finetuning_type: lora."
 )
-_WANTED_BY = {
-    "load_model": ("while the model was loaded", "Try quantization_bit: 4 with finetuning_type: lora, fsdp: full_shard "
-                   "over several devices, or a smaller model."),
-    "evaluate": ("in an evaluation", "Try a smaller per_device_eval_batch_size, or max_tokens_per_batch."),
-    "predict_all": ("while answers were written", "Try a smaller per_device_eval_batch_size, or fewer max_new_tokens."),
-    "backward": ("in the backward pass of a micro-batch", _SMALLER_BATCH),
-    "microstep": ("in the forward pass of a micro-batch", _SMALLER_BATCH),
-    "step": ("in the optimizer's update, which makes its states in the first step", "Try finetuning_type: lora, an "
-             "optimizer with smaller states (use_badam: true, optim: adafactor, adamw_8bit), or fsdp: full_shard."),
-    "save": ("while a checkpoint was copied", "Try save_in_background: false."),
+_ADVICE = {
+    Activity.LOAD_MODEL: (
+        "while the model was loaded",
+        "Try quantization_bit: 4 with finetuning_type: lora, fsdp: full_shard over several devices, or a smaller "
+        "model.",
+    ),
+    Activity.EVALUATE: (
+        "during evaluation", "Try a smaller per_device_eval_batch_size, or max_tokens_per_batch.",
+    ),
+    Activity.PREDICT: (
+        "during generation", "Try a smaller per_device_eval_batch_size, or fewer max_new_tokens.",
+    ),
+    Activity.BACKWARD: ("in the backward pass of a micro-batch", _SMALLER_BATCH),
+    Activity.FORWARD: ("in the forward pass of a micro-batch", _SMALLER_BATCH),
+    Activity.UPDATE: (
+        "in the optimizer's update, which creates its states in the first step",
+        "Try finetuning_type: lora, an optimizer with smaller states (use_badam: true, optim: adafactor, "
+        "adamw_8bit), or fsdp: full_shard.",
+    ),
+    Activity.SAVE: ("while a checkpoint was copied", "Try save_in_background: false."),
 }  # fmt: skip
-"""Function of burnish -> what wanted the memory, and the settings that help. The deepest one that is known counts."""
+"""Activity -> when memory ran out, and the settings that help."""
 
 
 def _wanted_by(error: BaseException) -> tuple[str, str]:
-    """Find the work that wanted the memory, with the size of its micro-batch, and the settings that help."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "burnish" in frame.f_code.co_filename]
-    known = [frame for frame in frames if frame.f_code.co_name in _WANTED_BY]
-    if not known:
+    """Describe when memory ran out, with the size of the micro-batch, and the settings that help."""
+    interrupted = interrupted_by(error)
+    if interrupted is None:
         return "", _SMALLER_BATCH
-    by, helps = _WANTED_BY[known[-1].f_code.co_name]
-    batches = [frame.f_locals["batch"] for frame in frames if isinstance(frame.f_locals.get("batch"), dict)]
-    ids: Any = batches[-1].get("input_ids") if batches else None
-    size = f" of {ids.numel():,} tokens" if hasattr(ids, "numel") and "micro-batch" in by else ""
-    return f" {by}{size}", helps
+    when, helps = _ADVICE[interrupted.activity]
+    size = f" of {interrupted.num_tokens:,} tokens" if interrupted.num_tokens is not None else ""
+    return f" {when}{size}", helps
 
 
 def _requested(text: str) -> int | None:
@@ -237,7 +244,7 @@ def _requested(text: str) -> int | None:
 
 def _free(text: str) -> int | None:
     """Bytes in ``... of which 3.00 GiB is free``, or the memory that the system has available."""
-    return _amount(re.search(r"of which ([\d.]+) (\w+) is free", text)) or _available_bytes()
+    return _amount(re.search(r"of which ([\d.]+) (\w+) is free", text)) or available_bytes()
 
 
 def _amount(match: re.Match[str] | None) -> int | None:
@@ -246,28 +253,20 @@ def _amount(match: re.Match[str] | None) -> int | None:
     return int(float(match[1]) * _BYTES[match[2]])
 
 
-def _available_bytes() -> int | None:
-    """Available bytes of the host's memory: the minimum of free memory and what the process's control group allows."""
-    found = [meminfo_bytes(), _cgroup_bytes()]
-    return min((value for value in found if value is not None), default=None)
+def available_bytes() -> int | None:
+    """Available bytes of the host's memory: the minimum of what the system and the process's control group have left.
+    None if the system does not report it."""
+    import psutil  # not at the top: this module also answers a misspelled command
 
-
-def meminfo_bytes() -> int | None:
-    """Available bytes of the host's memory; None where the system has no ``/proc/meminfo``."""
-    match = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
-    return int(match[1]) * 1024 if match else None
-
-
-def _cgroup_bytes() -> int | None:
-    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-    return max(0, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else None
-
-
-def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:  # not this kind of system
-        return ""
+        free = int(psutil.virtual_memory().available)
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text("ascii")) for name in ("max", "current"))
+    except (OSError, ValueError):  # no control groups, or no limit ("max")
+        return free
+    return min(free, max(0, limit - used))
 
 
 def _size(count: int) -> str:

@@ -171,7 +171,12 @@ class Routes:
 
     async def _in_order(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """In the one thread that tokenises, so that streams go on meanwhile and templates are used by one at a time."""
-        return await asyncio.get_running_loop().run_in_executor(self.state.prompts, function, *arguments)
+        future = self.state.prompts.submit(function, *arguments)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self.state.ready()  # the server is ending: say so
+            raise
 
     def _headers(self, ignored: tuple[str, ...]) -> dict[str, str]:
         if not ignored:

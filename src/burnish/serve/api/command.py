@@ -54,6 +54,7 @@ def api(words: Sequence[str]) -> int:
     try:
         from burnish.serve.api.app import ServerState
         from burnish.serve.http.guards import new_key
+        from burnish.serve.http.server import log_to_stderr
         from burnish.serve.http.sockets import listen, listen_unix
     except ModuleNotFoundError as error:
         raise MissingExtraError(str(error.name), "burnish api", "serve") from error
@@ -63,7 +64,7 @@ def api(words: Sequence[str]) -> int:
         if options.api_socket
         else listen(options.api_host, options.api_port, "api_port")
     )
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    log_to_stderr()
     logging.getLogger("burnish").setLevel(logging.INFO)
     state = ServerState()
     sys.setswitchinterval(_SWITCH_S)
@@ -219,6 +220,7 @@ def opening_lines(
 
 async def drain(options: ApiOptions, state: ServerState) -> None:
     """No new work; what is under way has ``api_drain`` seconds, and then hears that it is over."""
+    from burnish.data.chat.rendering import stop_rendering
     from burnish.serve.api.responses import DRAINING
 
     desk, phase = state.desk, state.phase
@@ -229,6 +231,8 @@ async def drain(options: ApiOptions, state: ServerState) -> None:
     for answer in list(desk.under_way):
         answer.fail(DRAINING)
     await _until(lambda: not desk.under_way, _LAST_WORDS_S / 2)
+    state.prompts.shutdown(wait=False, cancel_futures=True)
+    stop_rendering()
     closing: Awaitable[Any] = in_thread(desk.served.engine.close)
     try:
         await asyncio.wait_for(closing, _LAST_WORDS_S / 2)

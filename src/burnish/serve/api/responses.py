@@ -285,7 +285,7 @@ class RequestAnswer:
         return sum(choice.num_tokens for choice in self.choices)
 
 
-_STATUS = {"non_finite_logits": 503, "out_of_memory": 503, "internal_error": 500}
+_STATUS = {"grammar_failed": 400, "non_finite_logits": 503, "out_of_memory": 503, "internal_error": 500}
 
 
 def refusal_of(made: Made) -> Refusal:

@@ -12,6 +12,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from burnish.config.secrets import shown, without_secrets
+
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -41,18 +43,30 @@ class Refusal(Exception):
 
 def openai_error(refusal: Refusal) -> dict[str, Any]:
     """``{"error": {"message", "type", "param", "code"}}``, in a response or as the last event of a stream."""
-    return {"error": {"message": refusal.message, "type": refusal.kind, "param": refusal.param, "code": refusal.code}}
+    return {
+        "error": {
+            "message": without_secrets(refusal.message),
+            "type": refusal.kind,
+            "param": refusal.param,
+            "code": refusal.code,
+        }
+    }
 
 
 def page_error(refusal: Refusal) -> dict[str, Any]:
     """``{"error": {"message", "option", "code"}}``, for the page's own scripts."""
-    return {"error": {"message": refusal.message, "option": refusal.param, "code": refusal.code}}
+    return {"error": {"message": without_secrets(refusal.message), "option": refusal.param, "code": refusal.code}}
 
 
 def to_json(content: Any) -> bytes:
     """UTF-8 bytes. NaN and infinity are refused: they are no JSON, and a caller must say what they mean."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode("utf-8")
+
+
+def to_shown_json(content: Any) -> bytes:
+    """UTF-8 bytes of JSON that a person sees: tokens and passwords in it are masked."""
+    return to_json(shown(content))
 
 
 INTERNAL = Refusal(500, "internal_error", "burnish failed on this request; its log says why, under the request's id.")

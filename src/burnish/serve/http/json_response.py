@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from burnish.serve.http.errors import to_json
+from burnish.serve.http.errors import to_json, to_shown_json
 
 
 class Json(Response):
@@ -16,3 +16,10 @@ class Json(Response):
 
     def render(self, content: Any) -> bytes:
         return to_json(content)
+
+
+class ShownJson(Json):
+    """JSON that a person sees: tokens and passwords in it are masked."""
+
+    def render(self, content: Any) -> bytes:
+        return to_shown_json(content)

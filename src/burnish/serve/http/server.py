@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -18,9 +19,17 @@ from collections.abc import Awaitable, Callable, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from burnish.config.secrets import SecretFormatter
 from burnish.serve.http.guards import MOST_HEADER_BYTES
 
 CLOSING_S = 1
+
+
+def log_to_stderr() -> None:
+    """Write warnings of every library to standard error, one line each, without secrets."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(SecretFormatter("%(asctime)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 class _Server(uvicorn.Server):

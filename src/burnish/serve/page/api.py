@@ -13,22 +13,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import burnish
+from burnish.config.secrets import without_secrets
 from burnish.report.journal import EVENTS, GIVEN
 from burnish.serve.http.bodies import json_object
-from burnish.serve.http.errors import Refusal, to_json
-from burnish.serve.http.json_response import Json
+from burnish.serve.http.errors import Refusal, to_shown_json
+from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.relay import Relay
 from burnish.serve.http.stream import EventStream, event_text
 from burnish.serve.page.form import Form, safe_id, whole_number
 from burnish.serve.page.jobs.exports import Exports
 from burnish.serve.page.jobs.starting import free_folder
-from burnish.serve.page.runs.follow import CONSOLE, FilePosition, cursor_text, end_of, news, read_cursor
+from burnish.serve.page.runs.follow import CONSOLE, FilePosition, cursor_text, end_of, log_text, news, read_cursor
 from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.remarks import remarks_on
 from burnish.serve.page.runs.runs import FoundRun, checkpoints, id_of, tail_lines
 from burnish.serve.page.runs.series import series, thinned
 from burnish.serve.page.site import Answer, Site
-from burnish.utils.files import regular
 
 _LOOKS_EVERY_S, _LISTS_EVERY_S = 0.25, 2.0
 _FIGURES = (".png", ".yaml", ".jsonl", ".json", ".log")
@@ -80,7 +80,7 @@ class Api:
             for run in await self.site.found()
             if (not state or run.state == state) and asked in f"{run.name} {run.folder}".lower()
         ]
-        return Json({"runs": found, "queue": self.site.starter.queued()})
+        return ShownJson({"runs": found, "queue": self.site.starter.queued()})
 
     def _facts(self, run: FoundRun) -> dict[str, Any]:
         return {**facts(run), "folder": self.site.places.shown(run.folder)}
@@ -100,12 +100,12 @@ class Api:
             folder = free_folder(starter.folder_of(values))
             values, choice = {**values, "output_dir": self.site.places.shown(folder)}, "new"
         if body.get("when") == "queue" and any(run.is_alive for run in await self.site.found(0.0)):
-            return Json({"queued": await starter.enqueue(values, choice, devices)}, 202)
-        return Json({"id": id_of(await starter.begin(values, choice, devices))}, 201)
+            return ShownJson({"queued": await starter.enqueue(values, choice, devices)}, 202)
+        return ShownJson({"id": id_of(await starter.begin(values, choice, devices))}, 201)
 
     async def run(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
-        return Json(await asyncio.to_thread(self._whole, run))
+        return ShownJson(await asyncio.to_thread(self._whole, run))
 
     def _whole(self, run: FoundRun) -> dict[str, Any]:
         given = run.folder / GIVEN
@@ -128,28 +128,26 @@ class Api:
         cursor = cursor_text({run.id: type(place)(offset, place.events, place.console, place.mark)})
         said = [{"key": one.key, "values": one.values} for one in await asyncio.to_thread(remarks_on, run, columns)]
         few = await asyncio.to_thread(thinned, columns, points)
-        return Json({"cursor": cursor, "rows": len(columns["step"]), "columns": few, "remarks": said})
+        return ShownJson({"cursor": cursor, "rows": len(columns["step"]), "columns": few, "remarks": said})
 
     async def log(self, request: Request) -> Response:
         """The end of what the run has said, as text; ``before`` pages back."""
         run = await self.site.run(request.path_params["id"])
         path = next((p for name in (CONSOLE, "run.log") if (p := run.folder / name).is_file()), None)
         if path is None:
-            return Json({"from": 0, "text": ""})
+            return ShownJson({"from": 0, "text": ""})
         end = path.stat().st_size
         end = min(end, whole_number(request.query_params.get("before"), "before", end))
         begin = max(0, end - _LOG_BYTES)
-        with regular(path) as file:
-            file.seek(begin)
-            text = file.read(end - begin).decode("utf-8", "replace")
-        return Json({"from": begin, "text": text})
+        text, _ = await asyncio.to_thread(log_text, path, begin, end)
+        return ShownJson({"from": begin, "text": text})
 
     async def download(self, request: Request) -> Response:
         """A file that the run's list gave, and nothing else."""
         run, name = await self.site.run(request.path_params["id"]), request.path_params["name"]
         if name not in [file["name"] for file in _files(run.folder)]:
             raise Refusal(404, "no_file", "There is no such file of this run.")
-        body = await asyncio.to_thread((run.folder / name).read_bytes)
+        body = await asyncio.to_thread(_downloaded, run.folder / name)
         headers = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(body, headers=headers, media_type="application/octet-stream")
 
@@ -162,7 +160,7 @@ class Api:
         if found.get("problems"):
             problem = found["problems"][0]
             raise Refusal(422, "nothing_held_out", f"{problem['sentence']} {problem['remedy']}".strip())
-        return Json(found)
+        return ShownJson(found)
 
     async def stop(self, request: Request) -> Response:
         body = await json_object(request)
@@ -170,22 +168,22 @@ class Api:
         if how not in ("save", "now"):
             raise Refusal(422, "invalid_value", '"how" must be save or now.')
         self.site.starter.stop(await self.site.run(request.path_params["id"]), how)
-        return Json({"status": "told"}, 202)
+        return ShownJson({"status": "told"}, 202)
 
     async def again(self, request: Request) -> Response:
         await json_object(request)
         await self.site.starter.again(await self.site.run(request.path_params["id"]))
-        return Json({"status": "started"}, 202)
+        return ShownJson({"status": "started"}, 202)
 
     async def unqueue(self, request: Request) -> Response:
         if not self.site.starter.unqueue(request.path_params["number"]):
             raise Refusal(404, "not_queued", "That is not in the queue any more.")
-        return Json({"status": "removed"})
+        return ShownJson({"status": "removed"})
 
     # --- engines and conversations ------------------------------------------------------------------------------------
 
     async def engines(self, request: Request) -> Response:
-        return Json({"engines": await self.site.engines.states()})
+        return ShownJson({"engines": await self.site.engines.states()})
 
     async def begin_engine(self, request: Request) -> Response:
         body = await json_object(request)
@@ -193,7 +191,7 @@ class Api:
             one = self.site.engines.begin_named(self.site.named)
         else:
             one = self.site.engines.begin(*await self._target(body))
-        return Json({"id": one.id, "name": one.name, "state": one.state}, 202)
+        return ShownJson({"id": one.id, "name": one.name, "state": one.state}, 202)
 
     async def _target(self, body: Mapping[str, Any]) -> tuple[Path, str]:
         """A run (``run``, perhaps with a ``checkpoint``), or a ``path`` below a root."""
@@ -215,7 +213,7 @@ class Api:
 
     async def end_engine(self, request: Request) -> Response:
         self.site.engines.end(request.path_params["id"])
-        return Json({"status": "told"}, 202)
+        return ShownJson({"status": "told"}, 202)
 
     async def chat(self, request: Request) -> Any:
         engine = self.site.engines.of(request.path_params["id"])
@@ -223,23 +221,23 @@ class Api:
         return Relay(str(engine.socket), "POST", "/v1/chat/completions", json.dumps(body).encode())
 
     async def chats(self, request: Request) -> Response:
-        return Json({"chats": self.site.home.names("chats")})
+        return ShownJson({"chats": self.site.home.names("chats")})
 
     async def chat_of(self, request: Request) -> Response:
         found = self.site.home.read(f"chats/{safe_id(request)}.json")
         if found is None:
             raise Refusal(404, "no_chat", "There is no such conversation.")
-        return Json(found)
+        return ShownJson(found)
 
     async def keep_chat(self, request: Request) -> Response:
         body, name = await json_object(request), safe_id(request)
         if len(self.site.home.names("chats")) >= 1000 and not (self.site.home.folder / f"chats/{name}.json").is_file():
             raise Refusal(409, "too_many", "A thousand conversations are kept; remove some.")
         self.site.home.write(f"chats/{name}.json", json.dumps(body, ensure_ascii=False))
-        return Json({"status": "kept"})
+        return ShownJson({"status": "kept"})
 
     async def machine(self, request: Request) -> Response:
-        return Json(await asyncio.to_thread(self.site.machine.use))
+        return ShownJson(await asyncio.to_thread(self.site.machine.use))
 
     # --- exports ------------------------------------------------------------------------------------------------------
 
@@ -247,10 +245,10 @@ class Api:
         body = await json_object(request)
         path, _ = await self._target(body)
         folder = self.site.places.within(str(body.get("folder") or ""), "folder")
-        return Json({"id": self.exports.begin(path, folder, str(body.get("format") or "safetensors"))}, 202)
+        return ShownJson({"id": self.exports.begin(path, folder, str(body.get("format") or "safetensors"))}, 202)
 
     async def export_of(self, request: Request) -> Response:
-        return Json(self.exports.state(safe_id(request)))
+        return ShownJson(self.exports.state(safe_id(request)))
 
     # --- what is new --------------------------------------------------------------------------------------------------
 
@@ -266,16 +264,16 @@ class Api:
         return EventStream(self._events(request, cursor), alive_s=15.0, over=over)
 
     async def _events(self, request: Request, cursor: str) -> AsyncGenerator[bytes, None]:
-        yield event_text(to_json({"server": burnish.__version__, "time": time.time(), "retry_ms": 2000}), "hello")
+        yield event_text(to_shown_json({"server": burnish.__version__, "time": time.time(), "retry_ms": 2000}), "hello")
         while True:
             messages, cursor = await self._news(request, cursor)
             for name, data in messages:
-                yield event_text(to_json(data), name, cursor)
+                yield event_text(to_shown_json(data), name, cursor)
             await asyncio.sleep(_LOOKS_EVERY_S if request.query_params.get("runs") else _LISTS_EVERY_S)
 
     async def poll(self, request: Request) -> Response:
         messages, cursor = await self._news(request, request.query_params.get("after", ""))
-        return Json({"cursor": cursor, "messages": [{"event": name, "data": data} for name, data in messages]})
+        return ShownJson({"cursor": cursor, "messages": [{"event": name, "data": data} for name, data in messages]})
 
     async def _news(self, request: Request, cursor: str) -> tuple[list[tuple[str, Any]], str]:
         """News of the runs that are asked for, or of all runs if none is."""
@@ -299,6 +297,11 @@ def _collected(wanted: list[FoundRun], cursor: str, log: bool, is_followed: bool
                 messages.append((name, data))
         now[run.id] = place
     return messages, cursor_text(now)
+
+
+def _downloaded(path: Path) -> bytes:
+    body = path.read_bytes()
+    return body if path.suffix == ".png" else without_secrets(body.decode("utf-8", "replace")).encode()
 
 
 def _files(folder: Path) -> list[dict[str, Any]]:

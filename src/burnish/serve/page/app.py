@@ -19,12 +19,13 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from burnish import __version__
+from burnish.config.secrets import without_secrets
 from burnish.report.pace import short_number, short_time
 from burnish.serve.http.bodies import json_object, whole_body
 from burnish.serve.http.errors import Refusal, page_error
 from burnish.serve.http.guards import Guard, Rules, head_of, under
 from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
-from burnish.serve.http.json_response import Json
+from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.static import StaticFiles
 from burnish.serve.page.api import Api
 from burnish.serve.page.jobs.exports import FORMATS
@@ -134,7 +135,7 @@ class Pages:
         )  # fmt: skip
 
     async def healthz(self, request: Request) -> Response:
-        return Json({"status": "alive"})
+        return ShownJson({"status": "alive"})
 
     # --- sign in ------------------------------------------------------------------------------------------------------
 
@@ -160,10 +161,10 @@ class Pages:
         headers = {"set-cookie": _cookie(COOKIE, self.sessions.made(), request.scope.get("scheme") == "https")}
         if is_form:
             return Response(status_code=303, headers={**headers, "location": to if _is_ours(to) else "runs"})
-        return Json({"status": "ok"}, headers=headers)
+        return ShownJson({"status": "ok"}, headers=headers)
 
     async def sign_out(self, request: Request) -> Response:
-        return Json(
+        return ShownJson(
             {"status": "ok"}, headers={"set-cookie": f"{COOKIE}=; Path=/; Max-Age=0; HttpOnly; SameSite=Strict"}
         )
 
@@ -182,7 +183,9 @@ class Pages:
             static=lambda file: up + self.static.address(file), **values,
         )  # fmt: skip
         # Without script the form is sent with the Origin "null" where there is to be no referrer at all.
-        return HTMLResponse(text, status, {"referrer-policy": "same-origin"} if name == "sign-in" else None)
+        return HTMLResponse(
+            without_secrets(text), status, {"referrer-policy": "same-origin"} if name == "sign-in" else None
+        )
 
 
 def _is_ours(to: str) -> bool:

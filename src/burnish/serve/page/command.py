@@ -6,7 +6,6 @@ In: the words after the command. Out: 128 + the signal that ended it. Runs that 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 import webbrowser
@@ -44,7 +43,7 @@ def webchat(words: Sequence[str]) -> int:
 
 def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> int:
     try:
-        from burnish.serve.http.server import serve
+        from burnish.serve.http.server import log_to_stderr, serve
         from burnish.serve.http.sockets import listen, shown_address
         from burnish.serve.page.app import application
         from burnish.serve.page.home import Home
@@ -52,7 +51,7 @@ def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> i
         from burnish.serve.page.site import Site
     except ModuleNotFoundError as error:
         raise MissingExtraError(str(error.name), "burnish webui", "web") from error
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    log_to_stderr()
     home = Home(options.web_home)
     found = listen(options.web_host, options.web_port, "web_port")
     address = shown_address(found).replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")

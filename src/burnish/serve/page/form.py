@@ -19,8 +19,8 @@ from burnish.data.sets.formats import FORMATS
 from burnish.report.results import write_whole
 from burnish.run.plan.config_files import read_arguments
 from burnish.serve.http.bodies import json_object
-from burnish.serve.http.errors import Refusal, to_json
-from burnish.serve.http.json_response import Json
+from burnish.serve.http.errors import Refusal, to_shown_json
+from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.stream import EventStream, event_text
 from burnish.serve.page.jobs.starting import free_folder
 from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
@@ -62,7 +62,7 @@ class Form:
             if (one["is_secret"] or (one["risky"] and not one["harmless"])) and one["name"] not in allowed
         }
         boxes = {name: list(options) for name, options in BOXES.items()}
-        return Json(
+        return ShownJson(
             {"groups": form["groups"], "fields": form["fields"], "boxes": boxes, "risky": risky,
              "depends": {name: [on, list(values)] for name, (on, values) in DEPENDS.items()}, "presets": PRESETS,
              "own_presets": await asyncio.to_thread(self._presets)}
@@ -84,12 +84,12 @@ class Form:
         if len(self.site.home.names("presets")) >= MOST_PRESETS:
             raise Refusal(409, "too_many", f"{MOST_PRESETS} presets are kept; remove some.")
         self.site.home.write(f"presets/{name}.yaml", str(text))
-        return Json({"status": "kept"})
+        return ShownJson({"status": "kept"})
 
     async def drop_preset(self, request: Request) -> Response:
         if not self.site.home.remove(f"presets/{safe_id(request)}.yaml"):
             raise Refusal(404, "no_preset", "There is no such preset.")
-        return Json({"status": "removed"})
+        return ShownJson({"status": "removed"})
 
     async def check(self, request: Request) -> Any:
         """Explain what a run would do, part by part as it becomes known: one JSON object per line."""
@@ -106,24 +106,24 @@ class Form:
         async def parts() -> AsyncGenerator[bytes, None]:
             try:
                 async for part in self.site.planner.ask(question, replaces=True):
-                    yield event_text(to_json(part))
+                    yield event_text(to_shown_json(part))
             except Refusal as refusal:
                 problem = {"option": refusal.param or "", "sentence": refusal.message, "remedy": ""}
-                yield event_text(to_json({"problems": [problem], "code": refusal.code, "is_last": True}))
+                yield event_text(to_shown_json({"problems": [problem], "code": refusal.code, "is_last": True}))
 
         return EventStream(parts())
 
     async def free(self, request: Request) -> Response:
         """A folder beside the one that is named, or that one, which holds nothing yet."""
         folder = self.site.places.within(request.query_params.get("folder", ""), "folder")
-        return Json({"folder": self.site.places.shown(free_folder(folder))})
+        return ShownJson({"folder": self.site.places.shown(free_folder(folder))})
 
     async def yaml(self, request: Request) -> Response:
         """The values of a YAML text, or what is wrong with it and in which line."""
         text = (await json_object(request)).get("text")
         if not isinstance(text, str):
             raise Refusal(422, "invalid_type", '"text" must be the text of a YAML file.')
-        return Json(await asyncio.to_thread(self._read_yaml, text))
+        return ShownJson(await asyncio.to_thread(self._read_yaml, text))
 
     def _read_yaml(self, text: str) -> dict[str, Any]:
         """Read by the same function as a file of the command line, with its limits and its sentences."""
@@ -140,7 +140,7 @@ class Form:
     async def models(self, request: Request) -> Response:
         """Models, adapters and finished runs below the roots, and the model that the command named."""
         named = self.site.named
-        return Json({"models": await asyncio.to_thread(self._models), "named": named and named.name})
+        return ShownJson({"models": await asyncio.to_thread(self._models), "named": named and named.name})
 
     def _models(self) -> list[dict[str, str]]:
         found = []
@@ -156,7 +156,7 @@ class Form:
 
     async def datasets(self, request: Request) -> Response:
         """Names in the ``dataset_info.json`` of folders below the roots."""
-        return Json({"datasets": await asyncio.to_thread(self._datasets)})
+        return ShownJson({"datasets": await asyncio.to_thread(self._datasets)})
 
     def _datasets(self) -> list[dict[str, str]]:
         found = []
@@ -180,7 +180,7 @@ class Form:
         found = await self.site.planner.whole({"columns_of": str(path)})
         if found.get("problems"):
             raise Refusal(422, "unreadable", found["problems"][0]["sentence"], param="dataset")
-        return Json(found)
+        return ShownJson(found)
 
     async def describe(self, request: Request) -> Response:
         """Write into the ``dataset_info.json`` beside a file which of its columns is which, under a name."""
@@ -194,7 +194,7 @@ class Form:
             raise Refusal(404, "no_file", "There is no such file.")
         entry = {"file_name": path.name, "formatting": kind, **({"columns": columns} if columns else {})}
         await asyncio.to_thread(_add_entry, path.with_name(INFO_NAME), name, entry)
-        return Json({"name": name, "folder": self.site.places.shown(path.parent)}, 201)
+        return ShownJson({"name": name, "folder": self.site.places.shown(path.parent)}, 201)
 
 
 def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:

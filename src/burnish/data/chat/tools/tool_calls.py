@@ -1,9 +1,9 @@
-"""Tool calls parsed from the text of a model: the counterpart of ``tools.py``.
+"""Tool calls parsed from the text of a model; ``tool_formats.py`` says which parser belongs to which format.
 
 In: the text of an answer, or of its part that holds calls, and the tools that were offered. Out: the calls, or None
 where the text is no call: JSON that is none, a name without arguments, text before or behind.
 
-    calls = CALL_READERS["qwen"].read(text, offered)
+    calls = TOOL_FORMATS["qwen"].reader.read(text, offered)
 
 Formats that write each argument in a tag of its own do not say whether ``5`` is a number or text. The tool's JSON
 schema does; without one, what reads as JSON other than a string is taken as that.
@@ -96,7 +96,7 @@ def _lines_of_json(text: str) -> list[Call] | None:
     return _as_calls(values)
 
 
-def _react(text: str, offered: Offered) -> list[Call] | None:
+def read_action(text: str, offered: Offered) -> list[Call] | None:
     """``Action: name``, ``Action Input: {...}``, any number of times."""
     decoder, calls, at = json.JSONDecoder(), [], 0
     pattern = re.compile(r"\s*Action:[ \t]*([^\n]*?)[ \t]*\nAction Input:\s*")
@@ -112,7 +112,7 @@ def _react(text: str, offered: Offered) -> list[Call] | None:
     return calls or None
 
 
-def _named_line(text: str, offered: Offered) -> list[Call] | None:
+def read_named_line(text: str, offered: Offered) -> list[Call] | None:
     """A name, a line break, JSON."""
     name, line_break, arguments = text.strip().partition("\n")
     try:
@@ -121,12 +121,12 @@ def _named_line(text: str, offered: Offered) -> list[Call] | None:
         return None
 
 
-def _json_behind(word: str, key: str = "arguments") -> Callable[[str, Offered], list[Call] | None]:
+def json_after(word: str, key: str = "arguments") -> Callable[[str, Offered], list[Call] | None]:
     """Reads JSON that may stand behind a word."""
     return lambda text, offered: _json_calls(text.strip().removeprefix(word), key)
 
 
-def _tagged(call: str, argument: str) -> Callable[[str, Offered], list[Call] | None]:
+def tagged(call: str, argument: str) -> Callable[[str, Offered], list[Call] | None]:
     """Reads calls whose arguments each stand in a tag.
 
     Args:
@@ -275,55 +275,11 @@ def _gemma4(text: str) -> list[Call] | None:
         return None
 
 
-_QWEN = CallReader(
-    _each_between("<tool_call>", "</tool_call>", lambda text: _json_calls(text)), ("<tool_call>",), "</tool_call>"
-)
-CALL_READERS: Final[Mapping[str, CallReader]] = {
-    "default": CallReader(_react, ("Action:",)),
-    "gemma4": CallReader(_each_between("<|tool_call>", "<tool_call|>", _gemma4), ("<|tool_call>",), "<tool_call|>"),
-    "glm4": CallReader(_named_line, opens_with_name=True, only_at_start=True),
-    "glm4_moe": CallReader(
-        _tagged(
-            r"<tool_call>(?P<name>[^\n<]+)(?P<inside>.*?)(?:</tool_call>|(?=\s*<tool_call>)|\Z)",
-            r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-        ),
-        ("<tool_call>",),
-    ),
-    "lfm2": CallReader(
-        _each_between("<|tool_call_start|>", "<|tool_call_end|>", _lfm2), ("<|tool_call_start|>",), "<|tool_call_end|>"
-    ),
-    "ling": _QWEN,
-    "llama3": CallReader(
-        _json_behind("<|python_tag|>", "parameters"), ("<|python_tag|>", "{", "["), only_at_start=True
-    ),
-    "minimax1": CallReader(
-        _each_between("<tool_calls>", "</tool_calls>", _lines_of_json), ("<tool_calls>",), "</tool_calls>"
-    ),
-    "minimax2": CallReader(
-        _tagged(
-            r"(?:<minimax:tool_call>\s*)?<invoke name=\"(?P<name>[^\"]+)\">(?P<inside>.*?)</invoke>"
-            r"(?:\s*</minimax:tool_call>)?",
-            r"<parameter name=\"(?P<key>.*?)\">(?P<value>.*?)</parameter>",
-        ),
-        ("<minimax:tool_call>", "<invoke name="),
-    ),
-    "mistral": CallReader(_json_behind("[TOOL_CALLS]"), ("[TOOL_CALLS]", '[{"name"')),
-    "qwen": _QWEN,
-    "qwen3_5": CallReader(
-        _tagged(
-            r"<tool_call>\s*<function=(?P<name>[^>\n]+)>(?P<inside>.*?)</function>\s*</tool_call>",
-            r"<parameter=(?P<key>[^>]*)>\n?(?P<value>.*?)\n?</parameter>",
-        ),
-        ("<tool_call>",),
-        "</tool_call>",
-    ),
-    "seed_oss": CallReader(
-        _tagged(
-            r"<seed:tool_call>\s*<function=(?P<name>[^>\n<]+)>?(?P<inside>.*?)</function>\s*</seed:tool_call>",
-            r"<parameter=(?P<key>[^>]*)>(?P<value>.*?)</parameter>",
-        ),
-        ("<seed:tool_call>",),
-        "</seed:tool_call>",
-    ),
-}
-"""Tool format -> its reader."""
+def json_between(opening: str, closing: str) -> Callable[[str, Offered], list[Call] | None]:
+    """Make a reader of calls that are JSON, each between two words."""
+    return _each_between(opening, closing, _json_calls)
+
+
+read_gemma4: Final = _each_between("<|tool_call>", "<tool_call|>", _gemma4)
+read_lfm2: Final = _each_between("<|tool_call_start|>", "<|tool_call_end|>", _lfm2)
+read_json_lines: Final = _each_between("<tool_calls>", "</tool_calls>", _lines_of_json)

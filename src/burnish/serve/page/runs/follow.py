@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from burnish.config.secrets import without_secrets
 from burnish.report.journal import EVENTS
 from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.log_columns import columns_of, rows_since
@@ -22,7 +24,7 @@ from burnish.serve.page.runs.runs import LOG, FoundRun, read_run
 from burnish.utils.files import regular
 
 CONSOLE = "console.log"
-MOST_ROWS_BYTES, MOST_LOG_BYTES = 512 * 1024, 16 * 1024
+MOST_ROWS_BYTES, MOST_LOG_BYTES, _LOOK_BACK_BYTES = 512 * 1024, 16 * 1024, 512
 _PART = re.compile(r"([0-9a-f]{12}):(\d{1,15}):(\d{1,15}):(\d{1,15}):([0-9a-f]{0,8})")
 
 
@@ -88,12 +90,27 @@ def _console(id: str, folder: Path, place: FilePosition) -> Iterator[tuple[str, 
     if size == begin:
         return
     skipped = max(0, size - begin - MOST_LOG_BYTES)
-    with regular(path) as file:
-        file.seek(begin + skipped)
-        data = file.read(MOST_LOG_BYTES)
-    end = begin + skipped + len(data)
-    text = data.decode("utf-8", "replace")
+    text, end = log_text(path, begin + skipped, size)
     yield "log", {"run": id, "from": begin + skipped, "text": text, "skipped": skipped}, replace(place, console=end)
+
+
+def log_text(path: Path, begin: int, end: int) -> tuple[str, int]:
+    """The text of a log between two offsets, without secrets, and the offset behind it.
+
+    A reader chooses the offsets, and must not be able to cut a token into parts that nobody recognises: the text ends
+    with a whole line where one ends in it, and is masked together with what stands before it.
+    """
+    before = max(0, begin - _LOOK_BACK_BYTES)
+    with regular(path) as file:
+        file.seek(before)
+        data = file.read(end - before)
+        is_all = not file.read(1)
+    if not is_all and (last := data.rfind(b"\n")) >= begin - before:
+        data = data[: last + 1]
+    whole = without_secrets(data.decode("utf-8", "replace"))
+    known = without_secrets(data[: begin - before].decode("utf-8", "replace"))
+    same = os.path.commonprefix([whole, known])  # noqa: RUF071  (of texts, not of paths)
+    return whole[len(same) :], before + len(data)
 
 
 def mark_of(run: FoundRun) -> str:

@@ -31,7 +31,7 @@ from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.trl.preferences.config import PreferenceConfig
 from burnish.trainer.trl.preferences.records import Answer, check_answer, pair_of, text_or_messages
-from burnish.trainer.trl.sft.rows import chat_ids, column_names, refuse_transform, with_eos, without_absent_keys
+from burnish.trainer.trl.sft.rows import column_names, ids_of_chats, refuse_transform, with_eos, without_absent_keys
 from burnish.utils.sequences import shared_beginning
 
 logger = logging.get_logger("transformers.trainer")
@@ -142,9 +142,9 @@ class EncodePairs:
             text = prompt if answer is None else with_eos(self.tokenizer, prompt + answer)
             return list(self.tokenizer(text=text)["input_ids"])
         if answer is None:
-            return chat_ids(self.tokenizer, record, without_absent_keys(prompt), add_generation_prompt=True)
+            return ids_of_chats(self.tokenizer, [record], [without_absent_keys(prompt)], is_prompt=True)[0]
         assert not isinstance(answer, str)
-        return chat_ids(self.tokenizer, record, without_absent_keys([*prompt, *answer]))
+        return ids_of_chats(self.tokenizer, [record], [without_absent_keys([*prompt, *answer])])[0]
 
     def _cut(self, prompt: list[int], *answers: list[int]) -> tuple[list[int], list[list[int]], str]:
         """The same within ``max_length``, and why the row cannot be used, if so. The answers keep one prompt."""

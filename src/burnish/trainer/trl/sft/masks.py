@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers.utils import logging
 
-from burnish.data.chat.answers import Renderer, UnreadableTemplate
-from burnish.data.chat.bounds import bounded
+from burnish.data.chat.answers import Renderer
+from burnish.data.chat.rendering import Conversation, UnreadableTemplate, marked_ids
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.tokens.encoder import Encoder
 
@@ -72,18 +72,14 @@ class AssistantMasks:
         return None
 
     def _marked(self, chat: list[Any], arguments: dict[str, Any]) -> tuple[list[int], list[int]]:
-        with bounded(self.tokenizer):
-            found = self.tokenizer.apply_chat_template(
-                chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **arguments
-            )
-        return list(found["input_ids"]), list(found["assistant_masks"])
+        variables = {name: value for name, value in arguments.items() if name != "tools"}
+        return marked_ids(self.tokenizer, Conversation(chat, arguments.get("tools"), variables=variables))
 
     def _constructed(self, chat: list[Any], arguments: dict[str, Any]) -> tuple[list[int], list[int]]:
         variables = {name: value for name, value in arguments.items() if name != "tools"}
-        try:
-            rendered = self._renderer(variables).rendered(chat, arguments.get("tools"))
-        except UnreadableTemplate as error:
-            raise RuntimeError(f"What the assistant says cannot be found: {error}. {str(chat)[:200]}") from error
+        (rendered,) = self._renderer(variables).rendered([(chat, arguments.get("tools"))])
+        if isinstance(rendered, UnreadableTemplate):
+            raise RuntimeError(f"The assistant's messages cannot be found: {rendered}. {str(chat)[:200]}")
         edges = list(chain.from_iterable(rendered.spans))
         ids, borders = self.encoder.located([rendered.text], [edges])[0]
         mask = [0] * len(ids)

@@ -13,16 +13,15 @@ Learned is the whole row, its completion, or the assistant's tokens (``masks.py`
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
 from transformers.utils import logging
 
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import pack
-from burnish.data.chat.bounds import bounded
+from burnish.data.chat.rendering import PROMPT, WHOLE, Conversation, UnreadableTemplate, chat_ids
 from burnish.data.length import endless
 from burnish.loop.types import IGNORE_INDEX
 from burnish.trainer.data.loaders import is_datasets_set
@@ -241,7 +240,7 @@ class EncodeTexts:
         if not self.is_chat:
             return {"input_ids": self._ids([self._with_eos(row[self.field]) for row in rows])}
         if self.masks is None:
-            return {"input_ids": [self._chat_ids(row, without_absent_keys(row["messages"])) for row in rows]}
+            return {"input_ids": self._chat_ids(rows, [without_absent_keys(row["messages"]) for row in rows])}
         found = [self.masks(without_absent_keys(row["messages"]), template_arguments(row)) for row in rows]
         return {"input_ids": [ids for ids, _ in found], "assistant_masks": [mask for _, mask in found]}
 
@@ -265,12 +264,10 @@ class EncodeTexts:
     def _completions(self, rows: list[Any]) -> Columns:
         made: Columns = {}
         if self.is_chat:
-            prompts = [
-                self._chat_ids(row, without_absent_keys(row["prompt"]), add_generation_prompt=True) for row in rows
-            ]
+            prompts = self._chat_ids(rows, [without_absent_keys(row["prompt"]) for row in rows], is_prompt=True)
             chats = [without_absent_keys(row["prompt"]) + without_absent_keys(row["completion"]) for row in rows]
             if self.masks is None:
-                wholes = [self._chat_ids(row, chat) for row, chat in zip(rows, chats, strict=True)]
+                wholes = self._chat_ids(rows, chats)
             else:
                 found = [self.masks(chat, template_arguments(row)) for row, chat in zip(rows, chats, strict=True)]
                 wholes = [ids for ids, _ in found]
@@ -303,8 +300,8 @@ class EncodeTexts:
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(text=texts)["input_ids"]  # type: ignore[no-any-return]
 
-    def _chat_ids(self, row: Any, chat: list[Any], **more: Any) -> list[int]:
-        return chat_ids(self.tokenizer, row, chat, **more)
+    def _chat_ids(self, rows: list[Any], chats: list[list[Any]], is_prompt: bool = False) -> list[list[int]]:
+        return ids_of_chats(self.tokenizer, rows, chats, is_prompt)
 
 
 def with_eos(tokenizer: Any, text: str) -> str:
@@ -312,17 +309,26 @@ def with_eos(tokenizer: Any, text: str) -> str:
     return text if eos is None or text.endswith(eos) else text + eos
 
 
-def chat_ids(tokenizer: Any, row: Mapping[str, Any], chat: list[Any], **more: Any) -> list[int]:
-    """The ids of messages, as the chat template writes them. Args: row: has tools and arguments of the template."""
+def ids_of_chats(
+    tokenizer: Any, rows: Sequence[Mapping[str, Any]], chats: Sequence[list[Any]], is_prompt: bool = False
+) -> list[list[int]]:
+    """The ids of messages, as the chat template writes them.
+
+    Args:
+        rows: have tools and arguments of the template, one for each conversation.
+        is_prompt: the beginning of an answer follows.
+    """
+    given = []
+    for row, chat in zip(rows, chats, strict=True):
+        arguments = template_arguments(row)
+        given.append(Conversation(chat, arguments.pop("tools"), [PROMPT if is_prompt else WHOLE], variables=arguments))
     try:
-        with bounded(tokenizer):
-            found = tokenizer.apply_chat_template(
-                chat, tokenize=True, return_dict=True, **{**template_arguments(row), **more}
-            )
-    except TemplateError as error:
-        what = f"The chat template cannot write a row: {error}".rstrip(".")
-        raise ValueError(f"{what}. The row: {str(chat)[:200]}") from error
-    return list(found["input_ids"])
+        return chat_ids(tokenizer, given)
+    except UnreadableTemplate as error:
+        if len(given) > 1:  # the error names its row
+            return [ids for row, chat in zip(rows, chats, strict=True)
+                    for ids in ids_of_chats(tokenizer, [row], [chat], is_prompt)]  # fmt: skip
+        raise ValueError(f"A row cannot be encoded: {error}. The row: {str(chats[0])[:200]}") from error
 
 
 @dataclass

@@ -1,0 +1,90 @@
+"""The process that renders chat templates (``rendering.py`` starts it, and says why).
+
+Reads a JSON request per line from standard input, and writes the replies to its conversations as one line. A rendering
+that takes too long ends the process: the kernel's timer also stops code that never returns to Python. Memory is bounded
+by ``RLIMIT_AS``. The text is that of transformers' own ``apply_chat_template``, so it is the same in every version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from burnish.config.bounds import LONGEST_RENDERING, RENDERING_BYTES
+
+
+class _Characters(dict[str, Any]):
+    """An encoding in which each character is a token, so that transformers' mask of tokens is one of characters."""
+
+    def char_to_token(self, row: int, place: int) -> int:
+        return place
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    class Plain(PreTrainedTokenizerBase):  # type: ignore[misc]
+        def __call__(self, text: str, **kwargs: Any) -> _Characters:
+            return _Characters(input_ids=text)
+
+    tokenizer = Plain()
+    _bound_memory()
+    requests, replies = sys.stdin.buffer, sys.stdout.buffer
+    for line in requests:
+        request = json.loads(line)
+        found = [_answer(tokenizer, request, *job) for job in _jobs(request)]
+        replies.write(json.dumps(found).encode() + b"\n")
+        replies.flush()
+
+
+def _jobs(request: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    for template, chat, tools, parts, marks, variables in request["conversations"]:
+        for end, is_prompt in parts:
+            yield request["templates"][template], chat[:end], tools, is_prompt, marks, variables
+
+
+def _answer(
+    tokenizer: Any, request: Mapping[str, Any], template: str, chat: Any, tools: Any, is_prompt: bool, marks: bool,
+    variables: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """``text`` and ``spans``, or ``error`` and ``message``."""
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+    try:
+        found = tokenizer.apply_chat_template(
+            chat, tools=tools, chat_template=template, add_generation_prompt=is_prompt, tokenize=marks,
+            return_dict=marks, return_assistant_tokens_mask=marks, **{**request["variables"], **variables},
+        )  # fmt: skip
+        text = found["input_ids"] if marks else found
+        if len(text) > LONGEST_RENDERING:
+            return {"error": "memory"}
+        return {"text": text, "spans": _spans(found["assistant_masks"]) if marks else []}
+    except (MemoryError, RecursionError):
+        return {"error": "memory"}
+    except Exception as error:  # whatever a template makes Jinja raise is a fault of the template
+        name, line = type(error).__name__, getattr(error, "lineno", None)
+        kind = "syntax" if name == "TemplateSyntaxError" else "refused"
+        return {"error": kind, "message": f"{error}" or name, "line": line}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _spans(marks: list[int]) -> list[tuple[int, int]]:
+    """[start, end) of each run of ones."""
+    edges = [i for i in range(len(marks) + 1) if (i < len(marks) and marks[i]) != (i > 0 and marks[i - 1])]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _bound_memory() -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        held = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (held + RENDERING_BYTES, held + RENDERING_BYTES))
+
+
+if __name__ == "__main__":
+    main()

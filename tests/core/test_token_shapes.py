@@ -1,0 +1,146 @@
+"""Tokens are known by their shape and by the name before them, before any option is read."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burnish.cli import main
+from burnish.config.secrets import BLOTTED, SecretFormatter, without_secrets
+
+ALNUM = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+HEX = "0123456789abcdef"
+
+
+def random_text(alphabet: str, least: int, most: int | None = None) -> st.SearchStrategy[str]:
+    return st.text(alphabet, min_size=least, max_size=most or least)
+
+
+SHAPES = {
+    "hugging face": random_text(ALNUM, 34, 37).map("hf_{}".format),
+    "hugging face organisation": random_text(ALNUM, 34).map("api_org_{}".format),
+    "openai": random_text(ALNUM, 40, 48).map("sk-{}".format),
+    "openai project": random_text(ALNUM + "_-", 60, 100).map("sk-proj-a1{}".format),
+    "anthropic": random_text(ALNUM + "_-", 80, 95).map("sk-ant-api03-{}A".format),
+    "github": st.tuples(st.sampled_from("pousr"), random_text(ALNUM, 36)).map(lambda p: f"gh{p[0]}_{p[1]}"),
+    "github fine grained": random_text(ALNUM, 59).map("github_pat_11{}".format),
+    "gitlab": random_text(ALNUM + "_-", 20).map("glpat-{}".format),
+    "aws": st.tuples(st.sampled_from(["AKIA", "ASIA"]), random_text(ALNUM[:26] + "234567", 16)).map("".join),
+    "slack": st.tuples(st.sampled_from("bpars"), random_text("0123456789", 11), random_text(ALNUM, 24)).map(
+        lambda p: f"xox{p[0]}-{p[1]}-{p[2]}"
+    ),
+    "google": random_text(ALNUM + "_-", 35).map("AIza{}".format),
+    "npm": random_text(ALNUM, 36).map("npm_{}".format),
+    "pypi": random_text(ALNUM + "_-", 100).map("pypi-AgEIcHlwaS5vcmc{}".format),
+    "jwt": st.tuples(*[random_text(ALNUM + "_-", 30)] * 3).map(lambda p: f"eyJ{p[0]}.eyJ{p[1]}.{p[2]}"),
+    "wandb": random_text(HEX, 40).map("WANDB_API_KEY={}".format),
+    "wandb in yaml": random_text(HEX, 40).map("wandb_api_key: {}".format),
+    "bearer": random_text(ALNUM + "._~-", 20, 60).map("Bearer {}".format),
+    "basic": random_text(ALNUM, 20, 40).map("Authorization: Basic {}".format),
+    "replicate": random_text(ALNUM, 37).map("r8_{}".format),
+    "groq": random_text(ALNUM, 52).map("gsk_{}".format),
+    "nvidia": random_text(ALNUM + "_-", 64).map("nvapi-{}".format),
+    "modelscope": st.uuids().map("ms-{}".format),
+    "stripe": random_text(ALNUM, 24).map("sk_live_{}".format),
+}
+AROUND = st.sampled_from([" ", "'", '"', ",", ": ", " #", "\n", ")", "]", "}", ";", "\t", "`", "/", "=", "@", "\\n"])
+
+
+def secret_part(text: str) -> str:
+    return re.split(r"[= ]", text)[-1]
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_a_token_of_a_known_shape_is_masked_wherever_it_stands(name: str) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(SHAPES[name], AROUND, AROUND)
+    def check(token: str, before: str, after: str) -> None:
+        shown = without_secrets(f"lr{before}{token}{after}end")
+        assert secret_part(token) not in shown, (token, before, after)
+        assert BLOTTED in shown
+
+    check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["hf_hub_token", "hub_token", "WANDB_API_KEY", "ms_hub_token", "password", "client_secret"]),
+    st.sampled_from(["{}: {}", '{}: "{}"', "{}: '{}", '{}: "{}\nlr: 1', "{}={}", "{}: {}: x", "{}: [{}, 2]",
+                     '{}: ["{}"', '"{}": "{}"', "{} : {}", "{}:\n  {}", "{}:\n- {}", "{}: |\n  {}", "{}: {{a: {}}}",
+                     "--{} {}",
+                     "'{}': '{}'", "{}:{}"]),
+    st.text(ALNUM + "!$%^&*()+.", min_size=8, max_size=40),
+)  # fmt: skip
+def test_what_stands_behind_a_name_of_a_secret_is_masked(name: str, form: str, value: str) -> None:
+    assert value not in without_secrets(form.format(name, value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hf_hub_token has no effect", "pad_token: <pad>", "eos_token: <|im_end|>", 'the form "key: value"', "risk-free",
+     "hf_transfer, hf_hub_url", "max_new_tokens: 512", "tokens: 12345678", "sk-learn-like-estimators",
+     "hub_token: null", "api_key: none", "task-specific-head-pruning-of-transformers",
+     "e3b0c44298fc1c149afbf4c8996fb92427ae41e4",
+     "tokenizer: meta-llama/Llama-3.2-1B", "eos_token_id=50256", '"hf_hub_token" must be text',
+     "a key: longer text here",
+     "organisation/hf-model-v2", "saves/hf_qwen25half"],
+)  # fmt: skip
+def test_ordinary_text_is_left_alone(text: str) -> None:
+    assert without_secrets(text) == text
+
+
+def test_no_page_of_the_documentation_holds_what_looks_like_a_token() -> None:
+    for page in (Path(__file__).parents[2] / "docs").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        changed = [line for line in text.splitlines() if without_secrets(line) != line]
+        assert changed == [], page
+
+
+TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"hf_hub_token: {TOKEN}: x\n", f'hf_hub_token: "{TOKEN}\nlr: 1\n', f"hf_hub_token: [{TOKEN}, 2]\nlr: 1\n",
+     f"{TOKEN}\n", f"- {TOKEN}\n", f"{TOKEN}: 1\n", f"hf_hub_token: {{a: {TOKEN}}}\n", f"model_name_or_path: {TOKEN}\n",
+     f"lora_rank: {TOKEN}\n", f"a: 1\n\thub_token: {TOKEN}\n", f"report_to: {TOKEN}\n", f"hf_hub_token: *{TOKEN}\n",
+     "hf_hub_token: [short1x, 2]\n", "hf_hub_token: short1x: x\n", "hf_hub_token: 'short1x\n"],
+)  # fmt: skip
+def test_no_error_about_a_file_shows_a_token(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    for command in ("train", "explain", "api", "chat"):
+        assert main([command, str(file), *(["--once", "Hi"] if command == "chat" else [])]) == 2
+        out, err = capfd.readouterr()
+        assert TOKEN not in out + err
+        assert "short1x" not in out + err
+        assert err
+
+
+@pytest.mark.parametrize(
+    "words", [[TOKEN], ["run.yaml", TOKEN], [f"--{TOKEN}", "1"], [f"{TOKEN}=1"], ["--lora_rank", TOKEN]]
+)
+def test_no_error_about_the_command_line_shows_a_token(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    for command in ("train", "export", "runs", "webui", TOKEN):
+        assert main([command, *words]) == 2
+        out, err = capfd.readouterr()
+        assert TOKEN not in out + err
+
+
+def test_logs_are_masked_as_a_whole() -> None:
+    record = logging.LogRecord("burnish", logging.INFO, "here", 1, "asked with %s", (f"Bearer {TOKEN}",), None)
+    assert SecretFormatter("%(message)s").format(record) == f"asked with Bearer {BLOTTED}"
+
+
+def test_a_text_of_numbers_costs_next_to_nothing() -> None:
+    import time
+
+    text = "[" + ",".join(f"{n / 7:.12f}" for n in range(200_000)) + "]"
+    began = time.perf_counter()
+    assert without_secrets(text) == text
+    assert time.perf_counter() - began < 0.5

@@ -1,0 +1,149 @@
+"""Chat templates are rendered by a process that ends itself: same text as transformers', bounded from every thread."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+import burnish
+from burnish.config.errors import UserError
+from burnish.data.chat import rendering
+from burnish.data.chat.rendering import PROMPT, WHOLE, Conversation, chat_ids, marked_ids, render
+
+LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
+POWER = "{% set x = 9 %}{{ x ** (x ** (x * 2)) }}"  # one instruction of Python, which no signal handler interrupts
+CHAT = [{"role": "user", "content": "你好 \ud800 <|im_end|>"}, {"role": "assistant", "content": None, "x": (1, 2)}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(Path(burnish.__file__).parent / "demo" / "model")
+
+
+@pytest.mark.parametrize("body", [LOOPS, POWER])
+def test_a_rendering_that_does_not_end_is_ended_in_every_thread(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    monkeypatch.setattr(rendering, "RENDERING_S", 0.3)
+    told: list[Exception] = []
+
+    def work() -> None:
+        try:
+            render(tokenizer, [Conversation(CHAT)], body)
+        except UserError as error:
+            told.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [str(error).partition(" for ")[0] for error in told] == ["the chat template did not finish within 0.3 s"] * 2
+    assert render(tokenizer, [Conversation(CHAT)], "{{ messages | length }}")[0].text == "2"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 'a' * 99999999999 }}", "more memory"),
+        ("{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}", "more memory"),
+        ("{% if %}", "line 1 of the chat template is not valid Jinja"),
+        ("{{ raise_exception('no tools') }}", "the chat template refuses it: no tools"),
+        ("{{ a.b.c }}", "the chat template refuses it: 'a' is undefined"),
+    ],
+)
+def test_what_a_template_cannot_render_is_an_error_of_that_conversation(
+    tokenizer: Any, template: str, said: str
+) -> None:
+    (found,) = render(tokenizer, [Conversation(CHAT)], template)
+    assert said in str(found.error)
+
+
+def test_texts_and_ids_are_those_of_transformers(tokenizer: Any) -> None:
+    chats = [[{"role": "user", "content": f"{n} ä 你"}, {"role": "assistant", "content": "Ja."}] for n in range(3)]
+    asked = [Conversation(chat, parts=[WHOLE, PROMPT, (1, True)]) for chat in chats]
+    wanted = []
+    for chat in chats:
+        for part, is_prompt in ((chat, False), (chat, True), (chat[:1], True)):
+            wanted.append(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=is_prompt))
+    assert [each.text for each in render(tokenizer, asked)] == wanted
+    ids = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
+    assert chat_ids(tokenizer, [Conversation(chat) for chat in chats]) == ids
+
+
+def test_marks_are_those_of_transformers(tokenizer: Any) -> None:
+    marked = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}" \
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"  # fmt: skip
+    chat = [{"role": role, "content": f"{role} says 你好 {n}"} for n in range(3) for role in ("user", "assistant")]
+    kept, tokenizer.chat_template = tokenizer.chat_template, marked
+    try:
+        wanted = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        assert marked_ids(tokenizer, Conversation(chat)) == (wanted["input_ids"], wanted["assistant_masks"])
+    finally:
+        tokenizer.chat_template = kept
+
+
+def test_a_fork_has_a_worker_of_its_own_and_an_interrupted_request_is_not_answered_twice(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def text(word: str) -> str:
+        return render(tokenizer, [Conversation([{"role": "user", "content": word}])], "{{ messages[0].content }}")[
+            0
+        ].text
+
+    assert text("a") == "a"
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if text("b") == "b" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert text("c") == "c"
+
+    class Interrupted:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def readline(self) -> bytes:
+            raise KeyboardInterrupt
+
+    process = rendering._worker._process
+    assert process is not None
+    process.stdout, kept = Interrupted(process.stdout), process.stdout  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        text("d")
+    assert process.wait(10) != 0
+    assert text("e") == "e"
+    assert kept is not None
+
+
+def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """Killed in the middle of a rendering, burnish leaves nothing behind that goes on."""
+    script = f"""
+import time
+from transformers import AutoTokenizer
+from burnish.data.chat import rendering
+rendering.RENDERING_S = 2
+tokenizer = AutoTokenizer.from_pretrained({str(Path(burnish.__file__).parent / "demo" / "model")!r})
+chat = [{{"role": "user", "content": "x"}}]
+rendering.render(tokenizer, [rendering.Conversation(chat)])
+print(rendering._worker._process.pid, flush=True)
+rendering.render(tokenizer, [rendering.Conversation(chat)], {LOOPS!r})
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(burnish.__file__).parents[1])}
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
+    assert child.stdout is not None
+    worker = int(child.stdout.readline())
+    time.sleep(0.2)
+    child.kill()
+    child.wait()
+    until = time.monotonic() + 20
+    while Path(f"/proc/{worker}/stat").exists() and " Z " not in Path(f"/proc/{worker}/stat").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
