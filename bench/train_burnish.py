@@ -98,18 +98,17 @@ def run(material: Path, output: str, words: list[str]) -> None:
     file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *options])
     planned = plan(merge(file, flags, aliases()))
     prepared, gauge, watch = prepare(planned), Gauge(rows_counted(planned.options.stage)), Stopwatch()
-    with prepared.rows.going_ahead():
-        made = build_loop(planned, prepared, create_engine(planned.options), None)
-        listen(gauge, made)
-        made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
-        for owner, name in (
-            (made.objective, "loss"), (made.engine, "backward"), (made.engine, "clip"), (made.engine, "step"),
-            (made.optimizer, "zero_grad"),
-        ):  # fmt: skip
-            setattr(owner, name, watch.around(getattr(owner, name)))
-        begin = time.process_time()
-        made.train()
-        loop_share = 1 - watch.seconds / (time.process_time() - begin)
+    made = build_loop(planned, prepared, create_engine(planned.options), None)
+    listen(gauge, made)
+    made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
+    for owner, name in (
+        (made.objective, "loss"), (made.engine, "backward"), (made.engine, "clip"), (made.engine, "step"),
+        (made.optimizer, "zero_grad"),
+    ):  # fmt: skip
+        setattr(owner, name, watch.around(getattr(owner, name)))
+    begin = time.process_time()
+    made.train()
+    loop_share = 1 - watch.seconds / (time.process_time() - begin)
     if planned.options.do_predict:
         answer(gauge, made, prepared, planned)
     elif made.eval_sets:

@@ -61,7 +61,7 @@ ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None,
 DOORS = {
     "accelerate": {"parallel/accelerate.py"},
     "deepspeed": {"parallel/deepspeed/engine.py"},
-    "datasets": {"data/sets/sources.py", "data/rows/encode.py"},
+    "datasets": {"data/sets/sources.py", "data/reading/record_index.py"},
     # Beside models and the face: transformers' own optimizer, schedule and callbacks are taken as they are, and the
     # demo asks the saved model as any program would.
     "transformers": {

@@ -93,7 +93,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_interrupted_run_goes_on_to_the_same_weights_and_log(tmp_path, variant):
     step, given = VARIANTS[variant]
-    whole, options = make_run(tmp_path / "whole", **given)
+    whole, _ = make_run(tmp_path / "whole", **given)
     whole.train()
     interrupted(tmp_path / "cut", Kill(step, signal.SIGTERM), **given)
     second, _ = make_run(tmp_path / "cut", **given)

@@ -62,7 +62,9 @@ def run(given):
     return main(["train", *as_words(given)])
 
 
-@pytest.mark.parametrize("more", [{}, {"packing": True, "cutoff_len": 64}, {"encode_ahead": True}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"packing": True, "cutoff_len": 64}, {"streaming": True, "max_steps": 6}], ids=str
+)
 def test_a_step_that_is_not_finite_names_its_records(user, monkeypatch, capsys, more):
     spoil(monkeypatch, user, float("nan"))
     assert run({**user, **more}) == 1

@@ -41,7 +41,7 @@ def test_resume_gives_the_same_weights_and_the_same_log(tmp_path, variant, stop_
     whole.train()
     if stop_at >= whole.state.max_steps:
         stop_at = 3
-    first, options = make_run(tmp_path / "cut", [StopAt(stop_at)], **given)
+    first, _ = make_run(tmp_path / "cut", [StopAt(stop_at)], **given)
     first.train()
     assert not same(weights(first), weights(whole))
     torch.manual_seed(12345)

@@ -24,7 +24,7 @@ class Recorder(TrainerCallback):
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 2), (2, 4), (1, 8)])
 def test_the_update_does_not_depend_on_how_a_step_is_cut(tmp_path, batch_size, accumulation):
-    whole, options = make_run(tmp_path / "a", dropout=0, per_device_train_batch_size=8)
+    whole, _ = make_run(tmp_path / "a", dropout=0, per_device_train_batch_size=8)
     whole.train()
     cut, _ = make_run(
         tmp_path / "b", dropout=0, per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation
@@ -74,7 +74,7 @@ def test_a_log_says_the_learning_rate_that_the_step_used(tmp_path):
 
 
 def test_the_logged_loss_is_the_mean_over_the_steps_since_the_last_log(tmp_path):
-    each, options = make_run(tmp_path / "a", max_steps=6)
+    each, _ = make_run(tmp_path / "a", max_steps=6)
     each.train()
     pairs, _ = make_run(tmp_path / "b", max_steps=6, logging_steps=3)
     pairs.train()
@@ -97,7 +97,7 @@ def test_evaluation_is_the_mean_over_items_whatever_the_batch_size(tmp_path):
 
 
 def test_evaluation_in_between_does_not_change_the_weights(tmp_path):
-    plain, options = make_run(tmp_path / "a", max_steps=9)
+    plain, _ = make_run(tmp_path / "a", max_steps=9)
     plain.train()
     watched, _ = make_run(tmp_path / "b", max_steps=9, eval_rows=7, eval_strategy="steps", eval_steps=2)
     watched.train()
@@ -189,7 +189,7 @@ def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_still_ends_t
         return [(e["step"], sorted(k for k in e if k.endswith("loss"))) for e in run.state.log_history]
 
     given = {"eval_rows": 4, "eval_strategy": "epoch", "save_steps": 11, "save_strategy": "steps"}
-    whole, options = make_run(tmp_path, **given)
+    whole, _ = make_run(tmp_path, **given)
     whole.train()
     resumed, _ = make_run(tmp_path / "b", **given)
     load(tmp_path / "checkpoint-11", resumed.parts)

@@ -153,9 +153,7 @@ def test_a_metric_that_counted_nothing_is_left_out(tmp_path):
 
 def test_open_metrics_of_every_kind_go_through_a_checkpoint(tmp_path):
     whole, _ = trained(tmp_path / "a", Counting(), logging_steps=4, max_steps=4)
-    cut, options = make_run(
-        tmp_path / "b", [toy.StopAt(2)], objective=Counting(), dropout=0.0, logging_steps=4, max_steps=4
-    )
+    cut, _ = make_run(tmp_path / "b", [toy.StopAt(2)], objective=Counting(), dropout=0.0, logging_steps=4, max_steps=4)
     cut.train()
     from burnish.checkpoint.checkpoint import load
 

@@ -43,10 +43,9 @@ def measure(words, place):
     planned = plan(merge(*read_arguments(words), aliases()))
     prepared, engine = prepare(planned), create_engine(planned.options)
     before = resident("VmRSS")
-    with prepared.rows.going_ahead():
-        made = build_loop(planned, prepared, engine, None)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
-        made.train()
+    made = build_loop(planned, prepared, engine, None)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
+    made.train()
     foretold = sum(term.num_bytes for term in memory_terms_of(planned, prepared))
     Path(f"{place}.{engine.rank}").write_text(json.dumps([resident("VmHWM") - before, foretold]))
 

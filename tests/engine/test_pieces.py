@@ -76,7 +76,7 @@ def saved_by_two(folder, fails=False):
             half.value = Unwritable(3)
         parts = {"model": Part(half, "model", shards=half), "state": Part(TrainerState(), "trainer_state")}
         engine = SimpleNamespace(rank=rank, world_size=2, barrier=barrier.wait)
-        checkpoints = Checkpoints(folder, engine=engine)
+        checkpoints = Checkpoints(folder, processes=engine)
         try:
             checkpoints.save(4, parts)
             checkpoints.wait()

@@ -187,7 +187,7 @@ def test_a_run_stopped_inside_a_block_goes_on_in_it_to_the_bit(tmp_path, given, 
     asked = {"use_badam": True, "badam_switch_interval": 4, **given}
     whole, options = run("whole")
     whole.train()
-    first, options = run("cut", [StopAt(6)])
+    first, _ = run("cut", [StopAt(6)])
     first.train()
     second, _ = run("cut")
     load(tmp_path / "cut" / "checkpoint-6", second.parts)

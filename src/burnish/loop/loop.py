@@ -35,12 +35,12 @@ from burnish.checkpoint.checkpoint import Checkpoints, load, load_part
 from burnish.checkpoint.parts import ModelPart, Part, Stateful, parts_of
 from burnish.config.errors import NonFiniteError
 from burnish.config.options import option
-from burnish.loop.rollout import RolloutBuffer
 from burnish.loop.best import BestChoices, deciding_metric, remember_best
 from burnish.loop.events import CallbackHandler
 from burnish.loop.meter import Clock, Meter, Totals
 from burnish.loop.metrics import joined_by_name
 from burnish.loop.protocols import Engine, EvalSet, Objective, Stream
+from burnish.loop.rollout import RolloutBuffer
 from burnish.loop.schedule import schedule_of
 from burnish.loop.spikes import SpikeChoices, SpikeWatch
 from burnish.loop.state import keeping_plan

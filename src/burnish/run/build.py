@@ -20,11 +20,10 @@ import torch
 
 from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines
 from burnish.adapters.lora import learning_rates
-from burnish.run.loop import RunLoop
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
-from burnish.data.batches.stream import EvalBatches, LateReader, RowStream, StepPartition
+from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
 from burnish.data.tally import Tally
 from burnish.kernels.probe import Fitted
 from burnish.loop.events import CallbackHandler
@@ -57,6 +56,7 @@ from burnish.report.results import parameters_without_embeddings
 from burnish.run.agreement import raise_unless_ranks_agree
 from burnish.run.callbacks import callbacks_of
 from burnish.run.finish import finish
+from burnish.run.loop import RunLoop
 from burnish.run.plan.checks import FINISHED_NAME, trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
@@ -96,8 +96,7 @@ def train_run(plan: Plan) -> Result:
         note(sentence)
     for sentence in prepared.tally.sentences():
         warn(sentence)
-    with prepared.rows.going_ahead():
-        return run_prepared(plan, prepared)
+    return run_prepared(plan, prepared)
 
 
 def run_prepared(plan: Plan, prepared: Prepared) -> Result:
@@ -218,8 +217,8 @@ def build_loop(
     checkpoints = PatientCheckpoints(
         output_folder(options), fingerprints=prepared.fingerprints(), limit=options.save_total_limit,
         write_extras=partial(write_companions, model, adapter, prepared.tokenizer),
-        in_background=options.save_in_background, engine=engine, listeners=listeners,
-        # A schedule-free optimizer changes the weights when it turns to an evaluation, an objective its parts in a step.
+        in_background=options.save_in_background, processes=engine, listeners=listeners,
+        # A schedule-free optimizer changes the weights for an evaluation, and an objective its parts before the update.
         copies_later=not (hasattr(created, "eval") or objective.parts),
     )  # fmt: skip
     loop = RunLoop(
@@ -276,12 +275,10 @@ def row_stream(
         options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last,
         budget,
     )  # fmt: skip
-    collate = prepared.objective.collate
     return RowStream(
-        prepared.rows, collate, cut, read=LateReader(prepared.rows, collate) if prepared.rows.is_late else None,
-        keys=prepared.rows.keys_of_step, options=options,
+        prepared.rows, prepared.objective.collate, cut, keys=prepared.rows.keys_of_step, options=options,
         seed=options.seed if options.data_seed is None else options.data_seed,
-        lengths=None if prepared.rows.is_late else prepared.rows.lengths,
+        lengths=None if prepared.rows.is_streamed else prepared.rows.lengths,
         buffer_size=options.buffer_size if options.streaming else None,
     )  # fmt: skip
 

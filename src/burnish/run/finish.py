@@ -61,7 +61,7 @@ def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None
     if options.do_predict:
         results |= predict_all(run, prepared, plan)
     if is_first:
-        count_late(prepared)
+        count_streamed(prepared)
     if is_first and output is not None:
         reports.write(save_state, run.state, folder)
         pictures = reports.write(draw_pictures, run, options, margins) or {}
@@ -163,9 +163,9 @@ def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
     return found if is_whole else {}
 
 
-def count_late(prepared: Prepared) -> None:
-    """Report the tally of rows that were encoded while the loop ran."""
-    if prepared.rows.is_late:
+def count_streamed(prepared: Prepared) -> None:
+    """Report the tally of rows that were encoded during training (streaming)."""
+    if prepared.rows.is_streamed:
         prepared.tally.merge(prepared.rows.counted())
         for sentence in prepared.tally.sentences():
             warn(sentence)

@@ -39,7 +39,7 @@ from burnish.models.load import context_length
 from burnish.report.console import note
 from burnish.report.pace import counted
 from burnish.report.results import save_metrics
-from burnish.run.plan.checks import may_run_ahead
+from burnish.run.plan.checks import may_stream
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.prepare import Prepared
@@ -68,9 +68,7 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
     run.set_training_mode(False)
     metrics: dict[str, float] = {}
     if options.predict_with_generate:
-        sets: Mapping[str, Sequence[Example]] = load_datasets(
-            options, options.seed, Tally(), may_run_ahead(options)
-        ).eval
+        sets: Mapping[str, Sequence[Example]] = load_datasets(options, options.seed, Tally(), may_stream(options)).eval
         for name, examples in sets.items():
             metrics |= predict(run, prepared, options, examples, name, folder)
     else:

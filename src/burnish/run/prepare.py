@@ -19,10 +19,9 @@ from burnish.data.batches.budget import check_budget
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.rows import Template
 from burnish.data.origins import Origins
-from burnish.data.rows.ahead import AheadRows, ahead_notes, encode_ahead
 from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.row_set import ListedRows, RowSet, packed
-from burnish.data.sets.examples import Examples
+from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.sources import DataSets, load_datasets
 from burnish.data.tally import Tally
 from burnish.loop.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
@@ -33,7 +32,7 @@ from burnish.models.load import check_context, load_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenizer
 from burnish.parallel.single import set_seed
-from burnish.run.plan.checks import check_deciding_metric, may_run_ahead, step_notes, trains
+from burnish.run.plan.checks import check_deciding_metric, may_stream, step_notes, trains
 from burnish.run.plan.memory import Formats
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
@@ -41,7 +40,7 @@ from burnish.run.plan.resources import Sizes, check_disk, formats_of, sizes_of
 from burnish.run.recovery.fingerprints import fingerprints_of
 
 LOOKED_AT = 256
-"""Number of rows encoded before the first step, for a set that is encoded while the loop runs."""
+"""Number of rows encoded before the first step when streaming."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class Prepared:
     template: Template
     config: Any
     objective: StageObjective
-    rows: RowSet[Row | None]  # None where an example gives no row, which is found while the loop runs
-    sample: RowSet[Row]  # rows that are known before: all, or some where they are encoded while the loop runs
+    rows: RowSet[Row | None]  # None where a streamed example gives no row
+    sample: RowSet[Row]  # rows that are known before: all, or some when streaming
     eval_rows: Mapping[str, RowSet[Row]]
     steps: StepPlan
     where: Origins
@@ -82,7 +81,6 @@ def prepare(plan: Plan) -> Prepared:
 
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
     rows, sample, where = training_rows(sets, objective, config, tally, options)
-    notes += ahead_notes(options) if sets.train.stays else []
     eval_rows = {name: evaluation_rows(some, name, objective, tally, options) for name, some in sets.eval.items()}
     if not len(sample) and trains(options):
         tally.merge(rows.counted())
@@ -111,7 +109,7 @@ def load_data(plan: Plan, tally: Tally) -> DataSets:
     problems = check_model(options, needs_head=options.stage != "rm")
     try:
         sets = load_datasets(
-            options, options.seed, tally, may_run_ahead(options), asks_hubs=not problems, stage=options.stage,
+            options, options.seed, tally, may_stream(options), asks_hubs=not problems, stage=options.stage,
             looks_back=options.kl_pairing == "neighbour",
         )  # fmt: skip
     except UserError as error:
@@ -124,9 +122,9 @@ def training_rows(
     sets: DataSets, objective: StageObjective, config: Any, tally: Tally, options: RunOptions
 ) -> tuple[RowSet[Row | None], RowSet[Row], Origins]:
     """The rows of the training set, those known before the first step, and where each comes from."""
-    if sets.train.stays:
-        late = encode_while_training(sets.train, objective, config, options)
-        return late, sample_of(late), Origins(sets.train, late, None)
+    if sets.train.is_streamed:
+        streamed = StreamedRows(sets.train, objective.encode, partial(refuse_long, config))
+        return streamed, sample_of(streamed), Origins(sets.train, streamed, None)
     plain = encode(sets.train, objective, tally, options, data=sets.fingerprint)
     pack = partial(packed, options=options, stage=options.stage, capacity=options.cutoff_len)
     rows = pack(plain)
@@ -170,17 +168,9 @@ def encode(
     )
 
 
-def encode_while_training(examples: Examples, objective: StageObjective, config: Any, options: RunOptions) -> AheadRows:
-    """Rows of a large training set, none of which is encoded yet. A row that the model cannot take is refused when the
-    loop uses it."""
-
-    def check(row: Row) -> None:
-        raise_if(check_context(config, max(lengths_of(row))))
-
-    return encode_ahead(
-        examples, objective.encode, options=options, check=check,
-        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": True},
-    )  # fmt: skip
+def refuse_long(config: Any, row: Row) -> None:
+    """Refuse a streamed row that is longer than the model's context."""
+    raise_if(check_context(config, max(lengths_of(row))))
 
 
 def sample_of(rows: RowSet[Any]) -> ListedRows:

@@ -33,7 +33,6 @@ from transformers.utils import can_return_loss, logging
 
 from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.errors import is_out_of_memory
-from burnish.trainer.loop import TrainerLoop
 from burnish.kernels.probe import Fitted
 from burnish.loop.loop import TrainOutput, set_optimizer_mode
 from burnish.loop.protocols import Objective
@@ -59,6 +58,7 @@ from burnish.trainer.data.stream import LoaderStream, PaddingBatch, num_batches
 from burnish.trainer.files import card, files
 from burnish.trainer.files.hub import Hub
 from burnish.trainer.files.transformers_checkpoints import write_transformers_files
+from burnish.trainer.loop import TrainerLoop
 from burnish.trainer.loss import (
     StepUnderWay,
     TrainerObjective,
@@ -330,7 +330,7 @@ class Trainer:
         checkpoints = Checkpoints(
             self._get_output_dir(self._trial), limit=args.save_total_limit, in_background=args.save_in_background,
             fingerprints=training.trainer_fingerprints(args, plan, self._rows_per_step),
-            write_extras=self._write_extras, engine=engine, listeners=handler,
+            write_extras=self._write_extras, processes=engine, listeners=handler,
         )  # fmt: skip
         self._loop = TrainerLoop(
             self, plan, self._accumulation, ignore_keys, model=module, weights=weights, objective=objective,

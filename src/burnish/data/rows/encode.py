@@ -31,7 +31,7 @@ from burnish.config.errors import Problem, UserError
 from burnish.data.length import num_characters, refuse_endless
 from burnish.data.options import DataOptions
 from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_rows_manifest
-from burnish.data.sets.examples import Examples, content_hash
+from burnish.data.sets.examples import content_hash
 from burnish.data.tally import Tally
 from burnish.loop.types import Example, Row
 from burnish.utils.files import named_where_full, open_lock
@@ -98,17 +98,6 @@ def cache_home() -> Path:
     return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")
 
 
-def place_ahead(examples: Examples, fingerprint: Mapping[str, Any], options: DataOptions) -> Path:
-    """The folder of rows that are encoded while the loop runs; with ``overwrite_cache`` an old one is emptied."""
-    folder = cache_home() / "ahead" / _key(_made_from(examples.content_hash, fingerprint))
-    if options.overwrite_cache:
-        with alone(folder):
-            for segment in folder.glob("segment-*"):
-                if _is_mine_to_remove(segment):
-                    shutil.rmtree(segment)
-    return folder
-
-
 def _key(data: Any) -> str:
     return blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -141,12 +130,8 @@ def _is_stale(folder: Path, options: DataOptions) -> bool:
     manifest = folder / MANIFEST
     if not manifest.is_file() or (options.tokenized_path is None and not is_whole(folder)):
         return True
-    return bool(options.overwrite_cache and _is_mine_to_remove(manifest))
-
-
-def _is_mine_to_remove(path: Path) -> bool:
-    """Return whether no other process of this run may have written it: one that is older than this process."""
-    return os.environ.get("WORLD_SIZE", "1") == "1" or path.stat().st_mtime < _STARTED
+    is_mine = os.environ.get("WORLD_SIZE", "1") == "1" or manifest.stat().st_mtime < _STARTED
+    return options.overwrite_cache and is_mine
 
 
 def is_whole(folder: Path) -> bool:

@@ -37,7 +37,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
     "which part of the work is done": ("do_train", "do_eval", "do_predict", "eval_on_start"),
     "who may fetch": ("hf_hub_token", "ms_hub_token"),
     "how rows are made, not which": (
-        "preprocessing_batch_size", "preprocessing_num_workers", "encode_ahead", "overwrite_cache", "tokenized_path",
+        "preprocessing_batch_size", "preprocessing_num_workers", "overwrite_cache", "tokenized_path",
         "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory",
     ),
     "the evaluation": (

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from burnish.adapters.peft import PeftAdapter, PeftOptions
-from burnish.checkpoint.parts import Stateful
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
 from burnish.data.rows.reference_numbers import RowsWithReference
