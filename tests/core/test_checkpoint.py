@@ -37,7 +37,7 @@ VARIANTS = {
 @pytest.mark.parametrize("stop_at", [1, 5, 11, 14])
 def test_resume_gives_the_same_weights_and_the_same_log(tmp_path, variant, stop_at):
     given = {"save_strategy": "no", **VARIANTS[variant]}
-    whole, options = make_run(tmp_path / "whole", **given)
+    whole, _ = make_run(tmp_path / "whole", **given)
     whole.train()
     if stop_at >= whole.state.max_steps:
         stop_at = 3

@@ -185,7 +185,7 @@ def test_a_run_stopped_inside_a_block_goes_on_in_it_to_the_bit(tmp_path, given, 
         return made, options
 
     asked = {"use_badam": True, "badam_switch_interval": 4, **given}
-    whole, options = run("whole")
+    whole, _ = run("whole")
     whole.train()
     first, _ = run("cut", [StopAt(6)])
     first.train()

@@ -101,7 +101,7 @@ class Listeners(Protocol):
         ...
 
 
-class Processes(Protocol):
+class Ranks(Protocol):
     """The processes of a run; an engine."""
 
     rank: int
@@ -129,7 +129,7 @@ class Checkpoints:
     def __init__(
         self, folder: str | Path, *, fingerprints: Mapping[str, Any] | None = None,
         write_extras: Callable[[Path], None] | None = None, limit: int | None = None, in_background: bool = True,
-        processes: Processes | None = None, listeners: Listeners | None = None, copies_later: bool = False,
+        processes: Ranks | None = None, listeners: Listeners | None = None, copies_later: bool = False,
     ) -> None:  # fmt: skip
         self.folder = Path(folder)
         self.fingerprints = dict(fingerprints or {})

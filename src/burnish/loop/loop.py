@@ -16,8 +16,8 @@ into micro-batches, padded, packed or spread over ranks. Because the order of th
 an evaluation in between cannot disturb it. Because everything that changes is in ``Loop.parts``, a run that was stopped
 continues as if it had not been.
 
-The loop knows *when*; an ``Objective`` knows *what*. ``burnish train`` and ``burnish.Trainer`` run this loop, each by a
-subclass (``RunLoop``, ``TrainerLoop``) that overrides single methods.
+The loop knows *when*; an ``Objective`` knows *what*. ``burnish train`` runs ``RunLoop`` and ``burnish.Trainer`` runs
+``TrainerLoop``: subclasses that override single methods.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Loop:
         """Yield the step batches of the rest of the epoch: those left of a rollout, then what is made of the next."""
         yield from self.rollout.remaining()
         for step_batch in self.stream.step_batches():
-            made = self.objective.rollout(self, step_batch)
+            made = self.objective.rollout(self.model, step_batch, self.engine, self.state.global_step)
             assert len(made) == self.objective.inner_steps, f"{type(self.objective).__name__}.rollout: {len(made)}"
             self.rollout.fill(made, step_batch)
             yield from self.rollout.remaining()

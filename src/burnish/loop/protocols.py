@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from burnish.checkpoint.parts import Part
-    from burnish.loop.loop import Loop
 
 
 class Objective(Protocol):
@@ -45,9 +44,13 @@ class Objective(Protocol):
         """The number of steps that are trained on each step batch of the stream; see ``rollout``."""
         return 1
 
-    def rollout(self, loop: Loop, step_batch: StepBatch) -> Sequence[StepBatch]:
+    def rollout(self, module: nn.Module, step_batch: StepBatch, engine: Engine, step: int) -> Sequence[StepBatch]:
         """The step batches to train on in place of ``step_batch``, ``inner_steps`` many: itself, or what was made of
-        it, such as responses to its prompts. If they are several, a checkpoint holds those that are not used yet."""
+        it, such as responses to its prompts. If they are several, a checkpoint holds those that are not used yet.
+
+        Args:
+            module: the policy. step: steps that are done.
+        """
         return [step_batch]
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:

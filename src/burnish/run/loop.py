@@ -9,12 +9,13 @@ from typing import Any
 from burnish.data.origins import Origins, origins_in_words
 from burnish.loop.loop import Loop
 from burnish.report.console import note
+from burnish.run.plan.options import RunOptions
 
 
 class RunLoop(Loop):
     """A ``Loop`` over encoded records. Args: origins: the records of its rows; the others are the loop's."""
 
-    def __init__(self, options: Any, origins: Origins, **parts: Any) -> None:
+    def __init__(self, options: RunOptions, origins: Origins, **parts: Any) -> None:
         super().__init__(options, **parts)
         self.origins = origins
 

@@ -20,21 +20,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import find_batch_size
 
 from burnish.config.errors import UserError
-from burnish.loop.protocols import Objective
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Metric, Sum
 from burnish.trainer.data.in_step import named_in
-from burnish.trainer.data.stream import PaddingBatch
 from burnish.trainer.inspection import base_model, is_causal_lm
-
-if TYPE_CHECKING:
-    from burnish.trainer.trainer import Trainer
 
 
 @dataclass
@@ -52,19 +47,6 @@ class StepUnderWay:
     def share(self, weight: Tensor) -> Tensor:
         """() of the step's mean, for a micro-batch of ``weight`` () items; outside of a step it is the whole."""
         return torch.ones_like(weight) if self.weight is None else weight / self.weight
-
-
-class TrainerObjective(Objective):
-    """The loss that a ``Trainer`` or its model computes, as the loop's objective."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-
-    def num_items(self, batch: Batch) -> Tensor:
-        return self.trainer._num_items(batch) * (not isinstance(batch, PaddingBatch))
-
-    def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        return self.trainer._loss(module, batch)
 
 
 def without_weight(loss: Loss) -> Loss:

@@ -180,6 +180,19 @@ def _newest_whole(found: Path, args: TrainingArguments) -> Path:
     return whole
 
 
+def differences(before: TrainerState, args: TrainingArguments) -> list[str]:
+    """Sentences on arguments that differ from the checkpoint's. The arguments are followed."""
+    names = ("logging_steps", "eval_steps", "save_steps")
+    now = {name: value for name in names if (value := getattr(args, name)) is not None and value >= 1}
+    pairs = [(name, value, getattr(before, name)) for name, value in now.items()]
+    pairs.append(("per_device_train_batch_size", args.per_device_train_batch_size, before.train_batch_size))
+    return [
+        f"{name}: {value} (from args) != {earlier} (from trainer_state.json)"
+        for name, value, earlier in pairs
+        if earlier is not None and value != earlier
+    ]
+
+
 def restore_callbacks(handler: FaceHandler, states: dict[str, Any]) -> None:
     """Callbacks and control go on with their state."""
     here = {type(callback).__name__ for callback in handler.callbacks} | {"TrainerControl"}
