@@ -120,6 +120,7 @@ class Row(TypedDict, total=False):
     input_ids: Sequence[int]
     labels: Sequence[int]  # IGNORE_INDEX where nothing is learned; not shifted: labels[t] belongs to input_ids[t]
     loss_weights: Sequence[float]  # only where a message carried a weight other than 1
+    content_hashes: Sequence[int]  # only with pictures: their hash at each of their positions, 0 elsewhere
     seq_lengths: Sequence[int]  # only in a pack: the lengths of the rows that were concatenated to it
     sequence: Sequence[int]  # only where sums are wanted of each sequence in a batch: which one a token belongs to
     chosen_input_ids: Sequence[int]  # a pair is a row of two sequences, each with labels of its own
