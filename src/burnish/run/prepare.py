@@ -88,7 +88,7 @@ def prepare(plan: Plan) -> Prepared:
     if not len(sample) and trains(options):
         tally.merge(rows.counted())
         raise UserError(nothing_to_learn(tally, options))
-    steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
+    steps = plan_steps(options, len(rows), plan.world_size, objective.inner_steps) if trains(options) else NO_STEPS
     sizes = sizes_of(adapter, shapes, options, steps.max_steps)
     formats = formats_of(options, config, sizes, shapes)
     notes += objective.inspect(sample, steps.rows_per_step) if trains(options) else []
