@@ -23,7 +23,7 @@ def _part_kind(kind: str) -> str:
     return kind
 
 
-class ContentPart(Body):
+class TextPart(Body):
     """A part of a message's content."""
 
     type: Annotated[str, AfterValidator(_part_kind)]
@@ -31,13 +31,13 @@ class ContentPart(Body):
     refusal: str | None = None
 
     @model_validator(mode="after")
-    def _has_text(self) -> ContentPart:
+    def _has_text(self) -> TextPart:
         if getattr(self, self.type) is None:
             raise problem("missing_required_parameter", "is required.", f".{self.type}")
         return self
 
 
-def _joined(content: str | list[ContentPart]) -> str:
+def _joined(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(getattr(part, part.type) for part in content)
 
 
@@ -72,7 +72,7 @@ class ChatMessage(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        Annotated[str, Tag("·text")] | Annotated[list[ContentPart], Field(max_length=MOST_PARTS), Tag("·other")],
+        Annotated[str, Tag("·text")] | Annotated[list[TextPart], Field(max_length=MOST_PARTS), Tag("·other")],
         TEXT_OR_OTHER, AfterValidator(_joined),
     ] | None = None  # fmt: skip
     reasoning_content: str = ""
