@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from hashlib import blake2b
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
@@ -18,8 +19,9 @@ from burnish.data.batches.batching import lengths_of, splits_rows
 from burnish.data.batches.budget import check_budget
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.rows import Template
+from burnish.data.length import refuse_endless
 from burnish.data.origins import Origins
-from burnish.data.rows.encode import encode_rows
+from burnish.data.rows.encode import encode_rows, encoding_title
 from burnish.data.rows.row_set import ListedRows, RowSet, packed
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.sources import DataSets, load_datasets
@@ -28,11 +30,12 @@ from burnish.loop.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, 
 from burnish.loop.types import Example, Row
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.check import check_model
+from burnish.models.fingerprint import place_fingerprint
 from burnish.models.load import check_context, load_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenizer
 from burnish.parallel.single import set_seed
-from burnish.run.plan.checks import check_deciding_metric, may_stream, step_notes, trains
+from burnish.run.plan.checks import check_deciding_metric, evaluates, may_stream, step_notes, trains
 from burnish.run.plan.memory import Formats
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
@@ -85,7 +88,7 @@ def prepare(plan: Plan) -> Prepared:
     if not len(sample) and trains(options):
         tally.merge(rows.counted())
         raise UserError(nothing_to_learn(tally, options))
-    steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
+    steps = plan_steps(options, len(rows), plan.world_size, objective.inner_steps) if trains(options) else NO_STEPS
     sizes = sizes_of(adapter, shapes, options, steps.max_steps)
     formats = formats_of(options, config, sizes, shapes)
     notes += objective.inspect(sample, steps.rows_per_step) if trains(options) else []
@@ -96,6 +99,11 @@ def prepare(plan: Plan) -> Prepared:
 
     data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
     contents = {"data": data, "template": template.form_fingerprint, "tokenizer": template.tokenizer_fingerprint}
+    if options.tokenized_path and not options.dataset:
+        contents["data"] = str(place_fingerprint(options.tokenized_path))
+    if options.eval_dataset and (evaluates(options) or options.do_predict):
+        hashes = [f"{name} {examples.content_hash}" for name, examples in sets.eval.items()]
+        contents["eval_data"] = blake2b("\n".join(hashes).encode(), digest_size=16).hexdigest()
     fingerprints = cache(partial(fingerprints_of, plan, contents, steps))
     return Prepared(
         tokenizer, template, config, objective, rows, sample, eval_rows, steps, where, sizes, formats, tally,
@@ -157,10 +165,16 @@ def encode(
     """
     is_eval = eval_name is not None
     truncate = not splits_rows(options, objective.default_packing, is_eval)
+
+    def encoded(batch: Sequence[Example], counted: Tally) -> Sequence[Row | None]:
+        refuse_endless(batch)
+        return objective.encode(batch, counted, truncate=truncate)
+
     return encode_rows(
         examples,
-        lambda batch, counted: objective.encode(batch, counted, truncate=truncate),
+        encoded,
         tally,
+        title=encoding_title(examples),
         fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": truncate},
         options=options,
         name=f"eval_{eval_name}".rstrip("_") if is_eval else "train",
