@@ -1,7 +1,7 @@
 """The nouns of a training run, in the order in which data becomes weights.
 
 record (as read) -> example (typed) -> row (encoded, plain lists) -> batch (one micro-batch of tensors)
--> group (the micro-batches of one step) -> step (one weight update).
+-> step batch (the micro-batches of one step) -> step (one weight update).
 """
 
 # B sequences in a micro-batch, T tokens per sequence, V vocabulary
@@ -48,13 +48,15 @@ class Message:
     """One turn of a conversation.
 
     ``function`` is an assistant's tool call (its content is JSON: one call or a list of calls), ``observation`` is a
-    tool's answer. ``train`` overrides whether this turn is learned; ``weight`` scales the loss of its tokens.
+    tool's answer. ``train`` overrides whether this turn is learned; ``weight`` scales the loss of its tokens. ``raw``
+    is the message as its record has it, for chat templates that are given messages unchanged.
     """
 
     role: RoleName
     content: Content
     train: bool | None = None
     weight: float = 1.0
+    raw: Mapping[str, Any] | None = None
 
     @property
     def text(self) -> str:
