@@ -345,7 +345,7 @@ def _before(said: Sequence[Any], place: int) -> int:
 
 def pair_row(row: Mapping[str, Any]) -> Row:
     """The two sequences of a pair; one that is scored has no prompt."""
-    return {**_sequence(row, "chosen"), **_sequence(row, "rejected"), "margin": row.get("margin", 0.0)}  # type: ignore[typeddict-item]
+    return {**_sequence(row, "chosen"), **_sequence(row, "rejected"), "margin": row.get("margin", 0.0)}
 
 
 def verdict_row(row: Mapping[str, Any], limit: int | None) -> Row:
