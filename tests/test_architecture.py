@@ -86,7 +86,7 @@ DOORS = {
     "swanlab": {"report/trackers.py"},
     # Routes are written in starlette's words; what runs them, and what reads HTTP, is behind wire's door.
     "starlette": {"serve"},
-    "uvicorn": {"serve/http/server.py"},
+    "uvicorn": {"serve/http/server.py", "serve/http/connections.py"},
     "h11": {"serve/http/relay.py"},
     "jinja2": {
         "data/chat/tools/tool_formats.py",

@@ -219,16 +219,18 @@ def test_half_a_model_does_not_stand_in_the_way_of_the_same_command(
     assert cli.main(words) == 0
 
 
-def test_fewer_steps_than_were_done_are_nothing_to_do(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fewer_steps_than_were_trained_are_refused(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12d."""
-    assert cli.main(["train", "run.yaml", "max_steps=3"]) == 0
-    assert "has done 4 steps, and this run is to have 3: there is nothing to do." in told(capsys)[0]
+    assert cli.main(["train", "run.yaml", "max_steps=3"]) == 2
+    assert "the run in it has trained 4 steps, and max_steps is 3 now." in told(capsys)[1]
     assert not Path("out/model.safetensors").exists()
 
 
-def test_a_changed_learning_rate_is_applied_and_said(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_learning_rate_is_refused_unless_asked_for(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12."""
-    assert cli.main(["train", "run.yaml", "learning_rate=5e-3"]) == 0
+    assert cli.main(["train", "run.yaml", "learning_rate=5e-3"]) == 2
+    assert "learning_rate was 0.001, is 0.005" in told(capsys)[1]
+    assert cli.main(["train", "run.yaml", "learning_rate=5e-3", "resume_despite_changes=true"]) == 0
     assert "learning_rate was 0.001 in checkpoint-4 and is 0.005 now." in told(capsys)[0]
     rates = [entry["learning_rate"] for entry in history(Path("out")) if "learning_rate" in entry]
     assert rates[4] > 4 * rates[3] * 0.5

@@ -170,14 +170,17 @@ def test_a_write_that_fails_in_the_background_is_raised_and_leaves_what_was_ther
 
 
 def test_what_makes_it_another_run_stops_and_what_may_change_is_said(tmp_path):
-    before = {"data": "aa", "seed": 1, "learning_rate": 1e-3, "rows_per_step": 16}
+    before = {"data": "aa", "seed": 1, "learning_rate": 1e-3, "rows_per_step": 16, "max_steps": 8}
     (tmp_path / "checkpoint-1").mkdir()
     write_manifest(tmp_path / "checkpoint-1", 1, before)
-    said = compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "learning_rate": 5e-3})
-    assert said == ["learning_rate was 0.001 in checkpoint-1 and is 0.005 now."]
-    with pytest.raises(UserError, match="seed was 1, is 2") as raised:
-        compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2})
-    assert "resume_despite_changes" in str(raised.value)
+    said = compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "max_steps": 9})
+    assert said == ["max_steps was 8 in checkpoint-1 and is 9 now."]
+    for name, value, words in (("seed", 2, "seed was 1, is 2"), ("learning_rate", 5e-3, "0.001, is 0.005")):
+        with pytest.raises(UserError, match=words) as raised:
+            compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, name: value})
+        assert raised.value.problems[0].options == (name,)
+        for way_out in ("another output_dir", "overwrite_output_dir: true", "resume_despite_changes"):
+            assert way_out in str(raised.value)
     assert compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2}, despite=True)
 
 

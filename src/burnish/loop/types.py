@@ -48,13 +48,15 @@ class Message:
     """One turn of a conversation.
 
     ``function`` is an assistant's tool call (its content is JSON: one call or a list of calls), ``observation`` is a
-    tool's answer. ``train`` overrides whether this turn is learned; ``weight`` scales the loss of its tokens.
+    tool's answer. ``train`` overrides whether this turn is learned; ``weight`` scales the loss of its tokens. ``raw``
+    is the message as its record has it, for chat templates that are given messages unchanged.
     """
 
     role: RoleName
     content: Content
     train: bool | None = None
     weight: float = 1.0
+    raw: Mapping[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -122,6 +124,7 @@ Those that burnish knows:
 - ``input_ids``, ``labels``: T numbers each; a label is IGNORE_INDEX where nothing is learned, and not shifted:
   ``labels[t]`` belongs to ``input_ids[t]``.
 - ``loss_weights``: T floats, only where a message has a weight other than 1.
+- ``content_hashes``: only with pictures, their hash at each of their positions, 0 elsewhere.
 - ``seq_lengths``: only in a pack, the lengths of the rows that were concatenated to it.
 - ``sequence``: T numbers, only where sums are needed of each sequence in a batch: which one a token belongs to.
 - ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``: the two sequences of a pair.

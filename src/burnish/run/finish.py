@@ -31,6 +31,7 @@ from burnish.run.plan.resources import counts_of
 from burnish.run.predict import predict_all
 from burnish.run.prepare import Prepared
 from burnish.run.recovery.failure import failure_in_words
+from burnish.run.recovery.fingerprints import work_of
 from burnish.run.recovery.resume import write_finished
 from burnish.run.reward_heads import save_head
 from burnish.utils.patching import patch_summary
@@ -68,7 +69,7 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
         pictures = reports.write(draw_pictures, run, options, margins) or {}
         reports.write(describe, run, plan, prepared, results, pictures)
         reports.raise_if_missing()
-        reports.write(write_finished, folder, run.state, prepared.fingerprints())
+        reports.write(write_finished, folder, run.state, prepared.fingerprints(), work_of(options))
         reports.raise_if_missing()
         for sentence in next_steps(folder, isinstance(run.objective, RewardObjective)):
             note(sentence)

@@ -18,8 +18,9 @@ from burnish.data.batches.batching import lengths_of, splits_rows
 from burnish.data.batches.budget import check_budget
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.rows import Template
+from burnish.data.length import refuse_endless
 from burnish.data.origins import Origins
-from burnish.data.rows.encode import encode_rows
+from burnish.data.rows.encode import encode_rows, encoding_title
 from burnish.data.rows.row_set import ListedRows, RowSet, packed
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.sources import DataSets, load_datasets
@@ -157,10 +158,16 @@ def encode(
     """
     is_eval = eval_name is not None
     truncate = not splits_rows(options, options.stage, is_eval)
+
+    def encoded(batch: Sequence[Example], counted: Tally) -> Sequence[Row | None]:
+        refuse_endless(batch)
+        return objective.encode(batch, counted, truncate=truncate)
+
     return encode_rows(
         examples,
-        lambda batch, counted: objective.encode(batch, counted, truncate=truncate),
+        encoded,
         tally,
+        title=encoding_title(examples),
         fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": truncate},
         options=options,
         name=f"eval_{eval_name}".rstrip("_") if is_eval else "train",

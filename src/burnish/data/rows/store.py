@@ -93,6 +93,10 @@ class Rows(RowSet[Row]):
         found = ((name, value(at)) for name, value in self._opened[number])
         return {name: value for name, value in found if value is not None}
 
+    def tables(self) -> list[pyarrow.Table]:
+        """All rows as Arrow tables, which may differ in their columns."""
+        return [table() for _, table in self._blocks]
+
     def __reduce__(self) -> Any:
         """Pickle for another process: it maps the same file; rows in memory are copied."""
         if self.folder is not None:

@@ -33,7 +33,7 @@ Located: TypeAlias = tuple[Values, str, int]
 EMPTY = "dropped: all its answers are empty"
 EMPTY_KEPT = "kept: an answer in it is empty"
 MARKS = ("<image>", "<video>", "<audio>")
-MARKED = "kept: {mark} in it is a word like others, since burnish shows models no pictures, films or sounds"
+MARKED = "kept: {mark} is trained as plain text"
 
 
 def content_hash(examples: Sequence[Example]) -> str:
@@ -274,7 +274,7 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, tally
         elif example is not None:
             if not all(answer.strip() for answer in answers):
                 tally.add(EMPTY_KEPT, example)
-            for mark in _marks_in(example):
+            for mark in marks_in(example):
                 tally.add(MARKED.format(mark=mark), example)
         kept.append(None if is_empty else example)
     if empty and on_empty_target == "raise":
@@ -282,9 +282,17 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, tally
     return kept
 
 
-def _marks_in(example: Example) -> list[str]:
+def marks_in(example: Example) -> list[str]:
     """The marks of images, videos and sounds in a conversation, or in a prompt and its answers."""
-    parts = [example.system, example.prompt, example.completion, example.messages, example.chosen, example.rejected]
+    parts = [
+        example.text,
+        example.system,
+        example.prompt,
+        example.completion,
+        example.messages,
+        example.chosen,
+        example.rejected,
+    ]
     texts = [part if isinstance(part, str) else "\n".join(turn.text for turn in part) for part in parts if part]
     return [mark for mark in MARKS if any(mark in text for text in texts)]
 

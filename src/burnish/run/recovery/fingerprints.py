@@ -3,8 +3,8 @@
 Data, template, tokenizer, adapters and base model are known by their content, so that a folder may move. Of the options
 every one is kept, but for those declared here to change neither the rows, nor their order, nor the arithmetic of a step
 (``HARMLESS``), and those whose content is kept in their place (``BY_CONTENT``): an option that somebody adds makes
-another run until it is said to be harmless. What may change, and is then applied and said, is ``MAY_CHANGE`` in
-``core.comparison``; all else stops a run that would go on otherwise.
+another run until it is declared harmless. What may change, and is then applied and reported, is ``MAY_CHANGE`` in
+``checkpoint.comparison``; all else stops a run that would go on otherwise.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import burnish
 from burnish.config.options import specs
 from burnish.loop.schedule import StepPlan
 from burnish.models.fingerprint import adapters_fingerprint, base_fingerprint, config_fingerprint
-from burnish.run.plan.options import GROUPS, MEMBER_GROUPS
+from burnish.models.generate import GenerationOptions
+from burnish.run.plan.checks import evaluates
+from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
 from burnish.run.plan.plan import Plan
+from burnish.run.response_metrics import MetricOptions
 
 BY_CONTENT: dict[str, tuple[str, ...]] = {
     "base_model, config": ("model_name_or_path", "model_revision", "cache_dir"),
@@ -59,6 +62,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
 """Reason -> options that change neither rows nor arithmetic."""
 HARMLESS_GROUPS = ("GenerationOptions", "MetricOptions", "ExportOptions", "ReportOptions", "ProfileOptions")
 LIBRARIES = ("torch", "transformers")
+_WORK = ("do_eval", "do_predict", "report_to", "plot_loss", "profile")
 
 
 def kept_options() -> list[str]:
@@ -73,8 +77,17 @@ def kept_options() -> list[str]:
     ]
 
 
+def work_of(options: RunOptions) -> dict[str, Any]:
+    """Options that say what is done beside training, as JSON data: a finished run does not do it again."""
+    names = [*_WORK, *(HARMLESS["the evaluation"] if options.do_predict or evaluates(options) else ())]
+    if options.do_predict:
+        names += [*specs(GenerationOptions), *specs(MetricOptions)]
+    made: dict[str, Any] = json.loads(json.dumps({name: getattr(options, name) for name in names}, default=str))
+    return made
+
+
 def fingerprints_of(plan: Plan, contents: Mapping[str, str], steps: StepPlan) -> dict[str, Any]:
-    """JSON data by name; see ``core.comparison.MAY_CHANGE`` for those that a continued run may change.
+    """JSON data by name; see ``checkpoint.comparison.MAY_CHANGE`` for those that a continued run may change.
 
     Args:
         contents: hashes of data, template and tokenizer.

@@ -183,9 +183,8 @@ class Pages:
             static=lambda file: up + self.static.address(file), **values,
         )  # fmt: skip
         # Without script the form is sent with the Origin "null" where there is to be no referrer at all.
-        return HTMLResponse(
-            without_secrets(text), status, {"referrer-policy": "same-origin"} if name == "sign-in" else None
-        )
+        headers = {"referrer-policy": "same-origin"} if name == "sign-in" else None
+        return HTMLResponse(without_secrets(text).encode("utf-8", "replace"), status, headers)
 
 
 def _is_ours(to: str) -> bool:

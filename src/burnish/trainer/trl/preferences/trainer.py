@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.stream import num_tokens
+from burnish.data.sets.trl import Kind
 from burnish.loop.loop import TrainOutput
 from burnish.loop.meter import Totals
 from burnish.loop.types import Batch, Row
@@ -54,17 +55,16 @@ from burnish.trainer.trl.preferences.objective import (
     with_numbers,
 )
 from burnish.trainer.trl.preferences.rows import (
-    EncodePairs,
-    EncodeScored,
-    EncodeVerdicts,
+    NAMES,
     VerdictsOfSteps,
     pair_row,
-    prepared,
+    preference_rows,
+    template_of,
     verdict_row,
     with_kl_answers,
 )
+from burnish.trainer.trl.prepared import column_names, first_row
 from burnish.trainer.trl.sft.checks import check_sft_sets, refuse_images
-from burnish.trainer.trl.sft.rows import column_names, first_row
 from burnish.trainer.trl.sft.setup import (
     attach_peft,
     finish_peft,
@@ -108,9 +108,8 @@ class PreferenceTrainer(TrlTrainer):
     args: PreferenceConfig
     config_class: ClassVar[type[PreferenceConfig]]
     objective_class: ClassVar[Callable[..., Any]]
-    encode_class: ClassVar[type[EncodePairs]] = EncodePairs
     tag: ClassVar[str]
-    kind: ClassVar[str] = "pairs"  # of its rows: pairs, verdicts or scores
+    kind: ClassVar[Kind] = "pairs"  # of its records
     _counter = CountPreferences
     _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
 
@@ -149,7 +148,8 @@ class PreferenceTrainer(TrlTrainer):
             choices.router_aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         for note in args.notes():
             logger.warning(note)
-        self.objective = self.objective_class(choices, None, self._tokenizer)
+        template = template_of(args, self._tokenizer, self.kind)
+        self.objective = self.objective_class(choices, template, self._tokenizer)
         self._pad = pad
         super().__init__(
             model=model, args=args, data_collator=data_collator or Padded(self._row_of, self.kind, pad),
@@ -260,7 +260,7 @@ class PreferenceTrainer(TrlTrainer):
     # --- data ---------------------------------------------------------------------------------------------------------
 
     def _prepared(self, dataset: Any, name: str, args: PreferenceConfig) -> Any:
-        return prepared(dataset, name, self._tokenizer, args, self.encode_class)
+        return preference_rows(dataset, name, args, self.kind, self.objective.encode, self.objective.template)
 
     def _prepared_evals(self, eval_dataset: Any, args: PreferenceConfig) -> Any:
         if isinstance(eval_dataset, dict):
@@ -290,7 +290,7 @@ class PreferenceTrainer(TrlTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         numbers = [f"reference_{side}logps" for side in ("", "kl_", "chosen_", "rejected_")]
-        self._signature_columns = [*self.encode_class.makes, *numbers]
+        self._signature_columns = [*NAMES[self.kind], *numbers]
 
     # --- loss ---------------------------------------------------------------------------------------------------------
 
@@ -380,7 +380,6 @@ class KTOTrainer(PreferenceTrainer):
     args: KTOConfig
     config_class = KTOConfig
     objective_class = KtoObjective
-    encode_class = EncodeVerdicts
     tag = "kto"
     kind = "verdicts"
 
@@ -419,7 +418,6 @@ class RewardTrainer(PreferenceTrainer):
     args: RewardConfig
     config_class = RewardConfig
     objective_class = RewardObjective
-    encode_class = EncodeScored
     tag = "reward-trainer"
     kind = "scores"
 

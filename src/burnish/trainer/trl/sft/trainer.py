@@ -27,6 +27,7 @@ from burnish.trainer.data.prefix_sharing import fit_prefix_sharing
 from burnish.trainer.inspection import has_virtual_tokens, is_peft_model
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
+from burnish.trainer.trl.prepared import column_names, first_row
 from burnish.trainer.trl.sft.checks import (
     check_objective,
     check_sft_sets,
@@ -38,8 +39,7 @@ from burnish.trainer.trl.sft.checks import (
 from burnish.trainer.trl.sft.collator import DataCollatorForLanguageModeling
 from burnish.trainer.trl.sft.config import SFTConfig
 from burnish.trainer.trl.sft.loss import flat_inputs, sums_without_logits
-from burnish.trainer.trl.sft.masks import AssistantMasks
-from burnish.trainer.trl.sft.rows import Preparation, column_names, first_row
+from burnish.trainer.trl.sft.rows import Preparation
 from burnish.trainer.trl.sft.setup import attach_peft, finish_peft, inner_tokenizer, own_config, ready_model, set_pad
 
 logger = logging.get_logger("transformers.trainer")
@@ -105,9 +105,7 @@ class SFTTrainer(TrlTrainer):
             data_collator = self._own_collator(model, processing_class, args)
         self._skip_prepare_dataset = skips_preparation(args)
         tokenizer = inner_tokenizer(processing_class)
-        self._prepare = Preparation(
-            tokenizer, args, self.completion_only_loss, self._masks(tokenizer, args), formatting_func
-        )
+        self._prepare = Preparation(tokenizer, args, self.completion_only_loss, formatting_func)
         evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset} if eval_dataset else {}
         self._refuse_masks_without_labels({"train": train_dataset, **evals}, data_collator)
         if not self._skip_prepare_dataset:
@@ -141,14 +139,6 @@ class SFTTrainer(TrlTrainer):
         return DataCollatorForLanguageModeling(
             pad, padding_free=layout.is_flat, pad_to_multiple_of=multiple, takes_packs_apart=not layout.is_flat
         )
-
-    def _masks(self, tokenizer: Any, args: SFTConfig) -> AssistantMasks | None:
-        if not args.assistant_only_loss:
-            return None
-        masks = AssistantMasks(tokenizer)
-        if (note := masks.note()) is not None:
-            logger.warning(note)
-        return masks
 
     def _set_router(self, model: Any, asked: float | None) -> None:
         super()._set_router(model, asked)

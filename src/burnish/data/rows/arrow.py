@@ -1,0 +1,29 @@
+"""Encoded rows as an Arrow table over the same memory, for the ``datasets`` library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+
+from burnish.data.rows.store import Rows
+
+TYPES: Mapping[str, pa.DataType] = {"margin": pa.float32(), "label": pa.bool_()}
+"""Types of columns that hold one value per row; all others hold token ids, or labels."""
+
+
+def arrow_table(rows: Rows, names: tuple[str, ...]) -> pa.Table:
+    """These columns of the rows; lists of int32, but for those of ``TYPES``."""
+    schema = pa.schema([(name, TYPES.get(name, pa.list_(pa.int32()))) for name in names])
+    blocks = [pa.table([_column(block, field) for field in schema], schema=schema) for block in rows.tables()]
+    return pa.concat_tables([schema.empty_table(), *blocks])
+
+
+def _column(block: pa.Table, field: pa.Field) -> pa.Array:
+    if field.name in TYPES:
+        there = field.name in block.column_names
+        return block.column(field.name).cast(field.type) if there else pa.nulls(len(block), field.type)
+    if field.name not in block.column_names:
+        return pa.array([[]] * len(block), field.type)
+    lists = block.column(field.name).chunk(0)
+    return pa.ListArray.from_arrays(lists.offsets, lists.values)  # a row without the column has an empty list
