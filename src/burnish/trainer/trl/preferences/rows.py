@@ -76,7 +76,7 @@ def _verdict_columns(row: Row) -> dict[str, Any]:
 
 
 def _score_columns(row: Row) -> dict[str, Any]:
-    ids = {f"{side}_ids": row[f"{side}_input_ids"] for side in ("chosen", "rejected")}  # type: ignore[literal-required]
+    ids = {f"{side}_ids": row[f"{side}_input_ids"] for side in ("chosen", "rejected")}
     return {**ids, "margin": float(row.get("margin") or 0.0)}
 
 
