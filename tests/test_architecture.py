@@ -294,6 +294,7 @@ SHARED = {
     "metric_for_best_model": {"loop"},  # declared with checkpoints, decided by evaluations
     "greater_is_better": {"loop"},
     "load_best_model_at_end": {"loop"},
+    "save_only_model": {"loop"},  # which holds the parts of a checkpoint
     "model_name_or_path": {"inference"},  # what is loaded to answer
     "template": {"inference"},
     "finetuning_type": {"inference"},  # whose adapters are loaded to answer
@@ -388,7 +389,7 @@ ELSEWHERE = {
     "parallel/single.py": "a fused optimizer of torch reads these two names from itself",
     "models/generate.py": "a subclass of transformers' cache, made there",
     "optim/bnb.py": "a function made there gets its docstring",
-    "run/recovery/resume.py": "a schedule continues with another learning rate",
+    "run/loop.py": "a schedule continues with another learning rate",
     "utils/activity.py": "an exception carries the activity that it interrupted",
 }
 """Files that set something on an object which no name above says to be burnish's, and why that is no patch."""

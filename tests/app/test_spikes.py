@@ -187,7 +187,7 @@ def test_a_loss_scale_that_comes_down_is_no_spike_and_any_other_is(loss, norm, s
     watch.norms.extend([1.0] * 9)
     group = SimpleNamespace(items=[3])
     with nullcontext() if said is None else pytest.raises(SpikeError, match=said):
-        watch.look(engine_of(scaled), 7, group, torch.tensor(loss), torch.tensor(norm))
+        watch.check(engine_of(scaled), 7, group, torch.tensor(loss), torch.tensor(norm))
     assert len(watch.norms) == (10 if norm == 2.0 else 9)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from bad_inputs import ROWS, Case, cut_short, files, make_folder, told, write
 from burnish import cli
-from burnish.loop import loop
+from burnish.loop.loop import Loop
 
 pytestmark = pytest.mark.run
 
@@ -250,14 +250,14 @@ def test_two_runs_do_not_share_a_folder(user_folder: Path, capsys: pytest.Captur
 
 
 def at_step(number: int, does: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    take_step = loop.take_step
+    step = Loop.step
 
     def take(run: Any, *arguments: Any) -> None:
         if run.state.global_step == number:
             does()
-        take_step(run, *arguments)
+        step(run, *arguments)
 
-    monkeypatch.setattr(loop, "take_step", take)
+    monkeypatch.setattr(Loop, "step", take)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)

@@ -1,7 +1,7 @@
 """The nouns of a training run, in the order in which data becomes weights.
 
 record (as read) -> example (typed) -> row (encoded, plain lists) -> batch (one micro-batch of tensors)
--> group (the micro-batches of one step) -> step (one weight update).
+-> step batch (the micro-batches of one step) -> step (one weight update).
 """
 
 # B sequences in a micro-batch, T tokens per sequence, V vocabulary

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from hashlib import blake2b
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
@@ -29,11 +30,12 @@ from burnish.loop.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, 
 from burnish.loop.types import Example, Row
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.check import check_model
+from burnish.models.fingerprint import place_fingerprint
 from burnish.models.load import check_context, load_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenizer
 from burnish.parallel.single import set_seed
-from burnish.run.plan.checks import check_deciding_metric, may_stream, step_notes, trains
+from burnish.run.plan.checks import check_deciding_metric, evaluates, may_stream, step_notes, trains
 from burnish.run.plan.memory import Formats
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
@@ -86,7 +88,7 @@ def prepare(plan: Plan) -> Prepared:
     if not len(sample) and trains(options):
         tally.merge(rows.counted())
         raise UserError(nothing_to_learn(tally, options))
-    steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
+    steps = plan_steps(options, len(rows), plan.world_size, objective.inner_steps) if trains(options) else NO_STEPS
     sizes = sizes_of(adapter, shapes, options, steps.max_steps)
     formats = formats_of(options, config, sizes, shapes)
     notes += objective.inspect(sample, steps.rows_per_step) if trains(options) else []
@@ -97,6 +99,11 @@ def prepare(plan: Plan) -> Prepared:
 
     data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
     contents = {"data": data, "template": template.form_fingerprint, "tokenizer": template.tokenizer_fingerprint}
+    if options.tokenized_path and not options.dataset:
+        contents["data"] = str(place_fingerprint(options.tokenized_path))
+    if options.eval_dataset and (evaluates(options) or options.do_predict):
+        hashes = [f"{name} {examples.content_hash}" for name, examples in sets.eval.items()]
+        contents["eval_data"] = blake2b("\n".join(hashes).encode(), digest_size=16).hexdigest()
     fingerprints = cache(partial(fingerprints_of, plan, contents, steps))
     return Prepared(
         tokenizer, template, config, objective, rows, sample, eval_rows, steps, where, sizes, formats, tally,

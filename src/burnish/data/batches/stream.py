@@ -284,9 +284,9 @@ class RowStream:
         strategy = "group_by_length" if self.options.group_by_length else self.options.train_sampling_strategy
         return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step, self.buffer_size)
 
-    def advance(self, group: StepBatch) -> None:
-        if group.cursor is not None:
-            self.load_state_dict(group.cursor)
+    def advance(self, step_batch: StepBatch) -> None:
+        if step_batch.cursor is not None:
+            self.load_state_dict(step_batch.cursor)
 
     @property
     def is_used_up(self) -> bool:

@@ -1,6 +1,6 @@
 """Resuming a run where it stopped: from which checkpoint, with which batches, and when there is nothing left to do.
 
-In: a plan, and ``output_dir``. Out: the checkpoint to continue from, and a run whose parts have its state.
+In: a plan, and ``output_dir``. Out: the checkpoint to continue from, which ``RunLoop.load`` loads.
 Refuses: a checkpoint that is asked for and is not there or not whole; more steps than a finished run that kept no
 checkpoint. Whether what lies there is this run's at all is decided in ``checkpoint/comparison.py``.
 """
@@ -13,22 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.checkpoint.checkpoint import Checkpoints, load, others_beside, output_folder
+from burnish.checkpoint.checkpoint import Checkpoints, others_beside, output_folder
 from burnish.checkpoint.comparison import AFTER_THE_END, compare_fingerprints, compare_with_checkpoint
 from burnish.checkpoint.manifest import faults, read_manifest
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
-from burnish.loop.run import Run
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import STATE_NAME, TrainerState, load_state
-from burnish.report.console import note
 from burnish.report.pace import counted
 from burnish.report.results import write_whole
-from burnish.run.assemble import keeping_plan
 from burnish.run.plan.checks import FINISHED_NAME, trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
-from burnish.run.recovery.fingerprints import work_of
+from burnish.run.recovery.fingerprints import may_change, work_of
 from burnish.utils.json_files import read_object
 
 
@@ -59,7 +56,7 @@ def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: S
     found, notes = checkpoint_to_resume(options)
     if found is None:
         return Start(notes=tuple(notes), done=finished_before(options, fingerprints, steps))
-    notes += compare_with_checkpoint(found, fingerprints(), options.resume_despite_changes)
+    notes += compare_with_checkpoint(found, fingerprints(), options.resume_despite_changes, may_change(options))
     return Start(found, tuple(notes), nothing_left_to_do(options, found, fingerprints, steps))
 
 
@@ -153,7 +150,9 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
         raise UserError(_fewer_steps(folder, done["global_step"], steps))
     if done["max_steps"] == steps.max_steps:
         refuse_changes_after_the_end(options, done, fingerprints())
-    compare_fingerprints(done["fingerprints"], fingerprints(), folder, options.resume_despite_changes)
+    compare_fingerprints(
+        done["fingerprints"], fingerprints(), folder, options.resume_despite_changes, may_change(options)
+    )
     if lost := lost_files(folder, done):
         raise UserError(_lost(folder, lost))
     if done["max_steps"] < steps.max_steps:
@@ -174,28 +173,6 @@ def _lost(folder: Path, lost: Sequence[str]) -> Problem:
         why="It kept no checkpoint, from which its model could be written again.",
         remedy="Restore the file, or set overwrite_output_dir: true to train anew.",
     )
-
-
-def resume(run: Run, found: Path) -> None:
-    """Give every part its state back, then what the options say anew where it may change."""
-    rates = (
-        [group["initial_lr"] for group in run.optimizer.param_groups]
-        if hasattr(run.schedule.scheduler, "lr_lambdas")
-        else []
-    )
-    with keeping_plan(run.state):
-        load(found, run.parts, run.engine.rank)
-    if rates:
-        apply_rates(run, rates)
-    note(f"Continuing from {found}: step {run.state.global_step} of {run.state.max_steps}.")
-
-
-def apply_rates(run: Run, rates: Sequence[float]) -> None:
-    """The learning rates of the options at the step of the schedule; the same bits where nothing was changed."""
-    run.schedule.scheduler.base_lrs = list(rates)
-    for group, rate, factor in zip(run.optimizer.param_groups, rates, run.schedule.scheduler.lr_lambdas, strict=True):
-        group["initial_lr"] = rate
-        group["lr"] = rate * factor(run.schedule.scheduler.last_epoch)
 
 
 def accumulation_for(found: Path | None, options: RunOptions, world_size: int) -> int:

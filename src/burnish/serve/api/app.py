@@ -34,7 +34,7 @@ from burnish.serve.api.requests import (
 )
 from burnish.serve.http.bodies import json_object
 from burnish.serve.http.errors import Refusal, openai_error
-from burnish.serve.http.guards import Guard, RequestHead, Rules, bearer, under
+from burnish.serve.http.guards import Guard, Rules, bearer, under
 from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
 from burnish.serve.http.json_response import Json
 
@@ -328,9 +328,9 @@ class Routes:
 
     # --- the log ------------------------------------------------------------------------------------------------------
 
-    def seen(self, head: RequestHead, status: int, seconds: float, request_id: str) -> None:
+    def seen(self, path: str, status: int, seconds: float, request_id: str) -> None:
         """Count every request; what answered says its line itself, when its stream is over."""
-        route = head.path if head.path in self.paths else "other"
+        route = path if path in self.paths else "other"
         self.state.metrics.requests[route, status] += 1
         self.state.metrics.request.add(seconds)
         if route not in OPEN_PATHS and not (status == 200 and route in {"/v1/chat/completions", "/v1/completions"}):

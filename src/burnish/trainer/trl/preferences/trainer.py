@@ -21,6 +21,7 @@ from burnish.data.batches.stream import num_tokens
 from burnish.data.sets.trl import Kind
 from burnish.loop.loop import TrainOutput
 from burnish.loop.meter import Totals
+from burnish.loop.protocols import Objective
 from burnish.loop.types import Batch, Row
 from burnish.losses.kto import KtoObjective
 from burnish.losses.pairs import AnswersObjective, PairObjective
@@ -32,8 +33,8 @@ from burnish.parallel.single import set_seed
 from burnish.run.references import refuse_other_vocabulary
 from burnish.trainer import notes
 from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.data.stream import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
-from burnish.trainer.loss import TrainerObjective
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
 from burnish.trainer.trl.preferences.collator import Padded, Unpadded
@@ -47,10 +48,10 @@ from burnish.trainer.trl.preferences.config import (
     WithReference,
 )
 from burnish.trainer.trl.preferences.objective import (
-    PreferredObjective,
     ReadyBatches,
     Score,
     fitted,
+    padding_batch,
     reference_for,
     with_numbers,
 )
@@ -234,8 +235,16 @@ class PreferenceTrainer(TrlTrainer):
         self.model_wrapped = self._made = objective.module(model)
         self.aux_loss_enabled = bool(getattr(objective, "aux_coefficient", 0.0))  # a score has no router's loss
 
-    def _objective(self) -> TrainerObjective:
-        return PreferredObjective(self.objective, self._made, self.compute_loss)
+    def _objective(self) -> Objective:
+        objective: Objective = self.objective
+        return objective
+
+    def _module(self) -> nn.Module:
+        module: nn.Module = self._made
+        return module
+
+    def _padding_batch(self, batch: Batch) -> PaddingBatch:
+        return padding_batch(batch)
 
     def _inspect(self, args: PreferenceConfig) -> None:
         """Remarks on the rows of the training set."""
@@ -294,9 +303,9 @@ class PreferenceTrainer(TrlTrainer):
 
     # --- loss ---------------------------------------------------------------------------------------------------------
 
-    def _weight(self, inputs: Batch) -> Tensor:
-        weight: Tensor = self.objective.num_items(inputs)
-        return weight
+    def _num_items(self, inputs: Batch) -> Tensor:
+        num_items: Tensor = self.objective.num_items(inputs)
+        return num_items
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -304,14 +313,14 @@ class PreferenceTrainer(TrlTrainer):
         """() the mean loss of a micro-batch over its pairs or records, or (loss, rewards).
 
         Args:
-            model: the objective's module. inputs: a batch that ``PreferredObjective.prepare_step`` has seen.
+            model: the objective's module. inputs: a batch that the objective's ``prepare_step`` has seen.
         """
-        found, weight = self.objective.loss(model, inputs), self._weight(inputs)
+        found, num_items = self.objective.loss(model, inputs), self._num_items(inputs)
         if model.training:
             self._step.sums.update(found.sums)
         else:
-            self._totals.add(found, weight)
-        loss = found.total / weight.clamp(min=1)
+            self._totals.add(found, num_items)
+        loss = found.total / num_items.clamp(min=1)
         return (loss, found.outputs) if return_outputs else loss
 
     def prediction_step(

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from burnish.kernels.cross_entropy import TokenLoss, TokenSums
 from burnish.kernels.probe import Fitted, Head
-from burnish.loop.types import IGNORE_INDEX, Batch
+from burnish.loop.types import IGNORE_INDEX, Batch, Loss
 from burnish.losses.logits import target_positions
 from burnish.losses.targets import Targets, sums_of_logits
 from burnish.models.patches.attention import make_padding_free
@@ -190,15 +190,45 @@ class SFTTrainer(TrlTrainer):
 
     # --- loss ---------------------------------------------------------------------------------------------------------
 
+    def _loss(self, model: nn.Module, inputs: Any) -> Loss:
+        """The loss of a micro-batch, a sum over its learned tokens, and its metrics."""
+        sums, targets, aux, _ = self._sums(model, inputs, needs_logits=False)
+        num_items = self._num_items(inputs)
+        total = sums.total if aux is None else sums.total + self.router_aux_loss_coef * aux * num_items
+        return Loss(total, self._metrics(sums, targets, aux, num_items))
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean loss of a micro-batch over its learned tokens.
+        """The mean loss of a micro-batch over its learned tokens, for evaluations and for scripts.
 
         Args:
             num_items_in_batch: () the number the sum is divided by; the learned tokens of the batch if not given.
         Returns:
             () the loss, or (loss, outputs), outputs with logits.
+        """
+        needs_logits = return_outputs or self.compute_loss_func is not None
+        sums, num_targets, aux, outputs = self._sums(model, inputs, needs_logits)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, inputs["labels"], num_items_in_batch=num_items_in_batch)
+        else:
+            items = num_targets if num_items_in_batch is None else num_items_in_batch
+            loss = sums.total / torch.as_tensor(items).clamp(min=1)
+            if aux is not None:
+                loss = loss + self.router_aux_loss_coef * aux
+        if model.training:
+            self._step.sums.update(self._metrics(sums, num_targets, aux, self._num_items(inputs)))
+        else:
+            found = {**self._metrics(sums, num_targets, aux), "items": num_targets}
+            for name, value in found.items():
+                self._eval_sums[name] = self._eval_sums.get(name, 0) + value.detach().float()
+        return (loss, outputs) if return_outputs else loss
+
+    def _sums(self, model: nn.Module, inputs: Any, needs_logits: bool) -> tuple[TokenSums, Tensor, Tensor | None, Any]:
+        """Sums over the learned tokens of a micro-batch.
+
+        Returns:
+            the sums, () the number of learned tokens, () the router's loss if it counts, the model's output.
         """
         given = {**inputs, "use_cache": False}
         labels, positions = given.pop("labels"), given.pop("target_positions", None)
@@ -207,7 +237,7 @@ class SFTTrainer(TrlTrainer):
         if self.aux_loss_enabled:
             given["output_router_logits"] = True
         targets = Targets.of(labels, positions)
-        head = None if return_outputs or self.compute_loss_func is not None else self._fitted().head
+        head = None if needs_logits else self._fitted().head
         flat, rules = None if head is None else self._flat(inputs), self._rules(head)
         if flat is not None and head is not None:
             sums, outputs = sums_without_logits(model, *flat_inputs(flat), head, rules)
@@ -217,17 +247,8 @@ class SFTTrainer(TrlTrainer):
             outputs = model(**given)
             logits = outputs.logits[:, -labels.shape[1] :].flatten(0, 1)[targets.positions]
             sums = sums_of_logits(logits, targets, rules)
-        num_targets = targets.counts.sum()
-        if self.compute_loss_func is not None:
-            loss = self.compute_loss_func(outputs, inputs["labels"], num_items_in_batch=num_items_in_batch)
-        else:
-            items = num_targets if num_items_in_batch is None else num_items_in_batch
-            loss = sums.total / torch.as_tensor(items).clamp(min=1)
         aux = outputs.aux_loss if self.aux_loss_enabled and outputs is not None else None
-        if aux is not None and self.compute_loss_func is None:
-            loss = loss + self.router_aux_loss_coef * aux
-        self._measure(sums, num_targets, aux, self._weight(inputs) if model.training else None)
-        return (loss, outputs) if return_outputs else loss
+        return sums, targets.counts.sum(), aux, outputs
 
     def _rules(self, head: Head | None) -> TokenLoss:
         is_dft = self.args.loss_type == "dft"
@@ -235,23 +256,22 @@ class SFTTrainer(TrlTrainer):
         softcap = head.softcap if head else None
         return TokenLoss(smoothing, softcap, accuracy=True, entropy=True, factor="dft" if is_dft else None)
 
-    def _measure(self, sums: TokenSums, items: Tensor, aux: Tensor | None, weight: Tensor | None) -> None:
-        """Sums for the log, on the device; in an evaluation for its metrics.
+    def _metrics(
+        self, sums: TokenSums, num_targets: Tensor, aux: Tensor | None, num_items: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Sums over the learned tokens, for the log.
 
         Args:
-            items: () the learned tokens of the batch.
-            weight: () what the loop counts the batch for, which is a little more for models whose first labels
-                transformers counts too; None in an evaluation.
+            num_items: () what the loop counts the batch for, which is a little more for models whose first labels
+                transformers counts too; the sums are scaled to it. None in an evaluation.
         """
         found = {"mean_token_accuracy": sums.correct, "entropy": sums.entropy}
         if aux is not None:
-            found["aux_loss"] = aux.detach() * items
-        if weight is not None:
-            share = weight / items.clamp(min=1)
-            self._step.sums.update({name: value * share for name, value in found.items()})
-            return
-        for name, value in {**found, "items": items}.items():
-            self._eval_sums[name] = self._eval_sums.get(name, 0) + value.detach().float()
+            found["aux_loss"] = aux.detach() * num_targets
+        if num_items is None:
+            return found
+        share = num_items / num_targets.clamp(min=1)
+        return {name: value * share for name, value in found.items()}
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
