@@ -11,7 +11,7 @@ import os
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from burnish.config.errors import UserError
@@ -20,23 +20,13 @@ WireMessage: TypeAlias = dict[str, Any]
 """``role``, ``content``, and where there are any ``reasoning_content``, ``tool_calls``, ``tool_call_id``."""
 
 
-@dataclass(frozen=True)
-class ChatSettings:
-    """Settings of an answer. None: as the model or the server has it."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    max_new_tokens: int | None = None
-    do_sample: bool | None = None
-
-    def given(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+SETTINGS: Mapping[str, type] = {
+    **dict.fromkeys(
+        ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), float
+    ),
+    "top_k": int, "seed": int, "max_new_tokens": int, "do_sample": bool,
+}  # fmt: skip
+"""Settings of an answer that a person may change, and their types."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +34,13 @@ class Request:
     """A request.
 
     Args:
+        settings: of ``SETTINGS``; for the others the model's or the server's count.
         thinks: None leaves it to the template.
         adapter: "" for the model itself.
     """
 
     messages: Sequence[WireMessage]
-    settings: ChatSettings = field(default_factory=ChatSettings)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
     thinks: bool | None = None
     adapter: str = ""
@@ -119,7 +110,7 @@ class LocalPartner:
 
     def defaults(self) -> dict[str, Any]:
         sampling = self.answerer.defaults
-        values = {f.name: getattr(sampling, f.name, None) for f in fields(ChatSettings)}
+        values = {name: getattr(sampling, name, None) for name in SETTINGS}
         return {**values, "max_new_tokens": self.answerer.max_new_tokens, "do_sample": sampling.temperature > 0}
 
     def answer(self, request: Request) -> Iterator[Event]:
@@ -162,41 +153,26 @@ class LocalPartner:
         )  # fmt: skip
 
     def _prompt(self, request: Request) -> list[int]:
-        from burnish.serve.api.messages import ChatMessage, ToolCall
-        from burnish.serve.api.requests import ChatRequest, Settings
+        from burnish.serve.api.body import read
+        from burnish.serve.api.requests import ChatRequest
         from burnish.serve.http.errors import Refusal
 
-        def as_typed(message: WireMessage) -> ChatMessage:
-            calls = tuple(
-                ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
-                for call in message.get("tool_calls") or ()
-            )
-            return ChatMessage(
-                message["role"], message.get("content") or "", message.get("reasoning_content") or "", calls,
-                message.get("tool_call_id") or "",
-            )  # fmt: skip
-
         arguments = {} if request.thinks is None else {"enable_thinking": request.thinks}
-        asked = ChatRequest(
-            self.name, tuple(map(as_typed, request.messages)), Settings(), tools=tuple(request.tools),
-            template_arguments=arguments,
-        )  # fmt: skip
+        body = {
+            "model": self.name, "messages": list(request.messages), "tools": list(request.tools),
+            "chat_template_kwargs": arguments,
+        }  # fmt: skip
         try:
-            return self.prompter.ids(asked)
+            return self.prompter.ids(read(ChatRequest, body))
         except Refusal as refusal:
             raise UserError(str(refusal)) from refusal
 
     def _ask(self, ids: list[int], request: Request) -> Any:
         from burnish.inference.types import BASE, Ask
 
-        given = request.settings.given()
+        given = dict(request.settings)
         most = given.pop("max_new_tokens", self.answerer.max_new_tokens)
-        samples = given.pop("do_sample", None)
-        sampling = replace(self.answerer.defaults, **given)
-        if samples is False:
-            sampling = replace(sampling, temperature=0.0)
-        elif samples and sampling.temperature == 0:
-            sampling = replace(sampling, temperature=1.0)
+        sampling = self.answerer.defaults.changed(given)
         return Ask(
             ids, most, adapter=request.adapter or BASE, sampling=sampling, stop_ids=frozenset(self.answerer.stop_ids),
             top_logprobs=0,
@@ -246,7 +222,7 @@ class UrlPartner:
         return {}
 
     def answer(self, request: Request) -> Iterator[Event]:
-        settings = {_NAMES.get(name, name): value for name, value in request.settings.given().items()}
+        settings = {_NAMES.get(name, name): value for name, value in request.settings.items()}
         body: dict[str, Any] = {
             "model": request.adapter or self.name, "messages": list(request.messages), "stream": True,
             "stream_options": {"include_usage": True}, **settings,
