@@ -11,12 +11,12 @@ from typing import Protocol
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
 from burnish.config.options import changed_options, option, specs
-from burnish.losses.base import OBJECTIVES
+from burnish.config.registry import Member
+from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.losses.preference_losses import PAIR_LOSSES
 
-PREFERENCE_STAGES = ("rm", "dpo", "kto")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-_OF_SFT = {"nll": "", "dft": "For TRL's dft set use_dft_loss: true."}
+OF_SFT = {"nll": "", "dft": "For TRL's dft set use_dft_loss: true."}
 REMOVED = {"kto_pair": "pref_loss: kto_pair was removed; use stage: kto, or pref_loss: bco_pair."}
 _OF_ANSWERS = ("train_on_prompt", "mask_history", "neat_packing", "predict_with_generate")
 _PAPER_BETA = 1.0
@@ -111,10 +111,7 @@ class PreferenceChoices(FixedReferenceChoices, PairLossChoices, Protocol):
     """The options read here."""
 
     finetuning_type: str
-    kl_pairing: str
-    kto_loss: str
     learning_rate: float
-    max_tokens_per_batch: int | None
     packing: bool | None
     stage: str
     streaming: bool
@@ -123,15 +120,10 @@ class PreferenceChoices(FixedReferenceChoices, PairLossChoices, Protocol):
 @check
 def check_preferences(options: PreferenceChoices) -> list[Problem]:
     """Find options that contradict each other, or that need rows of another stage."""
-    of_sft = [name for name in options.pref_loss if name in _OF_SFT]
-    if options.stage not in PREFERENCE_STAGES:
-        return [Problem('"loss_type" is dft.', remedy=_OF_SFT["dft"], option="pref_loss")] if "dft" in of_sft else []
-    problems = [
-        Problem(f'"pref_loss": {name} is a loss of stage: sft.', option="pref_loss")
-        for name in of_sft
-        if options.stage == "dpo"
-    ]
-    problems += [_only_sft(name) for name in _OF_ANSWERS if getattr(options, name)]
+    if not _compares(options.stage):
+        is_asked = "dft" in options.pref_loss
+        return [Problem('"loss_type" is dft.', remedy=OF_SFT["dft"], option="pref_loss")] if is_asked else []
+    problems = [_only_sft(name) for name in _OF_ANSWERS if getattr(options, name)]
     if options.packing:
         problems.append(
             Problem(
@@ -140,9 +132,12 @@ def check_preferences(options: PreferenceChoices) -> list[Problem]:
                 option="packing",
             )
         )
-    problems += check_reference(options, options.streaming)
-    problems += _check_pairing(options) if options.stage == "kto" and options.kl_pairing == "group" else []
-    return problems + (check_pairs(options) if options.stage == "dpo" else [])
+    return problems + check_reference(options, options.streaming)
+
+
+def _compares(stage: str) -> bool:
+    """Whether a stage learns from preferences: pairs, or answers with a verdict."""
+    return OBJECTIVES[stage].records in ("pairs", "verdicts")
 
 
 def check_reference(options: FixedReferenceChoices, streams: bool) -> list[Problem]:
@@ -162,19 +157,6 @@ def check_reference(options: FixedReferenceChoices, streams: bool) -> list[Probl
         if streams
         else found
     )
-
-
-def _check_pairing(options: PreferenceChoices) -> list[Problem]:
-    """Refuse what needs to know the other answers of a step before its rows are dealt."""
-    asked = {
-        "precompute_ref_log_probs": options.precompute_ref_log_probs,
-        "max_tokens_per_batch": options.max_tokens_per_batch,
-    }
-    return [
-        Problem(f'"{name}" needs every row before the first step, and kl_pairing: group makes rows of the step.',
-                remedy="Leave one of them out.", option=(name, "kl_pairing"))
-        for name, is_asked in asked.items() if is_asked
-    ]  # fmt: skip
 
 
 def _only_sft(name: str) -> Problem:
@@ -224,28 +206,22 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
 @notes
 def preference_notes(options: PreferenceChoices) -> list[str]:
     """Notes on options that have no effect, or are probably not meant."""
-    stage, why = options.stage, f"stage is {options.stage}"
-    groups = {member.name: member.options for member in OBJECTIVES if member.name in PREFERENCE_STAGES}
-    others = _unread(options, *(group for name, group in groups.items() if group and name != stage), why=why)
-    if stage not in PREFERENCE_STAGES:
-        return [*_unread(options, PreferenceOptions, ReferenceOptions, why=why), *others]
-    if stage == "rm":
-        shared = [note for note in _unread(options, PreferenceOptions, why=why) if "disable_dropout" not in note]
-        return [*shared, *_unread(options, ReferenceOptions, why=why), *others]
-    named = [name for name in options.pref_loss if name in PAIR_LOSSES]
-    own = pair_notes(options, named) if stage == "dpo" else _pairing_notes(options)
-    return [*own, *others, *_rate_notes(options, "1e-7 to 5e-6")]
+    stage = options.stage
+    groups = (PreferenceOptions, ReferenceOptions, *(m.options for m in OBJECTIVES if m.options and _compares(m.name)))
+    read = _options_of(OBJECTIVES.get(stage))
+    unread = dict.fromkeys(name for group in groups for name in specs(group) if name not in read)
+    found = [f'"{name}" has no effect: stage is {stage}.' for name in unread if name in changed_options(options)]
+    if not OBJECTIVES[stage].logs_rewards:
+        return found
+    names = [name for name in options.pref_loss if name in PAIR_LOSSES]
+    own = pair_notes(options, names) if "pref_loss" in read else []
+    return [*own, *found, *_rate_notes(options, "1e-7 to 5e-6")]
 
 
-def _pairing_notes(options: PreferenceChoices) -> list[str]:
-    if options.kl_pairing == "neighbour" or options.kto_loss == "kto":
-        return []
-    return [f'"kl_pairing" has no effect: kto_loss {options.kto_loss} has no other answers.']
-
-
-def _unread(options: PreferenceChoices, *groups: type, why: str) -> list[str]:
-    names = {name for group in groups for name in specs(group)}
-    return [f'"{name}" has no effect: {why}.' for name in changed_options(options) if name in names]
+def _options_of(member: Member[type[StageObjective]]) -> set[str]:
+    """Names of the options that a stage reads: of its group, and of its trait ``reads``."""
+    known = (member.options, *member.traits.get("reads", ()))
+    return {name for each in known if each for name in ([each] if isinstance(each, str) else specs(each))}
 
 
 def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:

@@ -54,7 +54,6 @@ class GenerationOptions:
 class AnswerChoices(Protocol):
     """The options that say whether answers are made."""
 
-    stage: str
     do_predict: bool
     predict_with_generate: bool
     max_length: int
@@ -75,15 +74,6 @@ def check_generation(options: AnswerChoices) -> list[Problem]:
                 what,
                 remedy="Set do_sample: true and num_beams: 1, or leave samples out.",
                 option=("samples", "do_sample", "num_beams"),
-            )
-        )
-    if options.predict_with_generate and options.stage == "pt":
-        what = f'"predict_with_generate" answers prompts, and stage: {options.stage} has none.'
-        problems.append(
-            Problem(
-                what,
-                remedy="Set stage: sft, or leave predict_with_generate out to measure the loss.",
-                option="predict_with_generate",
             )
         )
     return problems

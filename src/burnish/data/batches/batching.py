@@ -90,22 +90,22 @@ class PackingChoices(Protocol):
     streaming: bool
 
 
-def packs_rows(options: PackingChoices, stage: str, is_eval: bool = False) -> bool:
-    """Return whether rows are packed: as the options say, and if they do not say, for pretraining."""
+def packs_rows(options: PackingChoices, default: str | None, is_eval: bool = False) -> bool:
+    """Return whether rows are packed. Args: default: the strategy of the objective (``default_packing``), or None."""
     if is_eval and options.eval_packing is not None:
         return bool(options.eval_packing)
     if options.packing is None:
-        return bool(options.neat_packing or (stage == "pt" and not options.streaming))
+        return bool(options.neat_packing or (default and not options.streaming))
     return bool(options.packing)
 
 
-def splits_rows(options: PackingChoices, stage: str, is_eval: bool = False) -> bool:
+def splits_rows(options: PackingChoices, default: str | None, is_eval: bool = False) -> bool:
     """Return whether packing takes rows of any length and splits them itself, so that rows need not be truncated."""
-    return packs_rows(options, stage, is_eval) and strategy_of(options, stage) != "bfd"
+    return packs_rows(options, default, is_eval) and strategy_of(options, default) != "bfd"
 
 
-def strategy_of(options: PackingChoices, stage: str) -> str:
-    return options.packing_strategy or ("wrapped" if stage == "pt" else "bfd")
+def strategy_of(options: PackingChoices, default: str | None) -> str:
+    return options.packing_strategy or default or "bfd"
 
 
 # --- rows -> batch ----------------------------------------------------------------------------------------------------
