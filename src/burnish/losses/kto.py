@@ -38,16 +38,19 @@ _LEAST, _MOST = 1.0, 4 / 3
 
 @dataclass
 class KtoOptions:
-    """Learning from answers with a verdict."""
+    """KTO."""
 
-    kto_chosen_weight: float = option(1.0, "What a desirable answer counts.", ge=0, aliases=("desirable_weight",))
-    kto_rejected_weight: float = option(1.0, "What another answer counts.", ge=0, aliases=("undesirable_weight",))
+    kto_chosen_weight: float = option(1.0, "Loss weight of desirable examples.", ge=0, aliases=("desirable_weight",))
+    kto_rejected_weight: float = option(
+        1.0, "Loss weight of undesirable examples.", ge=0, aliases=("undesirable_weight",)
+    )
     kto_loss: str = option(
-        "kto", "KTO, or the same without a baseline (apo_zero_unpaired).", choices=("kto", "apo_zero_unpaired")
+        "kto", "KTO loss, or its variant without a KL term (apo_zero_unpaired).", choices=("kto", "apo_zero_unpaired")
     )
     kl_pairing: str = option(
-        "neighbour", "Where KTO's other answers come from: the record before in the set, chosen with the data, or "
-        "(group) the row before in the same step.",
+        "neighbour",
+        "Source of the mismatched completions for KTO's KL term: the previous record of the dataset, or the"
+        " previous example of the same step (group).",
         choices=("neighbour", "group"),
     )  # fmt: skip
 

@@ -41,27 +41,26 @@ _EVERYTHING = PatchOptions()
 
 @dataclass
 class LmOptions:
-    """Loss of a language model."""
+    """Language modeling loss."""
 
-    label_smoothing_factor: float = option(0.0, "Share of each target spread over the whole vocabulary.", ge=0, lt=1)
-    neftune_noise_alpha: float | None = option(None, "Size of the noise on embeddings in training (NEFTune).", gt=0)
+    label_smoothing_factor: float = option(0.0, "Label smoothing factor.", ge=0, lt=1)
+    neftune_noise_alpha: float | None = option(None, "Alpha of NEFTune noise on the embeddings in training.", gt=0)
     fused_loss: bool | str = option(
-        "auto", "Head and loss in chunks, without all logits; auto does so where the model's head allows it. By name: "
-        "chunked is burnish's own, liger and cut_cross_entropy are kernels of other libraries, for a GPU.",
+        "auto",
+        "Compute head and loss in chunks without full logits. auto: if the model's head allows it; chunked:"
+        " burnish's implementation; liger, cut_cross_entropy: GPU kernels of those libraries.",
         choices=("auto", True, False, *BACKENDS),
     )  # fmt: skip
-    use_dft_loss: bool = option(
-        False, "Multiply the loss of each token by the probability that the model gives it (DFT)."
-    )
+    use_dft_loss: bool = option(False, "Multiply the loss of each token by its predicted probability (DFT).")
     use_eaft_loss: bool = option(
-        False, "Multiply the loss of each token by how undecided the model is between its likeliest candidates (EAFT)."
+        False, "Multiply the loss of each token by the entropy of the model's most likely candidates (EAFT)."
     )
-    eaft_alpha: float = option(1.0, "The power to which EAFT raises that entropy.", ge=0)
+    eaft_alpha: float = option(1.0, "Exponent of the entropy in EAFT.", ge=0)
     router_aux_loss_coef: float | None = option(
-        None, "Weight of the loss that balances a mixture of experts; as the model's config says if not given.", ge=0,
+        None, "Weight of the load balancing loss of a mixture of experts. Default: as in the model's config.", ge=0,
         aliases=("moe_aux_loss_coef",),
     )  # fmt: skip
-    compute_accuracy: bool = option(False, "Log the share of tokens whose most probable candidate is right.")
+    compute_accuracy: bool = option(False, "Log the token accuracy.")
     compute_entropy: bool = option(False, "Log the mean entropy of the predictions.")
 
 

@@ -25,17 +25,17 @@ _FULL_RATE = 2e-5
 
 @dataclass
 class PreferenceOptions:
-    """Preferences: options of stages dpo and kto."""
+    """Preference optimization."""
 
     pref_beta: float = option(
-        0.1, "How far the policy may go from the reference: β of every loss of preferences.", gt=0,
+        0.1, "β of the preference loss. A larger β keeps the policy closer to the reference model.", gt=0,
         aliases=("beta", "dpo_beta", "orpo_beta"),
     )  # fmt: skip
     pref_ftx: float = option(
-        0.0, "Weight of the chosen answers' own loss, a mean over tokens, which keeps them likely.", ge=0,
+        0.0, "Weight of an added supervised loss on the chosen responses (mean over tokens).", ge=0,
         aliases=("dpo_ftx", "rpo_alpha"),
     )  # fmt: skip
-    disable_dropout: bool = option(True, "No dropout in a model that learns from preferences, LoRA's neither.")
+    disable_dropout: bool = option(True, "Disable dropout in preference training, including LoRA dropout.")
 
 
 @dataclass
@@ -43,49 +43,62 @@ class ReferenceOptions:
     """Reference model."""
 
     ref_model: str | None = option(
-        None, "The reference model; the start of this run where none is named.", names_place=True
+        None, "Reference model: a folder or a hub id. Default: the model before training.", names_place=True
     )
-    ref_model_adapters: list[str] | None = option(None, "Adapters that are merged into it, in order.", names_place=True)
-    ref_model_quantization_bit: int | None = option(None, "Load it in so many bits.", choices=(4, 8))
-    sync_ref_model: bool = option(False, "Move the reference towards the policy every ref_model_sync_steps (TR-DPO).")
-    ref_model_mixup_alpha: float = option(0.6, "The policy's share when it moves.", gt=0, le=1)
-    ref_model_sync_steps: int = option(512, "Steps between two moves.", ge=1, unit="steps")
+    ref_model_adapters: list[str] | None = option(
+        None, "Adapters to merge into the reference model, in order.", names_place=True
+    )
+    ref_model_quantization_bit: int | None = option(
+        None, "Number of bits to quantize the reference model to.", choices=(4, 8)
+    )
+    sync_ref_model: bool = option(
+        False, "Update the reference model towards the policy every ref_model_sync_steps steps (TR-DPO)."
+    )
+    ref_model_mixup_alpha: float = option(
+        0.6, "Weight of the policy in each update of the reference model.", gt=0, le=1
+    )
+    ref_model_sync_steps: int = option(
+        512, "Number of steps between updates of the reference model.", ge=1, unit="steps"
+    )
     precompute_ref_log_probs: bool = option(
-        False, "Ask the reference about every row once, before the first step; full training then keeps no copy of its "
-        "start, and steps are shorter.",
+        False,
+        "Compute the reference log-probabilities of all examples once before training. Steps are faster, "
+        "and full fine-tuning keeps no copy of the initial weights.",
     )  # fmt: skip
 
 
 @dataclass
 class PairOptions:
-    """Learning from pairs of answers."""
+    """Losses of preference pairs."""
 
     pref_loss: list[str] = option(
-        ["sigmoid"], "The loss of a pair; several are added.", choices=tuple(PAIR_LOSSES),
+        ["sigmoid"], "Preference loss. Several losses are summed.", choices=tuple(PAIR_LOSSES),
         refused=lambda: (*REMOVED, "nll", "dft"),
         aliases=("loss_type", "dpo_loss"),
     )  # fmt: skip
     pref_loss_weights: list[float] | None = option(
-        None, "What each of several losses counts; 1 each if not given.", aliases=("loss_weights",)
+        None, "Weights of several preference losses. Default: 1 each.", aliases=("loss_weights",)
     )
     dpo_label_smoothing: float = option(
-        0.0, "The share of pairs whose answers are taken to be swapped; for sigmoid, robust, exo_pair and aot.", ge=0,
+        0.0, "Assumed fraction of pairs with swapped labels; for sigmoid, robust, exo_pair and aot.", ge=0,
         lt=0.5, aliases=("label_smoothing",),
     )  # fmt: skip
-    pref_bco_weight: float = option(0.0, "Weight of BCO's loss, with a moving baseline, beside the loss.", ge=0)
-    simpo_gamma: float = option(0.5, "The margin between two answers that simpo asks for.", ge=0)
+    pref_bco_weight: float = option(0.0, "Weight of an added BCO loss.", ge=0)
+    simpo_gamma: float = option(0.5, "Target reward margin of SimPO.", ge=0)
     ld_alpha: float | None = option(
-        None, "What tokens beyond the length of the shorter answer count (LD-DPO).", ge=0, le=1
+        None, "Weight of the tokens beyond the length of the shorter response (LD-DPO).", ge=0, le=1
     )
-    discopop_tau: float = option(0.05, "The temperature of discopop.", gt=0)
-    f_divergence_type: str = option("reverse_kl", "What the policy's distance is measured by.", choices=DIVERGENCES)
-    f_alpha_divergence_coef: float = option(0.5, "The coefficient of alpha_divergence.")
-    use_weighting: bool = option(False, "Weigh each pair by how likely the policy is to write it (WPO).")
+    discopop_tau: float = option(0.05, "Temperature of the DiscoPOP loss.", gt=0)
+    f_divergence_type: str = option("reverse_kl", "f-divergence used in place of the reverse KL.", choices=DIVERGENCES)
+    f_alpha_divergence_coef: float = option(0.5, "Coefficient of alpha_divergence.")
+    use_weighting: bool = option(False, "Weight each pair by its probability under the policy (WPO).")
     cpo_alpha: float = option(
-        0.0, "Weight of the chosen answers' loss, a mean over the tokens of the step (CPO).", ge=0
+        0.0, "Weight of the supervised loss on chosen responses in CPO (mean over the tokens of the step).", ge=0
     )
-    alphapo_alpha: float = option(0.0, "The exponent of AlphaPO, for losses without a reference; 0 is none.")
-    dpop_lambda: float = option(50.0, "Weight of dpop's penalty on chosen answers that become less likely.", ge=0)
+    alphapo_alpha: float = option(0.0, "Alpha of AlphaPO, for losses without a reference model. 0: off.")
+    dpop_lambda: float = option(
+        50.0, "Weight of the penalty of DPOP on chosen responses that become less likely.", ge=0
+    )
 
 
 class FixedReferenceChoices(Protocol):

@@ -38,14 +38,16 @@ WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
 
 @dataclass
 class RewardOptions:
-    """Learning a reward model."""
+    """Reward modeling."""
 
     center_rewards_coefficient: float | None = option(
-        None, "Weight of the square of a pair's summed scores, which keeps their mean near 0.", ge=0
+        None, "Weight of a penalty on the squared sum of the scores of a pair, which centers them at 0.", ge=0
     )
     reward_head: str | None = option(
-        None, "What is saved: the language model with a value head in a file of its own (value_head), or one sequence "
-        "classifier of transformers (score); as the model came, and value_head for a new one, if not given.",
+        None,
+        "Format of the saved reward model: a language model with a separate value head (value_head), or a "
+        "sequence classifier of transformers (score). Default: as the model was loaded; value_head for a "
+        "new one.",
         choices=("value_head", "score"),
     )  # fmt: skip
 

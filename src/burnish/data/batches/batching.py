@@ -32,28 +32,32 @@ from burnish.loop.types import IGNORE_INDEX, Batch, Row
 
 @dataclass
 class BatchingOptions:
-    """Batches, packing and padding."""
+    """Batching, packing and padding."""
 
-    padding_free: bool = option(True, "Lay the rows of a micro-batch end to end instead of padding them.")
+    padding_free: bool = option(True, "Concatenate the sequences of a micro-batch instead of padding them.")
     needed_tokens_only: bool | None = option(
-        None, "Compute what several rows of a micro-batch begin with (a system prompt, say) once, and no token that no "
-        "loss depends on; where nothing is given, on a CPU, if rows lie flat and the model draws nothing at random.",
+        None,
+        "Share common prefixes and skip tokens that do not affect the loss. Default: on for CPUs with "
+        "padding-free batches and no dropout.",
     )  # fmt: skip
     packing: bool | None = option(
-        None, "Put several rows into one of cutoff_len tokens; where nothing is given, for stage pt only."
+        None, "Pack several examples into sequences of cutoff_len tokens. Default: on for stage pt only."
     )
-    neat_packing: bool = option(False, "LLaMA-Factory's name for packing in which rows do not see each other.")
+    neat_packing: bool = option(False, "LLaMA-Factory's name for packing without attention between examples.")
     packing_strategy: str | None = option(
-        None, "How packs are filled: best fit (bfd), best fit with long rows split (bfd_split), or cut from one long "
-        "text (wrapped); where nothing is given, wrapped for stage pt and bfd else.",
+        None,
+        "Packing strategy: best fit (bfd), best fit with long examples split (bfd_split), or fixed-size "
+        "blocks of concatenated text (wrapped). Default: wrapped for stage pt, bfd otherwise.",
         choices=("bfd", "bfd_split", "wrapped"),
     )  # fmt: skip
-    eval_packing: bool | None = option(None, "The same for evaluation; as packing where nothing is given.")
-    drop_incomplete_block: bool = option(False, "Drop the end of a text that fills no pack, as LLaMA-Factory does.")
-    pad_to_multiple_of: int | None = option(
-        None, "Pad to a multiple of this, where rows are padded.", unit="tokens", ge=1
+    eval_packing: bool | None = option(None, "Packing of the evaluation set. Default: same as packing.")
+    drop_incomplete_block: bool = option(
+        False, "Drop the last block of a text if it is not full, as LLaMA-Factory does."
     )
-    ignore_pad_token_for_loss: bool = option(True, "Learn nothing from padding; false learns the padding token.")
+    pad_to_multiple_of: int | None = option(
+        None, "Pad sequence lengths to a multiple of this value, if sequences are padded.", unit="tokens", ge=1
+    )
+    ignore_pad_token_for_loss: bool = option(True, "Exclude padding tokens from the loss.")
 
 
 @check

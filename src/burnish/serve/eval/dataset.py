@@ -33,10 +33,10 @@ FREE_SOME_SPACE = "Free some space, or name another save_dir, and give the comma
 
 @dataclass
 class PredictOptions:
-    """Options of ``burnish predict`` besides those of data and of answers."""
+    """Predictions with ``burnish predict``."""
 
     save_dir: str | None = option(
-        None, "The folder for what is written; predictions in the run's folder by default.", names_place=True
+        None, "Folder for the results. Default: the folder of the run, for predictions.", names_place=True
     )
 
 
