@@ -35,7 +35,7 @@ def test_each_option_is_kept_known_by_content_or_declared_harmless_and_never_two
     assert not set(named) & set(OF_GROUPS)
     left = [n for n, s in specs(RunOptions).items() if not s.ignored and not s.is_secret and n not in kept_options()]
     assert set(left) <= {*named, *OF_GROUPS}
-    fingerprints = {"data", "template", "tokenizer", "base_model", "config", "adapters", "rows_per_step"}
+    fingerprints = {"data", "eval_data", "template", "tokenizer", "base_model", "config", "adapters", "rows_per_step"}
     known = specs(RunOptions).keys() | fingerprints | {"world_size", "versions"}
     assert known >= MAY_CHANGE
 

@@ -17,7 +17,10 @@ from burnish.checkpoint.manifest import read_manifest
 from burnish.config.errors import UserError
 
 _HASH = re.compile(r"^[0-9a-f]{32,}$")
-MAY_CHANGE = frozenset(
+EVALUATION = frozenset({"eval_data", "eval_on_each_dataset", "eval_packing", "bf16_full_eval", "fp16_full_eval"})
+"""Fingerprints that decide on the numbers of an evaluation. A resumed run may change them, unless these numbers decide
+which weights are kept, or when training stops."""
+MAY_CHANGE = EVALUATION | frozenset(
     {"max_steps", "num_train_epochs", "world_size", "versions",
      "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir",
      # when something is done
@@ -32,7 +35,7 @@ MAY_CHANGE = frozenset(
 )  # fmt: skip
 """Fingerprints that may change when an unfinished run is resumed, or a finished run is trained further. The change is
 applied and reported. The batch sizes are among them because ``rows_per_step``, their product, is not."""
-AFTER_THE_END = MAY_CHANGE - {
+AFTER_THE_END = MAY_CHANGE - EVALUATION - {
     "eval_strategy", "early_stopping_steps", "early_stopping_threshold", "load_best_model_at_end",
     "metric_for_best_model", "greater_is_better",
 }  # fmt: skip
@@ -40,13 +43,15 @@ AFTER_THE_END = MAY_CHANGE - {
 other change nothing would be trained or evaluated, and the old weights would pass for the result of the new command."""
 
 
-def compare_with_checkpoint(folder: Path, now: Mapping[str, Any], despite: bool = False) -> list[str]:
+def compare_with_checkpoint(
+    folder: Path, now: Mapping[str, Any], despite: bool = False, may_change: Set[str] = MAY_CHANGE
+) -> list[str]:
     """Return a sentence for each change since the checkpoint that is applied.
 
     Raises:
         UserError: if something changed that makes it another run, unless ``despite``.
     """
-    return compare_fingerprints(read_manifest(folder)["fingerprints"], now, folder, despite)
+    return compare_fingerprints(read_manifest(folder)["fingerprints"], now, folder, despite, may_change)
 
 
 def compare_fingerprints(

@@ -25,7 +25,7 @@ from burnish.report.results import write_whole
 from burnish.run.plan.checks import FINISHED_NAME, trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
-from burnish.run.recovery.fingerprints import work_of
+from burnish.run.recovery.fingerprints import may_change, work_of
 from burnish.utils.json_files import read_object
 
 
@@ -56,7 +56,7 @@ def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: S
     found, notes = checkpoint_to_resume(options)
     if found is None:
         return Start(notes=tuple(notes), done=finished_before(options, fingerprints, steps))
-    notes += compare_with_checkpoint(found, fingerprints(), options.resume_despite_changes)
+    notes += compare_with_checkpoint(found, fingerprints(), options.resume_despite_changes, may_change(options))
     return Start(found, tuple(notes), nothing_left_to_do(options, found, fingerprints, steps))
 
 
@@ -150,7 +150,9 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
         raise UserError(_fewer_steps(folder, done["global_step"], steps))
     if done["max_steps"] == steps.max_steps:
         refuse_changes_after_the_end(options, done, fingerprints())
-    compare_fingerprints(done["fingerprints"], fingerprints(), folder, options.resume_despite_changes)
+    compare_fingerprints(
+        done["fingerprints"], fingerprints(), folder, options.resume_despite_changes, may_change(options)
+    )
     if lost := lost_files(folder, done):
         raise UserError(_lost(folder, lost))
     if done["max_steps"] < steps.max_steps:
