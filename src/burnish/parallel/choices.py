@@ -17,7 +17,7 @@ class DeviceChoice(Protocol):
 
 
 class FormatChoices(MixedChoices, Protocol):
-    """The options that say in which formats is computed."""
+    """Options that set the compute dtype."""
 
     bf16_full_eval: bool
     fp16_full_eval: bool

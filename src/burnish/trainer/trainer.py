@@ -40,7 +40,8 @@ from burnish.loop.state import TrainerControl, TrainerState, load_state
 from burnish.loop.types import Batch, Loss
 from burnish.optim.builtin import create_optimizer, create_scheduler
 from burnish.parallel.create import create_engine
-from burnish.parallel.options import engine_name, full_eval_dtype
+from burnish.parallel.options import engine_name
+from burnish.parallel.precision import full_eval_dtype
 from burnish.parallel.single import set_seed
 from burnish.report import results
 from burnish.run.assemble import RunPieces, assemble

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from burnish.config.options import option
-from burnish.parallel.options import device_of, has_fast_bfloat16
+from burnish.parallel.options import device_of
+from burnish.parallel.precision import has_fast_bfloat16
 from burnish.trainer import notes
 from burnish.trainer.arguments.training import AcceptsOldNames, TrainingArguments, for_argument_parser
 from burnish.trainer.arguments.values import dictionary_of
@@ -44,9 +45,7 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
     # --- defaults that differ from those of TrainingArguments
     logging_steps: float = option(10, "Steps between two logs; a share of all steps if below 1.", unit="steps", gt=0)
     gradient_checkpointing: bool = option(True, "Keep layer inputs only; compute the rest again backwards.")
-    bf16: bool | None = option(  # type: ignore[assignment]
-        None, "Forward and backward in bfloat16; by default where the device is made for it."
-    )
+    bf16: bool | None = option(None, "Forward and backward in bfloat16; by default where the device is made for it.")
 
     # --- the model
     model_init_kwargs: dict[str, Any] | str | None = option(None, "For from_pretrained, where the model is a name.")
