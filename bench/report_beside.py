@@ -66,8 +66,8 @@ def rows(rounds: Sequence[Round]) -> str:
     )
     return (
         "From the start of the process to the first step, and the same command once more: it reads the rows that the "
-        "first has left in the cache. Rows that are encoded while the training runs are encoded by a second process, "
-        f"whose time is not in the figures of the first.\n\n{lines}"
+        "first has left in the cache. Streamed rows are encoded when they are used and not cached.\n\n"
+        f"{lines}"
     )
 
 

@@ -258,12 +258,12 @@ RESUME = tuple(
 
 
 def starts_again(many: Path, count: int) -> tuple[Setting, ...]:
-    """``count`` rows in the file ``many``, encoded before the first step or while the training runs."""
+    """``count`` rows in the file ``many``, encoded before the first step or streamed."""
     return tuple(
         Setting(name, "burnish", ("start_again.py", "MATERIAL", "OUTPUT", "bf16=true", *words), is_alone=True)
         for name, words in (
-            (f"{count:,} rows, encoded before the first step", (f"dataset={many}", "encode_ahead=false")),
-            (f"{count:,} rows, encoded while it trains", (f"dataset={many}", "encode_ahead=true")),
+            (f"{count:,} rows, encoded before the first step", (f"dataset={many}",)),
+            (f"{count:,} rows, streamed", (f"dataset={many}", "streaming=true", "max_steps=1000")),
         )
     )
 

@@ -26,11 +26,10 @@ from gauge import Gauge, common, rows_counted
 from material import facts_of, preference_sets
 
 from burnish.kernels.probe import causal_lm, find_head
-from burnish.loop.loop import evaluate_all, train
 from burnish.models.patches.attention import NAME as OWN_ATTENTION
 from burnish.parallel.create import create_engine
 from burnish.run import predict
-from burnish.run.build import build_run
+from burnish.run.build import build_loop
 from burnish.run.plan.config_files import merge, read_arguments
 from burnish.run.plan.plan import aliases, plan
 from burnish.run.prepare import prepare
@@ -99,22 +98,21 @@ def run(material: Path, output: str, words: list[str]) -> None:
     file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *options])
     planned = plan(merge(file, flags, aliases()))
     prepared, gauge, watch = prepare(planned), Gauge(rows_counted(planned.options.stage)), Stopwatch()
-    with prepared.rows.going_ahead():
-        made = build_run(planned, prepared, create_engine(planned.options), None)
-        listen(gauge, made)
-        made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
-        for owner, name in (
-            (made.objective, "loss"), (made.engine, "backward"), (made.engine, "clip"), (made.engine, "step"),
-            (made.optimizer, "zero_grad"),
-        ):  # fmt: skip
-            setattr(owner, name, watch.around(getattr(owner, name)))
-        begin = time.process_time()
-        train(made, planned.options)
-        loop_share = 1 - watch.seconds / (time.process_time() - begin)
+    made = build_loop(planned, prepared, create_engine(planned.options), None)
+    listen(gauge, made)
+    made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
+    for owner, name in (
+        (made.objective, "loss"), (made.engine, "backward"), (made.engine, "clip"), (made.engine, "step"),
+        (made.optimizer, "zero_grad"),
+    ):  # fmt: skip
+        setattr(owner, name, watch.around(getattr(owner, name)))
+    begin = time.process_time()
+    made.train()
+    loop_share = 1 - watch.seconds / (time.process_time() - begin)
     if planned.options.do_predict:
         answer(gauge, made, prepared, planned)
     elif made.eval_sets:
-        evaluate_all(made)
+        made.evaluate()
     plain = plain_parts(made.model.model) if made.engine.world_size == 1 else []
     gauge.report(loop_share=loop_share, plain=plain)
 

@@ -380,7 +380,6 @@ SHOWN_BY: dict[str, str] = {
     "quantization_method": "llamafactory_runs: what_is_not_here_is_refused_by_name_with_what_to_use_instead",
     "preprocessing_batch_size": "prepare: examples_are_encoded_in_batches",
     "preprocessing_num_workers": "prepare: several_processes_give_the_same_rows_and_counts",
-    "encode_ahead": "encode_ahead: the_weights_are_those_of_rows_encoded_before_with_and_without_a_kill",
     "overwrite_cache": "prepare: overwrite_cache_encodes_again",
     "tokenized_path": "prepare: a_tokenized_path_is_written_and_then_read",
     "buffer_size": "streaming: records_are_shuffled_among_those_that_lie_together",

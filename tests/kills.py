@@ -30,7 +30,7 @@ _PLACES = ("rename", "fsync", "unlink", "rmdir", "replace", "mkdir")
 
 def kill_at(at: int, kind: str) -> None:
     """Let this process kill itself at call ``at`` of those that are counted: before it or after it."""
-    import burnish.loop.loop as loop
+    from burnish.loop.loop import Loop
 
     count = 0
 
@@ -53,8 +53,8 @@ def kill_at(at: int, kind: str) -> None:
 
     for name in _PLACES:
         counted(os, name, "save")
-    counted(loop, "save", "save")
-    counted(loop, "take_step", "step")
+    counted(Loop, "save", "save")
+    counted(Loop, "step", "step")
 
 
 WAYS: dict[str, list[str]] = {

@@ -10,15 +10,15 @@ KILLS_ITSELF_AFTER_STEP_FIVE = """
 import os, signal, sys
 import torch
 torch.set_num_threads(1)
-from burnish.loop import loop
+from burnish.loop.loop import Loop
 from burnish.cli import main
-step = loop.take_step
-def take_step(run, group, options):
+step = Loop.step
+def killed(run, step_batch):
     if run.state.global_step == 5:
         run.checkpoints.wait()
         os.kill(os.getpid(), signal.SIGKILL)
-    step(run, group, options)
-loop.take_step = take_step
+    step(run, step_batch)
+Loop.step = killed
 main(["train", *sys.argv[1:]])
 """
 

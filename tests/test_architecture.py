@@ -61,7 +61,7 @@ ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None,
 DOORS = {
     "accelerate": {"parallel/accelerate.py"},
     "deepspeed": {"parallel/deepspeed/engine.py"},
-    "datasets": {"data/sets/sources.py", "data/rows/encode.py"},
+    "datasets": {"data/sets/sources.py", "data/reading/record_index.py"},
     # Beside models and the face: transformers' own optimizer, schedule and callbacks are taken as they are, and the
     # demo asks the saved model as any program would.
     "transformers": {
@@ -86,7 +86,7 @@ DOORS = {
     "swanlab": {"report/trackers.py"},
     # Routes are written in starlette's words; what runs them, and what reads HTTP, is behind wire's door.
     "starlette": {"serve"},
-    "uvicorn": {"serve/http/server.py"},
+    "uvicorn": {"serve/http/server.py", "serve/http/connections.py"},
     "h11": {"serve/http/relay.py"},
     "jinja2": {
         "data/chat/tools/tool_formats.py",
@@ -294,6 +294,7 @@ SHARED = {
     "metric_for_best_model": {"loop"},  # declared with checkpoints, decided by evaluations
     "greater_is_better": {"loop"},
     "load_best_model_at_end": {"loop"},
+    "save_only_model": {"loop"},  # which holds the parts of a checkpoint
     "model_name_or_path": {"inference"},  # what is loaded to answer
     "template": {"inference"},
     "finetuning_type": {"inference"},  # whose adapters are loaded to answer
@@ -388,7 +389,7 @@ ELSEWHERE = {
     "parallel/single.py": "a fused optimizer of torch reads these two names from itself",
     "models/generate.py": "a subclass of transformers' cache, made there",
     "optim/bnb.py": "a function made there gets its docstring",
-    "run/recovery/resume.py": "a schedule continues with another learning rate",
+    "run/loop.py": "a schedule continues with another learning rate",
     "utils/activity.py": "an exception carries the activity that it interrupted",
 }
 """Files that set something on an object which no name above says to be burnish's, and why that is no patch."""

@@ -1,23 +1,19 @@
 """A run small enough to reason about: a two-layer regression with dropout, on the real loop, stream and checkpoints."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from burnish.checkpoint.checkpoint import CheckpointOptions, Checkpoints
-from burnish.checkpoint.parts import parts_of
 from burnish.config.options import union
 from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition, StreamOptions
-from burnish.loop.best import deciding_metric
 from burnish.loop.events import CallbackHandler, DefaultFlowCallback, FlowOptions, TrainerCallback
-from burnish.loop.loop import LoopOptions, evaluate, log, microstep
-from burnish.loop.meter import Meter
+from burnish.loop.loop import Loop, LoopOptions
 from burnish.loop.protocols import Objective
-from burnish.loop.run import Run
-from burnish.loop.schedule import CurveOptions, StepOptions, plan_steps, schedule_of
+from burnish.loop.schedule import CurveOptions, StepOptions, plan_steps
+from burnish.loop.spikes import SpikeOptions
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.loop.types import Loss
 from burnish.optim.badam import BadamOptions
@@ -26,7 +22,7 @@ from burnish.parallel.single import EngineOptions, SingleEngine
 
 ToyOptions = union(
     "ToyOptions", StepOptions, CurveOptions, FlowOptions, LoopOptions, CheckpointOptions, OptimOptions, StreamOptions,
-    EngineOptions, BadamOptions,
+    EngineOptions, BadamOptions, SpikeOptions,
 )  # fmt: skip
 
 
@@ -61,8 +57,10 @@ def rows(num=22, seed=3):
     return list(zip(inputs, inputs.sum(1).tanh(), strict=True))
 
 
-def make_run(folder: Path, callbacks=(), dropout=0.1, num_rows=22, eval_rows=0, model=None, parts=None, **given):
-    """A run and its options. ``given``: any option."""
+def make_run(
+    folder: Path, callbacks=(), dropout=0.1, num_rows=22, eval_rows=0, model=None, parts=None, objective=None, **given
+):
+    """A loop and its options. ``given``: any option."""
     given = {
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-2,
@@ -73,37 +71,35 @@ def make_run(folder: Path, callbacks=(), dropout=0.1, num_rows=22, eval_rows=0, 
     options = ToyOptions(**given)
     torch.manual_seed(options.seed)
     model = model or Regression(dropout)
-    objective, engine = RegressionObjective(), SingleEngine(options)
+    objective, engine = objective or RegressionObjective(), SingleEngine(options)
     optimizer = create_optimizer(model.named_parameters(), model, options)
     model, optimizer = engine.prepare(model, optimizer)
-    steps = plan_steps(options, num_rows)
+    steps = plan_steps(options, num_rows, inner_steps=objective.inner_steps)
     scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
-    state = TrainerState(
-        max_steps=steps.max_steps, num_train_epochs=steps.num_train_epochs,
-    )  # fmt: skip
-    state.compute_steps(options, steps.max_steps)
-    control, meter = TrainerControl(), Meter(engine.device, options.logging_nan_inf_filter)
+    state = TrainerState.at_start(options, steps, options.per_device_train_batch_size)
     cut = StepPartition(options.per_device_train_batch_size, options.gradient_accumulation_steps)
     stream = RowStream(rows(num_rows), objective.collate, cut, seed=options.seed, options=options)
-    handler = CallbackHandler([DefaultFlowCallback(), *callbacks], options, state, control, model=model)
-    run = Run(
-        model=model, objective=objective, engine=engine, stream=stream, optimizer=optimizer,
-        schedule=schedule_of(scheduler, partial(deciding_metric, options)), state=state, control=control,
-        callbacks=handler, meter=meter,
-        microstep=microstep, evaluate=evaluate, log=log,
-        checkpoints=Checkpoints(
-            folder, limit=options.save_total_limit, in_background=options.save_in_background, listeners=handler,
-            optimizer=optimizer,
-        ),
-        parts=parts_of(
-            model, "model", optimizer, scheduler, {"stream": stream, "state": state, "meter": meter, **(parts or {})}
-        ),
+    handler = CallbackHandler([DefaultFlowCallback(), *callbacks], options, state, TrainerControl(), model=model)
+    checkpoints = Checkpoints(
+        folder, limit=options.save_total_limit, in_background=options.save_in_background, listeners=handler,
+        copies_later=True,
     )  # fmt: skip
-    if eval_rows:
-        run.eval_sets = {
-            "": EvalBatches(rows(eval_rows, seed=9), objective.collate, options.per_device_eval_batch_size)
-        }
+    sets = {"": EvalBatches(rows(eval_rows, seed=9), objective.collate, options.per_device_eval_batch_size)}
+    run = Loop(
+        options, model=model, weights=Weights(model), objective=objective, engine=engine, stream=stream,
+        optimizer=optimizer, scheduler=scheduler, callbacks=handler, checkpoints=checkpoints,
+        eval_sets=sets if eval_rows else {}, other_parts=parts,
+    )  # fmt: skip
     return run, options
+
+
+class Weights:
+    """A model as the part of a checkpoint."""
+
+    file_stem = "model"
+
+    def __init__(self, model):
+        self.state_dict, self.load_state_dict = model.state_dict, model.load_state_dict
 
 
 def weights(run):

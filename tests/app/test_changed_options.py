@@ -35,7 +35,7 @@ def test_each_option_is_kept_known_by_content_or_declared_harmless_and_never_two
     assert not set(named) & set(OF_GROUPS)
     left = [n for n, s in specs(RunOptions).items() if not s.ignored and not s.is_secret and n not in kept_options()]
     assert set(left) <= {*named, *OF_GROUPS}
-    fingerprints = {"data", "template", "tokenizer", "base_model", "config", "adapters", "rows_per_step"}
+    fingerprints = {"data", "eval_data", "template", "tokenizer", "base_model", "config", "adapters", "rows_per_step"}
     known = specs(RunOptions).keys() | fingerprints | {"world_size", "versions"}
     assert known >= MAY_CHANGE
 
@@ -179,3 +179,66 @@ def test_checkpoints_of_the_model_alone_are_not_continued_as_if_they_were_whole(
     told(capsys)
     assert cli.main([*words, "max_steps=5"]) == 2
     assert 'out/checkpoint-4: this checkpoint has no "optimizer"' in told(capsys)[1]
+
+
+# --- a finished run, and an unfinished one, of other hyperparameters --------------------------------------------------
+
+
+@pytest.fixture
+def finished(halfway: Path, half: Path) -> Path:
+    """The folder of the run that has trained its 4 steps."""
+    shutil.rmtree("out")
+    shutil.copytree("whole", "out")
+    return half
+
+
+CHANGES = ["learning_rate=2e-3", "weight_decay=0.1", "warmup_steps=1", "max_grad_norm=0.5", "seed=7", "cutoff_len=64"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "unfinished"])
+def test_a_changed_hyperparameter_is_refused_with_both_values_and_the_ways_out(
+    change: str, is_finished: bool, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request.getfixturevalue("finished" if is_finished else "half")
+    name, _, value = change.partition("=")
+    before = sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*"))
+    for command in ("train", "explain"):
+        assert cli.main([command, "run.yaml", change]) == 2
+        err = told(capsys)[1]
+        assert f"{name} was " in err
+        assert f", is {float(value):g}" in err or f", is {value}" in err
+        assert "another output_dir" in err
+        assert "overwrite_output_dir: true" in err
+    assert sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["max_steps=3"], ["do_predict=true", "do_train=true"], ["do_eval=true", "do_train=true"],
+     ["eval_strategy=steps", "eval_steps=2"], ["plot_loss=true"], ["profile=true", "profile_steps=1", "max_steps=4"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_finished_run_refuses_what_it_would_not_do_again(
+    words: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "run.yaml", *words]) == 2
+    err = told(capsys)[1]
+    assert words[0].split("=")[0] in err
+    assert "overwrite_output_dir: true" in err
+
+
+@pytest.mark.parametrize("words", ["", "logging_steps=2", "save_steps=4", "dataloader_num_workers=1"])
+def test_a_finished_run_has_nothing_to_do_where_the_result_is_the_same(
+    words: str, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "run.yaml", *words.split()]) == 0
+    assert "finished at step 4: there is nothing to do." in told(capsys)[0]
+    assert same_bits()
+
+
+@pytest.mark.run
+def test_a_finished_run_is_trained_further(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "run.yaml", "max_steps=5", "eval_strategy=steps", "eval_steps=5"]) == 0
+    assert "max_steps was 4 in checkpoint-4 and is 5 now." in told(capsys)[0]
+    assert not same_bits()

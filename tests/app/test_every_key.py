@@ -151,7 +151,7 @@ def looked_at(given: dict[str, Any], depth: int, folder: Path, monkeypatch: pyte
 
 
 def assembled(made, prepared):
-    return build.build_run(made, prepared, create_engine(made.options), None)
+    return build.build_loop(made, prepared, create_engine(made.options), None)
 
 
 def of_rows(prepared):
@@ -193,13 +193,13 @@ def of_a_whole_run(made, folder, monkeypatch):
     kept = []
 
     def keep(*given):
-        run = build_run(*given)
+        run = build_loop(*given)
         kept.append((run, {n: t.clone() for n, t in run.parts["model"].state_dict().items()}))
         return run
 
-    build_run = build.build_run
+    build_loop = build.build_loop
     with monkeypatch.context() as patch:
-        patch.setattr(build, "build_run", keep)
+        patch.setattr(build, "build_loop", keep)
         build.train_run(made)
     ((run, before),) = kept
     after = run.parts["model"].state_dict() if made.options.do_train is not False else {}

@@ -11,17 +11,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import burnish.loop.loop as loop
 from burnish.checkpoint.snapshot import split
 from burnish.config.errors import UserError
 from burnish.config.options import Given
 from burnish.explain.explain import Line, sections
+from burnish.loop.loop import Loop
 from burnish.parallel.single import SingleEngine
 from burnish.run import build
 from burnish.run.plan.plan import Plan, plan
 from burnish.run.plan.resources import formats_in, memory_of
 from burnish.run.prepare import Prepared, prepare
-from burnish.run.recovery import spikes
 from burnish.utils.patching import patches_in_words, patches_of
 from small_run import make_model, make_user
 
@@ -80,23 +79,23 @@ class Watch:
         self.tokens: list[int] = []
         self.activations: list[int] = []
         self.gradients, self.run, self.patched = 0, None, []
-        take_step, clip, train = loop.take_step, SingleEngine.clip, spikes.train
+        step, clip, train = Loop.step, SingleEngine.clip, Loop.train
         precision = SingleEngine.precision
 
-        def counted(run: Any, group: Any, options: Any) -> None:
+        def counted(run: Any, group: Any) -> None:
             self.rows.append(group.num_rows)
             self.tokens += [batch["input_ids"].numel() for batch in group.batches]
             self.patched = [(done.name, done.why) for done in patches_of(run.model)]
-            take_step(run, group, options)
+            step(run, group)
 
         def clipped(engine: Any, parameters: Any, limit: float) -> Any:
             grads = [p.grad for p in self.run.model.parameters() if p.grad is not None]
             self.gradients = max(self.gradients, sum(grad.nbytes for grad in grads))
             return clip(engine, parameters, limit)
 
-        def trained(run: Any, options: Any) -> Any:
+        def trained(run: Any) -> Any:
             self.run, self.before = run, {n: p.detach().clone() for n, p in run.model.named_parameters()}
-            return train(run, options)
+            return train(run)
 
         @contextmanager
         def kept_in_forward(engine: Any) -> Iterator[None]:
@@ -114,9 +113,9 @@ class Watch:
             self.activations.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
 
         patch.setattr(SingleEngine, "precision", kept_in_forward)
-        patch.setattr(loop, "take_step", counted)
+        patch.setattr(Loop, "step", counted)
         patch.setattr(SingleEngine, "clip", clipped)
-        patch.setattr(spikes, "train", trained)
+        patch.setattr(Loop, "train", trained)
 
     @property
     def moved(self) -> tuple[int, int]:
@@ -240,13 +239,13 @@ def test_badam_says_its_turns_before_and_while_it_runs(
     )
     assert said["never trained"].startswith("20,512, in no layer: model.embed_tokens.weight, ")
     watch, active = Watch(monkeypatch), []
-    step = loop.take_step
+    step = Loop.step
 
-    def seen(run: Any, group: Any, options: Any) -> None:
+    def seen(run: Any, group: Any) -> None:
         active.append({name for name, p in run.model.named_parameters() if p.requires_grad})
-        step(run, group, options)
+        step(run, group)
 
-    monkeypatch.setattr(loop, "take_step", seen)
+    monkeypatch.setattr(Loop, "step", seen)
     build.train_run(made)
     turns = [{re.match(r".*layers\.(\d)", name)[1] for name in names} for names in active]  # type: ignore[index]
     assert turns == [{"1"}, {"1"}, {"0"}, {"0"}, {"1"}]

@@ -8,7 +8,6 @@ import pytest
 
 from burnish.checkpoint.checkpoint import load
 from burnish.loop.events import TrainerCallback
-from burnish.loop.loop import train
 from burnish.run.recovery.interrupt import GOES_ON, SIGNALS, InterruptCallback
 from toy import make_run, same, weights, without_times
 
@@ -38,9 +37,9 @@ class Kill(TrainerCallback):
 
 def interrupted(folder, kill, **given):
     interrupt = InterruptCallback()
-    run, options = make_run(folder, [kill, interrupt], **given)
+    run, _ = make_run(folder, [kill, interrupt], **given)
     with interrupt:
-        train(run, options)
+        run.train()
     run.checkpoints.wait()
     return run, interrupt
 
@@ -69,13 +68,13 @@ def test_a_notice_and_a_closed_terminal_save_a_checkpoint_and_end_nothing(tmp_pa
 @pytest.mark.parametrize("has_trained", [False, True])
 def test_a_terminal_that_is_closed_before_or_after_the_training_ends_nothing(tmp_path, has_trained):
     interrupt = InterruptCallback()
-    run, options = make_run(tmp_path, [interrupt], save_strategy="no")
+    run, _ = make_run(tmp_path, [interrupt], save_strategy="no")
     with interrupt:
         if has_trained:
-            train(run, options)
+            run.train()
         os.kill(os.getpid(), signal.SIGHUP)
         if not has_trained:
-            train(run, options)
+            run.train()
     assert (run.state.global_step, interrupt.exit_code) == (run.state.max_steps, None)
 
 
@@ -94,12 +93,12 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_interrupted_run_goes_on_to_the_same_weights_and_log(tmp_path, variant):
     step, given = VARIANTS[variant]
-    whole, options = make_run(tmp_path / "whole", **given)
-    train(whole, options)
+    whole, _ = make_run(tmp_path / "whole", **given)
+    whole.train()
     interrupted(tmp_path / "cut", Kill(step, signal.SIGTERM), **given)
-    second, options = make_run(tmp_path / "cut", **given)
+    second, _ = make_run(tmp_path / "cut", **given)
     load(tmp_path / "cut" / f"checkpoint-{step}", second.parts)
-    train(second, options)
+    second.train()
     assert same(weights(second), weights(whole))
     assert without_times(second.state.log_history)[:-1] == without_times(whole.state.log_history)[:-1]
 
@@ -124,10 +123,10 @@ def test_a_second_ctrl_c_stops_at_once_and_the_handlers_are_put_back(tmp_path):
 @pytest.mark.parametrize("has_trained", [False, True])
 def test_a_signal_with_no_step_to_finish_ends_the_run_at_once(tmp_path, number, kind, has_trained):
     interrupt = InterruptCallback()
-    run, options = make_run(tmp_path, [interrupt], save_strategy="no")
+    run, _ = make_run(tmp_path, [interrupt], save_strategy="no")
     with interrupt:
         if has_trained:
-            train(run, options)
+            run.train()
         with pytest.raises(kind) as caught:
             os.kill(os.getpid(), number)
     assert kind is KeyboardInterrupt or caught.value.code == 128 + number
@@ -175,8 +174,8 @@ def test_processes_stop_at_the_same_step(tmp_path):
     """This one has received nothing; another one has, at step 7."""
     asked = iter(range(1, 100))
     interrupt = InterruptCallback(agree=lambda mine: mine or next(asked) >= 7)
-    run, options = make_run(tmp_path, [interrupt], save_strategy="no")
+    run, _ = make_run(tmp_path, [interrupt], save_strategy="no")
     with interrupt:
-        train(run, options)
+        run.train()
     assert run.state.global_step == 7
     assert interrupt.exit_code == 143

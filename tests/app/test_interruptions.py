@@ -14,7 +14,7 @@ from bad_inputs import told
 from burnish import cli
 from burnish.checkpoint import checkpoint
 from burnish.checkpoint.manifest import faults
-from burnish.loop import loop
+from burnish.loop.loop import Loop
 
 pytestmark = pytest.mark.run
 
@@ -22,14 +22,14 @@ WORDS = ["train", "run.yaml", "plot_loss=false"]
 
 
 def at_step(number: int, does: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_step = loop.take_step
+    step = Loop.step
 
     def take(run: Any, *arguments: Any) -> None:
         if run.state.global_step == number:
             does()
-        take_step(run, *arguments)
+        step(run, *arguments)
 
-    monkeypatch.setattr(loop, "take_step", take)
+    monkeypatch.setattr(Loop, "step", take)
 
 
 def weights(folder: str) -> bytes:
@@ -97,14 +97,14 @@ def test_a_disk_that_is_full_does_not_end_a_training(user_folder: Path, capsys: 
         words = [*WORDS, "output_dir=small/out", "save_in_background=false"]
         with pytest.MonkeyPatch.context() as patch:
             at_step(3, lambda: filler.write_bytes(b"x" * _free("small")), patch)
-            patch_back = loop.take_step
+            patch_back = Loop.step
 
             def frees(run: Any, *arguments: Any) -> None:
                 if run.state.global_step == 7:
                     filler.unlink()
                 patch_back(run, *arguments)
 
-            patch.setattr(loop, "take_step", frees)
+            patch.setattr(Loop, "step", frees)
             assert cli.main(words) == 3
         assert "no space left on device" in told(capsys)[1]
         whole = [path.name for path in sorted(Path("small/out").glob("checkpoint-*")) if not faults(path)]

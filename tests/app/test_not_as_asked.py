@@ -53,7 +53,7 @@ def test_a_tokenizer_of_its_own_that_config_json_names(user_folder: Path, capsys
 def test_what_stands_for_a_picture(mark: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"instruction": f"{mark} What is it?", "output": "A stone."}, {"instruction": "a", "output": "b"}]
     write("data/rows.json", rows * 2)
-    assert f"{mark} in it is a word like others" in (out := runs(capsys))
+    assert f"{mark} is trained as plain text" in (out := runs(capsys))
     assert "2 of 4 rows (data/rows.json: 1, 3)" in out
 
 
@@ -74,7 +74,7 @@ def test_every_mark_in_every_part_is_counted(
     write("data/dataset_info.json", {"rows": {"file_name": "rows.json", **described}})
     said = runs(capsys)
     for mark in ("<image>", "<audio>"):
-        assert f"{mark} in it is a word like others" in said
+        assert f"{mark} is trained as plain text" in said
 
 
 @pytest.mark.run

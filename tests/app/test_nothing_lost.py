@@ -17,7 +17,7 @@ from bad_inputs import cut_short, told, write
 from burnish import cli
 from burnish.config.options import specs
 from burnish.data.rows.encode import cache_home
-from burnish.loop import loop
+from burnish.loop.loop import Loop
 from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.clearing import SOURCES, left_by_a_run
 from pair_runs import pairs
@@ -138,7 +138,7 @@ def failing(*args: Any, **kwargs: Any) -> None:
     raise MemoryError
 
 
-@pytest.mark.parametrize("where", ["burnish.run.build.assemble", "burnish.loop.loop.take_step"])
+@pytest.mark.parametrize("where", ["burnish.run.build.create_scheduler", "burnish.loop.loop.Loop.step"])
 def test_an_earlier_run_comes_back_where_its_successor_fails_before_it_has_a_checkpoint(
     where: str, user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,17 +155,17 @@ def test_an_earlier_run_is_gone_once_its_successor_has_a_checkpoint(
     user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(*LORA)
-    take_step = loop.take_step
+    step = Loop.step
 
     def take(run: Any, *arguments: Any) -> None:
         assert Path("out/.earlier-run").is_dir() or run.state.global_step >= 2
         if run.state.global_step == 5:
             assert not Path("out/.earlier-run").exists()
             raise MemoryError
-        take_step(run, *arguments)
+        step(run, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "take_step", take)
+        patched.setattr(Loop, "step", take)
         assert cli.main(["train", "run.yaml", AGAIN, "save_in_background=false"]) == 1
     assert sorted(path.name for path in Path("out").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     assert not list(Path("out").glob("adapter*"))
@@ -350,16 +350,16 @@ def test_the_file_of_a_run_that_was_begun_anew_goes_on_with_it(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``burnish train out/run.yaml``, as the page's Continue does."""
-    take_step = loop.take_step
+    step = Loop.step
 
     def take(run: Any, *arguments: Any) -> None:
-        take_step(run, *arguments)
+        step(run, *arguments)
         if run.state.global_step == 5:
             raise OSError("gone")
 
     words = ["overwrite_output_dir=true", "resume=never", "save_strategy=steps", "save_steps=2"]
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "take_step", take)
+        patch.setattr(Loop, "step", take)
         assert cli.main(["train", "run.yaml", *words]) == 1
     assert "# for its start alone: overwrite_output_dir: true" in Path("out/run.yaml").read_text(encoding="utf-8")
     capsys.readouterr()

@@ -16,7 +16,7 @@ from burnish.inference.batch import answer_many
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
 from burnish.parallel.create import create_engine
 from burnish.run import predict
-from burnish.run.build import build_run
+from burnish.run.build import build_loop
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import plan
 from burnish.run.predict import _scores, answer_all, bare_model, predict_all, questions_of
@@ -41,7 +41,7 @@ def run_of(tmp_path, **given):
     made = plan({name: Given(value, "the command line") for name, value in given.items()})
     prepared = prepare(made)
     (tmp_path / "out").mkdir()
-    return made, prepared, build_run(made, prepared, create_engine(made.options), None)
+    return made, prepared, build_loop(made, prepared, create_engine(made.options), None)
 
 
 def lines(path):

@@ -12,8 +12,7 @@ from two_processes import in_two_processes
 pytestmark = pytest.mark.run
 
 KINDS = {
-    "encoded before": {"encode_ahead": False},
-    "encoded ahead": {"encode_ahead": True},
+    "encoded before": {},
     "streamed": {"streaming": True, "buffer_size": 8},
     "one block after another": {"use_badam": True, "badam_switch_interval": 2},
 }

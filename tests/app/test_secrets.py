@@ -162,9 +162,9 @@ def test_the_page_shows_no_secret(user_folder: Path) -> None:
 def write_failing_optimizer() -> None:
     """A failure that holds the token in its text."""
     Path("sitecustomize.py").write_text(
-        "import burnish.loop.loop as loop\n"
+        "from burnish.loop.loop import Loop\n"
         f"def fails(*a, **k): raise RuntimeError('the hub refused {GIVEN} and {OF_THE_SYSTEM}')\n"
-        "loop.take_step = fails\n",
+        "Loop.step = fails\n",
         encoding="utf-8",
     )
 

@@ -62,7 +62,9 @@ def run(given):
     return main(["train", *as_words(given)])
 
 
-@pytest.mark.parametrize("more", [{}, {"packing": True, "cutoff_len": 64}, {"encode_ahead": True}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"packing": True, "cutoff_len": 64}, {"streaming": True, "max_steps": 6}], ids=str
+)
 def test_a_step_that_is_not_finite_names_its_records(user, monkeypatch, capsys, more):
     spoil(monkeypatch, user, float("nan"))
     assert run({**user, **more}) == 1
@@ -185,7 +187,7 @@ def test_a_loss_scale_that_comes_down_is_no_spike_and_any_other_is(loss, norm, s
     watch.norms.extend([1.0] * 9)
     group = SimpleNamespace(items=[3])
     with nullcontext() if said is None else pytest.raises(SpikeError, match=said):
-        watch.look(engine_of(scaled), 7, group, torch.tensor(loss), torch.tensor(norm))
+        watch.check(engine_of(scaled), 7, group, torch.tensor(loss), torch.tensor(norm))
     assert len(watch.norms) == (10 if norm == 2.0 else 9)
 
 

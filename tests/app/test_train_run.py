@@ -130,10 +130,10 @@ def test_other_data_under_the_same_name_is_refused(tmp_path, capsys):
     assert "data has changed" in "".join(capsys.readouterr())
 
 
-def test_a_changed_learning_rate_and_more_steps_are_applied_and_said(tmp_path, capsys):
+def test_a_learning_rate_that_is_changed_on_purpose_and_more_steps_are_applied_and_reported(tmp_path, capsys):
     given = make_user(tmp_path, save_steps=4, max_steps=4, lr_scheduler_type="constant", logging_steps=1)
     assert run(given) == 0
-    assert run({**given, "max_steps": 6, "learning_rate": 5e-3}) == 0
+    assert run({**given, "max_steps": 6, "learning_rate": 5e-3, "resume_despite_changes": True}) == 0
     assert "learning_rate was 0.001" in " ".join("".join(capsys.readouterr()).split())
     rates = [entry["learning_rate"] for entry in history(tmp_path / "out") if "learning_rate" in entry]
     assert rates == [1e-3] * 4 + [5e-3] * 2

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from bad_inputs import ROWS, Case, cut_short, files, make_folder, told, write
 from burnish import cli
-from burnish.loop import loop
+from burnish.loop.loop import Loop
 
 pytestmark = pytest.mark.run
 
@@ -219,16 +219,18 @@ def test_half_a_model_does_not_stand_in_the_way_of_the_same_command(
     assert cli.main(words) == 0
 
 
-def test_fewer_steps_than_were_done_are_nothing_to_do(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fewer_steps_than_were_trained_are_refused(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12d."""
-    assert cli.main(["train", "run.yaml", "max_steps=3"]) == 0
-    assert "has done 4 steps, and this run is to have 3: there is nothing to do." in told(capsys)[0]
+    assert cli.main(["train", "run.yaml", "max_steps=3"]) == 2
+    assert "the run in it has trained 4 steps, and max_steps is 3 now." in told(capsys)[1]
     assert not Path("out/model.safetensors").exists()
 
 
-def test_a_changed_learning_rate_is_applied_and_said(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_learning_rate_is_refused_unless_asked_for(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12."""
-    assert cli.main(["train", "run.yaml", "learning_rate=5e-3"]) == 0
+    assert cli.main(["train", "run.yaml", "learning_rate=5e-3"]) == 2
+    assert "learning_rate was 0.001, is 0.005" in told(capsys)[1]
+    assert cli.main(["train", "run.yaml", "learning_rate=5e-3", "resume_despite_changes=true"]) == 0
     assert "learning_rate was 0.001 in checkpoint-4 and is 0.005 now." in told(capsys)[0]
     rates = [entry["learning_rate"] for entry in history(Path("out")) if "learning_rate" in entry]
     assert rates[4] > 4 * rates[3] * 0.5
@@ -248,14 +250,14 @@ def test_two_runs_do_not_share_a_folder(user_folder: Path, capsys: pytest.Captur
 
 
 def at_step(number: int, does: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    take_step = loop.take_step
+    step = Loop.step
 
     def take(run: Any, *arguments: Any) -> None:
         if run.state.global_step == number:
             does()
-        take_step(run, *arguments)
+        step(run, *arguments)
 
-    monkeypatch.setattr(loop, "take_step", take)
+    monkeypatch.setattr(Loop, "step", take)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)

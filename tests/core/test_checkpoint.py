@@ -18,7 +18,6 @@ from burnish.checkpoint.comparison import compare_with_checkpoint
 from burnish.checkpoint.manifest import faults, write_manifest
 from burnish.checkpoint.snapshot import join, split
 from burnish.config.errors import UserError
-from burnish.loop.loop import train
 from burnish.utils.files import only_writer
 from toy import StopAt, make_run, same, weights, without_times
 
@@ -38,25 +37,25 @@ VARIANTS = {
 @pytest.mark.parametrize("stop_at", [1, 5, 11, 14])
 def test_resume_gives_the_same_weights_and_the_same_log(tmp_path, variant, stop_at):
     given = {"save_strategy": "no", **VARIANTS[variant]}
-    whole, options = make_run(tmp_path / "whole", **given)
-    train(whole, options)
+    whole, _ = make_run(tmp_path / "whole", **given)
+    whole.train()
     if stop_at >= whole.state.max_steps:
         stop_at = 3
-    first, options = make_run(tmp_path / "cut", [StopAt(stop_at)], **given)
-    train(first, options)
+    first, _ = make_run(tmp_path / "cut", [StopAt(stop_at)], **given)
+    first.train()
     assert not same(weights(first), weights(whole))
     torch.manual_seed(12345)
-    second, options = make_run(tmp_path / "cut", **given)
+    second, _ = make_run(tmp_path / "cut", **given)
     torch.rand(17)
     load(tmp_path / "cut" / f"checkpoint-{stop_at}", second.parts)
-    train(second, options)
+    second.train()
     assert same(weights(second), weights(whole))
     assert without_times(second.state.log_history) == without_times(whole.state.log_history)
 
 
 def test_a_checkpoint_holds_no_pickle(tmp_path):
-    run, options = make_run(tmp_path, max_steps=2)
-    train(run, options)
+    run, _ = make_run(tmp_path, max_steps=2)
+    run.train()
     suffixes = {path.suffix for path in (tmp_path / "checkpoint-2").iterdir()}
     assert suffixes == {".json", ".safetensors"}
 
@@ -64,8 +63,8 @@ def test_a_checkpoint_holds_no_pickle(tmp_path):
 def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_step_it_was_taken_at(tmp_path):
     runs = []
     for name, background in (("a", True), ("b", False)):
-        run, options = make_run(tmp_path / name, save_steps=3, max_steps=9, save_in_background=background)
-        train(run, options)
+        run, _ = make_run(tmp_path / name, save_steps=3, max_steps=9, save_in_background=background)
+        run.train()
         runs.append(run)
     for step in (3, 6, 9):
         a, b = (tmp_path / n / f"checkpoint-{step}" / "model.safetensors" for n in "ab")
@@ -74,8 +73,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_step_it
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "no manifest", "broken manifest"])
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, damage):
-    run, options = make_run(tmp_path, max_steps=4, save_steps=2)
-    train(run, options)
+    run, _ = make_run(tmp_path, max_steps=4, save_steps=2)
+    run.train()
     newest = tmp_path / "checkpoint-4"
     victim = newest / ("manifest.json" if "manifest" in damage else "optimizer.safetensors")
     content = bytearray(victim.read_bytes())
@@ -149,7 +148,7 @@ def test_copies_are_taken_at_once_where_someone_elses_callback_could_change_a_we
 
 def trained(folder, **given):
     run, options = make_run(folder, save_steps=1, max_steps=4, **given)
-    train(run, options)
+    run.train()
     return run, options
 
 
@@ -170,14 +169,17 @@ def test_a_write_that_fails_in_the_background_is_raised_and_leaves_what_was_ther
 
 
 def test_what_makes_it_another_run_stops_and_what_may_change_is_said(tmp_path):
-    before = {"data": "aa", "seed": 1, "learning_rate": 1e-3, "rows_per_step": 16}
+    before = {"data": "aa", "seed": 1, "learning_rate": 1e-3, "rows_per_step": 16, "max_steps": 8}
     (tmp_path / "checkpoint-1").mkdir()
     write_manifest(tmp_path / "checkpoint-1", 1, before)
-    said = compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "learning_rate": 5e-3})
-    assert said == ["learning_rate was 0.001 in checkpoint-1 and is 0.005 now."]
-    with pytest.raises(UserError, match="seed was 1, is 2") as raised:
-        compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2})
-    assert "resume_despite_changes" in str(raised.value)
+    said = compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "max_steps": 9})
+    assert said == ["max_steps was 8 in checkpoint-1 and is 9 now."]
+    for name, value, words in (("seed", 2, "seed was 1, is 2"), ("learning_rate", 5e-3, "0.001, is 0.005")):
+        with pytest.raises(UserError, match=words) as raised:
+            compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, name: value})
+        assert raised.value.problems[0].options == (name,)
+        for way_out in ("another output_dir", "overwrite_output_dir: true", "resume_despite_changes"):
+            assert way_out in str(raised.value)
     assert compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2}, despite=True)
 
 
@@ -213,7 +215,7 @@ def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint_whole(tm
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); from toy import *\n"
         "run, options = make_run(Path(sys.argv[1]), model=Regression(width=30000), save_steps=1, max_steps=100000)\n"
-        "from burnish.loop.loop import train; print('ready', flush=True); train(run, options)"
+        "print('ready', flush=True); run.train()"
     )
     for delay_s in (0.15, 0.4):
         child = subprocess.Popen(

@@ -11,11 +11,10 @@ import torch
 
 from burnish.config.options import Given
 from burnish.kernels import attention
-from burnish.loop.loop import evaluate, log_step, take_step
 from burnish.loop.meter import Meter
 from burnish.loop.schedule import Schedule
 from burnish.parallel.single import SingleEngine
-from burnish.run.build import build_run
+from burnish.run.build import build_loop
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
 from small_run import make_user
@@ -55,7 +54,7 @@ def on_meta(folder, **given):
     options = make_user(folder, **{"pure_bf16": True, **given})
     planned = plan({name: Given(value, "test") for name, value in options.items()})
     prepared = prepare(planned)
-    run = build_run(planned, prepared, SingleEngine(planned.options), None)
+    run = build_loop(planned, prepared, SingleEngine(planned.options), None)
     run.model.to("meta")
     run.engine, run.meter = Valueless(planned.options), Meter(torch.device("meta"))
     run.optimizer = torch.optim.SGD([weight for weight in run.model.parameters() if weight.requires_grad], lr=0.1)
@@ -82,18 +81,18 @@ def on_meta(folder, **given):
     ids=lambda given: " ".join(given) or "full",
 )
 def test_a_step_reads_nothing_from_its_device(tmp_path, given):
-    run, options = on_meta(tmp_path, **given)
+    run, _ = on_meta(tmp_path, **given)
     for group, _ in zip(run.stream.step_batches(), range(2), strict=False):
-        take_step(run, group, options)
+        run.step(group)
         assert all(weight.device.type == "meta" for weight in run.model.parameters())
     assert run.state.global_step == 2
 
 
 def test_the_log_is_where_the_device_is_read(tmp_path):
-    run, options = on_meta(tmp_path)
-    take_step(run, next(iter(run.stream.step_batches())), options)
+    run, _ = on_meta(tmp_path)
+    run.step(next(iter(run.stream.step_batches())))
     with pytest.raises(RuntimeError, match="meta"):
-        log_step(run, options)
+        run.log()
 
 
 def test_an_evaluation_reads_nothing_before_its_metrics(tmp_path, monkeypatch):
@@ -101,12 +100,12 @@ def test_an_evaluation_reads_nothing_before_its_metrics(tmp_path, monkeypatch):
     batches, seen = run.eval_sets[""], []
     monkeypatch.setattr(run.callbacks, "fire", lambda event, **values: seen.append(event))
     with pytest.raises(RuntimeError, match="meta"):
-        evaluate(run, batches, "eval")
+        run.evaluate_set(batches, "eval")
     assert seen == ["on_prediction_step"] * len(list(batches))
 
 
 def test_without_a_kernel_the_lengths_of_the_sequences_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "_WITH_KERNELS", set())
-    run, options = on_meta(tmp_path)
+    run, _ = on_meta(tmp_path)
     with pytest.raises(RuntimeError, match="meta"):
-        take_step(run, next(iter(run.stream.step_batches())), options)
+        run.step(next(iter(run.stream.step_batches())))

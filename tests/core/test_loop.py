@@ -7,7 +7,6 @@ import torch
 
 from burnish.config.errors import NonFiniteError
 from burnish.loop.events import TrainerCallback
-from burnish.loop.loop import train
 from toy import Regression, make_run, rows, same, weights
 
 
@@ -25,12 +24,12 @@ class Recorder(TrainerCallback):
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 2), (2, 4), (1, 8)])
 def test_the_update_does_not_depend_on_how_a_step_is_cut(tmp_path, batch_size, accumulation):
-    whole, options = make_run(tmp_path / "a", dropout=0, per_device_train_batch_size=8)
-    train(whole, options)
-    cut, options = make_run(
+    whole, _ = make_run(tmp_path / "a", dropout=0, per_device_train_batch_size=8)
+    whole.train()
+    cut, _ = make_run(
         tmp_path / "b", dropout=0, per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation
     )
-    train(cut, options)
+    cut.train()
     assert whole.state.global_step == cut.state.global_step == 6
     for a, b in zip(weights(whole).values(), weights(cut).values(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
@@ -46,18 +45,18 @@ def test_a_step_is_the_gradient_of_the_mean_over_its_items(tmp_path):
     model = Regression(0)
     inputs, labels = (torch.stack(column) for column in zip(*rows()[:6], strict=True))
     (model(inputs) - labels).square().mean().backward()
-    train(run, options)
+    run.train()
     for name, parameter in model.named_parameters():
         assert torch.allclose(weights(run)[name], parameter - 0.5 * parameter.grad, atol=1e-6)
 
 
 def test_the_order_of_events_is_transformers(tmp_path):
     recorder = Recorder()
-    run, options = make_run(
+    run, _ = make_run(
         tmp_path, [recorder], num_rows=6, eval_rows=3, num_train_epochs=1, gradient_accumulation_steps=2,
         eval_strategy="steps", eval_steps=1, save_steps=1, eval_on_start=True, per_device_eval_batch_size=2,
     )  # fmt: skip
-    train(run, options)
+    run.train()
     evaluation = ["on_prediction_step", "on_prediction_step", "on_log", "on_evaluate"]
     update = ["on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log", *evaluation, "on_save"]
     assert recorder.events == [
@@ -69,16 +68,16 @@ def test_the_order_of_events_is_transformers(tmp_path):
 
 
 def test_a_log_says_the_learning_rate_that_the_step_used(tmp_path):
-    run, options = make_run(tmp_path, max_steps=4, learning_rate=1.0)
-    train(run, options)
+    run, _ = make_run(tmp_path, max_steps=4, learning_rate=1.0)
+    run.train()
     assert [entry["learning_rate"] for entry in run.state.log_history[:4]] == [1.0, 0.75, 0.5, 0.25]
 
 
 def test_the_logged_loss_is_the_mean_over_the_steps_since_the_last_log(tmp_path):
-    each, options = make_run(tmp_path / "a", max_steps=6)
-    train(each, options)
-    pairs, options = make_run(tmp_path / "b", max_steps=6, logging_steps=3)
-    train(pairs, options)
+    each, _ = make_run(tmp_path / "a", max_steps=6)
+    each.train()
+    pairs, _ = make_run(tmp_path / "b", max_steps=6, logging_steps=3)
+    pairs.train()
     losses = [e["loss"] for e in each.state.log_history if "loss" in e]
     assert [e["loss"] for e in pairs.state.log_history if "loss" in e] == pytest.approx(
         [sum(losses[:3]) / 3, sum(losses[3:]) / 3]
@@ -89,19 +88,19 @@ def test_the_logged_loss_is_the_mean_over_the_steps_since_the_last_log(tmp_path)
 def test_evaluation_is_the_mean_over_items_whatever_the_batch_size(tmp_path):
     results = []
     for size in (1, 2, 5, 16):
-        run, options = make_run(
+        run, _ = make_run(
             tmp_path / str(size), eval_rows=11, max_steps=2, eval_strategy="steps", per_device_eval_batch_size=size
         )
-        train(run, options)
+        run.train()
         results.append(run.state.log_history[-2]["eval_loss"])
     assert results == pytest.approx([results[0]] * 4, rel=1e-6)
 
 
 def test_evaluation_in_between_does_not_change_the_weights(tmp_path):
-    plain, options = make_run(tmp_path / "a", max_steps=9)
-    train(plain, options)
-    watched, options = make_run(tmp_path / "b", max_steps=9, eval_rows=7, eval_strategy="steps", eval_steps=2)
-    train(watched, options)
+    plain, _ = make_run(tmp_path / "a", max_steps=9)
+    plain.train()
+    watched, _ = make_run(tmp_path / "b", max_steps=9, eval_rows=7, eval_strategy="steps", eval_steps=2)
+    watched.train()
     assert same(weights(plain), weights(watched))
 
 
@@ -114,9 +113,9 @@ def test_a_step_that_is_not_finite_is_never_applied_and_stops_the_run(tmp_path):
                 self.spoiled = weights(run)
 
     spoil = Spoil()
-    run, options = make_run(tmp_path, [spoil])
+    run, _ = make_run(tmp_path, [spoil])
     with pytest.raises(NonFiniteError, match="step 4"):
-        train(run, options)
+        run.train()
     for name, value in weights(run).items():
         assert torch.equal(value.nan_to_num(7), spoil.spoiled[name].nan_to_num(7))
 
@@ -133,8 +132,8 @@ def test_a_step_that_is_not_finite_can_be_skipped_and_is_left_out_of_the_log(tmp
             if state.global_step == 4:
                 model.net[3].bias.data.copy_(self.kept)
 
-    run, options = make_run(tmp_path, [Spoil()], on_non_finite="skip", logging_steps=4, max_steps=8)
-    train(run, options)
+    run, _ = make_run(tmp_path, [Spoil()], on_non_finite="skip", logging_steps=4, max_steps=8)
+    run.train()
     assert all(math.isfinite(e["loss"]) for e in run.state.log_history if "loss" in e)
     assert [e.get("skipped_steps") for e in run.state.log_history if "loss" in e] == [1, None]
     assert all(torch.isfinite(value).all() for value in weights(run).values())
@@ -142,9 +141,9 @@ def test_a_step_that_is_not_finite_can_be_skipped_and_is_left_out_of_the_log(tmp
 
 
 def test_gradients_are_clipped_and_the_norm_is_logged_as_it_was(tmp_path):
-    run, options = make_run(tmp_path, max_steps=1, max_grad_norm=1e-3, optim="sgd", learning_rate=1.0, dropout=0)
+    run, _ = make_run(tmp_path, max_steps=1, max_grad_norm=1e-3, optim="sgd", learning_rate=1.0, dropout=0)
     before = weights(run)
-    train(run, options)
+    run.train()
     moved = math.sqrt(sum((weights(run)[n] - before[n]).square().sum().item() for n in before))
     assert moved == pytest.approx(1e-3, rel=1e-2)
     assert run.state.log_history[0]["grad_norm"] > 1e-2
@@ -155,32 +154,31 @@ def test_a_callback_can_stop_the_epoch_and_the_run(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_epoch_stop = state.global_step == 2
 
-    run, options = make_run(tmp_path, [StopEpochAtTwo()], num_train_epochs=1)
-    train(run, options)
+    run, _ = make_run(tmp_path, [StopEpochAtTwo()], num_train_epochs=1)
+    run.train()
     assert run.state.global_step == 11
     assert run.stream.state_dict() == {"epoch": 1, "position": 18}
 
 
 def test_the_best_weights_are_loaded_at_the_end(tmp_path):
-    run, options = make_run(
+    run, _ = make_run(
         tmp_path, eval_rows=8, learning_rate=0.3, eval_strategy="steps", eval_steps=2, save_steps=2, max_steps=12,
         load_best_model_at_end=True, save_total_limit=1,
     )  # fmt: skip
-    train(run, options)
+    run.train()
     losses = {e["step"]: e["eval_loss"] for e in run.state.log_history if "eval_loss" in e}
     best = min(losses, key=losses.get)
     assert run.state.best_metric == losses[best]
     assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
-    from burnish.loop.loop import evaluate
 
-    assert evaluate(run, run.eval_sets[""], "eval")["eval_loss"] == pytest.approx(losses[best])
+    assert run.evaluate_set(run.eval_sets[""], "eval")["eval_loss"] == pytest.approx(losses[best])
 
 
 def test_metrics_of_the_objective_are_means_over_items(tmp_path):
-    run, options = make_run(tmp_path, max_steps=1, dropout=0, train_sampling_strategy="sequential")
+    run, _ = make_run(tmp_path, max_steps=1, dropout=0, train_sampling_strategy="sequential")
     with torch.no_grad():
         errors = [abs(run.model(x[None]).item() - y.item()) for x, y in rows()[:2]]
-    train(run, options)
+    run.train()
     assert run.state.log_history[0]["abs_error"] == pytest.approx(sum(errors) / 2, rel=1e-5)
 
 
@@ -191,11 +189,11 @@ def test_a_run_killed_between_the_last_step_of_an_epoch_and_its_end_still_ends_t
         return [(e["step"], sorted(k for k in e if k.endswith("loss"))) for e in run.state.log_history]
 
     given = {"eval_rows": 4, "eval_strategy": "epoch", "save_steps": 11, "save_strategy": "steps"}
-    whole, options = make_run(tmp_path, **given)
-    train(whole, options)
-    resumed, options = make_run(tmp_path / "b", **given)
+    whole, _ = make_run(tmp_path, **given)
+    whole.train()
+    resumed, _ = make_run(tmp_path / "b", **given)
     load(tmp_path / "checkpoint-11", resumed.parts)
-    train(resumed, options)
+    resumed.train()
     assert same(weights(whole), weights(resumed))
     assert history(resumed) == history(whole)
 
@@ -218,16 +216,16 @@ def test_a_foreign_callback_finds_the_checkpoint_whole_on_save(tmp_path):
         def on_save(self, args, state, control, **kwargs):
             found.append(faults(tmp_path / f"checkpoint-{state.global_step}"))
 
-    run, options = make_run(tmp_path, [Upload()], model=Regression(width=20000), save_steps=2, max_steps=6)
-    train(run, options)
+    run, _ = make_run(tmp_path, [Upload()], model=Regression(width=20000), save_steps=2, max_steps=6)
+    run.train()
     assert found == [[], [], []]
 
 
 def test_a_metric_that_no_evaluation_gives_is_refused_with_those_there_are(tmp_path):
     from burnish.config.errors import UserError
 
-    run, options = make_run(
+    run, _ = make_run(
         tmp_path, eval_rows=4, eval_strategy="steps", eval_steps=1, metric_for_best_model="acuracy", max_steps=2
     )
     with pytest.raises(UserError, match=r"eval_acuracy.*\n.*eval_abs_error"):
-        train(run, options)
+        run.train()

@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from burnish.loop.loop import evaluate, train
 from burnish.loop.protocols import Objective
 from burnish.loop.types import Loss
 from burnish.parallel.single import SingleEngine
@@ -62,7 +61,7 @@ def costs(tmp_path, monkeypatch, **given):
     run, options = make_run(tmp_path, max_steps=12, save_strategy="no", **given)
     run.engine = DeviceEngine(options)
     with Counted(monkeypatch) as counted:
-        train(run, options)
+        run.train()
     return counted.reads, run.engine.num_sums
 
 
@@ -118,13 +117,13 @@ class Wide(Objective):
 
 def test_an_evaluation_never_holds_more_than_a_step_of_the_training(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4096))
-    run, options = make_run(
+    run, _ = make_run(
         tmp_path, model=model, eval_rows=40, max_steps=2, save_strategy="no", per_device_eval_batch_size=2
     )
     run.objective = Wide()
     with Live() as training:
-        train(run, options)
+        run.train()
     with Live() as evaluation:
-        evaluate(run, run.eval_sets[""], "eval")
+        run.evaluate_set(run.eval_sets[""], "eval")
     assert 2 * 4096 * 4 <= evaluation.peak < training.peak
     assert evaluation.peak < 4 * 2 * 4096 * 4  # one batch's logits and what is made of them, however many batches

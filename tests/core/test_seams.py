@@ -10,7 +10,6 @@ from torch import nn
 import toy
 from burnish.config.errors import UserError
 from burnish.data.batches.stream import RowStream, StepPartition
-from burnish.loop.loop import evaluate, train
 from burnish.loop.meter import Totals
 from burnish.loop.modes import evaluating
 from burnish.loop.types import ContentPart, Loss, Message, Sum
@@ -18,9 +17,8 @@ from toy import Regression, RegressionObjective, make_run, same, weights
 
 
 def trained(folder, objective, **given):
-    run, options = make_run(folder, **{"dropout": 0.0, **given})
-    run.objective = objective
-    output = train(run, options)
+    run, _ = make_run(folder, objective=objective, **{"dropout": 0.0, **given})
+    output = run.train()
     return run, output
 
 
@@ -47,14 +45,18 @@ def test_a_mean_over_the_step_is_the_same_however_the_step_is_cut(tmp_path, batc
 
 
 class Twice(RegressionObjective):
-    """Trains on each group two times, as a rollout trains more than once on the answers that it drew."""
+    """Draws labels around those of each step batch, and trains on them two times, as a rollout does with responses."""
 
-    def rollout(self, run, group):
-        yield dataclasses.replace(group, cursor=None)
-        yield group
+    inner_steps = 2
+
+    def rollout(self, module, step_batch, engine, step):
+        drawn = [
+            {**batch, "labels": batch["labels"] + torch.randn(len(batch["labels"]))} for batch in step_batch.batches
+        ]
+        return [dataclasses.replace(step_batch, batches=drawn)] * 2
 
 
-def test_a_group_that_becomes_two_is_two_steps_and_the_stream_moves_after_the_second(tmp_path):
+def test_a_step_batch_that_becomes_two_is_two_steps_and_the_stream_moves_after_the_second(tmp_path):
     places = []
 
     class Seen(Twice):
@@ -62,12 +64,43 @@ def test_a_group_that_becomes_two_is_two_steps_and_the_stream_moves_after_the_se
             places.append(run.stream.state_dict()["position"])
             return super().loss(model, batch)
 
-    run, options = make_run(tmp_path, num_rows=8, max_steps=6, dropout=0.0)
-    run.objective = Seen()
-    train(run, options)
+    run, _ = make_run(tmp_path, objective=Seen(), num_rows=8, max_steps=6, dropout=0.0)
+    run.train()
     assert run.state.global_step == 6
     assert places == sorted(places)
     assert [places.count(place) for place in dict.fromkeys(places)] == [2, 2, 2]
+
+
+def test_the_plan_counts_the_inner_steps(tmp_path):
+    once, _ = make_run(tmp_path / "once", num_rows=8, num_train_epochs=3)
+    twice, _ = make_run(tmp_path / "twice", objective=Twice(), num_rows=8, num_train_epochs=3)
+    assert (once.state.max_steps, twice.state.max_steps) == (12, 24)
+    twice.train()
+    assert twice.stream.state_dict() == {"epoch": 3, "position": 0}
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_run_that_stops_inside_a_rollout_continues_with_what_was_drawn(tmp_path, step):
+    given = {"num_rows": 8, "num_train_epochs": 2, "dropout": 0.1, "save_strategy": "no"}
+    whole, _ = make_run(tmp_path / "whole", objective=Twice(), **given)
+    whole.train()
+    stopped, _ = make_run(tmp_path / "cut", [toy.StopAt(step)], objective=Twice(), **given)
+    stopped.train()
+    again, _ = make_run(tmp_path / "cut", objective=Twice(), **given)
+    again.load(tmp_path / "cut" / f"checkpoint-{step}")
+    assert len(list(again.rollout.remaining())) == step % 2
+    again.train()
+    assert again.state.global_step == 16
+    assert same(weights(whole), weights(again))
+
+
+def test_a_rollout_is_not_continued_by_another_number_of_processes(tmp_path):
+    stopped, _ = make_run(tmp_path, [toy.StopAt(3)], objective=Twice(), num_rows=8)
+    stopped.train()
+    again, _ = make_run(tmp_path, objective=Twice(), num_rows=8)
+    again.rollout.world_size = 2
+    with pytest.raises(UserError, match="saved inside a rollout by 1 processes"):
+        again.load(tmp_path / "checkpoint-3")
 
 
 class Counting(RegressionObjective):
@@ -94,7 +127,7 @@ def test_metrics_bring_their_own_counts_or_are_not_divided_at_all(tmp_path):
         rows = toy.rows(7, seed=9)
         labels = torch.stack([label for _, label in rows])
         errors = run.model(torch.stack([inputs for inputs, _ in rows])) - labels
-    metrics = evaluate(run, run.eval_sets[""], "eval")
+    metrics = run.evaluate_set(run.eval_sets[""], "eval")
     expected = {
         "eval_positive_error": errors[labels > 0].abs().mean(), "eval_smallest": errors.amin(),
         "eval_largest": errors.amax(), "eval_abs_error": errors.abs().mean(), "eval_loss": errors.square().mean(),
@@ -120,15 +153,13 @@ def test_a_metric_that_counted_nothing_is_left_out(tmp_path):
 
 def test_open_metrics_of_every_kind_go_through_a_checkpoint(tmp_path):
     whole, _ = trained(tmp_path / "a", Counting(), logging_steps=4, max_steps=4)
-    cut, options = make_run(tmp_path / "b", [toy.StopAt(2)], dropout=0.0, logging_steps=4, max_steps=4)
-    cut.objective = Counting()
-    train(cut, options)
+    cut, _ = make_run(tmp_path / "b", [toy.StopAt(2)], objective=Counting(), dropout=0.0, logging_steps=4, max_steps=4)
+    cut.train()
     from burnish.checkpoint.checkpoint import load
 
-    again, options = make_run(tmp_path / "b", dropout=0.0, logging_steps=4, max_steps=4)
-    again.objective = Counting()
+    again, _ = make_run(tmp_path / "b", objective=Counting(), dropout=0.0, logging_steps=4, max_steps=4)
     load(tmp_path / "b" / "checkpoint-2", again.parts)
-    train(again, options)
+    again.train()
     logs = [next(e for e in run.state.log_history if "loss" in e and e["step"] == 4) for run in (whole, again)]
     assert toy.without_times(logs[:1]) == toy.without_times(logs[1:])
 
@@ -152,9 +183,9 @@ def test_a_module_of_the_objective_is_trained_saved_and_loaded(tmp_path):
             return WithHead(model)
 
     torch.manual_seed(0)
-    run, options = make_run(tmp_path, [toy.StopAt(3)], model=Headed().module(Regression(0.0)))
+    run, _ = make_run(tmp_path, [toy.StopAt(3)], model=Headed().module(Regression(0.0)))
     before = weights(run)
-    train(run, options)
+    run.train()
     assert not torch.equal(before["head.weight"], weights(run)["head.weight"])
     again, _ = make_run(tmp_path, model=Headed().module(Regression(0.0)))
     load(tmp_path / "checkpoint-3", again.parts)
@@ -197,7 +228,7 @@ def test_a_row_may_hold_tensors_that_an_objective_makes_of_a_messages_parts(tmp_
         run, options = make_run(tmp_path, dropout=0.0, max_steps=4)
         run.objective = objective
         run.stream = RowStream(items, objective.collate, StepPartition(*cut), seed=42, options=options)
-        train(run, options)
+        run.train()
         found.append(weights(run))
     for name, weight in found[1].items():
         torch.testing.assert_close(found[0][name], weight)

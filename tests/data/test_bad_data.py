@@ -104,16 +104,16 @@ def test_json_that_python_refuses_to_read_is_named_by_its_line(value, why):
     assert "1 record before it can be read" in message
     large = data("b.json", f"[{json.dumps(GOOD[0])},\n{record}]")
     with pytest.raises(UserError, match=why):
-        load_datasets(data_options(dataset=large, encode_ahead=True), 0, Tally(), may_run_ahead=True)
+        load_datasets(data_options(dataset=large, streaming=True), 0, Tally(), may_stream=True)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_record_that_gives_a_key_twice_is_refused(name, ahead):
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_record_that_gives_a_key_twice_is_refused(name, streaming):
     records = [json.dumps(GOOD[0]), '{"instruction": "Add", "output": "1", "output": "2"}']
     text = "\n".join(records) if name.endswith("l") else f"[{', '.join(records)}]"
     with pytest.raises(UserError, match='it gives "output" twice'):
-        _all_of(load_datasets, data_options(dataset=data(name, text), encode_ahead=ahead), 0, Tally(), ahead)
+        _all_of(load_datasets, data_options(dataset=data(name, text), streaming=streaming), 0, Tally(), streaming)
 
 
 def _all_of(read, *arguments):

@@ -56,14 +56,3 @@ def test_damaged_rows_of_a_tokenized_path_are_refused_by_name(
     assert cli.main([*words, "output_dir=second"]) == 2
     assert '"rows.json" of the encoded rows was changed' in told(capsys)[1]
     assert not Path("second").exists()
-
-
-@pytest.mark.slow
-def test_a_damaged_segment_is_encoded_again(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BURNISH_CACHE", "cache")
-    words = ["train", "run.yaml", "save_strategy=no", "max_steps=24", "encode_ahead=true"]
-    assert cli.main([*words, "output_dir=first"]) == 0
-    for number, path in enumerate(column_files(Path("cache/ahead"))):
-        flip(path)
-        assert cli.main([*words, f"output_dir=out{number}"]) == 0
-        assert weights(f"out{number}") == weights("first")

@@ -15,6 +15,7 @@ import pytest
 from burnish.cli import main
 from burnish.data.batches.stream import order_of
 from burnish.data.sets import sources
+from burnish.run import prepare
 from data_sets import write
 from runs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights
 from small_run import as_words, make_user, records
@@ -52,6 +53,46 @@ def test_a_killed_run_ends_in_the_same_weights_and_no_row_is_kept(tmp_path, user
     assert run(user, tmp_path / "cut") == 0
     assert same_weights(tmp_path / "whole", tmp_path / "cut")
     assert not (tmp_path / "cache").exists()
+
+
+def test_the_weights_are_those_of_rows_encoded_before(tmp_path, user):
+    assert run(user, tmp_path / "streamed", buffer_size=1000) == 0
+    assert run(user, tmp_path / "before", streaming=False) == 0
+    assert same_weights(tmp_path / "streamed", tmp_path / "before")
+
+
+def test_rows_that_are_dropped_are_counted(tmp_path, user, capsys):
+    some = records(24)
+    some[3]["output"] = some[7]["output"] = ""
+    write(tmp_path / "data.json", some)
+    assert run(user) == 0
+    assert "dropped: all its answers are empty: 2 of 24 rows" in "".join(capsys.readouterr())
+
+
+def test_a_bad_record_stops_the_run_where_it_is_met_and_the_checkpoints_stay(tmp_path, user, capsys, monkeypatch):
+    some = records(24)
+    some[23]["output"] = 5
+    write(tmp_path / "data.json", some)
+    monkeypatch.setattr(prepare, "LOOKED_AT", 2)
+    assert run(user, train_sampling_strategy="sequential") == 2
+    message = "".join(capsys.readouterr())
+    assert "data.json, record 24 (line " in message
+    assert '"output" must be text. Received: 5' in message
+    assert (tmp_path / "out" / "checkpoint-4").is_dir()
+
+
+def test_explain_says_that_the_rest_is_encoded_during_training(user, capsys):
+    assert main(["explain", *as_words(user)]) == 0
+    message = " ".join("".join(capsys.readouterr()).split())
+    assert "24 rows" in message
+    assert "the rest is encoded during training" in message
+
+
+def test_encode_ahead_has_no_effect_and_a_note_names_streaming(user, capsys):
+    assert main(["explain", *as_words({**user, "encode_ahead": True})]) == 0
+    message = " ".join("".join(capsys.readouterr()).split())
+    assert '"encode_ahead"' in message
+    assert "Set streaming: true to encode them during training" in message
 
 
 def test_another_buffer_is_another_run(tmp_path, user, capsys):
@@ -97,7 +138,7 @@ def test_a_file_in_a_cloud_store_is_not_streamed_and_says_what_to_do(tmp_path, u
     write(tmp_path / "dataset_info.json", {"far": {"cloud_file_name": "memory://bucket/a.jsonl"}})
     assert run(user, dataset="far", dataset_dir=str(tmp_path)) == 2
     said = "".join(capsys.readouterr())
-    assert '"memory://bucket/a.jsonl" lies in a cloud store' in said
+    assert '"memory://bucket/a.jsonl" is in a cloud store' in said
     assert "file_name" in said
 
 
@@ -128,6 +169,7 @@ def test_pretraining_text_is_streamed_without_packing(tmp_path, user, monkeypatc
         ({"val_size": 0.1}, '"val_size" must be a number of records when streaming. Received: 0.1'),
         ({"packing": True}, '"streaming" is true, and packing needs all rows'),
         ({"group_by_length": True}, "group_by_length needs all rows"),
+        ({"tokenized_path": "rows"}, "tokenized_path needs all rows"),
     ],
     ids=str,
 )

@@ -34,9 +34,8 @@ def resident(which):
 def measure(words, place):
     """Train, and write this rank's peak above what it held before the model, beside what was foretold."""
     from burnish.explain.explain import memory_terms_of
-    from burnish.loop.loop import train
     from burnish.parallel.create import create_engine
-    from burnish.run.build import build_run
+    from burnish.run.build import build_loop
     from burnish.run.plan.config_files import merge, read_arguments
     from burnish.run.plan.plan import aliases, plan
     from burnish.run.prepare import prepare
@@ -44,10 +43,9 @@ def measure(words, place):
     planned = plan(merge(*read_arguments(words), aliases()))
     prepared, engine = prepare(planned), create_engine(planned.options)
     before = resident("VmRSS")
-    with prepared.rows.going_ahead():
-        made = build_run(planned, prepared, engine, None)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
-        train(made, planned.options)
+    made = build_loop(planned, prepared, engine, None)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
+    made.train()
     foretold = sum(term.num_bytes for term in memory_terms_of(planned, prepared))
     Path(f"{place}.{engine.rank}").write_text(json.dumps([resident("VmHWM") - before, foretold]))
 

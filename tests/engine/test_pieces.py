@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,7 +75,8 @@ def saved_by_two(folder, fails=False):
         if fails and rank == 1:
             half.value = Unwritable(3)
         parts = {"model": Part(half, "model", shards=half), "state": Part(TrainerState(), "trainer_state")}
-        checkpoints = Checkpoints(folder, rank=rank, world_size=2, barrier=barrier.wait)
+        engine = SimpleNamespace(rank=rank, world_size=2, barrier=barrier.wait)
+        checkpoints = Checkpoints(folder, processes=engine)
         try:
             checkpoints.save(4, parts)
             checkpoints.wait()

@@ -20,8 +20,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE.parents[1] / "src"))
 
-from burnish.data.templates.table import Token, table
-
+from burnish.data.chat.table import Token, table
 from template_cases import CALLS, CONVERSATIONS, DRAWN, OPTIONS, TOOLS, byte_tokenizer
 
 CONVERSATIONS = CONVERSATIONS | DRAWN

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 import burnish
 from burnish import SFTConfig, SFTTrainer, TrainingArguments
 from burnish.config.errors import UserError
+from burnish.data.chat.plain import PlainTemplate
 from burnish.trainer.trl.sft.collator import DataCollatorForLanguageModeling
 
 pytestmark = pytest.mark.run
@@ -157,7 +158,7 @@ def test_a_row_of_which_nothing_is_left_to_learn_is_left_out_and_counted(tmp_pat
     rows = make(tmp_path, pairs, max_length=12).train_dataset
     assert len(rows) == len(PAIRS)
     assert all(len(row["input_ids"]) <= 12 for row in rows)
-    assert "1 of 7 rows of the train dataset are left out" in library_log.text
+    assert "1 of 7 records of the train dataset dropped: nothing to learn (records 1)" in library_log.text
 
 
 def test_keep_end_keeps_the_end(tmp_path):
@@ -534,9 +535,9 @@ def test_a_chat_template_comes_from_a_file_or_from_another_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"text": "a"}, {"text": None}], "`text` must be a text in every row of a dataset. Received: None"),
-        ([*PAIRS, {"prompt": "Add", "completion": None}], "`completion` must be a text in every row"),
-        ([*CHATS, {"messages": None}], "`messages` must be a list of messages in every row"),
+        ([{"text": "a"}, {"text": None}], 'train dataset, record 2: "text" is null, where text is expected'),
+        ([*PAIRS, {"prompt": "Add", "completion": None}], 'record 7: "completion" is null, where text is expected'),
+        ([*CHATS, {"messages": None}], 'record 5: "messages" must be a list of messages. Received: null'),
     ],
 )
 def test_a_row_of_another_kind_than_the_others_is_shown(tmp_path, rows, words):
@@ -557,7 +558,7 @@ def test_a_chat_template_that_cannot_be_had_or_cannot_write_is_said(tmp_path):
         make(tmp_path, CHATS, chat_template_path=str(tmp_path / "nowhere.jinja"))
     for name, text in {"cut": "{% for m in messages ", "other": "{{ messages[0].author.name }}"}.items():
         (tmp_path / f"{name}.jinja").write_text(text)
-        with pytest.raises(ValueError, match=r"A row cannot be encoded: .*chat template.*The row: .*Say 1"):
+        with pytest.raises(ValueError, match=r"record 1: The row cannot be encoded: .*chat template.*Say 1"):
             make(tmp_path, CHATS, chat_template_path=str(tmp_path / f"{name}.jinja"))
 
 
@@ -785,22 +786,22 @@ def once(heard, text):
 @pytest.mark.parametrize(
     ("chat", "said"),
     [
-        ([HI, HI], "no message of the assistant"),
-        ([{"role": "narrator", "content": "x"}, HI, YO], "the role 'narrator' is none"),
+        ([HI, HI], "3 of 3 records of the train dataset kept: it has no message of the assistant"),
+        ([{"role": "narrator", "content": "x"}, HI, YO], 'the role "narrator" is unknown to published chat templates'),
         ([HI, YO, {"role": "system", "content": "x"}, HI, YO], "a system message is not the first"),
-        ([{"role": "user", "content": "<image> What?"}, YO], "<image> in a row is learned as text"),
+        ([{"role": "user", "content": "<image> What?"}, YO], "<image> is trained as plain text"),
     ],
     ids=["no answer", "role", "system", "image"],
 )
 def test_rows_that_a_script_can_hardly_mean_are_named_once(tmp_path, heard, chat, said):
     make(tmp_path, [{"messages": chat}] * 3, trainer=lenient())
     assert once(heard, said)
-    assert once(heard, "The first such row: ")
+    assert once(heard, "(records 1, 2, 3)")
 
 
 def test_a_marker_in_a_plain_text_is_named_and_usual_chats_are_not(tmp_path, heard):
     make(tmp_path, [{"text": "look <video> at"}] * 3)
-    assert once(heard, "<video> in a row is learned as text")
+    assert once(heard, "<video> is trained as plain text")
     before = len(heard)
     make(tmp_path, CHATS)
     make(tmp_path, [{"prompt": [HI], "completion": [YO]}] * 2)
@@ -809,7 +810,7 @@ def test_a_marker_in_a_plain_text_is_named_and_usual_chats_are_not(tmp_path, hea
 
 def test_a_message_without_content_is_refused_but_for_a_call_of_a_tool(tmp_path):
     for chat in ([HI, {"role": "assistant", "content": None}], [{"role": "user", "content": None}, YO]):
-        with pytest.raises(ValueError, match="A message's `content` is null"):
+        with pytest.raises(ValueError, match=r'"messages\[.\]\.content" is null'):
             make(tmp_path, [{"messages": chat}] * 2, trainer=lenient())
     call = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
     calls = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -903,7 +904,20 @@ def test_a_chat_template_without_end_is_stopped_and_one_that_fills_the_memory_is
 def test_a_row_without_end_is_refused_with_its_beginning(row, tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.data.length.LONGEST_RECORD", 40)
     with pytest.raises(
-        ValueError, match=r"A record must have at most 40 characters\. .* Cut it .* The row: {'"
+        ValueError, match=r"record 1: a record must have at most 40 characters\. .* Cut it .*\n  Record: {"
     ) as told:
         make(tmp_path, [row])
     assert "Received: 4" in str(told.value)
+
+
+def test_rows_come_from_the_cache_of_encoded_rows_unless_something_changed(tmp_path, monkeypatch):
+    first = make(tmp_path, CHATS, max_length=8).train_dataset
+
+    def refuse(*given, **named):
+        raise AssertionError("encoded again")
+
+    monkeypatch.setattr(PlainTemplate, "encode_flat", refuse)
+    assert make(tmp_path, CHATS, max_length=8).train_dataset[:] == first[:]
+    for rows, given in ((CHATS, {"max_length": 9}), (CHATS[1:], {"max_length": 8})):
+        with pytest.raises(AssertionError, match="encoded again"):
+            make(tmp_path, rows, **given)

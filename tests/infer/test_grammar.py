@@ -80,7 +80,7 @@ def test_a_grammar_waits_for_the_end_of_a_thought(answerer, grammars: Grammars) 
     logits = zeros(answerer.model.config.vocab_size)
     for token in answerer.tokenizer("Hm.</think>", add_special_tokens=False)["input_ids"]:
         grammar.mask(logits)
-        assert logits.isfinite().all()
+        assert logits.isfinite().sum() == len(logits) - len(answerer.stop_ids)
         grammar.take(token)
     grammar.mask(logits)
     assert not logits.isfinite().all()
@@ -91,6 +91,45 @@ def test_what_cannot_be_held_to_is_refused_in_the_librarys_words(grammars: Gramm
         grammars.json_schema({"not": {"type": "string"}})
     with pytest.raises(UserError, match="cannot be required"):
         grammars.calls("lfm2", {"f": {}})
+
+
+LIMITLESS = {"type": "string", "pattern": "^(.*a.{0,40}){40}$"}
+
+
+@pytest.mark.parametrize("schema", [LIMITLESS, {"const": "a</s>b"}, {"const": "a<|im_end|>b<unk>"}])
+def test_an_answer_whose_grammar_gives_up_has_failed_or_fits(answerer, grammars: Grammars, schema) -> None:
+    loop = SeatLoop(answerer.model, SeatLimits(4, 500))
+    stops = frozenset(answerer.stop_ids)
+    likely = dict.fromkeys(answerer.tokenizer("a", add_special_tokens=False)["input_ids"], 9.0)
+    asks = [
+        Ask([5, 6], 300, sampling=Sampling(temperature=1.5, seed=seed, bias=likely), stop_ids=stops,
+            grammar=grammars.json_schema(schema))
+        for seed in range(4)
+    ]  # fmt: skip
+    found = answers(loop, asks)
+    assert schema is not LIMITLESS or "failed" in [made.reason for made in found]
+    for made in found:
+        if made.reason == "stop":
+            text = read_whole(made.ids, answerer.form, answerer.tokenizer, stop_ids=stops).content
+            assert json.loads(text) == schema.get("const", json.loads(text))
+        elif made.reason == "failed":
+            assert str(made.error).startswith("grammar_failed: the answer cannot be held to its grammar")
+
+
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#"}, {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}]
+)
+def test_a_circular_schema_is_refused_before_an_answer_begins(grammars: Grammars, schema) -> None:
+    with pytest.raises(UserError, match="cannot be held to"):
+        grammars.json_schema(schema)
+
+
+def test_a_thought_that_is_waited_for_cannot_end_the_answer(answerer, grammars: Grammars) -> None:
+    from torch import zeros
+
+    grammar, logits = grammars.json_schema(SCHEMA, waits_for="</think>"), zeros(answerer.model.config.vocab_size)
+    grammar.mask(logits)
+    assert {i for i, value in enumerate(logits.tolist()) if value != 0} == set(answerer.stop_ids)
 
 
 def test_a_tokenizer_that_the_library_does_not_know_is_refused_in_words() -> None:

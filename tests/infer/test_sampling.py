@@ -6,7 +6,15 @@ from collections import Counter
 import pytest
 import torch
 
-from burnish.inference.sampling import adjusted_logits, draw, log_probabilities, probabilities, uniform
+from burnish.inference.sampling import (
+    DrawSettings,
+    adjusted_logits,
+    draw,
+    log_probabilities,
+    probabilities,
+    token_logps,
+    uniform,
+)
 from burnish.inference.types import Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0, 0.2])
@@ -31,9 +39,14 @@ def expected(sampling: Sampling) -> list[float]:
 
 def of_all(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """(V,) probabilities, 0 of what a draw never takes."""
-    tokens, chances = probabilities(logits, sampling)
-    assert tokens.tolist() == sorted(tokens.tolist())
-    return torch.zeros(len(logits)).index_add_(0, tokens, chances)
+    (tokens,), (chances,) = probabilities(logits[None], [sampling])
+    assert tokens[chances > 0].tolist() == sorted(tokens[chances > 0].tolist())
+    return torch.zeros(len(logits)).index_add_(0, tokens, chances / chances.sum())
+
+
+def one(sampling: Sampling, prompt=(), answer=(), seed: int = 1, request: int = 0, **more) -> int:
+    """One draw from LOGITS."""
+    return int(draw(LOGITS[None], [DrawSettings(sampling, prompt, answer, seed, request, **more)]))
 
 
 SETTINGS = [
@@ -53,17 +66,19 @@ def test_draws_come_as_often_as_their_probabilities_say(sampling: Sampling) -> N
     assert of_all(LOGITS, sampling).tolist() == pytest.approx(chances, abs=1e-6)
     if sampling.temperature != 1.3 and sampling != SETTINGS[0]:
         number = 2_000
-    drawn = Counter(draw(LOGITS, sampling, [], [], seed=5, request=at) for at in range(number))
+    drawn = Counter(
+        draw(LOGITS.expand(number, -1), [DrawSettings(sampling, seed=5, request=at) for at in range(number)]).tolist()
+    )
     for token, chance in enumerate(chances):
         deviation = math.sqrt(number * chance * (1 - chance))
         assert abs(drawn[token] - number * chance) <= 4 * deviation
 
 
 def test_temperature_0_takes_the_likeliest_after_penalties() -> None:
-    assert draw(LOGITS, Sampling(temperature=0), [], [], 1, 0) == 0
-    assert draw(LOGITS, Sampling(temperature=0, presence_penalty=1.5), [], [0], 1, 0) == 1
-    assert draw(LOGITS, Sampling(temperature=0, bias={5: 100.0}), [], [], 1, 0) == 5
-    assert draw(LOGITS, Sampling(temperature=0), [], [], 1, 0, barred=[0]) == 1
+    assert one(Sampling(temperature=0)) == 0
+    assert one(Sampling(temperature=0, presence_penalty=1.5), answer=[0]) == 1
+    assert one(Sampling(temperature=0, bias={5: 100.0})) == 5
+    assert one(Sampling(temperature=0), barred=[0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -75,7 +90,7 @@ def test_temperature_0_takes_the_likeliest_after_penalties() -> None:
 )  # fmt: skip
 def test_settings_at_the_edge_of_numbers_still_draw_a_likeliest_token(sampling: Sampling) -> None:
     answer = [0] if sampling.repetition_penalty != 1 else []
-    assert draw(LOGITS, sampling, [], answer, 1, 0) == 0
+    assert one(sampling, answer=answer) == 0
 
 
 def test_penalties_are_those_of_a_plain_reference() -> None:
@@ -83,7 +98,7 @@ def test_penalties_are_those_of_a_plain_reference() -> None:
     sampling = Sampling(
         repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.3, bias={0: 0.5, 4: -0.25}
     )  # fmt: skip
-    found = adjusted_logits(LOGITS, sampling, prompt, answer).tolist()
+    found = adjusted_logits(LOGITS[None], [DrawSettings(sampling, prompt, answer)])[0].tolist()
     for token, logit in enumerate(LOGITS.tolist()):
         logit += {0: 0.5, 4: -0.25}.get(token, 0.0)
         if token in prompt or token in answer:
@@ -98,7 +113,7 @@ def test_the_repetition_penalty_is_that_of_transformers() -> None:
 
     ids = [0, 4, 4, 6]
     theirs = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([ids]), LOGITS[None].clone())[0]
-    assert torch.equal(adjusted_logits(LOGITS, Sampling(repetition_penalty=1.3), ids, []), theirs)
+    assert torch.equal(adjusted_logits(LOGITS[None], [DrawSettings(Sampling(repetition_penalty=1.3), ids)])[0], theirs)
 
 
 def test_the_nucleus_is_that_of_transformers() -> None:
@@ -139,3 +154,37 @@ def test_log_probabilities_are_of_the_bare_logits() -> None:
     logps = LOGITS.log_softmax(-1)
     assert found.logprob == pytest.approx(float(logps[2]))
     assert found.top == ((0, pytest.approx(float(logps[0]))), (1, pytest.approx(float(logps[1]))))
+
+
+MIXED = [
+    *SETTINGS,
+    Sampling(temperature=0),
+    Sampling(temperature=0.7, repetition_penalty=1.5, presence_penalty=0.2, frequency_penalty=0.1, bias={3: 2.0}),
+]
+
+DRAWN = [1334, 1111, 2842, 2349, 775, 320, 1869, 2419, 2586]
+
+
+@pytest.mark.parametrize("vocabulary", [8, 3000])
+def test_a_row_of_a_batch_draws_what_it_draws_alone(vocabulary: int) -> None:
+    logits = torch.randn(len(MIXED), vocabulary, generator=torch.Generator().manual_seed(0)).bfloat16()  # with ties
+    for seed in range(50):
+        rows = [DrawSettings(sampling, [0, 1], [2, 2], seed, at) for at, sampling in enumerate(MIXED)]
+        each = [int(draw(logits[at : at + 1], rows[at : at + 1])) for at in range(len(rows))]
+        assert draw(logits, rows).tolist() == each
+
+
+def test_the_draw_at_a_fixed_seed_stays_the_same() -> None:
+    """Ids of version 0.1, whose rows were drawn one by one."""
+    rows = [DrawSettings(sampling, [0, 4], [1, 5], seed=3, request=at) for at, sampling in enumerate(MIXED)]
+    logits = torch.sin(torch.arange(len(MIXED) * 3000, dtype=torch.float32)).view(len(MIXED), -1) * 4
+    assert draw(logits, rows).tolist() == DRAWN
+
+
+def test_equally_likely_tokens_enter_the_nucleus_by_id() -> None:
+    assert of_all(torch.zeros(10), Sampling(top_p=0.35)).tolist() == pytest.approx([0.25] * 4 + [0.0] * 6)
+
+
+def test_token_logps_are_those_of_the_bare_logits() -> None:
+    logits = torch.stack([LOGITS, LOGITS.flip(0)])
+    assert torch.allclose(token_logps(logits, torch.tensor([2, 2])), logits.log_softmax(-1)[:, 2])

@@ -214,3 +214,35 @@ def test_a_seeded_answer_does_not_depend_on_its_neighbours() -> None:
     together = [answer.ids for answer in answers(loop_of(model, 8), asks)]
     assert together == [answers(loop_of(model, 1), [ask])[0].ids for ask in asks]
     assert together != [answer.ids for answer in answers(loop_of(model, 8), [*asks[1:], asks[0]])]
+
+
+def test_a_beginning_of_another_picture_is_not_taken_over() -> None:
+    loop = loop_of(model_of("llama"), 1)
+    ids = [5, 9, 9, 6, 7, 8]
+
+    def cached(hashes: list[int] | None) -> int:
+        (answer,) = answers(loop, [Ask(ids, 1, content_hashes=hashes)])
+        return answer.filled.cached_tokens
+
+    assert cached([0, 11, 11, 0, 0, 0]) == 0
+    assert cached([0, 11, 11, 0, 0, 0]) == 5
+    assert cached([0, 12, 12, 0, 0, 0]) == 1
+    assert cached(None) == 1
+    assert cached(None) == 5
+
+
+def test_after_forget_answers_are_those_of_the_new_weights() -> None:
+    model, ids = model_of("llama"), prompts(1)[0]
+    loop = loop_of(model, 2)
+    before = answers(loop, [Ask(ids, 6)])[0].ids
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1.5)
+    loop.forget()
+    (after,) = answers(loop, [Ask(ids, 6)])
+    assert after.filled.cached_tokens == 0
+    assert after.ids == alone(model, ids, 6) != before
+    loop.submit(Ask(ids, 6), lambda made: None)
+    loop.turn()
+    with pytest.raises(RuntimeError, match="1 requests are running"):
+        loop.forget()

@@ -73,6 +73,16 @@ def test_what_is_shared_ends_before_the_position_that_predicts_a_learned_token()
     assert all(not segment.path for segment in segments([row([1, 2, 3], 0), row([1, 2, 3], 0)], least_spared=1))
 
 
+def test_equal_ids_of_different_pictures_are_not_shared():
+    same = [row([1, 9, 9, 2, 3, 4, 5], 6) for _ in range(3)]
+    hashes = [[0, 7, 7, 0, 0, 0, 0], [0, 8, 8, 0, 0, 0, 0], [0, 7, 7, 0, 0, 0, 0]]
+    pictured = [{**each, "content_hashes": those} for each, those in zip(same, hashes, strict=True)]
+    found = segments([*pictured, same[0]], least_spared=2)
+    shared = {(segment.begin, segment.end) for segment in found if not segment.is_last}
+    assert shared == {(0, 1), (1, 5)}  # all share the first id, the first and the third row the picture too
+    assert {s.sequence for s in found if s.is_last and len(s.path) == 2} == {0, 2}
+
+
 def test_what_follows_the_last_learned_token_is_left_out_and_a_row_without_one_whole():
     ends_early = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, 2, 3, -100, -100]}
     nothing = {"input_ids": [6, 7], "labels": [6, -100]}

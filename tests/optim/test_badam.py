@@ -8,7 +8,6 @@ from torch import nn
 
 from burnish.checkpoint.checkpoint import load
 from burnish.config.errors import UserError
-from burnish.loop.loop import train
 from burnish.optim.badam import BadamOptions, blocks_of, check_badam
 from burnish.optim.builtin import OptimOptions, create_optimizer
 from toy import StopAt, make_run, same, weights
@@ -186,13 +185,13 @@ def test_a_run_stopped_inside_a_block_goes_on_in_it_to_the_bit(tmp_path, given, 
         return made, options
 
     asked = {"use_badam": True, "badam_switch_interval": 4, **given}
-    whole, options = run("whole")
-    train(whole, options)
-    first, options = run("cut", [StopAt(6)])
-    train(first, options)
-    second, options = run("cut")
+    whole, _ = run("whole")
+    whole.train()
+    first, _ = run("cut", [StopAt(6)])
+    first.train()
+    second, _ = run("cut")
     load(tmp_path / "cut" / "checkpoint-6", second.parts)
-    train(second, options)
+    second.train()
     assert same(weights(second), weights(whole))
     assert not same(weights(first), weights(whole))
 

@@ -7,26 +7,26 @@ from trl_runs import tokenizer
 
 from burnish import DPOConfig, KTOConfig, RewardConfig, UserError
 from burnish.trainer.trl.preferences.rows import (
-    EncodePairs,
-    EncodeScored,
-    EncodeVerdicts,
-    prepared,
+    preference_rows,
+    template_of,
     verdict_row,
     with_kl_answers,
 )
 from few import few
 
 disable_progress_bars()
-KINDS = {"DPOTrainer": (DPOConfig, EncodePairs), "KTOTrainer": (KTOConfig, EncodeVerdicts),
-         "RewardTrainer": (RewardConfig, EncodeScored)}  # fmt: skip
+KINDS = {"DPOTrainer": (DPOConfig, "pairs"), "KTOTrainer": (KTOConfig, "verdicts"),
+         "RewardTrainer": (RewardConfig, "scores")}  # fmt: skip
 
 
 def rows_of(records, trainer="DPOTrainer", max_length=1024, chat_template=None, **given):
-    config, encode = KINDS[trainer]
+    config, kind = KINDS[trainer]
     made = tokenizer()
     made.chat_template = chat_template or golden()["rows"]["trl"]["chat_template"]
     args = config("unused", use_cpu=True, max_length=max_length, **given)
-    return prepared(Dataset.from_list(records), "train", made, args, encode)
+    template = template_of(args, made, kind)
+    encode = template.encode_verdicts if kind == "verdicts" else template.encode_pairs
+    return preference_rows(Dataset.from_list(records), "train", args, kind, encode, template)
 
 
 def within(row, limit):

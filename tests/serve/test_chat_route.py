@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ from burnish.config.errors import Problem
 from burnish.inference.types import Made
 from burnish.serve.api.responses import Mailbox
 from serve.client import CHAT, events, post, send
-from serve.fakes import END, ScriptedEngine, saying
+from serve.fakes import END, FakeServed, ScriptedEngine, saying
 
 pytestmark = pytest.mark.run
 
@@ -181,9 +182,12 @@ def test_a_full_queue_is_429_with_when_to_come_again(serve) -> None:
 
 
 def test_of_a_request_that_does_not_fit_no_part_is_begun(serve) -> None:
-    running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, seats=1, waiting=1, pause_s=0.05))
+    running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, seats=1, waiting=0, pause_s=0.05))
+    stream = open_stream(running)
+    wait_for(lambda: running.engine.num_open == 1)
     assert post(running, "/v1/chat/completions", {**CHAT, "n": 3})[0] == 429
-    assert running.engine.num_open == 0
+    assert running.engine.num_open == 1
+    stream.close()
 
 
 def test_a_client_that_goes_frees_its_seats(serve) -> None:
@@ -241,12 +245,15 @@ def test_a_client_that_reads_slowly_holds_up_nobody_and_gets_longer_deltas(serve
     assert content == "A" * 480
 
 
-@pytest.mark.parametrize(("code", "status"), [("out_of_memory", 503), ("non_finite_logits", 503), ("strange", 500)])
+@pytest.mark.parametrize(
+    ("code", "status"), [("out_of_memory", 503), ("non_finite_logits", 503), ("grammar_failed", 400), ("strange", 500)]
+)
 def test_a_failure_of_the_engine_is_an_error_object_and_in_a_stream_its_last_event(serve, code, status) -> None:
     running = serve()
     running.engine.error = Problem(f"{code}: there was none.")
     found, body = post(running, "/v1/chat/completions", CHAT)
-    assert (found, body["error"]["type"]) == (status, "server_error")
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    assert (found, body["error"]["type"]) == (status, kind)
     *_, last = events(send(running, "POST", "/v1/chat/completions", {**CHAT, "stream": True})[2])
     assert last["error"]["code"] == body["error"]["code"]
 
@@ -402,3 +409,56 @@ def test_a_client_of_transformers_hears_that_its_model_is_there_and_loads_nothin
     assert (status, events(text)) == (200, [{"status": "ready", "cached": True}])
     assert send(running, "POST", "/load_model", {"model": "somebody/else"})[0] == 404
     assert send(running, "POST", "/load_model", {})[0] == 400
+
+
+# --- bounds: what one request may take from the others ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "ä" * 9000}]}, "messages"),
+        ("/v1/completions", {"prompt": ["a", "b" * 9000]}, "prompt"),
+        ("/tokenize", {"prompt": "b" * 9000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "ä" * 9000}]}, "messages"),
+    ],
+)
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(serve, monkeypatch, path, body, param) -> None:
+    running, seen = serve(), []
+    monkeypatch.setattr(FakeServed, "text_prompt", lambda self, prompt: seen.append(len(prompt)) or [1])
+    monkeypatch.setattr(FakeServed, "chat_prompt", lambda self, request: seen.append(9000) or [1])
+    status, answer = post(running, path, {"model": "first", **body})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", param)
+    assert "at most 8,192" in answer["error"]["message"]
+    assert 9000 not in seen
+
+
+def test_log_probabilities_of_prompts_have_a_bound(serve) -> None:
+    body = {"model": "first", "prompt": [[1] * 400] * 64, "echo": True, "max_tokens": 0}
+    status, answer = post(serve(), "/v1/completions", {**body, "logprobs": 20})
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
+    assert "537,600 log-probabilities" in answer["error"]["message"]
+    status, answer = post(serve(), "/v1/completions", {**body, "logprobs": 1})
+    assert (status, len(answer["choices"])) == (200, 64)
+
+
+def test_a_request_of_many_prompts_lets_others_in_between(serve, monkeypatch) -> None:
+    """Their tokenization takes turns, and each that has ended makes room for one that waits."""
+    running = serve(saying("x" * 5), engine=ScriptedEngine(saying("x" * 5), seats=2, waiting=4, pause_s=0.02))
+    plain = FakeServed.text_prompt
+    monkeypatch.setattr(FakeServed, "text_prompt", lambda self, prompt: time.sleep(0.02) or plain(self, prompt))
+    ends: list[tuple[str, float]] = []
+
+    def many() -> None:
+        status, answer = post(running, "/v1/completions", {"model": "first", "prompt": ["p"] * 40, "max_tokens": 5})
+        ends.append(("many", time.monotonic()))
+        assert (status, len(answer["choices"])) == (200, 40)
+
+    thread = threading.Thread(target=many)
+    thread.start()
+    time.sleep(0.1)
+    for _ in range(3):
+        assert post(running, "/v1/chat/completions", CHAT)[0] == 200
+        ends.append(("one", time.monotonic()))
+    thread.join(30)
+    assert [name for name, _ in ends] == ["one", "one", "one", "many"]

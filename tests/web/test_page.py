@@ -410,6 +410,19 @@ def test_the_queue_outlives_the_page_and_goes_on(root, tmp_path, monkeypatch) ->
         assert asyncio.run(page.site.found(0.0))
 
 
+@pytest.mark.parametrize("queue", [[{"number": "x"}], [{"number": 1, "values": 3}], [{}], [7], {"a": 1}])
+def test_a_damaged_queue_ends_no_page(page, monkeypatch, queue) -> None:
+    import asyncio
+
+    rest = asyncio.sleep
+    monkeypatch.setattr("burnish.serve.page.site.asyncio.sleep", lambda seconds: rest(seconds / 100))
+    page.site.home.write("queue.json", json.dumps(queue))
+    with pytest.raises(TimeoutError):
+        page.run(asyncio.wait_for(page.site.look_after(), 0.5))
+    assert page.send("GET", "/api/runs")[0] == 200
+    assert page.send("GET", "/runs")[0] == 200
+
+
 def test_a_yaml_text_is_read_as_a_file_is_and_its_faults_have_lines(page) -> None:
     status, _, text = page.send(
         "POST", "/api/yaml", {"text": "lora_rank: 8 # so\ndataset: [a, b]\nlearning_rate: 1e-4\n"}

@@ -25,8 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch.optim import Optimizer
-
 from burnish.checkpoint.manifest import faults, flush_folders, write_manifest
 from burnish.checkpoint.parts import Part
 from burnish.checkpoint.shards import (
@@ -44,10 +42,8 @@ from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
 from burnish.utils.files import remove
 from burnish.utils.json_files import write_json
-from burnish.utils.patching import Reason, hook
 
 CHECKPOINT_PREFIX = "checkpoint"
-COPIED = Reason("optimizer", "an update waits until a checkpoint under way has copied the weights")
 _NAME = re.compile(rf"^{CHECKPOINT_PREFIX}-(\d+)$")
 _TEMPORARY = ".incomplete-"
 
@@ -105,6 +101,15 @@ class Listeners(Protocol):
         ...
 
 
+class Ranks(Protocol):
+    """The processes of a run; an engine."""
+
+    rank: int
+    world_size: int
+
+    def barrier(self) -> None: ...
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -114,36 +119,32 @@ class Checkpoints:
         write_extras: called with the folder to add what makes it loadable elsewhere (config, tokenizer).
         limit: how many to keep; None keeps all.
         in_background: copy, then write in a thread while training goes on.
-        rank, world_size, barrier: this process, all of them, and what makes all processes wait for each other.
+        processes: of the run, if there are several.
         listeners: a callback not written by burnish may read or upload the folder when it hears of the save, so the
             save is waited for; and it may change weights at any time, so they are copied before the save returns.
-        optimizer: where it alone changes the weights, large tensors are copied by the writing thread too, and its next
-            update waits for that: most of a step may pass meanwhile. None copies them before the save returns.
+        copies_later: let the writing thread copy large tensors too. Only if nothing changes the weights but a step of
+            the loop, which calls ``wait_for_copies`` first: most of a step may pass meanwhile.
     """
 
     def __init__(
         self, folder: str | Path, *, fingerprints: Mapping[str, Any] | None = None,
         write_extras: Callable[[Path], None] | None = None, limit: int | None = None, in_background: bool = True,
-        rank: int = 0, world_size: int = 1, barrier: Callable[[], None] = lambda: None,
-        listeners: Listeners | None = None, optimizer: Optimizer | None = None,
+        processes: Ranks | None = None, listeners: Listeners | None = None, copies_later: bool = False,
     ) -> None:  # fmt: skip
         self.folder = Path(folder)
         self.fingerprints = dict(fingerprints or {})
         self.write_extras = write_extras
-        self.limit = limit
+        self.limit = limit if limit and limit > 0 else None
         self.in_background = in_background
-        self.rank, self.world_size = rank, world_size
-        self.barrier = barrier
+        self.processes = processes
+        self.rank, self.world_size = (0, 1) if processes is None else (processes.rank, processes.world_size)
         self.last_step: int | None = None  # of the last save in this process
         self._writer: threading.Thread | None = None
         self._has_copies = threading.Event()  # of everything that the next update changes
         self._has_copies.set()
         self._failure: BaseException | None = None
         self._listeners = listeners
-        # A schedule-free optimizer changes the weights when it turns to an evaluation, too.
-        self._may_copy_later = in_background and optimizer is not None and not hasattr(optimizer, "eval")
-        if self._may_copy_later and optimizer is not None:
-            hook(optimizer, "step_pre", lambda *_: self.wait_for_copies(), COPIED)
+        self._may_copy_later = in_background and copies_later
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -231,7 +232,7 @@ class Checkpoints:
         if self.rank == 0:
             remove(temporary)
             temporary.mkdir(parents=True)
-        self.barrier()
+        self._barrier()
         if not temporary.is_dir():
             what = f"rank {self.rank} does not see what rank 0 writes into output_dir."
             raise UserError(
@@ -243,8 +244,12 @@ class Checkpoints:
         for part in parts.values():
             if part.on_each_rank:
                 _write_part(temporary, part.stem_of(self.rank), *split(part.state_dict()))
-        self.barrier()
+        self._barrier()
         return temporary
+
+    def _barrier(self) -> None:
+        if self.processes is not None:
+            self.processes.barrier()
 
     def _add_extras(self, temporary: Path) -> None:
         if self.write_extras is not None:

@@ -1,14 +1,15 @@
-"""Comparison of a continued run with the run that was begun.
+"""Comparison of a resumed run with the run that was started.
 
-In: the fingerprints in a checkpoint's manifest, and those of now. Out: sentences on changes that are applied.
-Refuses changes that would make it another run, and names both values.
+In: the fingerprints in a checkpoint's manifest, and those of the current command. Out: a sentence for each change that
+is applied. Refuses any change that would make it a different run, a changed learning rate for example, and names both
+values and the ways out.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from burnish.checkpoint.manifest import read_manifest
 from burnish.config.errors import UserError
 
 _HASH = re.compile(r"^[0-9a-f]{32,}$")
-MAY_CHANGE = frozenset(
-    {"learning_rate", "max_steps", "num_train_epochs", "world_size", "versions",
+EVALUATION = frozenset({"eval_data", "eval_on_each_dataset", "eval_packing", "bf16_full_eval", "fp16_full_eval"})
+"""Fingerprints that decide on the numbers of an evaluation. A resumed run may change them, unless these numbers decide
+which weights are kept, or when training stops."""
+MAY_CHANGE = EVALUATION | frozenset(
+    {"max_steps", "num_train_epochs", "world_size", "versions",
      "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir",
      # when something is done
      "logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps", "eval_delay",
@@ -29,33 +33,41 @@ MAY_CHANGE = frozenset(
      "activation_offloading", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32",
      "full_determinism", "deepspeed", "fsdp", "fsdp_config"}
 )  # fmt: skip
-"""Fingerprints that a continued run may change: they are applied and said. The batch sizes are among them because
-``rows_per_step``, their product, is not."""
+"""Fingerprints that may change when an unfinished run is resumed, or a finished run is trained further. The change is
+applied and reported. The batch sizes are among them because ``rows_per_step``, their product, is not."""
+AFTER_THE_END = MAY_CHANGE - EVALUATION - {
+    "eval_strategy", "early_stopping_steps", "early_stopping_threshold", "load_best_model_at_end",
+    "metric_for_best_model", "greater_is_better",
+}  # fmt: skip
+"""Those that may also change when the command of a finished run is repeated, because the result is the same. With any
+other change nothing would be trained or evaluated, and the old weights would pass for the result of the new command."""
 
 
-def compare_with_checkpoint(folder: Path, now: Mapping[str, Any], despite: bool = False) -> list[str]:
+def compare_with_checkpoint(
+    folder: Path, now: Mapping[str, Any], despite: bool = False, may_change: Set[str] = MAY_CHANGE
+) -> list[str]:
     """Return a sentence for each change since the checkpoint that is applied.
 
     Raises:
         UserError: if something changed that makes it another run, unless ``despite``.
     """
-    return compare_fingerprints(read_manifest(folder)["fingerprints"], now, folder, despite)
+    return compare_fingerprints(read_manifest(folder)["fingerprints"], now, folder, despite, may_change)
 
 
 def compare_fingerprints(
-    before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, despite: bool = False
-) -> list[str]:
+    before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, despite: bool = False,
+    may_change: Set[str] = MAY_CHANGE,
+) -> list[str]:  # fmt: skip
     """Compare two sets of fingerprints; ``before`` are those of a checkpoint or a finished run in ``folder``."""
     changed = {name: _apart(before[name], now[name]) for name in now if name in before and before[name] != now[name]}
-    fatal = {name: pair for name, pair in changed.items() if name not in MAY_CHANGE}
+    fatal = {name: pair for name, pair in changed.items() if name not in may_change}
     if fatal and not despite:
         raise UserError(
-            "this is another run than the one here: "
-            + "; ".join(_difference(name, old, new) for name, (old, new) in fatal.items())
-            + ".",
+            f"it contains a different run: {'; '.join(_difference(name, *pair) for name, pair in fatal.items())}.",
             where=str(folder),
-            why="Continuing would mix two runs.",
-            remedy="Restore the old value, use another output_dir, or set resume_despite_changes: true.",
+            remedy="Name another output_dir, or set overwrite_output_dir: true to start over. To resume despite the "
+            "change, set resume_despite_changes: true.",
+            option=tuple(fatal),
         )
     return [
         f"{name} has changed since {folder.name}."

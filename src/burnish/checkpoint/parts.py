@@ -25,6 +25,12 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Mapping[str, Any], /) -> Any: ...
 
 
+class ModelPart(Stateful, Protocol):
+    """The weights as the part of a checkpoint called "model"."""
+
+    file_stem: str  # "model" or "adapter_model"
+
+
 def _plainly_missing(folder: Path, name: str, stem: str) -> Problem:
     return Problem(f'this checkpoint has no "{name}" ({stem}), so the run cannot be continued from it.')
 
@@ -81,22 +87,29 @@ class RngState:
         set_rng_state(state)
 
 
+_STEMS = {"state": "trainer_state"}
+"""Part -> the name of its file, if it is another."""
+
+
 def parts_of(
-    model: Stateful, stem: str, optimizer: Stateful, scheduler: Stateful, others: Mapping[str, Stateful],
+    model: Stateful, stem: str, optimizer: Stateful, scheduler: Stateful, others: Mapping[str, Stateful | Part],
     *, save_only_model: bool = False,
 ) -> dict[str, Part]:  # fmt: skip
     """Every part of a run, by name.
 
     Args:
         model, stem: the weights, and the name of their file: "model", "adapter_model".
-        others: further parts; each lies in a file of its name, but for the state, whose file has the field's name.
+        others: further parts; each has a file of its name, but the state's is ``trainer_state``.
         save_only_model: checkpoints of weights and state alone, which cannot be continued.
     """
     parts = {
         "model": Part(model, stem, missing=_other_weights),
         "optimizer": Part(optimizer, "optimizer", refuses=_another_optimizer),
         "scheduler": Part(scheduler, "scheduler"),
-        **{name: Part(held, "trainer_state" if name == "state" else name) for name, held in others.items()},
+        **{
+            name: held if isinstance(held, Part) else Part(held, _STEMS.get(name, name))
+            for name, held in others.items()
+        },
         "rng": Part(RngState(), "rng_state", on_each_rank=True),
     }
     kept = ("model", "state") if save_only_model else tuple(parts)

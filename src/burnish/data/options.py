@@ -47,11 +47,6 @@ class DataOptions:
     preprocessing_num_workers: int | None = option(
         None, "Processes that encode, at most one per core; one by default, as the tokenizer has threads.", ge=1
     )
-    encode_ahead: bool | str = option(
-        "auto", "Encode while training instead of before it; auto does so for a JSON or JSON Lines file of more than "
-        "100,000 records, where neither packing nor group_by_length needs to know all lengths.",
-        choices=("auto", True, False),
-    )  # fmt: skip
     overwrite_cache: bool = option(False, "Encode again what is in the cache.")
     tokenized_path: str | None = option(
         None, "A folder for the encoded rows: written if it is not there, read if it is.", names_place=True

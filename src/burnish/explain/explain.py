@@ -96,7 +96,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
         mean = sum(lengths) / len(lengths)
         is_all = rows is not prepared.sample or rows is prepared.rows
         known = f"{sum(lengths):,}; " if is_all else ""
-        among = "" if is_all else f" of {len(rows):,} that were looked at; the rest is encoded while training"
+        among = "" if is_all else f" of {len(rows):,} that were looked at; the rest is encoded during training"
         lines.append(Line("tokens", f"{known}{mean:.1f} in a {kind}, {max(lengths):,} in the longest{among}"))
         lines.append(Line("trained" if is_trained else "measured", _labelled_share(rows)))
         if kind == "pack":

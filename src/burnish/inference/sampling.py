@@ -1,120 +1,198 @@
-"""Logits -> a token, and log-probabilities.
+"""Sampling: logits -> tokens and log-probabilities, batched on the device of the logits.
 
-In:  one row of logits as the model made them, how to sample, what stands before. Out: a token id. A draw is a function
-of (seed, request, position) and the logits: nothing of it comes from a generator that others draw from, so an answer
-does not depend on its neighbours, and goes on after a restart where it was.
+In:  one row of logits per request, as the model computed them, its sampling settings, and the ids before it. Out: token
+ids. A draw is a function of (seed, request, position) and the logits. No shared generator takes part, so an answer does
+not depend on its neighbours and continues unchanged after a restart.
 
 The order: bias, repetition penalty, presence and frequency penalties, grammar, temperature, top_k, min_p, top_p, draw.
 """
 
-# V vocabulary
+# N rows, V vocabulary
 
 from __future__ import annotations
 
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-from burnish.inference.types import Grammar, Logprob, Sampling
+from burnish.inference.types import Logprob, Sampling
 
 _FIRST_SORTED = 256
-"""So many of the likeliest tokens are tried as the nucleus first."""
+"""Number of most likely tokens that are searched first for the end of the nucleus."""
 _COLDEST, _LARGEST = 1e-5, 1e30
-"""The lowest temperature above 0 and the largest penalised score: beyond them float32 has no numbers left."""
+"""The lowest temperature above 0 and the largest penalised score: beyond them float32 overflows."""
 _ROUNDING = 1e-3
-"""Sums of float32 probabilities, in whatever order, are as near as that."""
+"""Upper bound of the rounding error of a sum of float32 probabilities, in any order."""
 
 
-def draw(
-    logits: Tensor, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int], seed: int, request: int,
-    grammar: Grammar | None = None, barred: Iterable[int] = (),
-) -> int:  # fmt: skip
-    """The next token of an answer.
+@dataclass(frozen=True)
+class DrawSettings:
+    """Everything besides the logits that decides the next token of one row.
 
     Args:
-        logits: (V,) of any float type, not changed.
-        prompt, answer: what stands before.
-        barred: tokens that may not come (stop tokens of an answer that is too short yet).
+        prompt, answer: the ids so far.
+        seed, request: with ``len(answer)``, they determine the random number of a draw.
+        mask: (V,) what a grammar adds to the logits: 0, or -inf for a token that must not follow.
+        barred: tokens that must not be drawn (stop tokens before ``min_new_tokens``).
     """
-    scores = adjusted_logits(logits, sampling, prompt, answer, grammar, barred)
-    if sampling.temperature == 0:
-        return int(scores.argmax())
-    return _drawn(*probabilities(scores, sampling), uniform(seed, request, len(answer)))
+
+    sampling: Sampling
+    prompt: Sequence[int] = ()
+    answer: Sequence[int] = ()
+    seed: int = 0
+    request: int = 0
+    mask: Tensor | None = None
+    barred: Iterable[int] = ()
 
 
-def adjusted_logits(
-    logits: Tensor, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int], grammar: Grammar | None = None,
-    barred: Iterable[int] = (),
-) -> Tensor:  # fmt: skip
-    """(V,) float32 on the CPU: the logits under bias, penalties and grammar."""
-    scores = logits.detach().to("cpu", torch.float32, copy=True)
-    if sampling.bias:
-        tokens = torch.tensor(list(sampling.bias))
-        scores[tokens] += torch.tensor(list(sampling.bias.values()))
-    if sampling.repetition_penalty != 1:
-        tokens = torch.tensor(sorted({*prompt, *answer}))
-        found = scores[tokens]
-        penalty = sampling.repetition_penalty
-        scores[tokens] = torch.where(found < 0, found * penalty, found / penalty).clamp(-_LARGEST, _LARGEST)
-    if answer and (sampling.presence_penalty or sampling.frequency_penalty):
-        uses = Counter(answer)
-        counts = torch.tensor(list(uses.values()), dtype=torch.float32)
-        scores[torch.tensor(list(uses))] -= sampling.frequency_penalty * counts + sampling.presence_penalty
-    if grammar is not None:
-        grammar.mask(scores)
-    for token in barred:
-        scores[token] = -torch.inf
+def draw(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
+    """Draw the next token of each row.
+
+    Args:
+        logits: (N, V) of any float type, not changed.
+        rows: N settings.
+    Returns:
+        (N,) token ids, on the device of the logits. ``token_logps`` gives their log-probabilities.
+    """
+    scores = adjusted_logits(logits, rows)
+    is_greedy = [row.sampling.temperature == 0 for row in rows]
+    if all(is_greedy):
+        return scores.argmax(-1)
+    numbers = [uniform(row.seed, row.request, len(row.answer)) for row in rows]
+    tokens, chances = probabilities(scores, [row.sampling for row in rows])
+    drawn = tokens.gather(1, _drawn(chances, torch.tensor(numbers, dtype=torch.float64)))[:, 0]
+    if not any(is_greedy):
+        return drawn
+    return torch.where(torch.tensor(is_greedy, device=drawn.device), scores.argmax(-1), drawn)
+
+
+def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
+    """(N, V) float32: the logits with bias, penalties, grammar and barred tokens applied."""
+    scores = logits.detach().to(torch.float32, copy=True)
+    if bias := [(at, *pair) for at, row in enumerate(rows) for pair in row.sampling.bias.items()]:
+        places, (values,) = _entries(bias, scores)
+        scores[places] += values
+    penalised = [(at, row) for at, row in enumerate(rows) if row.sampling.repetition_penalty != 1]
+    if found := [
+        (at, token, row.sampling.repetition_penalty) for at, row in penalised for token in {*row.prompt, *row.answer}
+    ]:
+        places, (penalties,) = _entries(found, scores)
+        before = scores[places]
+        after = torch.where(before < 0, before * penalties, before / penalties)
+        scores[places] = after.clamp(-_LARGEST, _LARGEST)
+    used = [
+        (at, token, row.sampling.presence_penalty, row.sampling.frequency_penalty, uses)
+        for at, row in enumerate(rows)
+        if row.sampling.presence_penalty or row.sampling.frequency_penalty
+        for token, uses in Counter(row.answer).items()
+    ]
+    if used:
+        places, (presence, frequency, uses) = _entries(used, scores)
+        scores[places] -= frequency * uses + presence
+    for at, row in enumerate(rows):
+        if row.mask is not None:
+            scores[at] += row.mask.to(scores.device)
+    if barred := [(at, token, -torch.inf) for at, row in enumerate(rows) for token in row.barred]:
+        places, (values,) = _entries(barred, scores)
+        scores[places] = values
     return scores
 
 
-def probabilities(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """(N,) tokens that a draw at a temperature above 0 may take, in their order, and (N,) their probabilities.
+def _entries(entries: Sequence[tuple[float, ...]], like: Tensor) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+    """Split (row, token, value, ...) entries into an index of places and one float32 tensor per value."""
+    rows, tokens, *values = zip(*entries, strict=True)
+    index = torch.tensor(rows, device=like.device), torch.tensor(tokens, device=like.device)
+    return index, [torch.tensor(each, dtype=torch.float32, device=like.device) for each in values]
 
-    The vocabulary is gone through as seldom as can be: a sort of 150,000 scores takes 20 ms, for every row and token.
+
+def probabilities(scores: Tensor, settings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+    """Tokens that a draw at a temperature above 0 may take, and their probabilities.
+
+    Returns:
+        tokens: (N, M) ids, ascending in each row; M is V unless every row is limited to a few tokens.
+        chances: (N, M) probabilities up to a factor per row; 0 for a token that is never drawn, and for padding.
     """
-    tokens = None
-    if 0 < sampling.top_k < len(scores):
-        tokens = _at_least(scores, scores.topk(sampling.top_k).values[-1])
-        scores = scores[tokens]
-    chances = (scores / max(sampling.temperature, _COLDEST)).softmax(-1)
-    if sampling.min_p > 0:
-        chances = chances.masked_fill(chances < sampling.min_p * chances.max(), 0)
-        chances /= chances.sum()
-    kept = _nucleus(chances, sampling.top_p) if sampling.top_p < 1 else chances.nonzero().flatten()
-    chances = chances[kept]
-    return kept if tokens is None else tokens[kept], chances / chances.sum()
+    vocabulary, column = scores.shape[1], _Column(scores.device)
+    tokens = torch.arange(vocabulary, device=scores.device).expand(scores.shape)
+    limits = [each.top_k if 0 < each.top_k < vocabulary else vocabulary for each in settings]
+    if limited := [limit for limit in limits if limit < vocabulary]:
+        largest = scores.topk(max(limited)).values
+        least = largest.gather(1, column([min(limit, max(limited)) - 1 for limit in limits], torch.long))
+        is_kept = (scores >= least) | column([limit == vocabulary for limit in limits], torch.bool)
+        tokens, scores = _compact(is_kept, tokens, scores, -torch.inf)
+    temperatures = column([max(each.temperature, _COLDEST) for each in settings], torch.float32)
+    chances = (scores / temperatures).softmax(-1)
+    if any(each.min_p > 0 for each in settings):
+        least = column([each.min_p for each in settings], torch.float32) * chances.max(-1, keepdim=True).values
+        chances = chances.masked_fill(chances < least, 0)
+    if any(each.top_p < 1 for each in settings):
+        is_kept = _in_nucleus(chances, column([each.top_p for each in settings], torch.float64))
+        tokens, chances = _compact(is_kept, tokens, chances, 0)
+    return tokens, chances
 
 
-def _at_least(numbers: Tensor, least: Tensor) -> Tensor:
-    """Places of the numbers that are not below ``least``, in their order."""
-    return (numbers >= least).nonzero().flatten()
+def _compact(is_kept: Tensor, tokens: Tensor, values: Tensor, fill: float) -> tuple[Tensor, Tensor]:
+    """Move what is kept of each row to its front: (N, V) -> (N, M), M what the longest row keeps. Rows of which much is
+    kept are only filled."""
+    values = values.masked_fill(~is_kept, fill)
+    counts = is_kept.sum(-1)
+    longest = int(counts.max())
+    if longest * 4 > is_kept.shape[1]:
+        return tokens, values
+    rows, columns = is_kept.nonzero(as_tuple=True)  # ordered by row, then by column
+    places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    compact_tokens = tokens.new_zeros(len(tokens), longest)
+    compact_values = values.new_full((len(tokens), longest), fill)
+    compact_tokens[rows, places] = tokens[rows, columns]
+    compact_values[rows, places] = values[rows, columns]
+    return compact_tokens, compact_values
 
 
-def _nucleus(chances: Tensor, top_p: float) -> Tensor:
-    """Places of the likeliest tokens whose probabilities first reach ``top_p``, in their order (Holtzman et al. 2020,
-    section 3.1, https://arxiv.org/abs/1904.09751)."""
-    likely, number = torch.arange(len(chances)), _FIRST_SORTED
-    while number < len(chances):  # mostly a few tokens reach it, and only those are sorted
-        largest = chances.topk(number).values
-        if float(largest.sum()) > top_p + _ROUNDING:
-            likely = _at_least(chances, largest[-1])
+@dataclass(frozen=True)
+class _Column:
+    """Makes (N, 1) tensors of one value per row."""
+
+    device: torch.device
+
+    def __call__(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)[:, None]
+
+
+def _in_nucleus(chances: Tensor, top_p: Tensor) -> Tensor:
+    """(N, V) true for the most likely tokens of each row whose probabilities first reach ``top_p``; of equally likely
+    tokens, those with the smaller ids (Holtzman et al. 2020, section 3.1, https://arxiv.org/abs/1904.09751).
+
+    Args:
+        chances: (N, V) probabilities up to a factor.
+        top_p: (N, 1) in double precision; 1 keeps a row as it is.
+    """
+    wanted, number = chances.sum(-1, keepdim=True, dtype=torch.float64) * top_p, _FIRST_SORTED
+    while True:  # A few tokens usually reach it. Sorting a vocabulary of 150,000 takes 20 ms per row on a CPU.
+        largest = chances.topk(min(number, chances.shape[1])).values  # sorted
+        sums = largest.cumsum(-1, dtype=torch.float64)
+        if number >= chances.shape[1] or bool(((sums[:, -1:] > wanted * (1 + _ROUNDING)) | (top_p >= 1)).all()):
             break
         number *= 16
-    ordered, places = chances[likely].sort(descending=True, stable=True)
-    before = ordered.cumsum(0) - ordered
-    kept: Tensor = likely[places[: max(1, int((before < top_p).sum()))]].sort().values
-    return kept
+    count = (sums - largest < wanted).sum(-1, keepdim=True).clamp(min=1)
+    least = largest.gather(1, count - 1)
+    is_tied = chances == least
+    kept_ties = count - (largest > least).sum(-1, keepdim=True)
+    if bool((is_tied.sum(-1, keepdim=True) > kept_ties).any()):
+        is_tied &= is_tied.cumsum(-1) <= kept_ties
+    return (chances > least) | is_tied | (top_p >= 1)
 
 
-def _drawn(tokens: Tensor, chances: Tensor, number: float) -> int:
-    """The token in whose stretch of the cumulative sum ``number``, from [0, 1), falls."""
-    sums = chances.double().cumsum(0)
-    place = torch.searchsorted(sums, torch.tensor([number * float(sums[-1])], dtype=torch.float64), right=True)
-    return int(tokens[min(int(place), len(tokens) - 1)])
+def _drawn(chances: Tensor, numbers: Tensor) -> Tensor:
+    """(N, 1) places in whose slices of the cumulative sums of ``chances`` the (N,) ``numbers`` from [0, 1) fall."""
+    sums = chances.cumsum(-1, dtype=torch.float64)
+    total = sums[:, -1:].contiguous()
+    places = torch.searchsorted(sums, numbers.to(sums.device)[:, None] * total, right=True)
+    return torch.minimum(places, torch.searchsorted(sums, total))  # the product may be rounded up to the total
 
 
 def uniform(seed: int, request: int, position: int) -> float:
@@ -128,21 +206,25 @@ def _signed(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def log_probabilities(
-    logits: Tensor, tokens: Sequence[int], top: int = 0, also: Sequence[int] = ()
-) -> list[Logprob]:  # fmt: skip
+def token_logps(logits: Tensor, tokens: Tensor) -> Tensor:
+    """(N,) float32 log-probabilities of (N,) tokens under the model's own (N, V) logits, in nats."""
+    logits = logits.detach().float()
+    return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def log_probabilities(logits: Tensor, tokens: Sequence[int], top: int = 0, also: Sequence[int] = ()) -> list[Logprob]:
     """Log-probabilities of one token per row, and of others, under the model's own logits.
 
     Args:
         logits: (N, V)
         tokens: N ids.
-        top: of how many of the likeliest besides.
-        also: of which tokens besides.
+        top: number of most likely tokens to add.
+        also: tokens to add.
     """
-    logps = logits.detach().float().log_softmax(-1)
-    own = logps.gather(1, torch.tensor(tokens, device=logps.device)[:, None])[:, 0].tolist()
+    own = token_logps(logits, torch.tensor(tokens, device=logits.device)).tolist()
     if not (top or also):
         return [Logprob(token, logp) for token, logp in zip(tokens, own, strict=True)]
+    logps = logits.detach().float().log_softmax(-1)
     values, likeliest = (found.tolist() for found in logps.topk(min(top, logps.shape[1])))
     asked = logps[:, list(also)].tolist()
     return [

@@ -28,8 +28,10 @@ from torch import Tensor, nn
 
 from burnish.config.errors import Problem, is_out_of_memory
 from burnish.inference.forward import NewTokens, Precision
+from burnish.inference.next_tokens import grammar_problem, next_tokens
 from burnish.inference.probe import choose
-from burnish.inference.sampling import draw, log_probabilities
+from burnish.inference.replies.grammar import GrammarError
+from burnish.inference.sampling import log_probabilities
 from burnish.inference.slots import (
     Deliver,
     Job,
@@ -37,10 +39,9 @@ from burnish.inference.slots import (
     Seat,
     SeatLimits,
     Through,
-    common_length,
+    common_prefix,
     deliver_each,
     refuse_ask,
-    takes_likeliest,
 )
 from burnish.inference.types import Ask, EndReason, EngineFacts, Filled, Full, Logprob, Made, Sink, Ticket
 
@@ -82,8 +83,6 @@ class SeatLoop:
         self._pace = RecentSpeed()
         self._sums = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "new_tokens": 0}
 
-    # --- for everyone -------------------------------------------------------------------------------------------------
-
     def submit(self, ask: Ask, sink: Sink) -> Ticket:
         """As ``types.AnswerEngine`` has it; from any thread."""
         refuse_ask(ask, self.limits, self.adapters)
@@ -111,6 +110,17 @@ class SeatLoop:
     @property
     def is_busy(self) -> bool:
         return bool(self._arrived or self._waiting or self._answering or self._reading)
+
+    def forget(self) -> None:
+        """Drop all keys and values: the weights have changed. Call it between turns, in the thread of ``turn``.
+
+        Raises:
+            RuntimeError: if an answer is under way; it would mix the old weights with the new ones.
+        """
+        if running := self._answering + self._reading:
+            raise RuntimeError(f"forget() needs an idle scheduler; {running} requests are running.")
+        for seat in self._seats:
+            seat.ids, seat.content_hashes = [], None
 
     def facts(self) -> EngineFacts:
         weights = {id(p): p.nbytes for p in self.model.parameters()}
@@ -176,11 +186,11 @@ class SeatLoop:
 
     def _best_beginning(self, job: Job) -> tuple[int, int]:
         """The seat that holds the longest beginning of an ask's prompt, and its length."""
-        ids, most = job.ask.ids, len(job.ask.ids) - 1  # at least one token is read, for its logits
+        most = len(job.ask.ids) - 1  # at least one token is read, for its logits
         if job.ask.prompt_logprobs_from is not None:
             most = min(most, job.ask.prompt_logprobs_from - 1)
         held = [
-            common_length(seat.ids, ids, most) if self.way.goes_back and seat.adapter == job.ask.adapter else 0
+            common_prefix(seat, job.ask, most) if self.way.goes_back and seat.adapter == job.ask.adapter else 0
             for seat in self._seats
         ]
         best = max(range(len(held)), key=lambda at: (held[at], at))
@@ -188,7 +198,7 @@ class SeatLoop:
 
     def _is_read_right_now(self, job: Job, common: int) -> bool:
         others = (seat.job.ask for seat in self._stretch(self._answering, self._reading) if seat.job)
-        alike = (common_length(o.ids, job.ask.ids, len(job.ask.ids)) for o in others if o.adapter == job.ask.adapter)
+        alike = (common_prefix(o, job.ask, len(job.ask.ids)) for o in others if o.adapter == job.ask.adapter)
         return self.way.goes_back and max(alike, default=0) >= common + WORTH_WAITING
 
     def _seat(self, job: Job, source: int, common: int) -> None:
@@ -202,7 +212,7 @@ class SeatLoop:
         else:
             target = source
         self._exchange(first_free, target)
-        self._seats[first_free] = Seat(job.ask.ids[:common], job.ask.adapter, job, self._turn)
+        self._seats[first_free] = Seat(job.ask.ids[:common], job.ask.content_hashes, job.ask.adapter, job, self._turn)
         self._reading += 1
         job.cached = common
         self._sums["prompt_tokens"] += len(job.ask.ids)
@@ -310,26 +320,22 @@ class SeatLoop:
 
     def _draw(self, seats: Sequence[Seat], logits: Tensor) -> None:
         """The next token of each seat, from one row of logits each."""
-        largest, likeliest = logits.max(-1)  # on a CPU a quarter of the time of argmax
-        finite = torch.isfinite(largest).tolist()
-        for seat, row, is_finite, token in zip(seats, logits, finite, likeliest.tolist(), strict=True):
-            job = self._job(seat)
-            if not is_finite:
-                self._end(job, "failed", Problem("non_finite_logits: the model's logits are not finite numbers."))
-                continue
-            if not takes_likeliest(job):
-                barred = job.ask.stop_ids if len(job.answer) < job.ask.min_new_tokens else ()
-                token = draw(
-                    row, job.ask.sampling, job.ask.ids, job.answer, job.seed, job.ask.request, job.ask.grammar, barred
-                )
-            self._add(job, token, row)
+        jobs = [self._job(seat) for seat in seats]
+        for job, row, found in zip(jobs, logits, next_tokens(jobs, logits), strict=True):
+            if isinstance(found, Problem):
+                self._end(job, "failed", found)
+            else:
+                self._add(job, found, row)
 
     def _add(self, job: Job, token: int, logits: Tensor) -> None:
         ask = job.ask
         job.answer.append(token)
         self._sums["new_tokens"] += 1
         if ask.grammar is not None:
-            ask.grammar.take(token)
+            try:
+                ask.grammar.take(token)
+            except GrammarError as error:
+                return self._end(job, "failed", grammar_problem(error))
         logprobs: tuple[Logprob, ...] = ()
         if ask.top_logprobs is not None:
             logprobs = tuple(log_probabilities(logits[None], [token], ask.top_logprobs, ask.also))
@@ -382,8 +388,6 @@ class SeatLoop:
 
     def _say(self, job: Job, made: Made) -> None:
         self._made.append((job.sink, made))
-
-    # --- small things -------------------------------------------------------------------------------------------------
 
     def _stretch(self, first: int, number: int) -> list[Seat]:
         return self._seats[first : first + number]

@@ -51,9 +51,10 @@ class Job:
 
 @dataclass(eq=False)
 class Seat:
-    """A row of the cache, and whose tokens it holds."""
+    """A row of the cache, and whose tokens it holds; ``content_hashes`` are those of ``Ask``, for the prompt's ids."""
 
     ids: list[int] = field(default_factory=list)
+    content_hashes: Sequence[int] | None = None
     adapter: str = BASE
     job: Job | None = None
     used: int = 0  # the turn in which it was used last
@@ -97,14 +98,18 @@ def refuse_ask(ask: Ask, limits: SeatLimits, adapters: Sequence[str]) -> None:
         raise UserError(problems)
 
 
-def takes_likeliest(job: Job) -> bool:
-    """Return whether the model's own logits alone decide the next token."""
-    sampling, ask = job.ask.sampling, job.ask
-    is_changed = sampling.bias or sampling.presence_penalty or sampling.frequency_penalty
-    is_early = ask.stop_ids and len(job.answer) < ask.min_new_tokens
-    return not (
-        sampling.temperature or is_changed or sampling.repetition_penalty != 1 or ask.grammar is not None or is_early
-    )
+def common_prefix(a: Seat | Ask, b: Ask, most: int) -> int:
+    """Number of positions, up to ``most``, that stand for the same in two sequences: equal ids, of equal content."""
+    most = common_length(a.ids, b.ids, most)
+    if a.content_hashes is None and b.content_hashes is None:
+        return most
+    ones, others = (_padded(each.content_hashes or (), most) for each in (a, b))
+    return common_length(ones, others, most)
+
+
+def _padded(hashes: Sequence[int], length: int) -> list[int]:
+    """The hashes of ``length`` positions: 0 behind those that are given."""
+    return [*hashes[:length], *[0] * (length - len(hashes))]
 
 
 def common_length(a: Sequence[int], b: Sequence[int], most: int) -> int:

@@ -6,7 +6,7 @@ are strings, tool calls and thoughts are read from those ids elsewhere, by one r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -75,6 +75,9 @@ class Ask:
         top_logprobs: log-probabilities of what was made, and of so many of the likeliest beside it (0 to 20); None for
             none.
         also: tokens whose log-probabilities are wanted at each step besides; they stand at the end of ``Logprob.top``.
+        content_hashes: one number per id of the prompt, which says what the position stands for where the id alone
+            does not: a hash of the picture at its placeholders, 0 elsewhere. None: all 0. Keys and values are shared
+            only between positions that agree in both.
         prompt_logprobs_from: the first position of the prompt, at least 1, whose log-probability is wanted too.
         request: which of the answers under one seed this is (the number of a record, the index of a choice).
         deadline: in seconds of ``time.monotonic``; then it ends as "cancelled".
@@ -88,6 +91,7 @@ class Ask:
     min_new_tokens: int = 0
     top_logprobs: int | None = None
     also: tuple[int, ...] = ()
+    content_hashes: Sequence[int] | None = None
     prompt_logprobs_from: int | None = None
     grammar: Grammar | None = None
     request: int = 0

@@ -1,42 +1,49 @@
-"""Training, from the first step to the last. The whole of it is ``train`` and the functions it calls, in this file.
+"""Training, from the first step to the last. ``Loop.train`` and ``Loop.step`` are the whole of it.
 
 One step, in order:
 
-    take the group              the micro-batches of one step, on this rank
-    make ready                  what an objective has to know of the whole step before the first of them
-    count its weight            the items (label-bearing tokens, say) of all micro-batches and all ranks
-    per micro-batch             forward, then backward on its share: total / weight
+    take a step batch           the micro-batches of one step, on this rank
+    prepare                     what an objective has to know of the whole step before its first micro-batch
+    count the items             label-bearing tokens, say, over all micro-batches and all ranks
+    per micro-batch             forward, then backward on its share: total / items of the step
     clip, then update           unless the loss or a gradient is not finite
     schedule, state, cursor     move on together
     callbacks                   raise flags: log, evaluate, save, stop
-    answer                      the flags, in that order
+    handle the flags            in that order
 
-Because a micro-batch adds ``total / weight of the whole step``, the update does not depend on how the step was cut
-into micro-batches, padded, packed or spread over ranks. Because the stream's order is a function of (seed, epoch), an
-evaluation in between cannot disturb it. Because everything that changes is in ``run.parts``, a run that was stopped
-goes on as if it had not been.
+Because a micro-batch adds ``total / items of the whole step``, the update does not depend on how the step was divided
+into micro-batches, padded, packed or spread over ranks. Because the order of the stream is a function of (seed, epoch),
+an evaluation in between cannot disturb it. Because everything that changes is in ``Loop.parts``, a run that was stopped
+continues as if it had not been.
 
-The loop knows *when*; an ``Objective`` knows *what*. No method of training has a loop of its own.
+The loop knows *when*; an ``Objective`` knows *what*. ``burnish train`` runs ``RunLoop`` and ``burnish.Trainer`` runs
+``TrainerLoop``: subclasses that override single methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from burnish.checkpoint.checkpoint import load_part
+from burnish.checkpoint.checkpoint import Checkpoints, load, load_part
+from burnish.checkpoint.parts import ModelPart, Part, Stateful, parts_of
 from burnish.config.errors import NonFiniteError
 from burnish.config.options import option
-from burnish.loop.best import BestChoices, remember_best
-from burnish.loop.meter import Clock, Totals
+from burnish.loop.best import BestChoices, deciding_metric, remember_best
+from burnish.loop.events import CallbackHandler
+from burnish.loop.meter import Clock, Meter, Totals
 from burnish.loop.metrics import joined_by_name
-from burnish.loop.protocols import EvalSet
-from burnish.loop.run import Run
+from burnish.loop.protocols import Engine, EvalSet, Objective, Stream
+from burnish.loop.rollout import RolloutBuffer
+from burnish.loop.schedule import schedule_of
+from burnish.loop.spikes import SpikeChoices, SpikeWatch
+from burnish.loop.state import keeping_plan
 from burnish.loop.types import Batch, Loss, StepBatch
 from burnish.utils.activity import Activity, doing
 from burnish.utils.work import watched
@@ -44,7 +51,7 @@ from burnish.utils.work import watched
 
 @dataclass
 class LoopOptions:
-    """Clipping, and losses that are not finite."""
+    """Gradient clipping, and losses that are not finite."""
 
     max_grad_norm: float = option(1.0, "Gradients longer than this are scaled down to it; 0 leaves them.", ge=0)
     logging_nan_inf_filter: bool = option(True, "Leave NaN and infinite losses out of the logged mean.")
@@ -62,236 +69,303 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-class LoopChoices(BestChoices, Protocol):
+class LoopChoices(BestChoices, SpikeChoices, Protocol):
     """The options that the loop reads."""
 
     eval_on_start: bool
+    logging_nan_inf_filter: bool
     max_grad_norm: float
     on_non_finite: str
+    save_only_model: bool
 
 
-def train(run: Run, options: LoopChoices) -> TrainOutput:
-    """Train from where ``run`` stands to ``max_steps``, or until a callback stops the run.
-
-    Raises:
-        NonFiniteError: at a loss or gradient that is not finite, under ``on_non_finite: stop``. The weights are those
-            of the last finite step.
-    """
-    fire = run.callbacks.fire
-    run.meter.start()
-    set_training_mode(run, is_training=True)
-    fire("on_train_begin")
-    if options.eval_on_start and run.state.global_step == 0:
-        evaluate_all(run)
-    while run.state.global_step < run.state.max_steps and not run.control.should_training_stop:
-        fire("on_epoch_begin")
-        for group in groups(run):
-            fire("on_step_begin")
-            take_step(run, group, options)
-            fire("on_step_end")
-            answer(run, options)
-            if run.control.should_epoch_stop or run.control.should_training_stop:
-                break
-        if run.control.should_epoch_stop or run.stream.is_used_up:
-            run.stream.end_epoch()
-        fire("on_epoch_end")
-        answer(run, options)
-    return end_training(run, options)
-
-
-def groups(run: Run) -> Iterator[StepBatch]:
-    """Yield the remaining groups of the current epoch, each as the objective expands it."""
-    for group in run.stream.step_batches():
-        yield from run.objective.rollout(run, group)
-
-
-def take_step(run: Run, group: StepBatch, options: LoopChoices) -> None:
-    """Update the weights once, from the micro-batches of ``group``."""
-    engine, meter = run.engine, run.meter
-    learning_rate = run.optimizer.param_groups[0]["lr"]
-    batches = run.objective.prepare_step(run.model, [engine.to_device(batch) for batch in group.batches], engine)
-    weight = engine.sum(sum_of([run.objective.num_items(batch) for batch in batches]))
-    divisor = torch.where(weight > 0, weight, 1)
-
-    losses: list[Loss] = []
-    for index, batch in enumerate(batches):
-        is_last = index == len(batches) - 1
-        losses.append(run.microstep(run, batch, divisor, is_last))
-        if not is_last:
-            run.callbacks.fire("on_substep_end")
-
-    loss = sum_of([each.total.detach() for each in losses]) / divisor
-    norm = engine.clip(trainable(run), options.max_grad_norm)
-    run.callbacks.fire("on_pre_optimizer_step")
-    with doing(Activity.UPDATE):
-        is_applied = engine.step(run.optimizer, torch.isfinite(loss) & torch.isfinite(norm))
-    run.callbacks.fire("on_optimizer_step")
-    if is_applied:
-        run.schedule.after_step()
-    run.optimizer.zero_grad()
-
-    run.stream.advance(group)
-    run.state.global_step += 1
-    run.state.epoch = group.epoch
-    meter.add_step(loss, weight, joined_by_name([each.sums for each in losses]), norm, learning_rate, group.items)
-    meter.add_rows(group.num_rows, group.num_tokens)
-    run.watch(engine, run.state.global_step, group, loss, norm)
-    if not is_applied:
-        which = "gradient" if torch.isfinite(loss) else "loss"
-        numbers = f"loss {loss.item()}, gradient norm {norm.item()}"
-        what = f"The {which} of step {run.state.global_step} is not finite ({numbers})."
-        stop_at_non_finite(run, options, what, group.items)
-
-
-def microstep(run: Run, batch: Batch, weight: Tensor, is_last: bool) -> Loss:
-    """Run forward and backward for one micro-batch. Ranks sync gradients on the last micro-batch of a group only.
-
-    The engine averages gradients over ranks; the factor ``world_size`` makes a sum of that mean.
+class Loop:
+    """One training run: its parts are attributes, and training is its methods.
 
     Args:
-        weight: () of the whole step, over all micro-batches and ranks; positive.
+        model: ``objective.module(...)`` as the engine prepared it.
+        weights: the weights that a checkpoint holds.
+        optimizer: as the engine prepared it.
+        scheduler: of that optimizer; torch's, transformers' or a script's own.
+        callbacks: their ``state`` and ``control`` are the run's.
+        eval_sets: by name; "" for a single one.
+        other_parts: what checkpoints hold besides what every run has.
+        flos_per_token: floating-point operations of forward and backward for one token.
+        logs_tokens: whether every log has num_input_tokens_seen.
     """
-    with run.engine.microbatch(run.model, last=is_last), doing(Activity.FORWARD, batch):
-        with run.engine.precision():
-            loss = run.objective.loss(run.model, batch)
-        with doing(Activity.BACKWARD):
-            run.engine.backward(loss.total * (run.engine.world_size / weight))
-    return loss
 
+    def __init__(
+        self, options: LoopChoices, *, model: nn.Module, weights: ModelPart, objective: Objective, engine: Engine,
+        stream: Stream, optimizer: Any, scheduler: Any, callbacks: CallbackHandler, checkpoints: Checkpoints,
+        eval_sets: Mapping[str, EvalSet] | None = None, other_parts: Mapping[str, Stateful] | None = None,
+        flos_per_token: int = 0, logs_tokens: bool = False,
+    ) -> None:  # fmt: skip
+        self.options = options
+        self.model, self.objective, self.engine, self.stream = model, objective, engine, stream
+        self.optimizer = optimizer
+        self.schedule = schedule_of(scheduler, partial(deciding_metric, options))
+        self.callbacks, self.state, self.control = callbacks, callbacks.state, callbacks.control
+        self.checkpoints = checkpoints
+        self.eval_sets = {} if eval_sets is None else eval_sets
+        self.meter = Meter(engine.device, options.logging_nan_inf_filter)
+        self.spikes = SpikeWatch(options.spike_ratio) if options.on_spike == "go_back" else None
+        self.rollout = RolloutBuffer(engine.world_size)
+        self.flos_per_token, self.logs_tokens = flos_per_token, logs_tokens
+        others: dict[str, Stateful | Part] = {"stream": stream, "state": self.state, **(other_parts or {})}
+        others |= objective.parts
+        if self.spikes is not None:
+            others["spikes"] = self.spikes
+        others |= {"meter": self.meter, **engine.parts}
+        if objective.inner_steps > 1:
+            others["rollout"] = Part(self.rollout, "rollout", on_each_rank=True)
+        parts = parts_of(
+            weights, weights.file_stem, optimizer, scheduler, others, save_only_model=options.save_only_model
+        )
+        self.parts = engine.sharded(parts)  # everything that a checkpoint holds, by name
 
-def answer(run: Run, options: LoopChoices) -> None:
-    """Log, evaluate and save where a callback asked for it, in transformers' order."""
-    if run.control.should_log:
-        log_step(run, options)
-    is_new_best = False
-    if run.control.should_evaluate:
-        metrics = evaluate_all(run)
-        is_new_best = remember_best(run.state, run.checkpoints, metrics, options)
-        run.schedule.after_evaluation(metrics)
-    if run.control.should_save or (options.save_strategy == "best" and is_new_best):
-        save(run)
+    def train(self) -> TrainOutput:
+        """Train from the current step to ``max_steps``, or until a callback stops the run.
 
+        Raises:
+            NonFiniteError: at a loss or gradient that is not finite, under ``on_non_finite: stop``. The weights are
+                those of the last finite step.
+        """
+        self.meter.start()
+        self.set_training_mode(True)
+        self.callbacks.fire("on_train_begin")
+        if self.options.eval_on_start and self.state.global_step == 0:
+            self.evaluate()
+        while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+            self.callbacks.fire("on_epoch_begin")
+            for step_batch in self.step_batches():
+                self.callbacks.fire("on_step_begin")
+                self.step(step_batch)
+                self.callbacks.fire("on_step_end")
+                self.handle_control()
+                if self.control.should_epoch_stop or self.control.should_training_stop:
+                    break
+            if self.control.should_epoch_stop or self.stream.is_used_up:
+                self.end_epoch()
+            self.callbacks.fire("on_epoch_end")
+            self.handle_control()
+        return self.end_training()
 
-def log_step(run: Run, options: LoopChoices) -> None:
-    """Log the means since the last log, with the learning rate that the last step used."""
-    means = run.meter.read(run.state, run.engine, run.flos_per_token)
-    if not means:
-        return
-    values = {**run.objective.report(means), "learning_rate": run.meter.learning_rate}
-    has_skipped = run.meter.num_skipped > 0 and not run.engine.scales_loss
-    if has_skipped:
-        values["skipped_steps"] = run.meter.num_skipped
-    run.log(run, values)
-    if has_skipped:
-        many = f"{run.meter.run_non_finite} steps up to step {run.state.global_step}"
-        what = f"{many} had a loss or a gradient that is not finite."
-        stop_at_non_finite(run, options, what, run.meter.skipped_items())
+    def step_batches(self) -> Iterator[StepBatch]:
+        """Yield the step batches of the rest of the epoch: those left of a rollout, then what is made of the next."""
+        yield from self.rollout.remaining()
+        for step_batch in self.stream.step_batches():
+            made = self.objective.rollout(self.model, step_batch, self.engine, self.state.global_step)
+            assert len(made) == self.objective.inner_steps, f"{type(self.objective).__name__}.rollout: {len(made)}"
+            self.rollout.fill(made, step_batch)
+            yield from self.rollout.remaining()
 
+    def step(self, step_batch: StepBatch) -> None:
+        """Update the weights once."""
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        batches: Sequence[Batch] = [self.engine.to_device(batch) for batch in step_batch.batches]
+        batches = self.objective.prepare_step(self.model, batches, self.engine)
+        num_items = self.engine.sum(sum_of([self.objective.num_items(batch) for batch in batches]))
+        divisor = torch.where(num_items > 0, num_items, 1)
 
-def log(run: Run, values: dict[str, Any]) -> None:
-    """Append ``values`` to ``state.log_history``, and pass them to every callback."""
-    values["epoch"] = run.state.epoch
-    if run.logs_tokens:
-        values["num_input_tokens_seen"] = run.state.num_input_tokens_seen
-    run.state.log_history.append({**values, "step": run.state.global_step})
-    run.callbacks.fire("on_log", logs=values)
+        losses: list[Loss] = []
+        for index, batch in enumerate(batches):
+            is_last = index == len(batches) - 1
+            losses.append(self.microstep(batch, divisor, is_last))
+            if not is_last:
+                self.callbacks.fire("on_substep_end")
 
+        loss = sum_of([each.total.detach() for each in losses]) / divisor
+        norm = self.engine.clip(self.trainable_parameters(), self.options.max_grad_norm)
+        self.callbacks.fire("on_pre_optimizer_step")
+        self.checkpoints.wait_for_copies()  # a checkpoint under way may not have copied the weights yet
+        with doing(Activity.UPDATE):
+            is_applied = self.engine.step(self.optimizer, torch.isfinite(loss) & torch.isfinite(norm))
+        self.callbacks.fire("on_optimizer_step")
+        if is_applied:
+            self.schedule.after_step()
+        self.optimizer.zero_grad()
 
-def evaluate_all(run: Run) -> dict[str, float]:
-    """Evaluate every evaluation set, and log each. Returns their metrics together."""
-    metrics: dict[str, float] = {}
-    for name, eval_set in run.eval_sets.items():
-        metrics |= run.evaluate(run, eval_set, f"eval_{name}" if name else "eval")
-    run.callbacks.fire("on_evaluate", metrics=metrics)
-    return metrics
+        self.stream.advance(step_batch)
+        self.rollout.advance()
+        self.state.global_step += 1
+        self.state.epoch = step_batch.epoch
+        sums = joined_by_name([each.sums for each in losses])
+        self.meter.add_step(loss, num_items, sums, norm, learning_rate, step_batch.items)
+        self.meter.add_rows(step_batch.num_rows, step_batch.num_tokens)
+        if self.spikes is not None:
+            self.spikes.check(self.engine, self.state.global_step, step_batch, loss, norm)
+        if not is_applied:
+            which = "gradient" if torch.isfinite(loss) else "loss"
+            numbers = f"loss {loss.item()}, gradient norm {norm.item()}"
+            what = f"The {which} of step {self.state.global_step} is not finite ({numbers})."
+            self.stop_at_non_finite(what, step_batch.items)
 
+    def microstep(self, batch: Batch, num_items: Tensor, is_last: bool) -> Loss:
+        """Run forward and backward for one micro-batch. Ranks sync gradients on the last micro-batch of a step only.
 
-@torch.no_grad()
-def evaluate(run: Run, eval_set: EvalSet, prefix: str) -> dict[str, float]:
-    """Compute and log the mean loss over the items of a whole set, and its metrics.
+        The engine averages gradients over ranks; the factor ``world_size`` makes a sum of that mean.
 
-    Sums over items are divided by the weight of the set, so the result does not depend on the batch size.
-    """
-    clock, totals = Clock(), Totals()
-    set_training_mode(run, is_training=False)
-    batches = run.objective.iter_eval(run.model, eval_set, run.engine)
-    for batch in watched(batches, "Evaluating", "batches", of=eval_set):
-        with doing(Activity.EVALUATE, batch), run.engine.precision():
-            loss = run.objective.loss(run.model, batch)
-        totals.add(loss, run.objective.num_items(batch))
-        run.callbacks.fire("on_prediction_step")
-    set_training_mode(run, is_training=True)
-    metrics = {f"{prefix}_{name}": value for name, value in run.objective.report(totals.means(run.engine)).items()}
-    metrics |= clock.rates(prefix, num_rows=eval_set.num_rows, num_steps=totals.num_batches)
-    run.log(run, metrics)
-    return metrics
+        Args:
+            num_items: () of the whole step, over all micro-batches and ranks; positive.
+        """
+        with self.engine.microbatch(self.model, last=is_last), doing(Activity.FORWARD, batch):
+            loss = self.loss(batch)
+            with doing(Activity.BACKWARD):
+                self.engine.backward(loss.total * (self.engine.world_size / num_items))
+        return loss
 
+    def loss(self, batch: Batch) -> Loss:
+        """Compute the loss of one micro-batch, a sum over its items, in the precision of the run."""
+        with self.engine.precision():
+            return self.objective.loss(self.model, batch)
 
-def save(run: Run) -> None:
-    """Save a checkpoint of everything in ``run.parts``."""
-    run.meter.collect(run.engine)
-    folder = run.checkpoints.path(run.state.global_step)
-    if run.state.best_global_step == run.state.global_step:
-        run.state.best_model_checkpoint = str(folder)
-    run.state.stateful_callbacks = run.callbacks.state_dict()
-    with doing(Activity.SAVE):
-        run.checkpoints.save(run.state.global_step, run.parts, best=run.state.best_model_checkpoint)
-    run.callbacks.fire("on_save")
+    def handle_control(self) -> None:
+        """Log, evaluate and save if a callback asked for it, in transformers' order."""
+        if self.control.should_log:
+            self.log()
+        is_new_best = False
+        if self.control.should_evaluate:
+            metrics = self.evaluate()
+            is_new_best = remember_best(self.state, self.checkpoints, metrics, self.options)
+            self.schedule.after_evaluation(metrics)
+        if self.control.should_save or (self.options.save_strategy == "best" and is_new_best):
+            self.save()
 
+    def log(self) -> None:
+        """Log the means since the last log, with the learning rate that the last step used."""
+        means = self.meter.read(self.state, self.engine, self.flos_per_token)
+        if not means:
+            return
+        values = {**self.objective.report(means), "learning_rate": self.meter.learning_rate}
+        has_skipped = self.meter.num_skipped > 0 and not self.engine.scales_loss
+        if has_skipped:
+            values["skipped_steps"] = self.meter.num_skipped
+        self.record(values)
+        if has_skipped:
+            many = f"{self.meter.run_non_finite} steps up to step {self.state.global_step}"
+            what = f"{many} had a loss or a gradient that is not finite."
+            self.stop_at_non_finite(what, self.meter.skipped_items())
 
-def end_training(run: Run, options: LoopChoices) -> TrainOutput:
-    """Log the summary of the run, and load the best weights if the options ask for them."""
-    run.meter.read(run.state, run.engine, run.flos_per_token)
-    metrics = {**run.meter.summary(), "total_flos": run.state.total_flos}
-    run.log(run, metrics)
-    run.checkpoints.wait()
-    best = run.state.best_model_checkpoint
-    if options.load_best_model_at_end and best and Path(best).is_dir():  # not there: not saved, which was said
-        load_part(Path(best), run.parts["model"])
-    run.callbacks.fire("on_train_end")
-    return TrainOutput(run.state.global_step, metrics["train_loss"], metrics)
+    def record(self, values: dict[str, Any]) -> None:
+        """Append ``values`` to ``state.log_history``, and pass them to every callback."""
+        values["epoch"] = self.state.epoch
+        if self.logs_tokens:
+            values["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+        self.state.log_history.append({**values, "step": self.state.global_step})
+        self.callbacks.fire("on_log", logs=values)
 
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate every evaluation set, and log each. Returns their metrics together."""
+        metrics: dict[str, float] = {}
+        for name, eval_set in self.eval_sets.items():
+            metrics |= self.evaluate_set(eval_set, f"eval_{name}" if name else "eval")
+        self.callbacks.fire("on_evaluate", metrics=metrics)
+        return metrics
 
-# --- small functions used above ---------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def evaluate_set(self, eval_set: EvalSet, prefix: str) -> dict[str, float]:
+        """Compute and log the mean loss over the items of a whole set, and its metrics.
 
+        Sums over items are divided by the items of the set, so the result does not depend on the batch size.
+        """
+        clock, totals = Clock(), Totals()
+        self.set_training_mode(False)
+        batches = self.objective.iter_eval(self.model, eval_set, self.engine)
+        for batch in watched(batches, "Evaluating", "batches", of=eval_set):
+            with doing(Activity.EVALUATE, batch):
+                loss = self.loss(batch)
+            totals.add(loss, self.objective.num_items(batch))
+            self.callbacks.fire("on_prediction_step")
+        self.set_training_mode(True)
+        means = self.objective.report(totals.means(self.engine))
+        metrics = {f"{prefix}_{name}": value for name, value in means.items()}
+        metrics |= clock.rates(prefix, num_rows=eval_set.num_rows, num_steps=totals.num_batches)
+        self.record(metrics)
+        return metrics
 
-def set_training_mode(run: Run, is_training: bool) -> None:
-    """Switch dropout and the like on or off."""
-    run.model.train(is_training)
-    set_optimizer_mode(run.optimizer, is_training)
+    def save(self) -> None:
+        """Save a checkpoint, and tell the callbacks."""
+        self.write_checkpoint()
+        self.callbacks.fire("on_save")
+
+    def write_checkpoint(self) -> Path:
+        """Write everything in ``parts`` as a checkpoint of this step. Returns its folder."""
+        self.meter.collect(self.engine)
+        folder = self.checkpoints.path(self.state.global_step)
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+        self.state.stateful_callbacks = self.callbacks.state_dict()
+        with doing(Activity.SAVE):
+            return self.checkpoints.save(self.state.global_step, self.parts, best=self.state.best_model_checkpoint)
+
+    def load(self, folder: Path) -> None:
+        """Give every part the state that a checkpoint holds. What the options plan (steps, intervals) stays.
+
+        Raises:
+            UserError: if the checkpoint is damaged, lacks a part, or belongs to another optimizer.
+        """
+        with keeping_plan(self.state):
+            load(folder, self.parts, self.engine.rank)
+
+    def end_epoch(self) -> None:
+        """Move to the start of the next epoch. Step batches that are left of a rollout are dropped."""
+        self.rollout.clear()
+        self.stream.end_epoch()
+
+    def end_training(self) -> TrainOutput:
+        """Log the summary of the run, and load the best weights if the options ask for them."""
+        unlogged = self.meter.read(self.state, self.engine, self.flos_per_token)
+        metrics = self.summary(unlogged)
+        self.record(metrics)
+        self.checkpoints.wait()
+        best = self.state.best_model_checkpoint
+        if self.options.load_best_model_at_end and best and Path(best).is_dir():  # a failed save was reported
+            load_part(Path(best), self.parts["model"])
+        self.callbacks.fire("on_train_end")
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def summary(self, unlogged: Mapping[str, float]) -> dict[str, float]:
+        """The values of the last log. Args: unlogged: means of the steps since the last log, if there are any."""
+        return {**self.meter.summary(), "total_flos": self.state.total_flos}
+
+    def set_training_mode(self, is_training: bool) -> None:
+        """Switch dropout and the like on or off."""
+        self.model.train(is_training)
+        set_optimizer_mode(self.optimizer, is_training)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer updates."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def describe_rows(self, items: Sequence[int]) -> str:
+        """The records of a step's items, for messages; "" if they are not known."""
+        return ""
+
+    def learned_from(self, items: Sequence[int]) -> str:
+        """`` Learned from: data.json, record 3.``; "" if the records are not known."""
+        rows = self.describe_rows(items) if items else ""
+        return f" Learned from: {rows}." if rows else ""
+
+    def stop_at_non_finite(self, what: str, items: Sequence[int]) -> None:
+        """Raise for steps that were not applied, unless such steps are skipped, or are part of finding a loss scale.
+
+        Args:
+            what: a sentence on the loss or the gradient.
+            items: the rows of these steps, as step batches name them.
+        """
+        if self.options.on_non_finite == "skip" or self.engine.scales_loss:
+            return
+        rows = self.learned_from(items)
+        raise NonFiniteError(f"{what}{rows} It was not applied. Lower learning_rate, or set on_non_finite: skip.")
 
 
 def set_optimizer_mode(optimizer: Any, is_training: bool) -> None:
-    """Give the model the weights for training, or those for use, where the optimizer has both (schedule-free ones)."""
+    """Give the model the weights for training, or those for use, if the optimizer has both (schedule-free ones)."""
     swap = getattr(optimizer, "train" if is_training else "eval", None)
     if callable(swap):
         swap()
 
 
-def trainable(run: Run) -> list[torch.nn.Parameter]:
-    """The parameters that the optimizer moves."""
-    return [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-
-
 def sum_of(values: list[Tensor]) -> Tensor:
     """Add () tensors up in their order; returns ()."""
     return torch.stack(values).sum()
-
-
-def learned_from(run: Run, items: Sequence[int]) -> str:
-    """`` Learned from: data.json, record 3.``; nothing where the records are not known."""
-    where = run.where(items) if items else ""
-    return f" Learned from: {where}." if where else ""
-
-
-def stop_at_non_finite(run: Run, options: LoopChoices, what: str, items: Sequence[int]) -> None:
-    """Raise for steps that were not applied, unless such steps are skipped, or are part of finding a loss scale.
-
-    Args:
-        what: a sentence on the loss or the gradient.
-        items: the rows of these steps, as groups name them.
-    """
-    if options.on_non_finite == "skip" or run.engine.scales_loss:
-        return
-    rows = learned_from(run, items)
-    raise NonFiniteError(f"{what}{rows} It was not applied. Lower learning_rate, or set on_non_finite: skip.")

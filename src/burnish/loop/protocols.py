@@ -17,15 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from burnish.checkpoint.parts import Part
-    from burnish.loop.state import TrainerState
-
-
-class Running(Protocol):
-    """A run under way, as far as an objective that makes groups of its own may look at it (``loop/run.py``)."""
-
-    model: nn.Module  # as the engine prepared it
-    engine: Engine
-    state: TrainerState
 
 
 class Objective(Protocol):
@@ -48,10 +39,19 @@ class Objective(Protocol):
         """Look at the module as the engine prepared it: once, before a checkpoint is loaded and a step is taken."""
         return
 
-    def rollout(self, run: Running, group: StepBatch) -> Iterator[StepBatch]:
-        """The groups that are trained on in place of ``group``: itself, or what was made of it (answers to its
-        prompts). The cursor of all but the last is None: the stream moves on after the last of them."""
-        yield group
+    @property
+    def inner_steps(self) -> int:
+        """The number of steps that are trained on each step batch of the stream; see ``rollout``."""
+        return 1
+
+    def rollout(self, module: nn.Module, step_batch: StepBatch, engine: Engine, step: int) -> Sequence[StepBatch]:
+        """The step batches to train on in place of ``step_batch``, ``inner_steps`` many: itself, or what was made of
+        it, such as responses to its prompts. If they are several, a checkpoint holds those that are not used yet.
+
+        Args:
+            module: the policy. step: steps that are done.
+        """
+        return [step_batch]
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
         """Look at all micro-batches of a step on this rank before the first of them: add what is a function of the
@@ -135,7 +135,7 @@ class Engine(Protocol):
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, Any]: ...
     def to_device(self, batch: Batch) -> Batch: ...
     def microbatch(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """The context of forward and backward of one micro-batch: gradients are synced on the last of a group only."""
+        """The context of forward and backward of one micro-batch: gradients are synced on the last of a step only."""
         ...
 
     def precision(self) -> AbstractContextManager[Any]:
@@ -170,19 +170,19 @@ class Engine(Protocol):
 
 
 class Stream(Stateful, Protocol):
-    """The stream of groups of an epoch, from the cursor on, each with the cursor that follows it."""
+    """The step batches of an epoch, from the cursor on, each with the cursor that follows it."""
 
     def step_batches(self) -> Iterator[StepBatch]:
-        """Yield the groups from the cursor to the end of the current epoch. May read ahead of the loop."""
+        """Yield the step batches from the cursor to the end of the current epoch. May read ahead of the loop."""
         ...
 
-    def advance(self, group: StepBatch) -> None:
-        """Move the cursor, which a checkpoint holds, to that of ``group``, which has been used, if it has one."""
+    def advance(self, step_batch: StepBatch) -> None:
+        """Move the cursor, which a checkpoint holds, behind ``step_batch``, if it has a cursor."""
         ...
 
     @property
     def is_used_up(self) -> bool:
-        """Return whether the cursor stands behind the last group of its epoch."""
+        """Return whether the cursor stands behind the last step batch of its epoch."""
         ...
 
     def end_epoch(self) -> None:
@@ -190,7 +190,7 @@ class Stream(Stateful, Protocol):
         ...
 
     def leave_out(self, items: Sequence[int]) -> None:
-        """Take these items, as groups name them, in no step from the cursor on, in later epochs neither."""
+        """Use these items, as step batches name them, in no step from the cursor on, nor in later epochs."""
         ...
 
 

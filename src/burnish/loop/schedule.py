@@ -43,11 +43,11 @@ class CurveOptions:
 class StepPlan:
     """The numbers of a run.
 
-    ``steps_per_epoch`` counts the incomplete last group of an epoch as a step: it is one, in transformers 5 too.
+    ``steps_per_epoch`` counts the incomplete last step of an epoch too, as transformers 5 does.
     """
 
     rows: int | None  # in the training set; None where it has no length
-    rows_per_step: int  # over all micro-batches and ranks
+    rows_per_step: int  # over all micro-batches and ranks; a rollout trains several steps on them
     steps_per_epoch: int
     max_steps: int
     num_train_epochs: int  # epochs begun
@@ -63,9 +63,15 @@ def steps_of(interval: float | None, max_steps: int, fallback: float) -> int:
     return math.ceil(max_steps * value) if value < 1 else int(value)
 
 
-def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1) -> StepPlan:
-    """Count the steps. Raises UserError where there would be none, or where a set of unknown length has no
-    ``max_steps``."""
+def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1, inner_steps: int = 1) -> StepPlan:
+    """Count the steps.
+
+    Args:
+        rows: of the training set; None if it has no length.
+        inner_steps: steps that are trained on the rows of one step batch (``Objective.inner_steps``).
+    Raises:
+        UserError: if there would be no step, or if a set of unknown length has no ``max_steps``.
+    """
     per_batch = options.per_device_train_batch_size * world_size
     rows_per_step = per_batch * options.gradient_accumulation_steps
     if rows is None:
@@ -76,7 +82,7 @@ def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1) -> S
             )
         return StepPlan(None, rows_per_step, options.max_steps, options.max_steps, sys.maxsize)
     used = rows - rows % per_batch if options.dataloader_drop_last else rows
-    steps_per_epoch = math.ceil(used / rows_per_step)
+    steps_per_epoch = math.ceil(used / rows_per_step) * inner_steps
     if steps_per_epoch == 0:
         raise UserError(
             f"No step would run: the {rows} of the training set do not fill a batch of {per_batch} rows, and "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,13 @@ class SpikeOptions:
     )
 
 
+class SpikeChoices(Protocol):
+    """The options that say what a spike is."""
+
+    on_spike: str
+    spike_ratio: float | None
+
+
 class SpikeError(RuntimeError):
     """A step was a spike. Args: items: of the step, by their index in the training set."""
 
@@ -54,7 +61,7 @@ class SpikeWatch:
         self.ratio = ratio
         self.norms: deque[float] = deque(maxlen=_SEEN)
 
-    def look(self, engine: Engine, step: int, group: StepBatch, loss: Tensor, norm: Tensor) -> None:
+    def check(self, engine: Engine, step: int, step_batch: StepBatch, loss: Tensor, norm: Tensor) -> None:
         """Raise SpikeError where the step that was just taken is a spike; on all ranks, where it is one on any."""
         usual = sum(self.norms) / len(self.norms) if len(self.norms) >= _ENOUGH else None
         is_applied = torch.isfinite(loss) & torch.isfinite(norm)
@@ -72,7 +79,7 @@ class SpikeWatch:
             what = f"Step {step} was not finite (loss {float(loss):.4g}, gradient norm {float(norm):.4g})"
         else:
             what = f"The gradient of step {step} was {float(norm) / (usual or 1):.3g} times as long as usual"
-        raise SpikeError(what, group.items)
+        raise SpikeError(what, step_batch.items)
 
     def state_dict(self) -> dict[str, Any]:
         return {"norms": list(self.norms)}

@@ -7,12 +7,13 @@ The field names, the JSON file and the meaning are transformers', so that its ca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from burnish.loop.schedule import steps_of
+from burnish.loop.schedule import StepPlan, steps_of
 from burnish.utils.json_files import read_object, write_json
 
 STATE_NAME = "trainer_state.json"
@@ -62,6 +63,18 @@ class TrainerState:
         self.eval_steps = steps_of(args.eval_steps, max_steps, self.logging_steps)
         self.save_steps = steps_of(args.save_steps, max_steps, self.save_steps)
 
+    @classmethod
+    def at_start(
+        cls, options: IntervalChoices, steps: StepPlan, batch_size: int, rank: int = 0, local_rank: int = 0
+    ) -> TrainerState:
+        """Step 0 of a run. Args: batch_size: rows of a micro-batch."""
+        state = cls(
+            max_steps=steps.max_steps, num_train_epochs=steps.num_train_epochs, train_batch_size=batch_size,
+            is_local_process_zero=local_rank == 0, is_world_process_zero=rank == 0,
+        )  # fmt: skip
+        state.compute_steps(options, steps.max_steps)
+        return state
+
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -80,6 +93,18 @@ class TrainerState:
         state = cls()
         state.load_state_dict(read_object(Path(json_path), needs=_NEEDED))
         return state
+
+
+_PLANNED = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size",
+            "is_local_process_zero", "is_world_process_zero")  # fmt: skip
+
+
+@contextmanager
+def keeping_plan(state: TrainerState) -> Iterator[None]:
+    """Keep what the options plan for the whole run while a checkpoint is loaded in the block."""
+    planned = {name: getattr(state, name) for name in _PLANNED}
+    yield
+    state.load_state_dict(planned)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The nouns of a training run, in the order in which data becomes weights.
 
 record (as read) -> example (typed) -> row (encoded, plain lists) -> batch (one micro-batch of tensors)
--> group (the micro-batches of one step) -> step (one weight update).
+-> step batch (the micro-batches of one step) -> step (one weight update).
 """
 
 # B sequences in a micro-batch, T tokens per sequence, V vocabulary
@@ -48,13 +48,15 @@ class Message:
     """One turn of a conversation.
 
     ``function`` is an assistant's tool call (its content is JSON: one call or a list of calls), ``observation`` is a
-    tool's answer. ``train`` overrides whether this turn is learned; ``weight`` scales the loss of its tokens.
+    tool's answer. ``train`` overrides whether this turn is learned; ``weight`` scales the loss of its tokens. ``raw``
+    is the message as its record has it, for chat templates that are given messages unchanged.
     """
 
     role: RoleName
     content: Content
     train: bool | None = None
     weight: float = 1.0
+    raw: Mapping[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -120,6 +122,7 @@ class Row(TypedDict, total=False):
     input_ids: Sequence[int]
     labels: Sequence[int]  # IGNORE_INDEX where nothing is learned; not shifted: labels[t] belongs to input_ids[t]
     loss_weights: Sequence[float]  # only where a message carried a weight other than 1
+    content_hashes: Sequence[int]  # only with pictures: their hash at each of their positions, 0 elsewhere
     seq_lengths: Sequence[int]  # only in a pack: the lengths of the rows that were concatenated to it
     sequence: Sequence[int]  # only where sums are wanted of each sequence in a batch: which one a token belongs to
     chosen_input_ids: Sequence[int]  # a pair is a row of two sequences, each with labels of its own

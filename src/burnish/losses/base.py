@@ -8,7 +8,7 @@ A member is a class ``(options, template, tokenizer) -> Objective``. A run calls
     objective.module(model)                   the model and its loss as one module, for the engine to wrap
     objective.setup(module)                   once, with the module as the engine prepared it
     objective.collate(rows)                   a micro-batch
-    objective.rollout(loop, batch)            the step batches to train on in place of one: responses to prompts
+    objective.rollout(module, step_batch)     the step batches to train on in place of one: responses to prompts
     objective.prepare_step(module, batches)   adds to batches what depends on the whole step
     objective.num_items(batch)                the number of items that share the mean
     objective.loss(module, batch)             their loss, as a sum

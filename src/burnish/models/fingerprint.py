@@ -1,39 +1,42 @@
-"""A fingerprint of a base model: tells it from others of the same shapes, without reading all of its bytes.
+"""Fingerprints of models, adapters and files: a short text that changes with their content, and not with their place.
 
-In: the model's options. Out: a short text that is the same for the same weights in any folder.
+Only samples of a large file are read. A fine-tuned copy of a model differs in every one of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from burnish.models.check import weight_files
 from burnish.models.options import ModelOptions
-from burnish.models.source import adapter_folders, local_folder
+from burnish.models.source import local_folder
 from burnish.utils.json_files import read_object
 
 SAMPLES = 64
 """Number of places per file that are read; a fine-tuned copy differs in every one of them."""
 _SAMPLE_BYTES = 4096
+_PATTERNS = ("*.json", "*.safetensors")
 
 
 def base_fingerprint(options: ModelOptions, seed: int) -> str:
-    """A hash of the weight files: their sizes, their headers, and bytes from evenly spaced places.
+    """A hash of the base model's weights; of one that is trained from scratch, of its config and ``seed``."""
+    if not options.train_from_scratch:
+        return weights_fingerprint(str(options.model_name_or_path), options, "model_name_or_path")
+    folder = local_folder(str(options.model_name_or_path), options, "model_name_or_path", _PATTERNS)
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest.update(f"seed {seed}".encode())
+    return digest.hexdigest()[:32]
 
-    For a model that is trained from scratch, a hash of its config and ``seed``.
-    """
-    patterns = ("*.json", "*.safetensors")
-    folder = local_folder(str(options.model_name_or_path), options, "model_name_or_path", patterns)
+
+def weights_fingerprint(name: str, options: ModelOptions, option_name: str) -> str:
+    """A hash of the weight files of the model ``name``: sizes, headers, and bytes from evenly spaced places."""
     digest = hashlib.sha256()
-    if options.train_from_scratch:
-        digest.update((folder / "config.json").read_bytes())
-        digest.update(f"seed {seed}".encode())
-    else:
-        for path in weight_files(folder):
-            _add_samples(digest, path)
+    for path in weight_files(local_folder(name, options, option_name, _PATTERNS)):
+        _add_samples(digest, path)
     return digest.hexdigest()[:32]
 
 
@@ -43,19 +46,34 @@ _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "use_
 
 def config_fingerprint(options: ModelOptions) -> str:
     """A hash of ``config.json``: the same weights under another config are another model."""
-    folder = local_folder(str(options.model_name_or_path), options, "model_name_or_path", ("*.json", "*.safetensors"))
+    folder = local_folder(str(options.model_name_or_path), options, "model_name_or_path", _PATTERNS)
     raw = read_object(folder / "config.json")
     kept = {name: value for name, value in raw.items() if name not in _SAYS_NOTHING and value is not None}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def adapters_fingerprint(options: ModelOptions) -> str:
-    """A hash of the adapters that the run begins with; "" where there are none."""
+def adapters_fingerprint(names: Sequence[str] | None, options: ModelOptions, option_name: str) -> str:
+    """A hash of the adapters ``names``, in order; "" if there are none."""
     digest = hashlib.sha256()
-    for folder in adapter_folders(options):
+    for name in names or ():
+        folder = local_folder(name, options, option_name, ("adapter_*",))
         for path in sorted([*folder.glob("adapter_*.json"), *folder.glob("adapter_*.safetensors")]):
             _add_samples(digest, path)
-    return digest.hexdigest()[:32] if options.adapter_name_or_path else ""
+    return digest.hexdigest()[:32] if names else ""
+
+
+def place_fingerprint(value: Any) -> Any:
+    """``value`` with each path of a file or folder replaced by a hash of its content."""
+    if isinstance(value, list):
+        return [place_fingerprint(item) for item in value]
+    path = Path(value) if isinstance(value, str) and value else None
+    if path is None or not path.exists():
+        return value
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            _add_samples(digest, file)
+    return digest.hexdigest()[:32]
 
 
 def _add_samples(digest: Any, path: Path) -> None:

@@ -26,7 +26,7 @@ from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
 from burnish.config.options import option
 from burnish.loop.events import TrainerCallback
-from burnish.loop.run import Run
+from burnish.loop.loop import Loop
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.console import note
 from burnish.utils.patching import Reason, patch
@@ -77,7 +77,7 @@ def check_profile(options: ProfileChoices) -> list[Problem]:
     ]
 
 
-def watch(run: Run, folder: Path, options: ProfileOptions) -> None:
+def watch(run: Loop, folder: Path, options: ProfileOptions) -> None:
     """Time the parts of the run from now on; after enough steps, write the results to ``folder``."""
     if run.engine.rank != 0:
         return

@@ -1,8 +1,8 @@
-"""Plan -> Run, and the run from its first line to its last file. Read top to bottom:
+"""A run of ``burnish train`` from its first line to its last file. Read from top to bottom:
 
 prepare     tokenizer, template, records -> rows; nothing is written, no weight is read (prepare.py)
-build       model, adapter, engine, stream, callbacks -> Run (assemble.py puts it together)
-resume      from the newest whole checkpoint, if it is this run's (resume.py)
+build       model, adapter, engine, stream, optimizer, callbacks -> a loop (run_loop.py)
+load        the newest whole checkpoint, if it is this run's (resume.py)
 train       loop/loop.py
 finish      evaluate, save, plot, describe (finish.py)
 """
@@ -23,14 +23,12 @@ from burnish.adapters.lora import learning_rates
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
-from burnish.data.batches.stream import EvalBatches, LateReader, RowStream, StepPartition
-from burnish.data.origins import origins_in_words
+from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
 from burnish.data.tally import Tally
 from burnish.kernels.probe import Fitted
 from burnish.loop.events import CallbackHandler
 from burnish.loop.loop import TrainOutput
 from burnish.loop.protocols import Engine
-from burnish.loop.run import Run
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.losses.base import StageObjective
 from burnish.losses.preference_options import PREFERENCE_STAGES
@@ -57,9 +55,9 @@ from burnish.report.profile import watch
 from burnish.report.progress import RunFacts
 from burnish.report.results import parameters_without_embeddings
 from burnish.run.agreement import raise_unless_ranks_agree
-from burnish.run.assemble import RunPieces, assemble
 from burnish.run.callbacks import callbacks_of
 from burnish.run.finish import finish
+from burnish.run.loop import RunLoop
 from burnish.run.plan.checks import FINISHED_NAME, trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
@@ -68,9 +66,9 @@ from burnish.run.prepare import Prepared, prepare
 from burnish.run.recovery.clearing import SetAside
 from burnish.run.recovery.failure import TRACEBACK_NAME, described
 from burnish.run.recovery.interrupt import InterruptCallback
-from burnish.run.recovery.resume import accumulation_for, resume, start_of
+from burnish.run.recovery.resume import accumulation_for, start_of
 from burnish.run.recovery.saving import PatientCheckpoints, status_of
-from burnish.run.recovery.spikes import train_on, watch_for_spikes
+from burnish.run.recovery.spikes import train_with_rollback
 from burnish.run.recovery.stall import StallWatch
 from burnish.run.references import ask_beforehand, begin_reference, with_others_of_the_step, with_place_for_numbers
 from burnish.run.reward_heads import begin_head
@@ -99,8 +97,7 @@ def train_run(plan: Plan) -> Result:
         note(sentence)
     for sentence in prepared.tally.sentences():
         warn(sentence)
-    with prepared.rows.going_ahead():
-        return run_prepared(plan, prepared)
+    return run_prepared(plan, prepared)
 
 
 def run_prepared(plan: Plan, prepared: Prepared) -> Result:
@@ -125,13 +122,13 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
             raise_unless_ranks_agree(plan, prepared.fingerprints(), len(prepared.rows), engine)
             watch_over = [StallWatch(options.stall_timeout_s)] if options.stall_timeout_s else []
             own = [interrupt, *filter(None, [earlier, journal]), *watch_over]
-            run = build_run(plan, prepared, engine, start.checkpoint, own)
+            loop = build_loop(plan, prepared, engine, start.checkpoint, own)
             if start.checkpoint is not None:
-                resume(run, start.checkpoint)
+                loop.load(start.checkpoint)
             if options.profile:
-                watch(run, folder / "profile", options)
+                watch(loop, folder / "profile", options)
             with kept_in(folder) if is_first else nullcontext():
-                return train_and_finish(run, plan, prepared, interrupt, journal)
+                return train_and_finish(loop, plan, prepared, interrupt, journal)
 
 
 def any_of_ranks(engine: Engine, asked: bool) -> bool:
@@ -149,19 +146,19 @@ def remove_remains(folder: Path, options: RunOptions) -> None:
 
 
 def train_and_finish(
-    run: Run, plan: Plan, prepared: Prepared, interrupt: InterruptCallback, journal: Journal | None
+    loop: RunLoop, plan: Plan, prepared: Prepared, interrupt: InterruptCallback, journal: Journal | None
 ) -> Result:
     options, folder = plan.options, output_folder(plan.options)
     try:
-        output = train_on(run, options, partial(resume, run), warn) if trains(options) else None
+        output = train_with_rollback(loop, warn) if trains(options) else None
     finally:
-        run.checkpoints.wait()  # one that is under way is whole before the folder is let go
+        loop.checkpoints.wait()  # one that is under way is whole before the folder is let go
     if interrupt.exit_code is not None:
         if journal is not None:
             journal.stopped(interrupt.exit_code)
         return Result(output, folder, exit_code=interrupt.exit_code)
-    metrics = finish(run, plan, prepared, output)
-    return Result(output, folder, metrics, exit_code=status_of(run.checkpoints))
+    metrics = finish(loop, plan, prepared, output)
+    return Result(output, folder, metrics, exit_code=status_of(loop.checkpoints))
 
 
 def journal_of(plan: Plan, engine: Engine, tally: Tally) -> Journal:
@@ -177,53 +174,66 @@ def journal_of(plan: Plan, engine: Engine, tally: Tally) -> Journal:
 # --- build ------------------------------------------------------------------------------------------------------------
 
 
-def build_run(plan: Plan, prepared: Prepared, engine: Engine, found: Path | None, callbacks: Sequence[Any] = ()) -> Run:
-    """Every part of the run, made in the order in which each needs the one before it."""
+def build_loop(
+    plan: Plan, prepared: Prepared, engine: Engine, found: Path | None, callbacks: Sequence[Any] = ()
+) -> RunLoop:
+    """The loop at step 0, with every part made in the order in which each needs the one before it.
+
+    Args:
+        found: the checkpoint that the caller loads next; None for a new run.
+        callbacks: besides those of the options.
+    """
     options, objective, steps = plan.options, prepared.objective, prepared.steps
     prepared = with_others_of_the_step(with_place_for_numbers(prepared, options), options)
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     model = trained_model(prepared, adapter, engine, options)
-    fitted, sentences = fit_objective(objective, model, prepared.tokenizer, options)
-    for sentence in sentences:
+    fitted, notes = fit_objective(objective, model, prepared.tokenizer, options)
+    notes += begin_head(objective, options, engine)
+    notes += begin_reference(objective, model, adapter, engine, options, fitted.is_padding_free)
+    for sentence in notes:
         note(sentence)
 
-    said = begin_head(objective, options, engine)
-    said += begin_reference(objective, model, adapter, engine, options, fitted.is_padding_free)
-    for sentence in said:
-        note(sentence)
-    trained = [*model.named_parameters(), *objective.own_parameters()]
     accumulation = accumulation_for(found, options, engine.world_size)
     pads, most = not fitted.is_padding_free, options.max_tokens_per_batch
     budget = Budget(most, pads) if most else None
     stream = row_stream(prepared, options, engine, accumulation, budget)
+
+    trained = [*model.named_parameters(), *objective.own_parameters()]
+    created = create_optimizer(trained, model, options, learning_rates(model, options))
+    module, optimizer = engine.prepare(objective.module(model), created)
+    objective.setup(module)
+    scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
+
+    batch_size = options.per_device_train_batch_size
     facts = RunFacts(
-        len(prepared.rows), min(options.num_train_epochs, steps.num_train_epochs), options.per_device_train_batch_size,
-        accumulation, engine.world_size, steps.max_steps, *counts_of(model, prepared.sizes),
+        len(prepared.rows), min(options.num_train_epochs, steps.num_train_epochs), batch_size, accumulation,
+        engine.world_size, steps.max_steps, *counts_of(model, prepared.sizes),
     )  # fmt: skip
+    state = TrainerState.at_start(options, steps, batch_size, engine.rank, local_rank())
     listeners = CallbackHandler(
-        callbacks_of(options, facts, callbacks), options, TrainerState(), TrainerControl(),
-        processing_class=prepared.tokenizer, train_dataloader=stream, eval_dataloader=None,
+        callbacks_of(options, facts, callbacks), options, state, TrainerControl(), model=model, optimizer=optimizer,
+        lr_scheduler=scheduler, processing_class=prepared.tokenizer, train_dataloader=stream, eval_dataloader=None,
     )  # fmt: skip
-    pieces = RunPieces(
-        model=ModelState(model, adapter), objective=objective, engine=engine, stream=stream, steps=steps,
-        rows=options.per_device_train_batch_size, callbacks=listeners,
-        parts={"callbacks": listeners, **objective.parts}, spikes=watch_for_spikes(options),
-        where=lambda items: origins_in_words(prepared.where(items)), checkpoints=PatientCheckpoints,
-        optimizer=lambda: create_optimizer(trained, model, options, learning_rates(model, options)),
-        scheduler=lambda made: create_scheduler(made, options, steps.max_steps, options.learning_rate),
-        folder=output_folder(options), fingerprints=prepared.fingerprints(),
+    checkpoints = PatientCheckpoints(
+        output_folder(options), fingerprints=prepared.fingerprints(), limit=options.save_total_limit,
         write_extras=partial(write_companions, model, adapter, prepared.tokenizer),
-        eval_sets=eval_sets(prepared, options, engine, budget),
+        in_background=options.save_in_background, processes=engine, listeners=listeners,
+        # A schedule-free optimizer changes the weights for an evaluation, and an objective its parts before the update.
+        copies_later=not (hasattr(created, "eval") or objective.parts),
+    )  # fmt: skip
+    loop = RunLoop(
+        options, prepared.where, model=module, weights=ModelState(model, adapter), objective=objective, engine=engine,
+        stream=stream, optimizer=optimizer, scheduler=scheduler, callbacks=listeners, checkpoints=checkpoints,
+        eval_sets=eval_sets(prepared, options, engine, budget), other_parts={"callbacks": listeners},
         flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),
     )  # fmt: skip
-    run = assemble(options, pieces)
-    for sentence in ask_beforehand(run, prepared, options):
+    for sentence in ask_beforehand(loop, prepared, options):
         note(sentence)
     if patched := patch_summary(model):
         note(f"Patched: {'; '.join(patched)}.")
     listeners.fire("on_init_end")
-    return run
+    return loop
 
 
 def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, options: RunOptions) -> Any:
@@ -266,12 +276,10 @@ def row_stream(
         options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last,
         budget,
     )  # fmt: skip
-    collate = prepared.objective.collate
     return RowStream(
-        prepared.rows, collate, cut, read=LateReader(prepared.rows, collate) if prepared.rows.is_late else None,
-        keys=prepared.rows.keys_of_step, options=options,
+        prepared.rows, prepared.objective.collate, cut, keys=prepared.rows.keys_of_step, options=options,
         seed=options.seed if options.data_seed is None else options.data_seed,
-        lengths=None if prepared.rows.is_late else prepared.rows.lengths,
+        lengths=None if prepared.rows.is_streamed else prepared.rows.lengths,
         buffer_size=options.buffer_size if options.streaming else None,
     )  # fmt: skip
 

@@ -15,8 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from burnish.adapters.base import ModelState
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.errors import NotSavedError
-from burnish.loop.loop import TrainOutput, evaluate_all, save, set_training_mode
-from burnish.loop.run import Run
+from burnish.loop.loop import Loop, TrainOutput
 from burnish.losses.reward import RewardObjective
 from burnish.models.save import save_model
 from burnish.report.card import CardFacts, write_card
@@ -31,6 +30,7 @@ from burnish.run.plan.resources import counts_of
 from burnish.run.predict import predict_all
 from burnish.run.prepare import Prepared
 from burnish.run.recovery.failure import failure_in_words
+from burnish.run.recovery.fingerprints import work_of
 from burnish.run.recovery.resume import write_finished
 from burnish.run.reward_heads import save_head
 from burnish.utils.patching import patch_summary
@@ -39,11 +39,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None) -> dict[str, float]:
+def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None) -> dict[str, float]:
     """Write the model, the results and the pictures to ``output_dir``. Args: output: None where nothing was trained."""
     options, folder, is_first = plan.options, output_folder(plan.options), run.engine.rank == 0
     results: dict[str, float] = {}
-    set_training_mode(run, is_training=False)  # a schedule-free optimizer has other weights for use than for training
+    run.set_training_mode(False)  # a schedule-free optimizer has other weights for use than for training
     if output is not None and (is_first or run.engine.is_sharded):
         with nothing_lost(run):
             write_trained_model(run, prepared, folder)
@@ -54,7 +54,7 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
             results["num_input_tokens_seen"] = run.state.num_input_tokens_seen
         reports.write(save_metrics, "train", results, folder)
     if run.eval_sets and evaluates(options):
-        metrics = {**(last_evaluation(run, options) or evaluate_all(run)), "epoch": run.state.epoch}
+        metrics = {**(last_evaluation(run, options) or run.evaluate()), "epoch": run.state.epoch}
         if is_first:
             reports.write(save_metrics, "eval", metrics, folder)
         results |= metrics
@@ -62,20 +62,20 @@ def finish(run: Run, plan: Plan, prepared: Prepared, output: TrainOutput | None)
     if options.do_predict:
         results |= predict_all(run, prepared, plan)
     if is_first:
-        count_late(prepared)
+        count_streamed(prepared)
     if is_first and output is not None:
         reports.write(save_state, run.state, folder)
         pictures = reports.write(draw_pictures, run, options, margins) or {}
         reports.write(describe, run, plan, prepared, results, pictures)
         reports.raise_if_missing()
-        reports.write(write_finished, folder, run.state, prepared.fingerprints())
+        reports.write(write_finished, folder, run.state, prepared.fingerprints(), work_of(options))
         reports.raise_if_missing()
         for sentence in next_steps(folder, isinstance(run.objective, RewardObjective)):
             note(sentence)
     return results
 
 
-def write_trained_model(run: Run, prepared: Prepared, folder: Path) -> None:
+def write_trained_model(run: Loop, prepared: Prepared, folder: Path) -> None:
     """Write the model or the adapter, with its tokenizer and what its objective adds. Of a sharded model all ranks call
     this, and the first one writes."""
     held, engine = run.parts["model"].held, run.engine
@@ -105,7 +105,7 @@ def next_steps(folder: Path, gives_scores: bool) -> list[str]:
 
 
 @contextmanager
-def nothing_lost(run: Run) -> Iterator[None]:
+def nothing_lost(run: Loop) -> Iterator[None]:
     """Save a checkpoint if the model cannot be written in the ``with`` block; the same command can then write the model
     from it. The error is raised all the same."""
     is_written = False
@@ -115,8 +115,8 @@ def nothing_lost(run: Run) -> Iterator[None]:
     finally:
         is_kept = run.checkpoints.path(run.state.global_step).is_dir()
         if not (is_written or is_kept) and run.engine.world_size == 1:  # other ranks do not know, and would not save
-            set_training_mode(run, is_training=True)
-            save(run)
+            run.set_training_mode(True)
+            run.save()
             run.checkpoints.wait()
 
 
@@ -127,7 +127,7 @@ class Reports:
         is_of_model: false where nothing was trained: the reports are the result then, and a failure is raised at once.
     """
 
-    def __init__(self, run: Run, is_of_model: bool) -> None:
+    def __init__(self, run: Loop, is_of_model: bool) -> None:
         self._run, self._is_of_model = run, is_of_model
         self._failures: list[OSError] = []
 
@@ -154,7 +154,7 @@ class Reports:
         raise NotSavedError(replace(found, why=why, remedy=remedy)) from self._failures[0]
 
 
-def last_evaluation(run: Run, options: RunOptions) -> dict[str, float]:
+def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
     """The metrics of an evaluation after the last step, if the weights have not changed since."""
     if options.load_best_model_at_end:
         return {}
@@ -164,15 +164,15 @@ def last_evaluation(run: Run, options: RunOptions) -> dict[str, float]:
     return found if is_whole else {}
 
 
-def count_late(prepared: Prepared) -> None:
-    """Report the tally of rows that were encoded while the loop ran."""
-    if prepared.rows.is_late:
+def count_streamed(prepared: Prepared) -> None:
+    """Report the tally of rows that were encoded during training (streaming)."""
+    if prepared.rows.is_streamed:
         prepared.tally.merge(prepared.rows.counted())
         for sentence in prepared.tally.sentences():
             warn(sentence)
 
 
-def margins_of(run: Run) -> dict[str, list[float]]:
+def margins_of(run: Loop) -> dict[str, list[float]]:
     """The margins of a reward model's pairs, by evaluation set; those of training where there is none."""
     if not isinstance(run.objective, RewardObjective):
         return {}
@@ -183,7 +183,7 @@ def margins_of(run: Run) -> dict[str, list[float]]:
     return {name: [margin for of_rank in of_ranks for margin in of_rank[name]] for name in own}
 
 
-def draw_pictures(run: Run, options: RunOptions, margins: Mapping[str, list[float]]) -> dict[str, str]:
+def draw_pictures(run: Loop, options: RunOptions, margins: Mapping[str, list[float]]) -> dict[str, str]:
     """Draw the loss, and the margins of pairs. Returns what each picture shows -> its name."""
     folder = output_folder(options)
     pictures = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
@@ -193,7 +193,7 @@ def draw_pictures(run: Run, options: RunOptions, margins: Mapping[str, list[floa
 
 
 def describe(
-    run: Run, plan: Plan, prepared: Prepared, results: Mapping[str, float], pictures: Mapping[str, str]
+    run: Loop, plan: Plan, prepared: Prepared, results: Mapping[str, float], pictures: Mapping[str, str]
 ) -> None:
     """Write the model card."""
     options, folder = plan.options, output_folder(plan.options)

@@ -30,17 +30,16 @@ from burnish.inference.batch import Finished, answer_many
 from burnish.inference.scheduler import SeatLoop
 from burnish.inference.slots import SeatLimits
 from burnish.inference.types import Ask, Sampling
-from burnish.loop.loop import set_training_mode
+from burnish.loop.loop import Loop
 from burnish.loop.meter import Clock
 from burnish.loop.protocols import Engine
-from burnish.loop.run import Run
 from burnish.loop.types import IGNORE_INDEX, Example
 from burnish.models.generate import generate, generation_config, until_stop
 from burnish.models.load import context_length
 from burnish.report.console import note
 from burnish.report.pace import counted
 from burnish.report.results import save_metrics
-from burnish.run.plan.checks import may_run_ahead
+from burnish.run.plan.checks import may_stream
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.prepare import Prepared
@@ -59,26 +58,24 @@ class Question:
     label: list[int]
 
 
-def predict_all(run: Run, prepared: Prepared, plan: Plan) -> dict[str, float]:
+def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
     """Predict every evaluation set. Returns the metrics, which rank 0 also writes.
 
     Args:
         prepared: read for ``template`` and ``tokenizer``.
     """
     options, folder = plan.options, Path(plan.options.output_dir or "")
-    set_training_mode(run, is_training=False)
+    run.set_training_mode(False)
     metrics: dict[str, float] = {}
     if options.predict_with_generate:
-        sets: Mapping[str, Sequence[Example]] = load_datasets(
-            options, options.seed, Tally(), may_run_ahead(options)
-        ).eval
+        sets: Mapping[str, Sequence[Example]] = load_datasets(options, options.seed, Tally(), may_stream(options)).eval
         for name, examples in sets.items():
             metrics |= predict(run, prepared, options, examples, name, folder)
     else:
         for name, batches in run.eval_sets.items():
-            metrics |= run.evaluate(run, batches, f"predict_{name}" if name else "predict")
+            metrics |= run.evaluate_set(batches, f"predict_{name}" if name else "predict")
         if options.stage == "rm":
-            set_training_mode(run, is_training=False)
+            run.set_training_mode(False)
             write_scores(run, folder)
         if run.engine.rank == 0:
             note("  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.endswith("_loss")))
@@ -89,7 +86,7 @@ def predict_all(run: Run, prepared: Prepared, plan: Plan) -> dict[str, float]:
 
 
 def predict(
-    run: Run, prepared: Prepared, options: RunOptions, examples: Sequence[Example], name: str, folder: Path
+    run: Loop, prepared: Prepared, options: RunOptions, examples: Sequence[Example], name: str, folder: Path
 ) -> dict[str, float]:
     """Predict one set: questions, answers, scores."""
     clock = Clock()
@@ -161,7 +158,7 @@ def questions_of(examples: Sequence[Example], template: Template, stops: Sequenc
 
 
 def answer_all(
-    run: Run, questions: Sequence[Question], config: Any, options: RunOptions, partial: Path | None = None,
+    run: Loop, questions: Sequence[Question], config: Any, options: RunOptions, partial: Path | None = None,
     likelihoods: dict[int, float] | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """The answers, in the order of the questions, on every rank.
@@ -242,7 +239,7 @@ def _ask(number: int, question: Question, config: Any, seed: int) -> Ask:
     )  # fmt: skip
 
 
-def _key_of(run: Run, asks: Iterable[Ask]) -> str:
+def _key_of(run: Loop, asks: Iterable[Ask]) -> str:
     """A hash of everything that answers depend on: the prompts, the sampling, and the step of the model."""
     hashed = sha256(str(run.state.global_step).encode())
     for ask in asks:
@@ -292,7 +289,7 @@ class Partial:
         self._file.flush()
 
 
-def _of_all_ranks(run: Run, answers: Mapping[int, list[int]], number: int) -> list[list[int]]:
+def _of_all_ranks(run: Loop, answers: Mapping[int, list[int]], number: int) -> list[list[int]]:
     """Every rank's answers, in the order of the questions: rank r has those whose number leaves r when divided."""
     engine = run.engine
     if engine.world_size == 1:
@@ -303,7 +300,7 @@ def _of_all_ranks(run: Run, answers: Mapping[int, list[int]], number: int) -> li
     return [gathered[at % engine.world_size * len(rows) + at // engine.world_size] for at in range(number)]
 
 
-def _through_generate(run: Run, questions: Sequence[Question], config: Any, options: RunOptions) -> list[list[int]]:
+def _through_generate(run: Loop, questions: Sequence[Question], config: Any, options: RunOptions) -> list[list[int]]:
     """Batches of prompts of like length, each as long as its longest answer."""
     engine, size = run.engine, options.per_device_eval_batch_size
     by_length = sorted(range(len(questions)), key=lambda index: -len(questions[index].prompt))
@@ -320,7 +317,7 @@ def _through_generate(run: Run, questions: Sequence[Question], config: Any, opti
     return answers
 
 
-def _answers(run: Run, questions: Sequence[Question], mine: Sequence[int], config: Any) -> list[list[int]]:
+def _answers(run: Loop, questions: Sequence[Question], mine: Sequence[int], config: Any) -> list[list[int]]:
     """The answers of all ranks, rank after rank."""
     model, engine = bare_model(run), run.engine
     prompts = [questions[index].prompt for index in mine]
@@ -336,7 +333,7 @@ def _gathered(engine: Engine, rows: Sequence[list[int]]) -> list[list[int]]:
     return [[token for token in ids if token != IGNORE_INDEX] for ids in engine.gather(padded).tolist()]
 
 
-def bare_model(run: Run) -> Any:
+def bare_model(run: Loop) -> Any:
     """The model of transformers or peft, without the loss and the engine around it."""
     state = run.parts["model"].held
     return state.model if isinstance(state, ModelState) else run.engine.unwrap(run.model)
@@ -359,7 +356,7 @@ def write_answers(
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def write_scores(run: Run, folder: Path) -> None:
+def write_scores(run: Loop, folder: Path) -> None:
     """Write the scores of both answers of each pair, a file per evaluation set, in the order of the data; LLaMA-Factory
     has the same file, with rounded scores. Every process scores its share, and the first writes."""
     for name, batches in run.eval_sets.items():
@@ -374,7 +371,7 @@ def write_scores(run: Run, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _scores_of(run: Run, batches: Any) -> Iterator[tuple[int, dict[str, float]]]:
+def _scores_of(run: Loop, batches: Any) -> Iterator[tuple[int, dict[str, float]]]:
     """The number of each pair, from 0, and its scores."""
     ready = run.objective.iter_eval(run.model, batches, run.engine)
     for numbers, batch in zip(batches.parts, ready, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from hashlib import blake2b
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
@@ -18,22 +19,23 @@ from burnish.data.batches.batching import lengths_of, splits_rows
 from burnish.data.batches.budget import check_budget
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.rows import Template
+from burnish.data.length import refuse_endless
 from burnish.data.origins import Origins
-from burnish.data.rows.ahead import AheadRows, ahead_notes, encode_ahead
-from burnish.data.rows.encode import encode_rows
+from burnish.data.rows.encode import encode_rows, encoding_title
 from burnish.data.rows.row_set import ListedRows, RowSet, packed
-from burnish.data.sets.examples import Examples
+from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.sources import DataSets, load_datasets
 from burnish.data.tally import Tally
 from burnish.loop.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
 from burnish.loop.types import Example, Row
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.check import check_model
+from burnish.models.fingerprint import place_fingerprint
 from burnish.models.load import check_context, load_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenizer
 from burnish.parallel.single import set_seed
-from burnish.run.plan.checks import check_deciding_metric, may_run_ahead, step_notes, trains
+from burnish.run.plan.checks import check_deciding_metric, evaluates, may_stream, step_notes, trains
 from burnish.run.plan.memory import Formats
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
@@ -41,7 +43,7 @@ from burnish.run.plan.resources import Sizes, check_disk, formats_of, sizes_of
 from burnish.run.recovery.fingerprints import fingerprints_of
 
 LOOKED_AT = 256
-"""Number of rows encoded before the first step, for a set that is encoded while the loop runs."""
+"""Number of rows encoded before the first step when streaming."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Prepared:
     template: Template
     config: Any
     objective: StageObjective
-    rows: RowSet[Row | None]  # None where an example gives no row, which is found while the loop runs
-    sample: RowSet[Row]  # rows that are known before: all, or some where they are encoded while the loop runs
+    rows: RowSet[Row | None]  # None where a streamed example gives no row
+    sample: RowSet[Row]  # rows that are known before: all, or some when streaming
     eval_rows: Mapping[str, RowSet[Row]]
     steps: StepPlan
     where: Origins
@@ -82,12 +84,11 @@ def prepare(plan: Plan) -> Prepared:
 
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
     rows, sample, where = training_rows(sets, objective, config, tally, options)
-    notes += ahead_notes(options) if sets.train.stays else []
     eval_rows = {name: evaluation_rows(some, name, objective, tally, options) for name, some in sets.eval.items()}
     if not len(sample) and trains(options):
         tally.merge(rows.counted())
         raise UserError(nothing_to_learn(tally, options))
-    steps = plan_steps(options, len(rows), plan.world_size) if trains(options) else NO_STEPS
+    steps = plan_steps(options, len(rows), plan.world_size, objective.inner_steps) if trains(options) else NO_STEPS
     sizes = sizes_of(adapter, shapes, options, steps.max_steps)
     formats = formats_of(options, config, sizes, shapes)
     notes += objective.inspect(sample, steps.rows_per_step) if trains(options) else []
@@ -98,6 +99,11 @@ def prepare(plan: Plan) -> Prepared:
 
     data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
     contents = {"data": data, "template": template.form_fingerprint, "tokenizer": template.tokenizer_fingerprint}
+    if options.tokenized_path and not options.dataset:
+        contents["data"] = str(place_fingerprint(options.tokenized_path))
+    if options.eval_dataset and (evaluates(options) or options.do_predict):
+        hashes = [f"{name} {examples.content_hash}" for name, examples in sets.eval.items()]
+        contents["eval_data"] = blake2b("\n".join(hashes).encode(), digest_size=16).hexdigest()
     fingerprints = cache(partial(fingerprints_of, plan, contents, steps))
     return Prepared(
         tokenizer, template, config, objective, rows, sample, eval_rows, steps, where, sizes, formats, tally,
@@ -111,7 +117,7 @@ def load_data(plan: Plan, tally: Tally) -> DataSets:
     problems = check_model(options, needs_head=options.stage != "rm")
     try:
         sets = load_datasets(
-            options, options.seed, tally, may_run_ahead(options), asks_hubs=not problems, stage=options.stage,
+            options, options.seed, tally, may_stream(options), asks_hubs=not problems, stage=options.stage,
             looks_back=options.kl_pairing == "neighbour",
         )  # fmt: skip
     except UserError as error:
@@ -124,9 +130,9 @@ def training_rows(
     sets: DataSets, objective: StageObjective, config: Any, tally: Tally, options: RunOptions
 ) -> tuple[RowSet[Row | None], RowSet[Row], Origins]:
     """The rows of the training set, those known before the first step, and where each comes from."""
-    if sets.train.stays:
-        late = encode_while_training(sets.train, objective, config, options)
-        return late, sample_of(late), Origins(sets.train, late, None)
+    if sets.train.is_streamed:
+        streamed = StreamedRows(sets.train, objective.encode, partial(refuse_long, config))
+        return streamed, sample_of(streamed), Origins(sets.train, streamed, None)
     plain = encode(sets.train, objective, tally, options, data=sets.fingerprint)
     pack = partial(packed, options=options, stage=options.stage, capacity=options.cutoff_len)
     rows = pack(plain)
@@ -159,10 +165,16 @@ def encode(
     """
     is_eval = eval_name is not None
     truncate = not splits_rows(options, options.stage, is_eval)
+
+    def encoded(batch: Sequence[Example], counted: Tally) -> Sequence[Row | None]:
+        refuse_endless(batch)
+        return objective.encode(batch, counted, truncate=truncate)
+
     return encode_rows(
         examples,
-        lambda batch, counted: objective.encode(batch, counted, truncate=truncate),
+        encoded,
         tally,
+        title=encoding_title(examples),
         fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": truncate},
         options=options,
         name=f"eval_{eval_name}".rstrip("_") if is_eval else "train",
@@ -170,17 +182,9 @@ def encode(
     )
 
 
-def encode_while_training(examples: Examples, objective: StageObjective, config: Any, options: RunOptions) -> AheadRows:
-    """Rows of a large training set, none of which is encoded yet. A row that the model cannot take is refused when the
-    loop uses it."""
-
-    def check(row: Row) -> None:
-        raise_if(check_context(config, max(lengths_of(row))))
-
-    return encode_ahead(
-        examples, objective.encode, options=options, check=check,
-        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": True},
-    )  # fmt: skip
+def refuse_long(config: Any, row: Row) -> None:
+    """Refuse a streamed row that is longer than the model's context."""
+    raise_if(check_context(config, max(lengths_of(row))))
 
 
 def sample_of(rows: RowSet[Any]) -> ListedRows:

@@ -24,8 +24,8 @@ from burnish.config.errors import UserError
 from burnish.data.rows.others_of_step import RowsWithOthers
 from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.kernels.probe import causal_lm, shares_prefixes
+from burnish.loop.loop import Loop
 from burnish.loop.protocols import Engine
-from burnish.loop.run import Run
 from burnish.losses.base import StageObjective
 from burnish.losses.kto import KtoObjective
 from burnish.losses.pairs import AnswersObjective
@@ -118,7 +118,7 @@ def with_others_of_the_step(prepared: Prepared, options: RunOptions) -> Prepared
     return replace(prepared, rows=rows, sample=rows if prepared.sample is prepared.rows else prepared.sample)
 
 
-def ask_beforehand(run: Run, prepared: Prepared, options: RunOptions) -> list[str]:
+def ask_beforehand(run: Loop, prepared: Prepared, options: RunOptions) -> list[str]:
     """Fill in those numbers; sentences for a person. A reference that takes memory is let go."""
     objective: Any = run.objective
     places = [some for some in (prepared.rows, *prepared.eval_rows.values()) if isinstance(some, RowsWithReference)]

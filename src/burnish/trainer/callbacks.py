@@ -74,12 +74,6 @@ class FaceHandler(CallbackHandler):
         for callback in callbacks:
             self.add_callback(callback)
 
-    def fire(self, event: str, **details: Any) -> TrainerControl:
-        """Fire an event as the loop does, except on_evaluate, which ``Trainer.evaluate`` has fired once per set."""
-        if event == "on_evaluate":
-            return self.control
-        return self.call_event(event, self.args, self.state, self.control, **details)
-
     def call_event(self, event: str, args: Any, state: Any, control: TrainerControl, **details: Any) -> TrainerControl:
         """Call ``event`` on every callback. A control that one returns is copied into the run's, so that the loop and
         the trainer share one object."""

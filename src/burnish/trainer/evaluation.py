@@ -8,7 +8,7 @@ to ``compute_metrics`` once, or batch by batch under ``batch_eval_metrics``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,22 +18,8 @@ from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size, ne
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length, speed_metrics
 
 from burnish.loop.protocols import Engine
-from burnish.loop.types import Batch
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.data.in_step import named_in, no_rows_of
-
-
-class OwnSets:
-    """The place of a Trainer's evaluation sets in its run. ``Trainer.evaluate`` finds them itself: a script may replace
-    them, or their loader, at any time."""
-
-    num_rows = 0
-
-    def __len__(self) -> int:
-        return 0
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(())
 
 
 class Gathered:

@@ -1,12 +1,13 @@
-"""The Trainer's loss: what a model or a user computes, made into a part of the step's mean.
+"""The Trainer's loss: what a model or a script computes, made into a part of the step's mean.
 
-The rule is the loop's: sum over items, divided by the items of the whole step. A model gives a mean over its
-micro-batch; ``compute_loss`` is handed ``num_items_in_batch``, the items of that micro-batch, so that a loss divided by
-it and a plain mean are the same number; ``training_step`` then gives it the micro-batch's share of the step. So
-accumulation, ragged batches and processes never change the gradient, whoever computed the loss.
+The rule is the loop's: a sum over items, divided by the items of the whole step. burnish's own losses are sums until
+the backward pass. A model gives a mean over its micro-batch, which ``Trainer._loss`` multiplies by its items.
 
-A subclass that sets ``loss_is_scaled_for_ga = True`` takes the division into its own hands: it gets the items of the
-whole step, and its loss is used as it is.
+A script that overrides ``compute_loss`` or ``training_step``, or gives a ``compute_loss_func``, works with means, as in
+transformers. ``compute_loss`` gets ``num_items_in_batch``, the items of that micro-batch, so that a loss divided by it
+and a plain mean are the same number; ``training_step`` gives it the micro-batch's share of the step. So accumulation,
+ragged batches and processes never change the gradient, whoever computed the loss. A subclass that sets
+``loss_is_scaled_for_ga = True`` divides by itself: it gets the items of the whole step, and its loss is used as it is.
 """
 
 # B sequences, T tokens per sequence
@@ -26,10 +27,8 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import find_batch_size
 
 from burnish.config.errors import UserError
-from burnish.loop.protocols import Objective
-from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Metric
+from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Metric, Sum
 from burnish.trainer.data.in_step import named_in
-from burnish.trainer.data.stream import Lent
 from burnish.trainer.inspection import base_model, is_causal_lm
 
 
@@ -50,25 +49,16 @@ class StepUnderWay:
         return torch.ones_like(weight) if self.weight is None else weight / self.weight
 
 
-class TrainerObjective(Objective):
-    """The Trainer's loss, as the loop's ``Objective``.
-
-    Args:
-        weigh: (batch) -> () its items.
-        compute_loss: (model, batch) -> () the mean over those items.
-    """
-
-    def __init__(self, weigh: Callable[[Batch], Tensor], compute_loss: Callable[[nn.Module, Batch], Tensor]) -> None:
-        self.weigh, self.compute_loss = weigh, compute_loss
-
-    def num_items(self, batch: Batch) -> Tensor:
-        return self.weigh(batch) * (not isinstance(batch, Lent))
-
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        return Loss(self.compute_loss(model, batch) * self.weigh(batch))
+def without_weight(loss: Loss) -> Loss:
+    """The loss and metrics of a padding batch, which count nothing; the graph stays, so that ranks can sync."""
+    sums = {
+        name: Sum(each.total * 0, each.count * 0, each.reduction) if isinstance(each, Sum) else each * 0
+        for name, each in loss.sums.items()
+    }
+    return Loss(loss.total * 0, sums)
 
 
-def weight_of(inputs: Batch, shifts_labels: bool, device: torch.device) -> Tensor:
+def num_items_of(inputs: Batch, shifts_labels: bool, device: torch.device) -> Tensor:
     """() the items of a micro-batch that share the step's mean: its labels, or its rows where it has none.
 
     Args:

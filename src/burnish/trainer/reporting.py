@@ -1,4 +1,4 @@
-"""The Trainer's words: the meter's summary, the lines before a training, tokens counted, the model card."""
+"""The Trainer's log lines before a training or an evaluation, and the count of its rows and tokens."""
 
 from __future__ import annotations
 
@@ -7,30 +7,12 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils import logging
 
 from burnish.data.batches.stream import num_tokens
-from burnish.loop.meter import Meter
-from burnish.loop.protocols import Engine
 from burnish.loop.schedule import StepPlan
-from burnish.loop.state import TrainerState
 from burnish.loop.types import Batch
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.data.in_step import named_in
 
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
-
-
-class FaceMeter(Meter):
-    """The loop's meter. Where steps were not logged before a run ends, their metrics are in its summary, as TRL's are:
-    a run of fewer steps than ``logging_steps`` would say nothing of them."""
-
-    unlogged: dict[str, float] = {}  # noqa: RUF012  replaced, never changed
-
-    def read(self, state: TrainerState, engine: Engine, flos_per_token: int = 0) -> dict[str, float]:
-        self.unlogged = super().read(state, engine, flos_per_token)
-        return self.unlogged
-
-    def summary(self) -> dict[str, float]:
-        metrics = {name: value for name, value in self.unlogged.items() if name not in ("loss", "grad_norm")}
-        return {**super().summary(), **metrics}
 
 
 class Count:

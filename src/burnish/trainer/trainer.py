@@ -8,7 +8,7 @@ loss, evaluation, data, optimizer, files, words, hub, search.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -31,21 +31,23 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import can_return_loss, logging
 
+from burnish.checkpoint import checkpoint
+from burnish.checkpoint.checkpoint import Checkpoints
+from burnish.checkpoint.comparison import compare_with_checkpoint
 from burnish.config.errors import is_out_of_memory, skipped_sentence
 from burnish.kernels.probe import Fitted
-from burnish.loop import loop
-from burnish.loop.run import Run
+from burnish.loop.loop import Loop, TrainOutput, set_optimizer_mode
+from burnish.loop.protocols import Objective
 from burnish.loop.schedule import StepPlan
-from burnish.loop.state import TrainerControl, TrainerState, load_state
+from burnish.loop.state import TrainerControl, TrainerState, keeping_plan, load_state
 from burnish.loop.types import Batch, Loss
 from burnish.optim.builtin import create_optimizer, create_scheduler
 from burnish.parallel.create import create_engine
-from burnish.parallel.options import engine_name
+from burnish.parallel.options import engine_name, local_rank
 from burnish.parallel.precision import full_eval_dtype
 from burnish.parallel.single import set_seed
 from burnish.report import results
-from burnish.run.assemble import RunPieces, assemble
-from burnish.run.recovery.spikes import train_on
+from burnish.run.recovery.spikes import train_with_rollback
 from burnish.trainer import constructor as given
 from burnish.trainer import evaluation, inspection, optimizer, reporting, search, training
 from burnish.trainer.accelerator import EngineAccelerator
@@ -55,22 +57,22 @@ from burnish.trainer.callbacks import FaceHandler, default_callbacks, display_ca
 from burnish.trainer.data import loaders
 from burnish.trainer.data.in_step import each_tensor, in_step, named_in, with_last
 from burnish.trainer.data.prefix_sharing import fit_prefix_sharing, has_plain_loss, shared_prefixes_of
-from burnish.trainer.data.stream import Lent, LoaderStream, num_batches
+from burnish.trainer.data.stream import LoaderStream, PaddingBatch, num_batches
 from burnish.trainer.files import card, files
 from burnish.trainer.files.hub import Hub
-from burnish.trainer.files.transformers_checkpoints import write_transformers_files
+from burnish.trainer.files.transformers_checkpoints import is_foreign, load_foreign, write_transformers_files
 from burnish.trainer.loss import (
     StepUnderWay,
-    TrainerObjective,
     accepting,
     explaining_ids,
     loss_of,
+    num_items_of,
     refuse_empty,
     refuse_no_loss,
-    weight_of,
     without_gradient,
+    without_weight,
 )
-from burnish.trainer.trl.sft.loss import mean_of_padding_free
+from burnish.trainer.trl.sft.loss import mean_of_padding_free, sum_of_padding_free
 
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
@@ -188,7 +190,7 @@ class Trainer:
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self._train_batch_size: int = self.args.train_batch_size  # which auto_find_batch_size may halve
         self._step = StepUnderWay()
-        self._run: Run | None = None  # of the train() under way, or the last one
+        self._loop: TrainerLoop | None = None  # of the train() under way, or the last one
         self._signature_columns: list[str] | None = None
         self._created_lr_scheduler = False
         self._eval_dataloaders: dict[str, Any] = {}
@@ -218,12 +220,12 @@ class Trainer:
         """Leave the group of processes, at the very end of a script."""
         self.accelerator.end_training()
 
-    # --- training: training.py, run/assemble.py, loop/loop.py ---------------------------------------------------------
+    # --- training: training.py, loop.py, loop/loop.py ---------------------------------------------------------
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None, **kwargs: Any,
-    ) -> loop.TrainOutput:  # fmt: skip
+    ) -> TrainOutput:  # fmt: skip
         """Train from the start, or from a checkpoint.
 
         Args:
@@ -265,7 +267,7 @@ class Trainer:
         if self.place_model_on_device or self.model_init is not None:
             self.model.to(self._engine.device)
 
-    def _attempts(self, folder: Path | None, ignore_keys: list[str] | None) -> loop.TrainOutput:
+    def _attempts(self, folder: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
         """One attempt after another, with half the micro-batch each time that memory runs out."""
         if folder is not None:
             self._train_batch_size = load_state(folder).train_batch_size or self._train_batch_size
@@ -282,25 +284,21 @@ class Trainer:
             self.optimizer = self.lr_scheduler = None
             self.accelerator.free_memory()
 
-    def _attempt(self, folder: Path | None, ignore_keys: list[str] | None) -> loop.TrainOutput:
-        run, plan = self._assemble(ignore_keys)
-        load = partial(
-            training.continue_from, run=run, model=self.model, plan=plan, accumulation=self._accumulation,
-            args=self.args,
-        )  # fmt: skip
+    def _attempt(self, folder: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
+        loop = self._make_loop(ignore_keys)
         if folder is not None:
-            load(folder)
+            loop.load(folder)
             if self.args.restore_callback_states_from_checkpoint:
                 training.restore_callbacks(self.callback_handler, self.state.stateful_callbacks)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         loader, rows = self.callback_handler.parts["train_dataloader"], self._rows_per_step
-        num_rows = plan.max_steps * rows if num_batches(loader) is None else self.num_examples(loader)
-        reporting.announce_training(self.args, plan, num_rows, rows, self.get_num_trainable_parameters())
-        output = train_on(run, self.args, load, logger.warning)
+        num_rows = loop.plan.max_steps * rows if num_batches(loader) is None else self.num_examples(loader)
+        reporting.announce_training(self.args, loop.plan, num_rows, rows, self.get_num_trainable_parameters())
+        output = train_with_rollback(loop, logger.warning)
         logger.info("\n\nTraining completed.\n\n")
         best = self.state.best_model_checkpoint
         if self.args.save_total_limit == 1 and best is not None and self.args.should_save:
-            files.keep_only(run.checkpoints, Path(best).name)
+            files.keep_only(loop.checkpoints, Path(best).name)
         self._hub.wait()
         return output
 
@@ -314,45 +312,56 @@ class Trainer:
     def _rows_per_step(self) -> int:
         return self._train_batch_size * self._accumulation * self._engine.world_size
 
-    def _assemble(self, ignore_keys: list[str] | None) -> tuple[Run, StepPlan]:
-        """The run, made of what the methods below give."""
-        args, handler, loader = self.args, self.callback_handler, self.get_train_dataloader()
+    def _make_loop(self, ignore_keys: list[str] | None) -> TrainerLoop:
+        """The loop at step 0, with every part made in the order in which each needs the one before it."""
+        args, engine, handler, loader = self.args, self._engine, self.callback_handler, self.get_train_dataloader()
         plan = training.steps_of_loader(loader, args, self._accumulation)
-        if self._computes_loss_itself:
+        training.check_spikes(args, loader)
+        if not self._overrides("compute_loss"):
             self._fitted()  # the model is asked here, and not inside of the first step
+        objective = self._objective()
         handler.args, handler.control, handler.parts["train_dataloader"] = args, self.control, loader
-        started, objective = time.time(), self._objective()
-        run = assemble(
-            args,
-            RunPieces(
-                model=files.TrainerModel(self.model),
-                objective=objective, engine=self._engine, parts=objective.parts, spikes=training.watch_of(args, loader),
-                stream=self._stream(loader, plan), optimizer=partial(self._optimizer_for, plan.max_steps),
-                scheduler=partial(self._scheduler_for, plan.max_steps), steps=plan, rows=self._train_batch_size,
-                callbacks=handler, folder=Path(self._get_output_dir(self._trial)),
-                fingerprints=training.trainer_fingerprints(args, plan, self._rows_per_step),
-                write_extras=self._write_extras, meter=reporting.FaceMeter,
-                checkpoints=partial(
-                    files.FaceCheckpoints, save_by=lambda: self._save_checkpoint(self.model, self._trial)
-                ),
-                eval_sets={"": evaluation.OwnSets()}, evaluate=lambda run, own, prefix: self._evaluate(ignore_keys),
-                microstep=self._microstep, log=lambda run, values: self._log_from_loop(values, started),
-                where=lambda rows: f"rows {', '.join(map(str, rows))} of train_dataset",
-            ),
+        weights, stream = files.TrainerModel(self.model), self._stream(loader, plan)
+        module, self.optimizer = engine.prepare(self._module(), self._optimizer_for(plan.max_steps))
+        objective.setup(module)
+        scheduler = self.create_scheduler(num_training_steps=plan.max_steps, optimizer=self.optimizer)
+        self.model_wrapped = module
+        self.state = TrainerState.at_start(args, plan, self._train_batch_size, engine.rank, local_rank())
+        self._name_trial(self.state)
+        handler.state = self.state
+        handler.parts |= {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": scheduler}
+        checkpoints = Checkpoints(
+            self._get_output_dir(self._trial), limit=args.save_total_limit, in_background=args.save_in_background,
+            fingerprints=training.trainer_fingerprints(args, plan, self._rows_per_step),
+            write_extras=self._write_extras, processes=engine, listeners=handler,
         )  # fmt: skip
-        self._run, self.state, self.model_wrapped = run, run.state, run.model
-        self._name_trial(run.state)
-        return run, plan
+        self._loop = TrainerLoop(
+            self, plan, self._accumulation, ignore_keys, model=module, weights=weights, objective=objective,
+            engine=engine, stream=stream, optimizer=self.optimizer, scheduler=scheduler, callbacks=handler,
+            checkpoints=checkpoints,
+        )  # fmt: skip
+        return self._loop
 
-    def _objective(self) -> TrainerObjective:
-        return TrainerObjective(self._weight, self.compute_loss)
+    def _module(self) -> nn.Module:
+        """The module that trains."""
+        module: nn.Module = self.model
+        return module
+
+    def _objective(self) -> Objective:
+        return TrainerObjective(self)
 
     def _stream(self, loader: Any, plan: StepPlan) -> LoaderStream:
         main = getattr(self.model, "main_input_name", "input_ids")
         padding = getattr(self.processing_class, "pad_token_id", None)
         count = self._counter(str(self.args.include_num_input_tokens_seen), main, padding)
         total = num_batches(loader) or plan.max_steps * self._accumulation
-        return LoaderStream(loader, self._accumulation, total, count, self._stop_empty, self._engine)
+        return LoaderStream(
+            loader, self._accumulation, total, count, self._stop_empty, self._engine, self._padding_batch
+        )
+
+    def _padding_batch(self, batch: Batch) -> PaddingBatch:
+        """A batch that counts nothing, for a rank that has run out of rows."""
+        return PaddingBatch(batch)
 
     _counter: type[reporting.Count] = reporting.Count
 
@@ -363,25 +372,32 @@ class Trainer:
             self.create_optimizer_and_scheduler(max_steps)
         return self.create_optimizer()
 
-    def _scheduler_for(self, max_steps: int, prepared: Any) -> Any:
-        self.optimizer = prepared
-        return self.create_scheduler(num_training_steps=max_steps, optimizer=prepared)
-
     def _stop_empty(self) -> None:
         training.say_that_it_is_empty(self.state)
         self.control.should_training_stop = True
 
     # --- loss: loss.py, prefix_sharing.py -----------------------------------------------------------------------------
 
-    def _microstep(self, run: Run, batch: Batch, weight: Tensor, is_last: bool) -> Loss:
-        """``training_step`` as the loop's microstep."""
-        self._step = StepUnderWay(weight)
-        items = None if self._items(batch, weight) is None else weight
-        run.state.total_flos += float(self.floating_point_ops(batch))
-        with run.engine.microbatch(run.model, last=is_last), explaining_ids(self.model, batch):
-            value = accepting(self.training_step, "num_items_in_batch")(run.model, batch, num_items_in_batch=items)
-        sums, self._step = self._step.sums, StepUnderWay()
-        return Loss(without_gradient(value, self._engine.device) * (weight / run.engine.world_size), sums)
+    @property
+    def loss_is_scripted(self) -> bool:
+        """Whether a script computes the loss: then it is a mean on its way to the backward pass."""
+        if self.compute_loss_func is not None or self.loss_is_scaled_for_ga:
+            return True
+        return self._overrides("compute_loss") or self._overrides("training_step")
+
+    def _overrides(self, name: str) -> bool:
+        """Whether a script has overridden a method, by a subclass or on this object."""
+        return name in vars(self) or not getattr(type(self), name).__module__.startswith("burnish.")
+
+    def _loss(self, model: nn.Module, inputs: Any) -> Loss:
+        """The loss of a micro-batch, a sum over its items: without logits, or the model's own mean times its items."""
+        flat = None if self.label_smoother is not None or not has_plain_loss(self.model) else self._flat(inputs)
+        if flat is not None and (head := self._fitted().head) is not None:
+            return Loss(sum_of_padding_free(model, flat, head))
+        num_items = self._num_items(inputs)
+        mean = self.compute_loss(model, inputs, num_items_in_batch=self._items(inputs, num_items))
+        refuse_no_loss(mean)
+        return Loss(mean * num_items)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch.
@@ -393,23 +409,26 @@ class Trainer:
             (``self.accelerator.backward``); both its gradient and what it returns are used as they are.
         """
         model.train()
-        loop.set_optimizer_mode(self.optimizer, is_training=True)
-        counts = not isinstance(inputs, Lent)
+        set_optimizer_mode(self.optimizer, is_training=True)
+        counts = not isinstance(inputs, PaddingBatch)
         inputs = self._prepare_inputs(inputs)
-        weight = self._weight(inputs) * counts
-        share, items = self._step.share(weight), self._items(inputs, weight)
+        own = self._num_items(inputs) * counts
+        share, items = self._step.share(own), self._items(inputs, own)
         if self.loss_is_scaled_for_ga:
-            share, items = torch.ones_like(weight), num_items_in_batch
+            share, items = torch.ones_like(own), num_items_in_batch
         with self.compute_loss_context_manager():
             loss = accepting(self.compute_loss, "num_items_in_batch")(model, inputs, num_items_in_batch=items)
         refuse_no_loss(loss)
-        every = self.args.torch_empty_cache_steps
-        if every is not None and self.state.global_step % every == 0:
-            self.accelerator.free_memory()
+        self._empty_cache_if_due()
         loss = loss * (share * self._engine.world_size)  # the engine averages over processes; a sum is wanted
         self.accelerator.backward(loss)
         detached: Tensor = loss.detach()
         return detached
+
+    def _empty_cache_if_due(self) -> None:
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            self.accelerator.free_memory()
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -451,11 +470,6 @@ class Trainer:
         return fit_prefix_sharing(self.model, self._leaves_tokens_out and has_plain_loss(self.model))
 
     @property
-    def _computes_loss_itself(self) -> bool:
-        """Tell whether ``compute_loss`` is burnish's; an override may never come to what is asked here."""
-        return type(self).compute_loss.__module__.startswith("burnish.") and "compute_loss" not in vars(self)
-
-    @property
     def _leaves_tokens_out(self) -> bool:
         """Tell whether tokens that no loss depends on are to be left out: as asked, and else on a CPU."""
         wanted = self.args.needed_tokens_only
@@ -488,14 +502,14 @@ class Trainer:
             data, lambda tensor: tensor.to(device), lambda value: value.to(device) if hasattr(value, "to") else value
         )
 
-    def _weight(self, inputs: Batch) -> Tensor:
+    def _num_items(self, inputs: Batch) -> Tensor:
         """() the items of a micro-batch that share the step's mean."""
-        return weight_of(inputs, inspection.loss_shifts_labels(self.model), self._engine.device)
+        return num_items_of(inputs, inspection.loss_shifts_labels(self.model), self._engine.device)
 
-    def _items(self, inputs: Batch, weight: Tensor) -> Tensor | None:
+    def _items(self, inputs: Batch, num_items: Tensor) -> Tensor | None:
         """() ``num_items_in_batch``: at least 1, so that a micro-batch without labels adds 0 and not 0/0."""
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        return weight.clamp(min=1) if counts and isinstance(named_in(inputs).get("labels"), Tensor) else None
+        return num_items.clamp(min=1) if counts and isinstance(named_in(inputs).get("labels"), Tensor) else None
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Operations of forward and backward, for ``total_flos``: 6 x tokens x parameters without embeddings."""
@@ -568,7 +582,7 @@ class Trainer:
         gathered = evaluation.Gathered(args, self._engine, self.accelerator.gather, self.compute_metrics, keeps)
         main = getattr(self.model, "main_input_name", "input_ids")
         for inputs, is_own, is_last in with_last(in_step(self._read_ahead(dataloader, only_loss), self._engine)):
-            weight = self._weight(self._prepare_input(inputs))
+            weight = self._num_items(self._prepare_input(inputs))
             loss, logits, labels = self.prediction_step(model, inputs, only_loss, ignore_keys=ignore_keys)
             shown = self._prepare_input(inputs[main]) if "inputs" in args.include_for_metrics else None
             if logits is not None and self.preprocess_logits_for_metrics is not None:
@@ -596,7 +610,7 @@ class Trainer:
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager(), explaining_ids(self.model, inputs):
             if has_loss:
-                items = self._items(inputs, self._weight(inputs))
+                items = self._items(inputs, self._num_items(inputs))
                 if prediction_loss_only and type(self).compute_loss is Trainer.compute_loss:
                     return compute(model, inputs, num_items_in_batch=items).detach().mean(), None, None
                 loss, outputs = compute(model, inputs, return_outputs=True, num_items_in_batch=items)
@@ -608,12 +622,6 @@ class Trainer:
         ignored = evaluation.ignored_outputs(self.model) if ignore_keys is None else ignore_keys
         return loss, evaluation.logits_of(outputs, ignored, has_loss), labels
 
-    def _evaluate(self, ignore_keys: list[str] | None) -> dict[str, float]:
-        """An evaluation that the loop asks for, by way of ``evaluate``."""
-        metrics = self.evaluate(ignore_keys=ignore_keys)
-        self._report_to_hp_search(self._trial, self.state.global_step, metrics)
-        return metrics
-
     def _model_for_evaluation(self) -> nn.Module:
         """The model without dropout; in half precision where that is asked for, outside of training only."""
         model, dtype = self.model_wrapped, full_eval_dtype(self.args)
@@ -622,7 +630,7 @@ class Trainer:
         elif not self.is_in_train and self.place_model_on_device:
             model = model.to(self._engine.device)
         model.eval()
-        loop.set_optimizer_mode(self.optimizer, is_training=False)
+        set_optimizer_mode(self.optimizer, is_training=False)
         return model  # type: ignore[no-any-return]
 
     # --- data: loaders.py, stream.py ----------------------------------------------------------------------------------
@@ -804,24 +812,20 @@ class Trainer:
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write ``checkpoint-<step>`` with everything that the run needs to go on."""
-        assert self._run is not None
-        checkpoints: Any = self._run.checkpoints
-        if checkpoints.due is None:  # asked for by a script or a callback rather than by the loop
-            loop.save(self._run)
-            return
-        folder = checkpoints.write()
+        """Write ``checkpoint-<step>`` with everything that the run needs to continue."""
+        assert self._loop is not None
+        folder = self._loop.write_checkpoint()
         if self.args.push_to_hub:
-            checkpoints.wait()
+            self._loop.checkpoints.wait()
             self._push_from_checkpoint(str(folder))
 
     def _save_now(self) -> str:
-        """Save a checkpoint at the step at which the run stands. Returns its folder."""
-        if self._run is None:
+        """Save a checkpoint of the current step. Returns its folder."""
+        if self._loop is None:
             raise RuntimeError("There is no run to save: accelerator.save_state() belongs into a training.")
-        loop.save(self._run)
-        self._run.checkpoints.wait()
-        return str(self._run.checkpoints.path(self.state.global_step))
+        self._loop.save()
+        self._loop.checkpoints.wait()
+        return str(self._loop.checkpoints.path(self.state.global_step))
 
     def _write_extras(self, folder: Path) -> None:
         """Write the files that make a checkpoint loadable elsewhere; ``Checkpoints`` writes its weights."""
@@ -856,17 +860,6 @@ class Trainer:
                 logs.update(speed_metrics("train", start_time, num_tokens=tokens))
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._tell("on_log", logs=logs)
-
-    def _log_from_loop(self, values: dict[str, Any], started: float) -> None:
-        """Pass the loop's messages on, by way of ``log``."""
-        if "skipped_steps" in values:
-            logger.warning(skipped_sentence(values["skipped_steps"], self.state.global_step))
-        if "train_runtime" in values:
-            self._finalize_training(values)
-        if "loss" in values:
-            self.log(values, started)
-        else:
-            self.log(values)
 
     def _finalize_training(self, summary: dict[str, Any]) -> None:
         """Add the memory to the summary. transformers' tracker knows the stage by the name of its caller."""
@@ -1017,3 +1010,116 @@ class Trainer:
         """Report an evaluation's objective to the trial, which may be given up for it."""
         if self._search is not None and trial is not None:
             self._search.report(trial, step, metrics, give_up=lambda: self._tell("on_train_end"))
+
+
+# --- the loop of a Trainer --------------------------------------------------------------------------------------------
+
+
+class TrainerLoop(Loop):
+    """The loop of a ``Trainer``, which calls the trainer's methods where a script may override them.
+
+    microstep    ``training_step``, if a script computes the loss; else the loop's own
+    loss         ``_prepare_inputs``, then the objective, within ``compute_loss_context_manager``
+    evaluate     ``evaluate``
+    record       ``log``
+    save         ``_save_checkpoint``
+    load         also checkpoints of transformers
+
+    Args:
+        plan: the steps of the run. accumulation: micro-batches of a step.
+        ignore_keys: outputs of the model that evaluations leave out.
+        parts: the other arguments of ``Loop``.
+    """
+
+    def __init__(
+        self, trainer: Trainer, plan: StepPlan, accumulation: int, ignore_keys: list[str] | None, **parts: Any
+    ) -> None:
+        super().__init__(trainer.args, **parts)
+        self.trainer, self.plan, self.accumulation, self.ignore_keys = trainer, plan, accumulation, ignore_keys
+        self.started_s = time.time()
+
+    def microstep(self, batch: Batch, num_items: Tensor, is_last: bool) -> Loss:
+        """The loop's microstep; or ``training_step``, a mean, if a script computes the loss."""
+        trainer = self.trainer
+        self.state.total_flos += float(trainer.floating_point_ops(batch))
+        with explaining_ids(trainer.model, batch):
+            if not trainer.loss_is_scripted:
+                return super().microstep(batch, num_items, is_last)
+            trainer._step = StepUnderWay(num_items)
+            items = None if trainer._items(batch, num_items) is None else num_items
+            with self.engine.microbatch(self.model, last=is_last):
+                value = accepting(trainer.training_step, "num_items_in_batch")(
+                    self.model, batch, num_items_in_batch=items
+                )
+        sums, trainer._step = trainer._step.sums, StepUnderWay()
+        return Loss(without_gradient(value, self.engine.device) * (num_items / self.engine.world_size), sums)
+
+    def loss(self, batch: Batch) -> Loss:
+        """The objective's loss of the inputs that the trainer prepares. A padding batch counts nothing."""
+        trainer = self.trainer
+        self.set_training_mode(True)  # a callback may have evaluated
+        inputs = trainer._prepare_inputs(batch)
+        with trainer.compute_loss_context_manager():
+            loss = self.objective.loss(self.model, inputs)
+        trainer._empty_cache_if_due()
+        return without_weight(loss) if isinstance(batch, PaddingBatch) else loss
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate as ``Trainer.evaluate`` does, which logs each set and tells the callbacks."""
+        metrics = self.trainer.evaluate(ignore_keys=self.ignore_keys)
+        self.trainer._report_to_hp_search(self.trainer._trial, self.state.global_step, metrics)
+        return metrics
+
+    def record(self, values: dict[str, Any]) -> None:
+        """Pass ``values`` to ``Trainer.log``; with the start of the training, for the tokens per second of a step."""
+        if "skipped_steps" in values:
+            logger.warning(skipped_sentence(values["skipped_steps"], self.state.global_step))
+        if "loss" in values:
+            self.trainer.log(values, self.started_s)
+        else:
+            self.trainer.log(values)
+
+    def summary(self, unlogged: Mapping[str, float]) -> dict[str, float]:
+        """The loop's summary, with the metrics of steps that were not logged, as TRL's, and the memory."""
+        metrics = {name: value for name, value in unlogged.items() if name not in ("loss", "grad_norm")}
+        values = {**super().summary(unlogged), **metrics}
+        self.trainer._finalize_training(values)
+        return values
+
+    def save(self) -> None:
+        self.trainer._save_checkpoint(self.trainer.model, self.trainer._trial)
+        self.callbacks.fire("on_save")
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint of burnish or of transformers. The arguments are followed where they differ."""
+        with keeping_plan(self.state):
+            if is_foreign(folder):
+                notes = load_foreign(folder, self, self.trainer.model, self.plan.steps_per_epoch, self.accumulation)
+            else:
+                notes = compare_with_checkpoint(folder, self.checkpoints.fingerprints, despite=True)
+                there = {n: p for n, p in self.parts.items() if p.is_saved or checkpoint.has_part(folder, p.stem_of(0))}
+                checkpoint.load(folder, there, self.engine.rank)
+            for note in [*notes, *training.differences(self.state, self.trainer.args)]:
+                logger.warning(note)
+        best = self.state.best_model_checkpoint
+        if best is not None and not Path(best).is_dir():
+            logger.warning(f"The best checkpoint so far, {best}, is gone; it is not loaded at the end.")
+            self.state.best_model_checkpoint = None
+        if self.trainer.args.ignore_data_skip:
+            self.stream.load_state_dict({"epoch": self.stream.state_dict()["epoch"], "position": 0})
+
+    def describe_rows(self, items: Sequence[int]) -> str:
+        return f"rows {', '.join(map(str, items))} of train_dataset"
+
+
+class TrainerObjective(Objective):
+    """The loss that a ``Trainer`` or its model computes, as the loop's objective."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def num_items(self, batch: Batch) -> Tensor:
+        return self.trainer._num_items(batch) * (not isinstance(batch, PaddingBatch))
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        return self.trainer._loss(module, batch)

@@ -20,28 +20,23 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from burnish.checkpoint import checkpoint
-from burnish.checkpoint.comparison import compare_with_checkpoint
 from burnish.config.errors import UserError
 from burnish.config.options import raise_if
 from burnish.kernels.lora import holds_factors
 from burnish.loop.protocols import Engine
-from burnish.loop.run import Run
 from burnish.loop.schedule import StepPlan, plan_steps
-from burnish.loop.spikes import SpikeWatch
 from burnish.loop.state import TrainerState
 from burnish.losses.neftune import NOISE
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.patches.liger import apply_liger, liger_problems
 from burnish.parallel.precision import compute_sentence, has_products, slow_products
-from burnish.run.assemble import keeping_plan
 from burnish.run.recovery.interrupt import InterruptCallback
-from burnish.run.recovery.spikes import watch_for_spikes
 from burnish.trainer import notes
 from burnish.trainer.accelerator import EngineAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.callbacks import FaceHandler
 from burnish.trainer.data.stream import num_batches, order_in
-from burnish.trainer.files.transformers_checkpoints import is_foreign, load_foreign
+from burnish.trainer.files.transformers_checkpoints import is_foreign
 from burnish.utils.files import only_writer
 from burnish.utils.patching import Reason, record, restore
 
@@ -92,7 +87,7 @@ def say_compute_dtype(model: nn.Module, autocast: torch.dtype | None, device: to
 
 
 def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int) -> StepPlan:
-    """Steps and epochs, counted in micro-batches of this rank. The last group of an epoch may be incomplete."""
+    """Steps and epochs, counted in micro-batches of this rank. The last step of an epoch may be incomplete."""
     batches = num_batches(loader)
     if not batches and args.max_steps <= 0:
         raise ValueError(
@@ -105,15 +100,14 @@ def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int) -> 
     return plan_steps(counted, batches or None)
 
 
-def watch_of(args: TrainingArguments, loader: Any) -> SpikeWatch | None:
-    """The watch for spikes. Raises UserError where it is asked for, and the rows of a step are not known."""
+def check_spikes(args: TrainingArguments, loader: Any) -> None:
+    """Raise UserError if a run is to go back after spikes, and the rows of a step are not known."""
     if args.on_spike == "go_back" and order_in(loader) is None:
         raise UserError(
             '"on_spike" must be no here: go_back leaves out the rows of a step, and a loader or a stream of a '
             'script\'s own does not say which they are. Received: "go_back".',
             remedy="Let the Trainer make the loader of a train_dataset with a length, or set on_non_finite.",
         )
-    return watch_for_spikes(args)
 
 
 def trainer_fingerprints(args: TrainingArguments, plan: StepPlan, rows_per_step: int) -> dict[str, Any]:
@@ -196,27 +190,6 @@ def _newest_whole(found: Path, args: TrainingArguments) -> Path:
     if whole is None:
         raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
     return whole
-
-
-def continue_from(
-    folder: Path, run: Run, model: nn.Module, plan: StepPlan, accumulation: int, args: TrainingArguments
-) -> None:
-    """Give every part its state back, then let the arguments have their say."""
-    with keeping_plan(run.state):
-        if is_foreign(folder):
-            said = load_foreign(folder, run, model, plan.steps_per_epoch, accumulation)
-        else:
-            said = compare_with_checkpoint(folder, run.checkpoints.fingerprints, despite=True)
-            there = {n: p for n, p in run.parts.items() if p.is_saved or checkpoint.has_part(folder, p.stem_of(0))}
-            checkpoint.load(folder, there, run.engine.rank)
-        for note in [*said, *differences(run.state, args)]:
-            logger.warning(note)
-    best = run.state.best_model_checkpoint
-    if best is not None and not Path(best).is_dir():
-        logger.warning(f"The best checkpoint so far, {best}, is gone; it is not loaded at the end.")
-        run.state.best_model_checkpoint = None
-    if args.ignore_data_skip:
-        run.stream.load_state_dict({"epoch": run.stream.state_dict()["epoch"], "position": 0})
 
 
 def differences(before: TrainerState, args: TrainingArguments) -> list[str]:

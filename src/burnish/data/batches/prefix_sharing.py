@@ -19,9 +19,10 @@ neither it nor what follows it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
+from typing import Any
 
 from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.utils.sequences import shared_beginning
@@ -58,7 +59,7 @@ def segments(sequences: Sequence[Row], least_spared: int = _LEAST_SPARED) -> lis
     nothing is learned has no segment."""
     bounds = [_learned(sequence["labels"]) for sequence in sequences]
     needed = [number for number, (_, last) in enumerate(bounds) if last > 0]
-    shareable = {number: list(sequences[number]["input_ids"][: bounds[number][0] - 1]) for number in needed}
+    shareable = _contents(sequences, {number: bounds[number][0] - 1 for number in needed})
     # In sorted order, neighbours have the longest prefixes in common.
     order = sorted(needed, key=shareable.__getitem__)
     common = [shared_beginning(shareable[a], shareable[b]) for a, b in pairwise(order)]
@@ -78,6 +79,20 @@ def segments(sequences: Sequence[Row], least_spared: int = _LEAST_SPARED) -> lis
         parted = [low, *(place + 1 for place in range(low, high - 1) if common[place] == end), high]
         groups += [(*parts, begin, path) for parts in pairwise(parted)]
     return found if any(segment.path for segment in found) else sorted(found, key=lambda segment: segment.sequence)
+
+
+def _contents(sequences: Sequence[Row], lengths: Mapping[int, int]) -> dict[int, list[Any]]:
+    """Comparable values for the first positions of sequences: ids, or pairs of id and hash if any row has pictures."""
+    if not any("content_hashes" in sequences[number] for number in lengths):
+        return {number: list(sequences[number]["input_ids"][:length]) for number, length in lengths.items()}
+    return {
+        number: list(zip(sequences[number]["input_ids"][:length], _hashes(sequences[number]), strict=False))
+        for number, length in lengths.items()
+    }
+
+
+def _hashes(sequence: Row) -> Iterable[int]:
+    return sequence.get("content_hashes") or repeat(0)
 
 
 def _learned(labels: Sequence[int]) -> tuple[int, int]:

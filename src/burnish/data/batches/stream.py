@@ -7,7 +7,7 @@ sees the same items in the same steps, and to resume is to set two numbers: epoc
 
 In:  items (rows or packs) that can be indexed, a function that collates some of them.
 Out: step batches. A rank for which the last, incomplete step has no items gets a blank batch, whose weight is 0. Where
-     rows are encoded while the loop runs, a micro-batch whose examples all give no row (None) is blank too.
+     rows are streamed, a micro-batch whose examples all give no row (None) is blank too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from itertools import tee
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +24,7 @@ from burnish.config.checks import notes
 from burnish.config.options import option
 from burnish.data.batches.budget import Budget
 from burnish.loop.types import IGNORE_INDEX, Batch, Row, StepBatch
+from burnish.utils.sequences import OnDemand
 
 
 @dataclass
@@ -50,7 +52,6 @@ class ReadAheadChoices(Protocol):
 
     dataloader_num_workers: int
     dataloader_prefetch_factor: int | None
-    encode_ahead: bool | str
     streaming: bool
 
 
@@ -60,7 +61,9 @@ def stream_notes(options: ReadAheadChoices) -> list[str]:
     asked, cores = options.dataloader_num_workers, os.cpu_count() or 1
     if options.dataloader_prefetch_factor is not None and not asked:
         return ['"dataloader_prefetch_factor" has no effect without dataloader_num_workers.']
-    if asked <= cores or options.streaming or options.encode_ahead is True:  # those have none: ahead_notes
+    if options.streaming and asked:
+        return ['"dataloader_num_workers" has no effect when streaming: rows are encoded and collated in the loop.']
+    if asked <= cores:
         return []
     return [f'"dataloader_num_workers" is {asked}; this machine has {cores} cores, so {cores} are used.']
 
@@ -193,14 +196,13 @@ class RowStream:
         seed: the seed of the order.
         buffer_size: see ``order_of``.
         lengths: tokens of each item, for "group_by_length" and for a budget.
-        read: the batches of an epoch; where nothing is given, ``BatchReader``.
-        keys: what stands for each item of a step in ``read``, if a row depends on the others of its step.
+        keys: all items of a step -> the key of each in ``items``, if a row depends on the others of its step.
     """
 
     def __init__(
         self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], cut: StepPartition, *, seed: int,
         options: StreamOptions | None = None, lengths: Sequence[int] | None = None, buffer_size: int | None = None,
-        read: Reads | None = None, keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None,
+        keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None,
     ) -> None:  # fmt: skip
         self.items = items
         self.buffer_size = buffer_size
@@ -208,7 +210,7 @@ class RowStream:
         self.seed = seed
         self.options = options or StreamOptions()
         self.keys = keys
-        self.read = read or BatchReader(items, collate, self.options)
+        self.collate = collate
         self.lengths = lengths
         self.epoch = 0
         self.position = 0  # items of this epoch that have been used
@@ -225,12 +227,10 @@ class RowStream:
         order = self.order(epoch)[:size]
         starts = range(self.position, size, self.cut.rows_per_step)
 
-        def dealt() -> Iterator[list[Sequence[Any]]]:  # lazily: a long epoch has too many steps for a list
-            return (self._dealt(order[start : start + self.cut.rows_per_step]) for start in starts)
-
-        parts = (part or order[:1] for group in dealt() for part in group)
-        batches = self.read(order[self.position :] + order[: self.position], parts)
-        for start, group in zip(starts, dealt(), strict=True):
+        # Lazily: a long epoch has too many steps for a list.
+        steps, again = tee(self._partition(order[start : start + self.cut.rows_per_step]) for start in starts)
+        batches = self._batches(part or order[:1] for group in again for part in group)
+        for start, group in zip(starts, steps, strict=True):
             end = min(start + self.cut.rows_per_step, size)
             items = self._kept(order[start:end])
             made = [_blank(next(batches)) if not part else next(batches) for part in group]
@@ -246,7 +246,27 @@ class RowStream:
                 num_tokens=sum(num_tokens(batch) for batch, part in zip(made, group, strict=True) if part),
             )
 
-    def _dealt(self, step: list[int]) -> list[Sequence[Any]]:
+    def _batches(self, parts: Iterator[Sequence[Any]]) -> Iterator[Batch]:
+        """The batch of each micro-batch, collated here or by worker processes."""
+        items = self.items
+        if self.options.dataloader_num_workers == 0 or getattr(items, "is_streamed", False):
+            taken = items.some if isinstance(items, OnDemand) else lambda part: [items[index] for index in part]
+            return (collate_present(taken(part), self.collate) for part in parts)
+        from torch.utils.data import DataLoader
+
+        return iter(
+            DataLoader(
+                items,  # type: ignore[arg-type]
+                batch_sampler=list(parts),  # type: ignore[arg-type]
+                collate_fn=self.collate,
+                num_workers=min(self.options.dataloader_num_workers, os.cpu_count() or 1),
+                prefetch_factor=self.options.dataloader_prefetch_factor,
+                pin_memory=self.options.dataloader_pin_memory and torch.cuda.is_available(),
+                generator=torch.Generator(),  # its own, so that the global one is not drawn from
+            )
+        )
+
+    def _partition(self, step: list[int]) -> list[Sequence[Any]]:
         """This rank's micro-batches of a step: items, or what stands for them where a row depends on its step."""
         chosen = self._kept(step)
         parts: list[Sequence[Any]] = self.cut.micro_batches(chosen, self.lengths)
@@ -264,9 +284,9 @@ class RowStream:
         strategy = "group_by_length" if self.options.group_by_length else self.options.train_sampling_strategy
         return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step, self.buffer_size)
 
-    def advance(self, group: StepBatch) -> None:
-        if group.cursor is not None:
-            self.load_state_dict(group.cursor)
+    def advance(self, step_batch: StepBatch) -> None:
+        if step_batch.cursor is not None:
+            self.load_state_dict(step_batch.cursor)
 
     @property
     def is_used_up(self) -> bool:
@@ -285,55 +305,6 @@ class RowStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
         self.leave_out(state.get("left_out", ()))
-
-
-Reads: TypeAlias = "Callable[[Sequence[int], Iterator[Sequence[int]]], Iterator[Batch]]"
-"""The items of an epoch in the order of their use, and its micro-batches -> a batch for each of these."""
-
-
-@dataclass(frozen=True)
-class BatchReader:
-    """Batches of items that are there, collated here or by worker processes."""
-
-    items: Sequence[Any]
-    collate: Callable[[Sequence[Any]], Batch]
-    options: StreamOptions
-
-    def __call__(self, order: Sequence[int], parts: Iterator[Sequence[int]]) -> Iterator[Batch]:
-        if self.options.dataloader_num_workers == 0:
-            return (self.collate([self.items[index] for index in part]) for part in parts)
-        from torch.utils.data import DataLoader
-
-        return iter(
-            DataLoader(
-                self.items,  # type: ignore[arg-type]
-                batch_sampler=list(parts),  # type: ignore[arg-type]
-                collate_fn=self.collate,
-                num_workers=min(self.options.dataloader_num_workers, os.cpu_count() or 1),
-                prefetch_factor=self.options.dataloader_prefetch_factor,
-                pin_memory=self.options.dataloader_pin_memory and torch.cuda.is_available(),
-                generator=torch.Generator(),  # its own, so that the global one is not drawn from
-            )
-        )
-
-
-@dataclass(frozen=True)
-class LateReader:
-    """Batches of rows that are made while the loop runs, some of which may turn out to be None."""
-
-    rows: LateRows
-    collate: Callable[[Sequence[Any]], Batch]
-
-    def __call__(self, order: Sequence[int], parts: Iterator[Sequence[int]]) -> Iterator[Batch]:
-        self.rows.follow(order)
-        return (collate_present(self.rows.some(part), self.collate) for part in parts)
-
-
-class LateRows(Protocol):
-    """Rows that hear the order in which they will be used."""
-
-    def some(self, indices: Sequence[int], /) -> list[Any]: ...
-    def follow(self, order: Sequence[int], /) -> None: ...
 
 
 _SEQUENCE: tuple[list[int], list[int]] = ([0, 0], [IGNORE_INDEX, 0])

@@ -15,9 +15,8 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.data.chat.answers import Chat, Rendered, Renderer, Tools, common_end, common_start
-from burnish.data.chat.labels import TemplateChoices
+from burnish.data.chat.labels import NO_MESSAGE, Segment, TemplateChoices, Turn
 from burnish.data.chat.rendering import UnreadableTemplate
-from burnish.data.chat.segments import NO_MESSAGE, Segment, Turn
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.chat.tools.tools import ToolError, function_schema, read_calls, read_tools
 from burnish.data.tally import Tally

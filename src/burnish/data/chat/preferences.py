@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
-from burnish.data.chat.labels import TemplateChoices
-from burnish.data.chat.segments import Segment, Turn, concatenated, masked
+from burnish.data.chat.labels import Segment, Turn, concatenated, masked
 from burnish.data.chat.truncate import fit_segments, refuse_long
 from burnish.data.tally import Tally
 from burnish.loop.types import Example, Row
@@ -25,6 +24,15 @@ EQUAL_AFTER_CUT = "dropped: its answers are the same once cut to cutoff_len"
 NOTHING_LEFT = "dropped: cutoff_len leaves nothing of an answer"
 TOO_LONG = "dropped: longer than cutoff_len"
 CUT = "cut: shortened to cutoff_len"
+
+
+class TruncationChoices(Protocol):
+    """The options that pairs depend on."""
+
+    @property
+    def truncation(self) -> str: ...
+    @property
+    def on_too_long(self) -> str: ...
 
 
 def with_answer(example: Example, side: str) -> Example:
@@ -47,7 +55,7 @@ def with_other(example: Example) -> Example:
 
 def pair_rows(
     examples: Sequence[Example], chosen: Sequence[Turn | None], rejected: Sequence[Turn | None],
-    options: TemplateChoices, room: int, tally: Tally,
+    options: TruncationChoices, room: int, tally: Tally,
 ) -> list[Row | None]:  # fmt: skip
     """A row per pair, None where it gives nothing to train on (counted in ``tally``).
 
@@ -73,7 +81,7 @@ def pair_rows(
 
 def verdict_rows(
     examples: Sequence[Example], own: Sequence[Turn | None], others: Sequence[Turn | None],
-    options: TemplateChoices, room: int, tally: Tally,
+    options: TruncationChoices, room: int, tally: Tally,
 ) -> list[Row | None]:  # fmt: skip
     """A row per labelled response, and its prompt with another response where the example has one."""
     _refuse_long(examples, own, options, room)
@@ -84,8 +92,7 @@ def verdict_rows(
             rows.append(None)
             continue
         row: Row = {**_columns(fitted[0], fitted[1], ""), "tag": bool(example.tag)}
-        has_other = other is not None and example.other is not None
-        beside = _fitted(example, other, options, room, Tally()) if other is not None and has_other else None
+        beside = None if other is None else _fitted(example, other, options, room, Tally())
         rows.append(row if beside is None else row | _columns(beside[0], beside[1], "kl_"))
     return rows
 
@@ -108,7 +115,7 @@ def _lengthened(prompt: Segment, response: Segment, at: int) -> Segment:
 
 
 def _refuse_long(
-    examples: Sequence[Example], encoded: Sequence[Sequence[Segment] | None], options: TemplateChoices, room: int
+    examples: Sequence[Example], encoded: Sequence[Sequence[Segment] | None], options: TruncationChoices, room: int
 ) -> None:
     if options.on_too_long == "raise":
         refuse_long(examples, (0 if one is None else _length(one) for one in encoded), room)
@@ -121,7 +128,7 @@ def _length(encoded: Sequence[Segment]) -> int:
 
 
 def _fitted(
-    example: Example, encoded: Sequence[Segment], options: TemplateChoices, room: int, tally: Tally
+    example: Example, encoded: Sequence[Segment], options: TruncationChoices, room: int, tally: Tally
 ) -> list[Segment] | None:
     """A prompt and its responses within ``room`` tokens; None where they are dropped for it, which is counted."""
     fitted: list[Segment] | None = list(encoded)

@@ -21,8 +21,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, TypeAlias
 
 from burnish.data.chat.jinja import write_jinja
-from burnish.data.chat.labels import TemplateChoices
-from burnish.data.chat.segments import Segment, Turn, concatenated
+from burnish.data.chat.labels import Segment, TemplateChoices, Turn, concatenated
 from burnish.data.chat.table import CONTENT, Slots, TemplateSpec, Token
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, describe_tools
 from burnish.data.chat.tools.tools import ToolError, read_calls

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 
 from burnish.config.errors import Problem
 from burnish.config.options import option, raise_if
-from burnish.data.chat.segments import Segment, Turn
+from burnish.data.chat.labels import Segment, Turn
 from burnish.loop.types import Example
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from burnish.config.errors import Problem, UserError, first_line
 from burnish.data.reading.json_files import (
@@ -137,7 +137,7 @@ def _types() -> str:
 def read_text(path: Path) -> Iterator[Values]:
     """Yield a record per line, in the column "text"; as in datasets' text loader, empty lines are records too."""
     with path.open("rb") as file:
-        yield from (text_record(path, line) for _, line in byte_lines(file))
+        yield from ({"text": decoded(path, line).rstrip("\r\n")} for line in byte_lines(file))
 
 
 def json_in_text(path: Path) -> str:
@@ -161,67 +161,39 @@ def _begins_records(line: bytes) -> bool:
         return False
 
 
-def text_record(path: Path, line: bytes) -> Values:
-    return {"text": decoded(path, line).rstrip("\r\n")}
-
-
 def read_csv(path: Path) -> Iterator[Values]:
     """Yield a record per row under a header. Every value is text as written: "007" stays "007"."""
-    with path.open("rb") as file:
-        rows = csv_rows(path, file)
-        header = next(rows, None)
-        for row in rows:
-            assert header is not None
-            yield dict(zip(header.values, row.values, strict=True))
+    rows = _csv_rows(path)
+    _, header = next(rows, (0, []))
+    yield from (dict(zip(header, row, strict=True)) for _, row in rows)
 
 
-class CsvRow(NamedTuple):
-    """One row, and its place: ``begin`` and ``end`` in bytes, the line on which it begins."""
-
-    line: int
-    begin: int
-    end: int
-    values: list[str]
-
-
-def csv_rows(path: Path, file: Iterable[bytes]) -> Iterator[CsvRow]:
-    """Yield the header and the rows under it, without blank ones; a quoted value may hold line ends.
-
-    Args:
-        file: the open file of ``path``.
-    """
+def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield line number and values of the header and of the rows under it, without blank ones; a quoted value may hold
+    line ends."""
     csv.field_size_limit(_CSV_FIELD)  # the default, 128 KiB, is less than a long document; the setting is global
-    begin = end = num_columns = 0
-
-    def texts() -> Iterator[str]:
-        nonlocal end
-        for offset, line in byte_lines(file):
-            end = offset + len(line)
-            yield decoded(path, line)
-
-    reader = csv.reader(texts(), strict=True)
-    while True:
-        line, begin = reader.line_num + 1, end
-        try:
-            row = next(reader, None)
-        except csv.Error as error:
-            raise UserError(f"the CSV is broken: {error}.", where=f"{path}, line {line}") from None
-        if row is None:
-            return
-        if row:
-            if not num_columns and (twice := next((name for name in row if name and row.count(name) > 1), "")):
-                raise UserError(f'the header names the column "{twice}" twice.', where=f"{path}, line {line}")
-            num_columns = num_columns or len(row)
-            if len(row) != num_columns:
-                what = f"the row has {count(len(row), 'value')}, and the header names {count(num_columns, 'column')}."
-                remedy = 'A value that holds a comma or a line break must stand in quotes: "a, b".'
-                raise UserError(what, where=f"{path}, line {line}", remedy=remedy)
-            yield CsvRow(line, begin, end, row)
-
-
-def _csv_places(path: Path) -> Iterator[int]:
+    num_columns = 0
     with path.open("rb") as file:
-        yield from (row.line for row in islice(csv_rows(path, file), 1, None))
+        reader = csv.reader((decoded(path, line) for line in byte_lines(file)), strict=True)
+        while True:
+            line = reader.line_num + 1
+            try:
+                row = next(reader, None)
+            except csv.Error as error:
+                raise UserError(f"the CSV is broken: {error}.", where=f"{path}, line {line}") from None
+            if row is None:
+                return
+            if row:
+                if not num_columns and (twice := next((name for name in row if name and row.count(name) > 1), "")):
+                    raise UserError(f'the header names the column "{twice}" twice.', where=f"{path}, line {line}")
+                num_columns = num_columns or len(row)
+                if len(row) != num_columns:
+                    what = (
+                        f"the row has {count(len(row), 'value')}, and the header names {count(num_columns, 'column')}."
+                    )
+                    remedy = 'A value that holds a comma or a line break must stand in quotes: "a, b".'
+                    raise UserError(what, where=f"{path}, line {line}", remedy=remedy)
+                yield line, row
 
 
 def read_parquet(path: Path) -> Iterator[Values]:
@@ -233,10 +205,10 @@ def read_parquet(path: Path) -> Iterator[Values]:
 
 def read_arrow(path: Path) -> Iterator[Values]:
     """The rows of an Arrow file."""
-    return _rows_of(path, "Arrow", lambda: arrow_batches(path))
+    return _rows_of(path, "Arrow", lambda: arrow_table(path).to_batches())
 
 
-def _rows_of(path: Path, kind: str, batches: Callable[[], Iterator[Any]]) -> Iterator[Values]:
+def _rows_of(path: Path, kind: str, batches: Callable[[], Iterable[Any]]) -> Iterator[Values]:
     import pyarrow.lib  # type: ignore[import-untyped, unused-ignore]
 
     try:
@@ -247,20 +219,23 @@ def _rows_of(path: Path, kind: str, batches: Callable[[], Iterator[Any]]) -> Ite
         raise UserError(_not_of_type(path, kind, error)) from None
 
 
-def arrow_batches(path: Path) -> Iterator[Any]:
-    """The batches of rows of an Arrow file, stream (as datasets writes it) or random access, mapped into memory."""
+def arrow_table(path: Path) -> Any:
+    """An Arrow file, stream (as datasets writes it) or random access, as a table that is mapped into memory.
+
+    Raises:
+        UserError: if the file is neither.
+    """
     import pyarrow.ipc  # type: ignore[import-untyped, unused-ignore]
     import pyarrow.lib
 
-    source = pyarrow.memory_map(str(path))  # held open by the batches
+    source = pyarrow.memory_map(str(path))  # held open by the table
     try:
-        yield from pyarrow.ipc.open_stream(source)
+        return pyarrow.ipc.open_stream(source).read_all()
     except pyarrow.lib.ArrowInvalid:
         try:
-            file = pyarrow.ipc.open_file(source)
+            return pyarrow.ipc.open_file(source).read_all()
         except pyarrow.lib.ArrowInvalid as error:
             raise UserError(_not_of_type(path, "Arrow", error)) from None
-        yield from map(file.get_batch, range(file.num_record_batches))
 
 
 def _not_of_type(path: Path, kind: str, error: Exception) -> Problem:
@@ -277,6 +252,6 @@ READERS: dict[str, Callable[[Path], Iterator[Values]]] = {
 _LOCATORS: dict[str, Callable[[Path], Iterator[int]]] = {
     ".json": json_places,
     ".jsonl": json_places,
-    ".csv": _csv_places,
+    ".csv": lambda path: (line for line, _ in islice(_csv_rows(path), 1, None)),
     ".txt": lambda path: (line for line, text in enumerate(text_lines(path), start=1) for _ in text.split("\r")),
 }

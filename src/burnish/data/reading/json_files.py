@@ -234,15 +234,14 @@ def decoded(path: Path, raw: bytes) -> str:
         raise
 
 
-def byte_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, bytes) of each line with its end, which may also be a carriage return, as on old systems. A byte
-    order mark at the start is not part of the text."""
-    offset = 0
+def byte_lines(file: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield each line with its end, which may also be a carriage return, as on old systems. A byte order mark at the
+    start is not part of the text."""
+    is_first = True
     for raw in file:
         for line in raw.splitlines(keepends=True):
-            text = line.removeprefix(BOM) if offset == 0 else line
-            yield offset + len(line) - len(text), text
-            offset += len(line)
+            yield line.removeprefix(BOM) if is_first else line
+            is_first = False
 
 
 def first_character(path: Path) -> str:

@@ -28,17 +28,18 @@ from typing import Any, TypeAlias
 import burnish
 from burnish.config.bounds import LONG_RECORD
 from burnish.config.errors import Problem, UserError
-from burnish.data.length import num_characters, refuse_endless
+from burnish.data.length import num_characters
 from burnish.data.options import DataOptions
 from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_rows_manifest
-from burnish.data.sets.examples import Examples, content_hash
+from burnish.data.sets.examples import content_hash
 from burnish.data.tally import Tally
 from burnish.loop.types import Example, Row
 from burnish.utils.files import named_where_full, open_lock
 from burnish.utils.work import work
 
-Encode: TypeAlias = "Callable[[Sequence[Example], Tally], Sequence[Row | None]]"
-"""A batch of examples -> a row for each, None where it gives none; reasons go into the tally."""
+Encode: TypeAlias = "Callable[[Sequence[Any], Tally], Sequence[Row | None]]"
+"""A batch of examples, or of what it makes examples of -> a row for each, None where it gives none; reasons go into the
+tally."""
 Encoded: TypeAlias = "tuple[Sequence[Row | None], Tally]"
 """A row for each example, None where it gives none, and the tally of what was dropped or cut."""
 
@@ -49,8 +50,9 @@ IN_CACHE = "Set the environment variable BURNISH_CACHE to a folder that can be w
 
 
 def encode_rows(
-    examples: Sequence[Example], encode: Encode, tally: Tally, *, fingerprint: str | Mapping[str, Any],
-    options: DataOptions | None = None, name: str = "train", data: str | None = None,
+    examples: Sequence[Any], encode: Encode, tally: Tally, *, fingerprint: str | Mapping[str, Any],
+    options: DataOptions | None = None, name: str = "train", data: str | None = None, places: str | None = None,
+    title: str = "Encoding",
 ) -> Rows:  # fmt: skip
     """The rows of ``examples``: from the cache if they were encoded before, else encoded and cached.
 
@@ -60,33 +62,42 @@ def encode_rows(
         options: ``DataOptions``; None keeps the rows in memory.
         name: the name of the set, for its folder in ``tokenized_path``.
         data: the ``content_hash`` of the examples, where it is known.
+        places: what identifies their files and record numbers, where it is known.
+        title: of the progress bar.
 
     Raises:
         UserError: if ``tokenized_path`` holds rows that were made otherwise.
     """
     if options is None:
         writer = RowWriter()
-        _encode_all(examples, encode, tally, writer, BATCH_SIZE, 1)
+        _encode_all(examples, encode, tally, writer, BATCH_SIZE, 1, title)
         return writer.in_memory()
     made_from = _made_from(data or content_hash(examples), fingerprint)
-    folder = _folder(options, name, made_from, examples)
+    if places is None:  # the tally names them
+        places = "\n".join(f"{example.source}:{example.number}" for example in examples)
+    folder = _folder(options, name, made_from, places)
     with alone(folder, "Name another tokenized_path." if options.tokenized_path else IN_CACHE):
         if _is_stale(folder, options):
-            _make(folder, examples, encode, made_from, options)
+            _make(folder, examples, encode, made_from, options, title)
         _refuse_others(folder, made_from, options, has_data=bool(examples))
         tally.merge(Tally.from_json(read_rows_manifest(folder)["tally"]))
         return open_rows(folder)
 
 
 def _make(
-    folder: Path, examples: Sequence[Example], encode: Encode, made_from: Mapping[str, Any], options: DataOptions
+    folder: Path,
+    examples: Sequence[Any],
+    encode: Encode,
+    made_from: Mapping[str, Any],
+    options: DataOptions,
+    title: str,
 ) -> None:
     """Encode into a temporary folder, and rename it to ``folder`` when it is whole."""
     tally = Tally()
     size, workers = options.preprocessing_batch_size, _num_workers(options, len(examples))
     with replacing(folder) as partial:
         writer = RowWriter(partial)
-        _encode_all(examples, encode, tally, writer, size, workers)
+        _encode_all(examples, encode, tally, writer, size, workers, title)
         writer.close(made_from=made_from, tally=tally.to_json())
 
 
@@ -96,17 +107,6 @@ def _make(
 def cache_home() -> Path:
     """The folder of the cache; everything in it can be made again."""
     return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")
-
-
-def place_ahead(examples: Examples, fingerprint: Mapping[str, Any], options: DataOptions) -> Path:
-    """The folder of rows that are encoded while the loop runs; with ``overwrite_cache`` an old one is emptied."""
-    folder = cache_home() / "ahead" / _key(_made_from(examples.content_hash, fingerprint))
-    if options.overwrite_cache:
-        with alone(folder):
-            for segment in folder.glob("segment-*"):
-                if _is_mine_to_remove(segment):
-                    shutil.rmtree(segment)
-    return folder
 
 
 def _key(data: Any) -> str:
@@ -119,10 +119,8 @@ def _made_from(data: str, fingerprint: str | Mapping[str, Any]) -> dict[str, Any
     return dict(json.loads(json.dumps(made_from, default=str)))  # as it will be read back, to be compared with that
 
 
-def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], examples: Sequence[Example]) -> Path:
+def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], places: str) -> Path:
     if options.tokenized_path is None:
-        # Files and record numbers too, because the tally names them.
-        places = "\n".join(f"{example.source}:{example.number}" for example in examples)
         return cache_home() / "rows" / _key([made_from, places])
     root = Path(options.tokenized_path)
     if root.is_file() or (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
@@ -141,12 +139,8 @@ def _is_stale(folder: Path, options: DataOptions) -> bool:
     manifest = folder / MANIFEST
     if not manifest.is_file() or (options.tokenized_path is None and not is_whole(folder)):
         return True
-    return bool(options.overwrite_cache and _is_mine_to_remove(manifest))
-
-
-def _is_mine_to_remove(path: Path) -> bool:
-    """Return whether no other process of this run may have written it: one that is older than this process."""
-    return os.environ.get("WORLD_SIZE", "1") == "1" or path.stat().st_mtime < _STARTED
+    is_mine = os.environ.get("WORLD_SIZE", "1") == "1" or manifest.stat().st_mtime < _STARTED
+    return options.overwrite_cache and is_mine
 
 
 def is_whole(folder: Path) -> bool:
@@ -220,10 +214,11 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def _encode_all(
-    examples: Sequence[Example], encode: Encode, tally: Tally, writer: RowWriter, batch_size: int, num_workers: int
-) -> None:
+    examples: Sequence[Any], encode: Encode, tally: Tally, writer: RowWriter, batch_size: int, num_workers: int,
+    title: str,
+) -> None:  # fmt: skip
     starts = range(0, len(examples), batch_size)
-    with work(_title(examples), len(examples), "records") as advance:
+    with work(title, len(examples), "records") as advance:
         for start, (rows, counted) in zip(starts, _batches(examples, encode, starts, num_workers), strict=True):
             tally.merge(counted)
             for origin, row in enumerate(rows, start=start):
@@ -232,7 +227,7 @@ def _encode_all(
             advance(len(rows))
 
 
-def _title(examples: Sequence[Example]) -> str:
+def encoding_title(examples: Sequence[Example]) -> str:
     """``Encoding``, and the longest record where it will take its time."""
     sizes = ((num_characters(example), -number) for number, example in enumerate(examples))
     size, place = max(sizes, default=(0, 0))
@@ -241,15 +236,14 @@ def _title(examples: Sequence[Example]) -> str:
     return f"Encoding, with {examples[-place].place} of {size / 1e6:.1f} million characters"
 
 
-def _batches(examples: Sequence[Example], encode: Encode, starts: range, num_workers: int) -> Iterator[Encoded]:
+def _batches(examples: Sequence[Any], encode: Encode, starts: range, num_workers: int) -> Iterator[Encoded]:
     """Yield rows and tally of each batch, in order."""
 
     def encoded(start: int) -> Encoded | tuple[Problem, ...]:
         """Encode one batch, or return its problems: an exception would lose them on its way between processes."""
-        batch, counted = examples[start : start + starts.step], Tally()
+        counted = Tally()
         try:
-            refuse_endless(batch)
-            return encode(batch, counted), counted
+            return encode(examples[start : start + starts.step], counted), counted
         except UserError as error:
             return error.problems
 

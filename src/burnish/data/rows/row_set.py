@@ -1,13 +1,11 @@
-"""The rows of a set as a run asks for them, wherever they are: in memory, in files, made while the loop runs.
+"""The rows of a dataset: in memory, in a file, or encoded when they are used (streaming).
 
-In: a number. Out: a row, or None where an example gives none. Beside them what is known of the rows without reading
-them, and, of rows that are made while the loop runs, the order in which it will use them.
+In: a number. Out: a row, or None where an example gives none; and what is known of rows without reading them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -20,10 +18,10 @@ RowT_co = TypeVar("RowT_co", bound="Row | None", covariant=True)
 
 
 class RowSet(OnDemand[RowT_co]):
-    """The rows of a set. What is said here holds for rows that are whole before the first step."""
+    """The rows of a dataset. Subclasses give ``__len__`` and ``made``."""
 
-    is_late = False
-    """True where rows are made while the loop runs, so that lengths and tally are not known before."""
+    is_streamed = False
+    """True where rows are encoded when they are used, so that lengths and tally are not known before."""
 
     @cached_property
     def lengths(self) -> Sequence[int]:
@@ -39,16 +37,9 @@ class RowSet(OnDemand[RowT_co]):
         """The number of the example that a row was made from."""
         return index
 
-    def follow(self, order: Sequence[int]) -> None:
-        """Take note of the order in which the rows will be used."""
-
     def keys_of_step(self, chosen: Sequence[int]) -> Mapping[int, Any]:
         """Return a key for each row of a step (of all ranks, in order), where a row depends on the others of it."""
         return dict(zip(chosen, chosen, strict=True))
-
-    def going_ahead(self) -> AbstractContextManager[None]:
-        """Make rows ahead of the loop, until the end of the ``with`` block."""
-        return nullcontext()
 
     def counted(self) -> Tally:
         """Count what was dropped or cut since the run began."""
@@ -59,7 +50,7 @@ class RowsOver(RowSet["Row | None"]):
     """Rows with more in them; what is known of the rows below holds."""
 
     def __init__(self, rows: RowSet[Any]) -> None:
-        self.rows, self.is_late = rows, rows.is_late
+        self.rows, self.is_streamed = rows, rows.is_streamed
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -74,12 +65,6 @@ class RowsOver(RowSet["Row | None"]):
 
     def origin(self, index: int) -> int:
         return self.rows.origin(index)
-
-    def follow(self, order: Sequence[int]) -> None:
-        self.rows.follow(order)
-
-    def going_ahead(self) -> AbstractContextManager[None]:
-        return self.rows.going_ahead()
 
     def counted(self) -> Tally:
         return self.rows.counted()

@@ -59,7 +59,7 @@ class Rows(RowSet[Row]):
     """
 
     def __init__(self, columns: Mapping[str, Column], origins: ColumnValues, folder: Path | None = None) -> None:
-        self._columns = dict(columns)
+        self.columns = dict(columns)
         self.origins = origins
         self.folder = folder
 
@@ -76,8 +76,8 @@ class Rows(RowSet[Row]):
     @cached_property
     def _lengths(self) -> dict[str, Sequence[int]]:
         """Tokens of each row, by the columns that hold token ids: one, or where a row is several sequences, several."""
-        names = [name for name in self._columns if name.endswith("input_ids")]
-        ends = {name: [0, *self._columns[name].ends.tolist()] for name in names}
+        names = [name for name in self.columns if name.endswith("input_ids")]
+        ends = {name: [0, *self.columns[name].ends.tolist()] for name in names}
         return {name: array("q", (end - start for start, end in pairwise(ends[name]))) for name in names}
 
     def __len__(self) -> int:
@@ -87,12 +87,12 @@ class Rows(RowSet[Row]):
         return int(self.origins[index])
 
     def made(self, index: int) -> Row:
-        found = {name: column.of(index) for name, column in self._columns.items()}
+        found = {name: column.of(index) for name, column in self.columns.items()}
         return {name: value for name, value in found.items() if value is not None}  # type: ignore[return-value]
 
     def __reduce__(self) -> Any:
         """Pickle for another process: it maps the same files; rows in memory are copied."""
-        return (Rows, (self._columns, self.origins)) if self.folder is None else (open_rows, (self.folder,))
+        return (Rows, (self.columns, self.origins)) if self.folder is None else (open_rows, (self.folder,))
 
 
 def open_rows(folder: Path) -> Rows:

@@ -1,7 +1,7 @@
-"""The examples of a run: a hash of their content, a check for answers, and sets that are too large for memory.
+"""The examples of a run: a hash of their content, a check for answers, and examples that are streamed.
 
-In: records and their layout. Out: examples. ``LazyExamples`` makes an example when it is used, so faults of its record
-are found then; the error sentences are those of a set that is read as a whole.
+In: records and their layout. Out: examples. ``StreamedExamples`` makes an example when it is used, so problems of its
+record are found then; the error sentences are those of a dataset that is read as a whole.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from burnish.config.errors import Problem, UserError
 from burnish.data.reading.json_files import Values
+from burnish.data.reading.record_index import Table
 from burnish.data.sets.formats import Bad, bad_records, converted, place, same_in
 from burnish.data.sets.preferences import last_answer, said
 from burnish.data.sets.records import Layout
@@ -33,7 +33,7 @@ Located: TypeAlias = tuple[Values, str, int]
 EMPTY = "dropped: all its answers are empty"
 EMPTY_KEPT = "kept: an answer in it is empty"
 MARKS = ("<image>", "<video>", "<audio>")
-MARKED = "kept: {mark} in it is a word like others, since burnish shows models no pictures, films or sounds"
+MARKED = "kept: {mark} is trained as plain text"
 
 
 def content_hash(examples: Sequence[Example]) -> str:
@@ -59,8 +59,8 @@ def content_hash(examples: Sequence[Example]) -> str:
 class Examples(OnDemand[Example]):
     """The examples of a run, or of one set in it."""
 
-    stays = False
-    """True where the records stay in their files, so that faults of a record are found when it is used."""
+    is_streamed = False
+    """True where the records stay in their files, so that problems of a record are found when it is used."""
 
     @cached_property
     def content_hash(self) -> str:
@@ -128,19 +128,9 @@ class ListedExamples(Examples):
         return lambda index: f"{sources[which[index]]}, record {numbers[index]}"
 
 
-class Table(Protocol):
-    """Random access to records: a ``RecordIndex``, or a table of the datasets library."""
-
-    path: Path  # as an error names it
-    content_hash: str
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Values: ...
-
-
 @dataclass(frozen=True)
-class IndexedSet:
-    """One data set whose records stay in their files.
+class StreamedSet:
+    """One dataset whose records stay in their files.
 
     Args:
         chosen: the records that belong to it, numbered across all files.
@@ -150,7 +140,6 @@ class IndexedSet:
     files: Sequence[Table]
     chosen: Sequence[int]
     layout: Layout
-    stays: ClassVar[bool] = True
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -165,7 +154,7 @@ class IndexedSet:
         raise IndexError(index)
 
     def make_one(self, index: int, tally: Tally, on_bad_record: str, bad: Bad) -> Example | None:
-        """Make an example; None, and its fault in ``bad``, where the record breaks its format."""
+        """Make an example; None, and its problem in ``bad``, where the record breaks its format."""
         return next(converted([self.located(index)], self.layout, tally, on_bad_record, bad))
 
     @cached_property
@@ -178,26 +167,25 @@ class IndexedSet:
         return hashed.hexdigest()
 
 
-AnySet: TypeAlias = "ListedExamples | IndexedSet"
-
-
-class LazyExamples(Examples):
-    """Examples of several sets in an order, each made when it is used.
+class StreamedExamples(Examples):
+    """Examples of several datasets in an order, each made when it is used.
 
     Args:
-        sets: where they are.
-        order: (N, 2) set, and row in the set, of each example.
+        sets: the datasets; one whose records cannot stay in a file is in memory.
+        order: (N, 2) dataset, and row in it, of each example.
         on_bad_record, on_empty_target: treatment of records that break their format, or whose answers are all empty.
+        looks_back: each example gets the answer of an earlier record with another text, as
+            ``data.sets.preferences.with_other_answers`` does for examples in memory.
     """
 
-    stays = True
+    is_streamed = True
 
     def __init__(
-        self, sets: Sequence[AnySet], order: ndarray[Any, Any], on_bad_record: str = "raise",
-        on_empty_target: str = "drop",
+        self, sets: Sequence[ListedExamples | StreamedSet], order: ndarray[Any, Any], on_bad_record: str = "raise",
+        on_empty_target: str = "drop", looks_back: bool = False,
     ) -> None:  # fmt: skip
         self.sets, self.order = sets, order
-        self.on_bad_record, self.on_empty_target = on_bad_record, on_empty_target
+        self.on_bad_record, self.on_empty_target, self.looks_back = on_bad_record, on_empty_target, looks_back
 
     def __len__(self) -> int:
         return len(self.order)
@@ -209,6 +197,12 @@ class LazyExamples(Examples):
             UserError: with all records among these that break their format or have no answer, where that is not
                 allowed.
         """
+        found = self._read(indices, tally)
+        if not self.looks_back:
+            return found
+        return [one and self._with_other(one, index) for one, index in zip(found, indices, strict=True)]
+
+    def _read(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
         bad: Bad = []
         places = [self.order[index] for index in indices]
         found = [self.sets[int(s)].make_one(int(row), tally, self.on_bad_record, bad) for s, row in places]
@@ -216,9 +210,20 @@ class LazyExamples(Examples):
             raise UserError(bad_records(bad, are_all=False))
         return with_answers(found, self.on_empty_target, tally)
 
-    def chosen(self, indices: Sequence[int]) -> LazyExamples:
+    def _with_other(self, example: Example, index: int) -> Example:
+        for back in range(1, min(len(self), LOOKED_BACK + 1)):
+            try:
+                (before,) = self._read([(index - back) % len(self)], Tally())
+            except UserError:  # a bad record, which stops the run when it is used itself
+                continue
+            if before is not None and said(last_answer(before)) != said(last_answer(example)):
+                return replace(example, other=last_answer(before))
+        return example
+
+    def chosen(self, indices: Sequence[int]) -> StreamedExamples:
         """The examples at ``indices``, in that order."""
-        return type(self)(self.sets, self.order[indices], self.on_bad_record, self.on_empty_target)
+        chosen = self.order[indices]
+        return StreamedExamples(self.sets, chosen, self.on_bad_record, self.on_empty_target, self.looks_back)
 
     def made(self, index: int) -> Example:
         """Make one example. Raises IndexError for a record that gives none."""
@@ -232,7 +237,7 @@ class LazyExamples(Examples):
 
     def places(self) -> Callable[[int], str]:
         def place(index: int) -> str:
-            (found,) = self.make([index], Tally())
+            (found,) = self._read([index], Tally())
             return f"example {index + 1}" if found is None else found.place
 
         return place
@@ -242,25 +247,6 @@ class LazyExamples(Examples):
         """Changes with the content of the files, how it is read, and the order."""
         known = [*(some.content_hash for some in self.sets), self.on_bad_record, self.on_empty_target]
         return blake2b(json.dumps(known).encode() + self.order.tobytes(), digest_size=16).hexdigest()
-
-
-class LazyVerdicts(LazyExamples):
-    """Verdicts, each with the answer of the record before it whose answer is another text; the first look back to the
-    last. What ``data.sets.preferences.with_other_answers`` does for a set in memory."""
-
-    def make(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
-        found = super().make(indices, tally)
-        return [one and self._with_other(one, index) for one, index in zip(found, indices, strict=True)]
-
-    def _with_other(self, example: Example, index: int) -> Example:
-        for back in range(1, min(len(self), LOOKED_BACK + 1)):
-            try:
-                (before,) = super().make([(index - back) % len(self)], Tally())
-            except UserError:  # a bad record, which stops the run when it is used itself
-                continue
-            if before is not None and said(last_answer(before)) != said(last_answer(example)):
-                return replace(example, other=last_answer(before))
-        return example
 
 
 LOOKED_BACK = 100
@@ -288,7 +274,7 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, tally
         elif example is not None:
             if not all(answer.strip() for answer in answers):
                 tally.add(EMPTY_KEPT, example)
-            for mark in _marks_in(example):
+            for mark in marks_in(example):
                 tally.add(MARKED.format(mark=mark), example)
         kept.append(None if is_empty else example)
     if empty and on_empty_target == "raise":
@@ -296,9 +282,17 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, tally
     return kept
 
 
-def _marks_in(example: Example) -> list[str]:
+def marks_in(example: Example) -> list[str]:
     """The marks of images, videos and sounds in a conversation, or in a prompt and its answers."""
-    parts = [example.system, example.prompt, example.completion, example.messages, example.chosen, example.rejected]
+    parts = [
+        example.text,
+        example.system,
+        example.prompt,
+        example.completion,
+        example.messages,
+        example.chosen,
+        example.rejected,
+    ]
     texts = [part if isinstance(part, str) else "\n".join(turn.text for turn in part) for part in parts if part]
     return [mark for mark in MARKS if any(mark in text for text in texts)]
 

@@ -114,7 +114,7 @@ def openai(record: Record) -> Example:
 )
 def prompt_completion(record: Record) -> Example:
     """A prompt and what follows it, both text or both lists of messages; the completion is learned."""
-    if isinstance(record.value("prompt"), str) and as_turns(record.value("prompt")) is None:
+    if isinstance(record.value("prompt"), str) and record.turns_or_none("prompt") is None:
         return record.example(prompt=record.text("prompt"), completion=record.text("response"))
     before = map(as_context, messages_of(record, "prompt"))
     return conversation(record, [*before, *messages_of(record, "response")])
@@ -130,8 +130,8 @@ def prompt_completion(record: Record) -> Example:
 def preference(record: Record) -> Example:
     """Two answers, text or messages, to a prompt of the same kind; or two that begin with it."""
     prompt = record.value("prompt")
-    if prompt is None or (isinstance(prompt, str) and as_turns(prompt) is None):
-        answers_are_text = isinstance(record.value("chosen"), str) and as_turns(record.value("chosen")) is None
+    if prompt is None or (isinstance(prompt, str) and record.turns_or_none("prompt") is None):
+        answers_are_text = isinstance(record.value("chosen"), str) and record.turns_or_none("chosen") is None
         asked = record.text_or_none("prompt") if answers_are_text else None
         return record.example(prompt=asked, system=record.text_or_none("system"), tools=record.json_text("tools"))
     return conversation(record, messages_of(record, "prompt"))

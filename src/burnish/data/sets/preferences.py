@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from burnish.data.reading.json_files import Values, shortened
-from burnish.data.sets.records import BadRecord, Record, as_text, as_turns
-from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, message_of
+from burnish.data.sets.records import BadRecord, Record, as_text
+from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, message_of
 from burnish.loop.types import Answer, Example, Message
 from burnish.utils.sequences import shared_beginning
 
@@ -32,7 +32,9 @@ def judged(record: Record, example: Example) -> Example:
     """``example`` with the answers of a pair, or with a verdict, where the layout has columns for them."""
     columns = record.layout.columns
     if "chosen" in columns:
-        return _pair(record, example)
+        pair = _pair(record, example)
+        context = map(as_context, pair.messages) if record.layout.verbatim else pair.messages
+        return replace(pair, messages=tuple(context))
     if "kto_tag" in columns:
         return replace(example, tag=_verdict(record))
     return example
@@ -46,7 +48,7 @@ def _pair(record: Record, example: Example) -> Example:
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRecord('"chosen" and "rejected" must be both text or both messages.')
     example = replace(example, margin=_margin(record))
-    prompt = example.prompt or None
+    prompt = example.prompt if record.layout.verbatim else example.prompt or None
     if isinstance(chosen, str) and isinstance(rejected, str):
         return _texts(example, prompt, chosen, rejected)
     assert not isinstance(chosen, str)
@@ -57,7 +59,7 @@ def _pair(record: Record, example: Example) -> Example:
 def _answer(record: Record, part: str) -> Answer:
     """The text, the message or the messages in a column."""
     value, column = record.value(part), record.layout.columns[part]
-    turns = [value] if isinstance(value, dict) else as_turns(value)
+    turns = [value] if isinstance(value, dict) else record.turns_or_none(part)
     if turns is not None:
         return tuple(_message(record, turn, f"{column}[{place}]") for place, turn in enumerate(turns))
     if not isinstance(value, str):
@@ -106,7 +108,7 @@ def _conversations(
         if not answer:
             raise BadRecord(f'"{column}" ends where the other answer begins: it holds no answer of its own.')
         _check_speaker(record, column, answer[-1])
-    if before and before[0].role == "system":
+    if before and before[0].role == "system" and not record.layout.verbatim:
         example, before = replace(example, system=before[0].text), before[1:]
     messages = example.messages if _ends(example.messages, before) else (*example.messages, *before)
     if not messages:

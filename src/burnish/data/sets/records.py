@@ -59,6 +59,8 @@ class Layout:
         notes: choices made for the user, each once, in the order in which they were made.
         dropped_parts: parts of the record just read that were left out; the caller that converts it counts them.
         verdicts: how verdicts are written, where not as true and false.
+        verbatim: messages go to the chat template unchanged: with any role, further keys, and the system message in
+            its place (``Message.raw``).
     """
 
     format: str
@@ -70,6 +72,7 @@ class Layout:
     notes: dict[str, None] = field(default_factory=dict)
     dropped_parts: list[str] = field(default_factory=list)
     verdicts: Mapping[Any, bool] = field(default_factory=dict)
+    verbatim: bool = False
 
     def __post_init__(self) -> None:
         named: tuple[RoleName, ...] = ("user", "assistant", "observation", "function", "system")
@@ -123,10 +126,16 @@ class Record:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if value else ""
         return as_text(text, self.layout.columns.get(part, ""))
 
+    def turns_or_none(self, part: str) -> list[Mapping[str, Any]] | None:
+        """The messages of a conversation, None where the part is none. Verbatim records hold no messages as JSON."""
+        value = self.value(part)
+        if self.layout.verbatim and isinstance(value, str | dict):
+            return [value] if isinstance(value, dict) else None
+        return as_turns(value)
+
     def turns(self, part: str) -> list[Mapping[str, Any]]:
         """The messages of a conversation as they are in the file."""
-        value = self.value(part)
-        turns = as_turns(value)
+        value, turns = self.value(part), self.turns_or_none(part)
         if turns is None:
             column = self.layout.columns[part]
             raise BadRecord(f'"{column}" must be a list of messages. Received: {shortened(value)}')

@@ -9,7 +9,6 @@ and ``formats.py`` cannot convert; data sets without a record, and those whose a
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,22 +20,12 @@ from typing import Any
 from burnish.config.errors import MissingExtraError, Problem, UserError, first_line
 from burnish.config.options import raise_if
 from burnish.data.options import DataOptions, check_data
-from burnish.data.reading.files import READERS, data_files, json_in_text, read_records
-from burnish.data.reading.json_files import Values, read_json_records
-from burnish.data.reading.record_index import may_hold_more
-from burnish.data.reading.tables import TABLES, MappedTable
+from burnish.data.reading.files import data_files, json_in_text, read_records
+from burnish.data.reading.json_files import Values
+from burnish.data.reading.record_index import DatasetTable, Table, open_table
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.dataset_info import INFO_NAME, REMOTE, find_sources
-from burnish.data.sets.examples import (
-    AnySet,
-    Examples,
-    IndexedSet,
-    LazyExamples,
-    LazyVerdicts,
-    ListedExamples,
-    Located,
-    Table,
-)
+from burnish.data.sets.examples import Examples, ListedExamples, Located, StreamedExamples, StreamedSet
 from burnish.data.sets.formats import convert_records
 from burnish.data.sets.layouts import layout_of, missing_columns, record_kind
 from burnish.data.sets.mixing import merged_order, sampled, split_rows
@@ -51,9 +40,7 @@ __all__ = ["DataOptions", "DataSets", "check_data", "load_datasets"]
 PEEKED = 20
 """Number of first records from which a layout is recognised, and against which it is checked."""
 LOOKED_AT = 1000
-"""Number of first records in which a column is looked for, for a set that stays in its files."""
-LARGE = 100_000
-"""Number of records above which a set stays in its files under encode_ahead: auto: encoding them takes seconds."""
+"""Number of first records in which a column is looked for when streaming."""
 
 
 @dataclass
@@ -77,14 +64,14 @@ class DataSets:
 
 
 def load_datasets(
-    options: DataOptions, seed: int, tally: Tally, may_run_ahead: bool = False, asks_hubs: bool = True,
+    options: DataOptions, seed: int, tally: Tally, may_stream: bool = False, asks_hubs: bool = True,
     stage: str = "sft", looks_back: bool = True,
 ) -> DataSets:  # fmt: skip
     """The training and evaluation examples that the options name.
 
     Args:
         seed: decides the rows of ``num_samples``, the order of interleaved sets, and the split.
-        may_run_ahead: large training sets may stay in their files (``LazyExamples``), as ``encode_ahead`` says.
+        may_stream: with ``streaming``, training records stay in their files (``StreamedExamples``).
         asks_hubs: false leaves out the sets that are not on this machine: an unreachable hub takes a minute to fail.
         stage: what is learned, which says whether records hold answers, pairs of them or verdicts.
         looks_back: verdicts of training get the answer of the record before them.
@@ -94,13 +81,13 @@ def load_datasets(
     """
     raise_if(check_data(options))
     loading = _Loading(options, seed, tally, asks_hubs, stage)
-    train = loading.named("dataset", may_run_ahead and (loading.stays or options.encode_ahead is not False))
+    is_streamed = may_stream and options.streaming
+    train = loading.named("dataset", is_streamed)
     others = loading.named("eval_dataset")
     raise_if(loading.problems)
 
-    stays = (may_run_ahead and loading.stays) or any(some.stays for some in train.values())
-    lazily = LazyVerdicts if record_kind(stage) == "verdicts" and looks_back else LazyExamples
-    merge = partial(_lazily_merged, lazily) if stays else _merge
+    looks_back = looks_back and record_kind(stage) == "verdicts"
+    merge = partial(_streamed, looks_back=looks_back) if is_streamed else _merge
     sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes)
     if options.val_size and train:
         learned, held_out = split_rows(len(sets.train), options.val_size, seed)
@@ -114,7 +101,7 @@ def load_datasets(
     sets.train = sets.train.answered(options.on_empty_target, tally)
     sets.eval = {name: examples.answered(options.on_empty_target, tally) for name, examples in sets.eval.items()}
     if record_kind(stage) == "verdicts":
-        if looks_back and not sets.train.stays:
+        if looks_back and not is_streamed:
             sets.train = ListedExamples(with_other_answers(sets.train))
         sets.eval = {name: ListedExamples(with_other_answers(examples)) for name, examples in sets.eval.items()}
     return sets
@@ -125,12 +112,16 @@ def _merge(sets: Sequence[Sequence[Example]], options: DataOptions, seed: int) -
     return ListedExamples([sets[index][row] for index, row in order])
 
 
-def _lazily_merged(kind: type[LazyExamples], sets: Sequence[AnySet], options: DataOptions, seed: int) -> LazyExamples:
+def _streamed(
+    sets: Sequence[ListedExamples | StreamedSet], options: DataOptions, seed: int, looks_back: bool
+) -> StreamedExamples:
     import numpy
 
     order = merged_order([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
     flat = numpy.fromiter(chain.from_iterable(order), dtype=numpy.int64)
-    return kind(sets, flat.reshape(-1, 2), options.on_bad_record, options.on_empty_target)
+    return StreamedExamples(
+        sets, flat.reshape(-1, 2), options.on_bad_record, options.on_empty_target, looks_back=looks_back
+    )
 
 
 class _Loading:
@@ -147,13 +138,13 @@ class _Loading:
         self.problems: list[Problem] = []
         self.notes: list[str] = []
 
-    def named(self, option: str, may_stay: bool = False) -> dict[str, Any]:
+    def named(self, option: str, is_streamed: bool = False) -> dict[str, Any]:
         """Name -> examples, in the order in which the option names them; a path goes by the name of its file.
 
         Args:
-            may_stay: a large set may stay in its files, as an ``IndexedSet``.
+            is_streamed: records stay in their files, as a ``StreamedSet``, where they can be read one by one.
         """
-        found: dict[str, AnySet] = {}
+        found: dict[str, ListedExamples | StreamedSet] = {}
         names = getattr(self.options, option) or []
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             self.notes.append(f'The data set "{name}" is named {names.count(name)} times; its records count as often.')
@@ -161,8 +152,8 @@ class _Loading:
             is_path = source.kind == "file" and not source.is_described
             name = Path(source.name).stem if is_path else source.name
             try:
-                indexes = self._indexes(source) if may_stay else None
-                examples = self._examples(source) if indexes is None else self._indexed(source, indexes)
+                tables = _tables(source, self.options) if is_streamed else []
+                examples = self._streamed_set(source, tables) if tables else self._examples(source)
                 found[_unused(name, found)] = examples
             except UserError as error:
                 self.problems += error.problems
@@ -205,26 +196,14 @@ class _Loading:
         )
         return list(unpaired(examples))
 
-    def _indexes(self, source: DataSource) -> Sequence[Table] | None:
-        """The records of the source, where they are to stay in its files."""
-        limits = (source.num_samples or sys.maxsize, self.options.max_samples or sys.maxsize)
-        if not self.stays and min(limits) <= LARGE:
-            return None
-        indexes = _tables(source, self.options, is_asked=self.stays)
-        num_records = min(sum(map(len, indexes or [])), *limits)
-        return indexes if num_records > (0 if self.stays else LARGE) else None
-
-    @property
-    def stays(self) -> bool:
-        """Return whether every set is to stay in its files, however small."""
-        return self.options.encode_ahead is True or bool(self.options.streaming)
-
-    def _indexed(self, source: DataSource, files: Sequence[Table]) -> AnySet:
+    def _streamed_set(self, source: DataSource, files: Sequence[Table]) -> ListedExamples | StreamedSet:
         total = sum(map(len, files))
+        if not total:
+            return self._examples(source)  # refuses it
         chosen: Sequence[int] = range(total)
         if source.num_samples is not None:
             chosen = sampled(total, source.num_samples, self.generator)
-        found = IndexedSet(files, chosen[: self.options.max_samples], Layout("", {}))
+        found = StreamedSet(files, chosen[: self.options.max_samples], Layout("", {}))
         first = [found.located(index)[0] for index in range(min(PEEKED, len(found)))]
         layout = layout_of(source, first, _named(source), self.stage)
         if record_kind(self.stage) == "verdicts" and "chosen" in layout.columns:  # a record is two answers
@@ -269,36 +248,19 @@ def _records(source: DataSource, options: DataOptions) -> Iterator[Located]:
     yield from ((values, label, number) for number, values in enumerate(found, start=1))
 
 
-def _tables(source: DataSource, options: DataOptions, is_asked: bool) -> Sequence[Table] | None:
-    """Random access to the records of a source; None where it is better to read them all, or the type has none.
-
-    Args:
-        is_asked: an option asks for it. Otherwise it is done for speed, which only JSON gains, whose records are found
-            without parsing; a CSV file is parsed for it, and a Parquet file copied into the cache of datasets.
-    """
+def _tables(source: DataSource, options: DataOptions) -> Sequence[Table]:
+    """The files of a source for random access; empty where its records are in memory."""
     if source.kind == "file":
-        files = data_files(source.location)
-        is_json = all(READERS[path.suffix.lower()] is read_json_records for path in files)
-        return [_table(path) for path in files] if is_asked or (is_json and may_hold_more(files, LARGE)) else None
-    if is_asked and source.kind in ("hf_hub", "ms_hub"):
-        return [MappedTable(Path(source.location), _REMOTE[source.kind](source, options))]
-    if options.streaming and source.kind == "cloud":
+        return [open_table(path) for path in data_files(source.location)]
+    if source.kind in ("hf_hub", "ms_hub"):
+        return [DatasetTable(Path(source.location), _REMOTE[source.kind](source, options))]
+    if source.kind == "cloud":
         raise UserError(
-            f'"streaming" reads records where they lie, and "{source.location}" lies in a cloud store.',
+            f'"streaming" reads records from local files, and "{source.location}" is in a cloud store.',
             where=source.where,
             remedy="Copy the file to this machine and name it in file_name, or leave streaming out.",
-            option="streaming",
         )
-    return None
-
-
-def _table(path: Path) -> Table:
-    if path.suffix.lower() == ".parquet":
-        next(read_records(path), None)  # refuses a file that is not Parquet
-        import datasets
-
-        return MappedTable(path, datasets.Dataset.from_parquet(str(path)))
-    return TABLES[path.suffix.lower()](path)
+    return []
 
 
 def _hugging_face(source: DataSource, options: DataOptions) -> Iterable[Values]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from sys import float_info
 from typing import Any
 
 from burnish.data.reading.json_files import parsed, shortened
-from burnish.data.sets.records import BadRecord, Layout, Record, as_text, listed
+from burnish.data.sets.records import ROLES, BadRecord, Layout, Record, as_text, listed
 from burnish.loop.types import Example, Message, RoleName
 
 SHAREGPT_TAGS = {
@@ -29,7 +30,7 @@ TEXT_LOST = "cut: text beside a tool call left out, as a turn is either an answe
 
 def conversation(record: Record, messages: Sequence[Message]) -> Example:
     """Make an example of messages; a system message at their beginning takes precedence over the column."""
-    has_system = bool(messages) and messages[0].role == "system"
+    has_system = bool(messages) and messages[0].role == "system" and not record.layout.verbatim
     return record.example(
         messages=tuple(messages[1:] if has_system else messages),
         system=messages[0].content if has_system else record.text_or_none("system"),
@@ -45,11 +46,13 @@ def messages_of(record: Record, part: str) -> list[Message]:
 
 def as_context(message: Message) -> Message:
     """Return the message as context that is not learned, whatever its role."""
-    return Message(message.role, message.content, train=False)
+    return replace(message, train=False, weight=1.0)
 
 
 def message_of(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
     """One message, in the words of the layout. Args: place: as an error names it."""
+    if layout.verbatim:
+        return _verbatim(turn, place)
     content_key = layout.tags["content_tag"]
     role, content = _role(layout, turn, place), turn.get(content_key)
     calls = turn.get("tool_calls") or turn.get("function_call")
@@ -61,6 +64,23 @@ def message_of(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
         content = json.dumps(content, ensure_ascii=False)
     train, weight = _learned(turn, place)
     return Message(role, as_text(content, f"{place}.{content_key}"), train, weight)
+
+
+def _verbatim(turn: Mapping[str, Any], place: str) -> Message:
+    """A message that a chat template is given unchanged, but for keys that are None because another record of the set
+    has them: templates test whether a key is there. ShareGPT's "from" and "value" become "role" and "content"."""
+    if "from" in turn and "role" not in turn:
+        turn = {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+    raw = {key: value for key, value in turn.items() if value is not None or key == "content"}
+    content = raw.get("content")
+    if content is None and not any(value for key, value in raw.items() if key not in ("role", "content")):
+        raise BadRecord(f'"{place}.content" is null, so there is nothing to read and nothing to train on.')
+    parts = content if isinstance(content, list) else [{"text": content}]
+    text = "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
+    return Message(ROLES.get(str(raw.get("role")), "assistant"), text, raw=raw)
+
+
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _role(layout: Layout, turn: Mapping[str, Any], place: str) -> RoleName:

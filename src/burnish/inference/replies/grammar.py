@@ -103,10 +103,12 @@ class Grammars:
     def _matched(self, grammar: str, waits_for: str) -> Matched:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._inner, grammar)
+        matcher = LLMatcher(self._inner, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a circular definition fails here
         if matcher.is_error():
             raise UserError(_refused(matcher.get_error()))
-        return Matched(matcher, self.vocabulary, self.tokenizer if waits_for else None, waits_for)
+        return Matched(matcher, self.vocabulary, self._ends, self.tokenizer, waits_for)
 
 
 def _call_schema(name: str, schema: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -119,32 +121,49 @@ def _call_schema(name: str, schema: Mapping[str, Any], key: str) -> dict[str, An
 
 
 def _refused(error: Any) -> Problem:
-    said = str(error).strip().split("\n")[0]
-    return Problem(f"the grammar cannot be held to: {said}", remedy="Leave that keyword out of the schema.")
+    what = f"the grammar cannot be held to: {_first_line(error)}"
+    return Problem(what, remedy="Leave that keyword out of the schema.")
+
+
+def _first_line(error: Any) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+class GrammarError(Exception):
+    """The library gave up in the middle of an answer, which from then on is held to nothing."""
 
 
 class Matched:
     """A grammar being followed, for one answer.
 
     Args:
-        tokenizer: needed where something is waited for.
-        waits_for: until this text has come, every token may.
+        ends: stop tokens; none of them may come before what is waited for.
+        waits_for: until this text has come, every other token may.
     """
 
-    def __init__(self, matcher: Any, vocabulary: int, tokenizer: Any, waits_for: str) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(self, matcher: Any, vocabulary: int, ends: Sequence[int], tokenizer: Any, waits_for: str) -> None:
+        self._matcher, self._vocabulary, self._ends = matcher, vocabulary, list(ends)
         self._tokenizer, self._waits_for = tokenizer, waits_for
         self._before: list[int] = []
 
     def mask(self, logits: Tensor) -> None:
-        """Put -inf into the (V,) logits of tokens that may not come next."""
+        """Put -inf into the (V,) logits of tokens that may not come next.
+
+        Raises:
+            GrammarError: if the grammar exceeds the library's limits, or allows no token at all.
+        """
         if self._waits_for:
+            logits[self._ends] = -torch.inf
             return
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        self._raise_if_failed()
         allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
+        if not allowed.any():
+            raise GrammarError("no token may follow")
         logits[~_as_long(allowed, len(logits))] = -torch.inf
 
     def take(self, token: int) -> None:
+        """Advance by a token of the answer. Raises GrammarError if it does not fit."""
         if self._waits_for:
             self._before.append(token)
             tail = self._tokenizer.decode(self._before[-32:], skip_special_tokens=False)
@@ -152,6 +171,11 @@ class Matched:
                 self._waits_for = ""
         elif not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+            self._raise_if_failed()
+
+    def _raise_if_failed(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(_first_line(self._matcher.get_error()))
 
 
 def _as_long(allowed: Tensor, length: int) -> Tensor:

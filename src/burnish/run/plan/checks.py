@@ -331,14 +331,9 @@ def step_notes(options: RunOptions, steps: StepPlan) -> list[str]:
     ]
 
 
-def may_run_ahead(options: RunOptions) -> bool:
-    """Return whether rows can be encoded while the loop runs: no option needs all rows, or all lengths, before it."""
+def may_stream(options: RunOptions) -> bool:
+    """Return whether training rows can be encoded when they are used: no option needs all of them before."""
     return trains(options) and not _needs_all_rows(options)
-
-
-@check
-def check_encode_ahead(options: RunOptions) -> list[Problem]:
-    return _check_needs_no_rows("encode_ahead", options) if options.encode_ahead is True else []
 
 
 @check
@@ -356,15 +351,10 @@ def check_streaming(options: RunOptions) -> list[Problem]:
     if 0 < options.val_size < 1:
         what = f'"val_size" must be a number of records when streaming. Received: {options.val_size:g}, a share.'
         problems.append(Problem(what, remedy="Set val_size: 100, say.", option="val_size"))
-    return problems + (_check_needs_no_rows("streaming", options) if trains(options) else [])
-
-
-def _check_needs_no_rows(name: str, options: RunOptions) -> list[Problem]:
-    """Refuse an option that needs all rows before the first step beside ``name``, with which they come later."""
-    if not (why := _needs_all_rows(options)):
-        return []
-    what = f'"{name}" is true, and {why} needs all rows before the first step.'
-    return [Problem(what, remedy="Leave one of the two out.", option=(name, why.partition(" ")[0]))]
+    if trains(options) and (why := _needs_all_rows(options)):
+        what = f'"streaming" is true, and {why} needs all rows before the first step.'
+        problems.append(Problem(what, remedy="Leave one of the two out.", option=("streaming", why.partition(" ")[0])))
+    return problems
 
 
 def _needs_all_rows(options: RunOptions) -> str:

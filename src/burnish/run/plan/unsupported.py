@@ -146,6 +146,10 @@ _family(
     "asft_alpha",
 )  # fmt: skip
 _absent("Leave it out: what is learned follows from the data, and train_on_prompt.", completion_only_loss=None)
+_no_effect(
+    "rows are encoded before the first step and cached. Set streaming: true to encode them during training.",
+    "encode_ahead",
+)
 _no_effect("texts are always tokenized whole; the ids are the same.", "tokenize_by_word")
 _no_effect("the answers are what is learned, unless train_on_prompt says otherwise.", "assistant_only_loss label_names")
 _absent(

@@ -3,8 +3,8 @@
 Data, template, tokenizer, adapters and base model are known by their content, so that a folder may move. Of the options
 every one is kept, but for those declared here to change neither the rows, nor their order, nor the arithmetic of a step
 (``HARMLESS``), and those whose content is kept in their place (``BY_CONTENT``): an option that somebody adds makes
-another run until it is said to be harmless. What may change, and is then applied and said, is ``MAY_CHANGE`` in
-``core.comparison``; all else stops a run that would go on otherwise.
+another run until it is declared harmless. What may change, and is then applied and reported, is ``MAY_CHANGE`` in
+``checkpoint.comparison``; all else stops a run that would go on otherwise.
 """
 
 from __future__ import annotations
@@ -15,15 +15,28 @@ from importlib.metadata import version
 from typing import Any
 
 import burnish
+from burnish.checkpoint.comparison import EVALUATION, MAY_CHANGE
 from burnish.config.options import specs
-from burnish.loop.schedule import StepPlan
-from burnish.models.fingerprint import adapters_fingerprint, base_fingerprint, config_fingerprint
-from burnish.run.plan.options import GROUPS, MEMBER_GROUPS
+from burnish.loop.schedule import FOLLOWS_METRIC, StepPlan
+from burnish.models.fingerprint import (
+    adapters_fingerprint,
+    base_fingerprint,
+    config_fingerprint,
+    place_fingerprint,
+    weights_fingerprint,
+)
+from burnish.models.generate import GenerationOptions
+from burnish.run.plan.checks import evaluates
+from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
 from burnish.run.plan.plan import Plan
+from burnish.run.response_metrics import MetricOptions
 
 BY_CONTENT: dict[str, tuple[str, ...]] = {
     "base_model, config": ("model_name_or_path", "model_revision", "cache_dir"),
     "adapters": ("adapter_name_or_path",),
+    "ref_model": ("ref_model",),
+    "ref_model_adapters": ("ref_model_adapters",),
+    "eval_data": ("eval_dataset",),
     "data": (
         "dataset", "dataset_dir", "formatting", "columns", "tags", "max_samples", "val_size", "mix_strategy",
         "interleave_probs", "on_bad_record", "streaming", "buffer_size",
@@ -37,13 +50,10 @@ HARMLESS: dict[str, tuple[str, ...]] = {
     "which part of the work is done": ("do_train", "do_eval", "do_predict", "eval_on_start"),
     "who may fetch": ("hf_hub_token", "ms_hub_token"),
     "how rows are made, not which": (
-        "preprocessing_batch_size", "preprocessing_num_workers", "encode_ahead", "overwrite_cache", "tokenized_path",
+        "preprocessing_batch_size", "preprocessing_num_workers", "overwrite_cache", "tokenized_path",
         "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory",
     ),
-    "the evaluation": (
-        "eval_dataset", "eval_on_each_dataset", "eval_packing", "per_device_eval_batch_size", "bf16_full_eval",
-        "fp16_full_eval", "compute_accuracy", "compute_entropy",
-    ),
+    "the evaluation": ("per_device_eval_batch_size", "compute_accuracy", "compute_entropy"),
     "where checkpoints lie and how they are written": (
         "output_dir", "overwrite_output_dir", "resume", "resume_from_checkpoint", "resume_despite_changes",
         "save_total_limit", "save_only_model", "save_in_background",
@@ -57,8 +67,12 @@ HARMLESS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Reason -> options that change neither rows nor arithmetic."""
-HARMLESS_GROUPS = ("GenerationOptions", "MetricOptions", "ExportOptions", "ReportOptions", "ProfileOptions")
+HARMLESS_GROUPS = (
+    "GenerationOptions", "InferOptions", "MetricOptions", "ExportOptions", "QuantisedExportOptions", "ReportOptions",
+    "ProfileOptions",
+)  # fmt: skip
 LIBRARIES = ("torch", "transformers")
+_WORK = ("do_eval", "do_predict", "report_to", "plot_loss", "profile")
 
 
 def kept_options() -> list[str]:
@@ -73,19 +87,42 @@ def kept_options() -> list[str]:
     ]
 
 
+def may_change(options: RunOptions) -> frozenset[str]:
+    """Fingerprints that may change on resume; those of the evaluation only if it does not decide on the weights."""
+    decides = (
+        options.load_best_model_at_end or options.save_strategy == "best" or options.early_stopping_steps is not None
+        or options.lr_scheduler_type in FOLLOWS_METRIC
+    )  # fmt: skip
+    return MAY_CHANGE - EVALUATION if decides else MAY_CHANGE
+
+
+def work_of(options: RunOptions) -> dict[str, Any]:
+    """Options that say what is done beside training, as JSON data: a finished run does not do it again."""
+    names = [*_WORK, *(HARMLESS["the evaluation"] if options.do_predict or evaluates(options) else ())]
+    if options.do_predict:
+        names += [*specs(GenerationOptions), *specs(MetricOptions)]
+    made: dict[str, Any] = json.loads(json.dumps({name: getattr(options, name) for name in names}, default=str))
+    return made
+
+
 def fingerprints_of(plan: Plan, contents: Mapping[str, str], steps: StepPlan) -> dict[str, Any]:
-    """JSON data by name; see ``core.comparison.MAY_CHANGE`` for those that a continued run may change.
+    """JSON data by name; see ``checkpoint.comparison.MAY_CHANGE`` for those that a continued run may change.
 
     Args:
-        contents: hashes of data, template and tokenizer.
+        contents: hashes of the training and evaluation data, of the template and the tokenizer.
     """
-    values = {name: getattr(plan.options, name) for name in kept_options()}
+    options, known = plan.options, specs(RunOptions)
+    values = {name: getattr(options, name) for name in kept_options()}
     made: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    made |= {name: place_fingerprint(value) for name, value in made.items() if known[name].names_place}
+    if options.ref_model:
+        made["ref_model"] = weights_fingerprint(options.ref_model, options, "ref_model")
     return made | {
         **contents,
-        "base_model": base_fingerprint(plan.options, plan.options.seed),
-        "config": config_fingerprint(plan.options),
-        "adapters": adapters_fingerprint(plan.options),
+        "base_model": base_fingerprint(options, options.seed),
+        "config": config_fingerprint(options),
+        "adapters": adapters_fingerprint(options.adapter_name_or_path, options, "adapter_name_or_path"),
+        "ref_model_adapters": adapters_fingerprint(options.ref_model_adapters, options, "ref_model_adapters"),
         "rows_per_step": steps.rows_per_step,
         "world_size": plan.world_size,
         "versions": {"burnish": burnish.__version__, **{name: version(name) for name in LIBRARIES}},

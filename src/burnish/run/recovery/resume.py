@@ -1,8 +1,8 @@
 """Resuming a run where it stopped: from which checkpoint, with which batches, and when there is nothing left to do.
 
-In: a plan, and ``output_dir``. Out: the checkpoint to continue from, and a run whose parts have its state.
+In: a plan, and ``output_dir``. Out: the checkpoint to continue from, which ``RunLoop.load`` loads.
 Refuses: a checkpoint that is asked for and is not there or not whole; more steps than a finished run that kept no
-checkpoint. Whether what lies there is this run's at all is ``core.comparison``' to say.
+checkpoint. Whether what lies there is this run's at all is decided in ``checkpoint/comparison.py``.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.checkpoint.checkpoint import Checkpoints, load, others_beside, output_folder
-from burnish.checkpoint.comparison import compare_fingerprints, compare_with_checkpoint
+from burnish.checkpoint.checkpoint import Checkpoints, others_beside, output_folder
+from burnish.checkpoint.comparison import AFTER_THE_END, compare_fingerprints, compare_with_checkpoint
 from burnish.checkpoint.manifest import faults, read_manifest
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
-from burnish.loop.run import Run
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import STATE_NAME, TrainerState, load_state
-from burnish.report.console import note
 from burnish.report.pace import counted
 from burnish.report.results import write_whole
-from burnish.run.assemble import keeping_plan
 from burnish.run.plan.checks import FINISHED_NAME, trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
+from burnish.run.recovery.fingerprints import may_change, work_of
 from burnish.utils.json_files import read_object
 
 
@@ -58,8 +56,8 @@ def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: S
     found, notes = checkpoint_to_resume(options)
     if found is None:
         return Start(notes=tuple(notes), done=finished_before(options, fingerprints, steps))
-    notes += compare_with_checkpoint(found, fingerprints(), options.resume_despite_changes)
-    return Start(found, tuple(notes), nothing_left_to_do(output_folder(options), found, steps))
+    notes += compare_with_checkpoint(found, fingerprints(), options.resume_despite_changes, may_change(options))
+    return Start(found, tuple(notes), nothing_left_to_do(options, found, fingerprints, steps))
 
 
 def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
@@ -94,16 +92,48 @@ def check_checkpoint(asked: Path, checkpoints: Checkpoints) -> list[Problem]:
     return [Problem(f"{'; '.join(wrong[:3])}.", where=str(asked), remedy=others_beside(asked))] if wrong else []
 
 
-def nothing_left_to_do(folder: Path, found: Path, steps: StepPlan) -> str:
-    """Say why the run that stands in ``folder`` need not go on, as a sentence; "" where it has to."""
-    last = load_state(found).global_step
-    if last > steps.max_steps:
-        done = f"{found} has done {counted(last, 'step')}, and this run is to have {steps.max_steps}"
-        return f"{done}: there is nothing to do."
+def nothing_left_to_do(
+    options: RunOptions, found: Path, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan
+) -> str:
+    """Say why the run in ``output_dir`` is finished, as a sentence; "" where steps are left.
+
+    Raises:
+        UserError: where the command asks for something that the finished run did not do.
+    """
+    folder, last = output_folder(options), load_state(found).global_step
     state = finished_state(folder)
+    if last > steps.max_steps or (state is not None and state.max_steps > steps.max_steps):
+        raise UserError(_fewer_steps(folder, last, steps))
     if state is None or state.max_steps < steps.max_steps:
         return ""
+    refuse_changes_after_the_end(options, read_finished(folder), fingerprints())
     return finished_sentence(folder, state.global_step)
+
+
+def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise UserError where the command of a finished run was changed, and would have another result."""
+    folder, despite = output_folder(options), options.resume_despite_changes
+    compare_fingerprints(done["fingerprints"], now, folder, despite, AFTER_THE_END)
+    before, work = done.get("work", {}), work_of(options)
+    changed = [name for name in work if name in before and before[name] != work[name]]
+    if changed and not despite:
+        what = "; ".join(f"{name} was {json.dumps(before[name])}, is {json.dumps(work[name])}" for name in changed)
+        raise UserError(
+            f"the run in it is finished, and the command asks for other work: {what}.",
+            where=str(folder),
+            remedy=f"burnish eval {folder} and burnish predict {folder} use the trained model. To train again, name "
+            "another output_dir, or set overwrite_output_dir: true.",
+            option=tuple(changed),
+        )
+
+
+def _fewer_steps(folder: Path, last: int, steps: StepPlan) -> Problem:
+    return Problem(
+        f"the run in it has trained {counted(last, 'step')}, and max_steps is {steps.max_steps} now.",
+        where=str(folder),
+        remedy="Name another output_dir, or set overwrite_output_dir: true to start over.",
+        option=("max_steps", "num_train_epochs"),
+    )
 
 
 def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan) -> str:
@@ -116,7 +146,13 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
     if not (goes_on(options) and (folder / FINISHED_NAME).is_file()):
         return ""
     done = read_finished(folder)
-    compare_fingerprints(done["fingerprints"], fingerprints(), folder, options.resume_despite_changes)
+    if done["max_steps"] > steps.max_steps:
+        raise UserError(_fewer_steps(folder, done["global_step"], steps))
+    if done["max_steps"] == steps.max_steps:
+        refuse_changes_after_the_end(options, done, fingerprints())
+    compare_fingerprints(
+        done["fingerprints"], fingerprints(), folder, options.resume_despite_changes, may_change(options)
+    )
     if lost := lost_files(folder, done):
         raise UserError(_lost(folder, lost))
     if done["max_steps"] < steps.max_steps:
@@ -137,28 +173,6 @@ def _lost(folder: Path, lost: Sequence[str]) -> Problem:
         why="It kept no checkpoint, from which its model could be written again.",
         remedy="Restore the file, or set overwrite_output_dir: true to train anew.",
     )
-
-
-def resume(run: Run, found: Path) -> None:
-    """Give every part its state back, then what the options say anew where it may change."""
-    rates = (
-        [group["initial_lr"] for group in run.optimizer.param_groups]
-        if hasattr(run.schedule.scheduler, "lr_lambdas")
-        else []
-    )
-    with keeping_plan(run.state):
-        load(found, run.parts, run.engine.rank)
-    if rates:
-        apply_rates(run, rates)
-    note(f"Continuing from {found}: step {run.state.global_step} of {run.state.max_steps}.")
-
-
-def apply_rates(run: Run, rates: Sequence[float]) -> None:
-    """The learning rates of the options at the step of the schedule; the same bits where nothing was changed."""
-    run.schedule.scheduler.base_lrs = list(rates)
-    for group, rate, factor in zip(run.optimizer.param_groups, rates, run.schedule.scheduler.lr_lambdas, strict=True):
-        group["initial_lr"] = rate
-        group["lr"] = rate * factor(run.schedule.scheduler.last_epoch)
 
 
 def accumulation_for(found: Path | None, options: RunOptions, world_size: int) -> int:
@@ -186,13 +200,13 @@ _MODEL = ("*.safetensors", "model.safetensors.index.json", "config.json", "adapt
 _REMEDY = "Set overwrite_output_dir: true to train anew, or name another output_dir."
 
 
-def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str, Any]) -> None:
+def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str, Any], work: Mapping[str, Any]) -> None:
     """Write the mark by which the same command recognises a run that is done: its steps, what it depended on, and the
     files of its model with their sizes. A run whose model has gone is not finished: it goes on from its last
     checkpoint, and writes it again."""
     done = {
         "global_step": state.global_step, "max_steps": state.max_steps, "files": _sizes(folder),
-        "fingerprints": dict(fingerprints),
+        "fingerprints": dict(fingerprints), "work": dict(work),
     }  # fmt: skip
     write_whole(folder / FINISHED_NAME, json.dumps(done, indent=2) + "\n")
 

@@ -1,44 +1,41 @@
-"""Going back after a spike: from the newest checkpoint on, without the rows of that step. Both doors train by it."""
+"""Rolling back after a spike: continue from the newest checkpoint, without the rows of that step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from burnish.config.errors import NonFiniteError
-from burnish.loop.loop import LoopChoices, TrainOutput, learned_from, train
-from burnish.loop.run import Run
-from burnish.loop.spikes import MOST, SpikeError, SpikeOptions, SpikeWatch
+from burnish.loop.loop import Loop, TrainOutput
+from burnish.loop.spikes import MOST, SpikeError
 
 
-def watch_for_spikes(options: SpikeOptions) -> SpikeWatch | None:
-    """The watch that the options ask for, a part of the run and of its checkpoints."""
-    return SpikeWatch(options.spike_ratio) if options.on_spike == "go_back" else None
-
-
-def train_on(run: Run, options: LoopChoices, load: Callable[[Path], None], tell: Callable[[str], None]) -> TrainOutput:
-    """Train to the end; after a spike, from the newest checkpoint on, without the rows of the spike.
+def train_with_rollback(loop: Loop, warn: Callable[[str], None]) -> TrainOutput:
+    """Train to the end. After a spike, continue from the newest checkpoint without the rows of the spike.
 
     Args:
-        load: gives every part of the run the state that a checkpoint holds.
-        tell: is given the sentence on each spike.
+        warn: is given a sentence on each spike.
     """
     for _ in range(MOST):
         try:
-            return train(run, options)
+            return loop.train()
         except SpikeError as spike:
-            _go_back(run, spike, load, tell)
+            roll_back(loop, spike, warn)
     raise NonFiniteError(f"The run went back {MOST} times for spikes. Lower learning_rate, or look at the data.")
 
 
-def _go_back(run: Run, spike: SpikeError, load: Callable[[Path], None], tell: Callable[[str], None]) -> None:
-    run.checkpoints.wait()
-    found, _ = run.checkpoints.newest()
+def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> None:
+    """Load the newest checkpoint, and leave the rows of the spike out from there on.
+
+    Raises:
+        NonFiniteError: if there is no checkpoint.
+    """
+    loop.checkpoints.wait()
+    found, _ = loop.checkpoints.newest()
     items = list(spike.items)
-    named = learned_from(run, items)
+    named = loop.learned_from(items)
     if found is None:
         raise NonFiniteError(f"{spike}.{named} There is no checkpoint to go back to: save earlier (save_steps).")
-    tell(f"{spike}.{named} Going back; these rows are left out from there on.")
-    run.optimizer.zero_grad()
-    load(found)
-    run.stream.leave_out(items)
+    warn(f"{spike}.{named} Going back; these rows are left out from there on.")
+    loop.optimizer.zero_grad()
+    loop.load(found)
+    loop.stream.leave_out(items)

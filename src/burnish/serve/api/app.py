@@ -34,7 +34,7 @@ from burnish.serve.api.requests import (
 )
 from burnish.serve.http.bodies import json_object
 from burnish.serve.http.errors import Refusal, openai_error
-from burnish.serve.http.guards import Guard, RequestHead, Rules, bearer, under
+from burnish.serve.http.guards import Guard, Rules, bearer, under
 from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
 from burnish.serve.http.json_response import Json
 
@@ -156,9 +156,13 @@ class Routes:
         if desk.served.scorer is not None:
             message = f'"{asked.model}" is a reward model: it writes no answers. Its scores: POST /v1/score/evaluation.'
             raise Refusal(405, "model_cannot_generate", message, headers={"Allow": ""})
-        prepared = await self._in_order(
-            prepared_chat if isinstance(asked, ChatRequest) else prepared_completion, desk, asked
-        )
+        if isinstance(asked, ChatRequest):
+            prepared = await self._in_order(prepared_chat, desk, asked)
+        else:
+            desk.served.adapter_of(asked.model)
+            # One by one, so that requests of others come between them.
+            prompts = [await self._in_order(desk.text_prompt, prompt) for prompt in asked.prompts]
+            prepared = await self._in_order(prepared_completion, desk, asked, prompts)
         self.state.ready()  # it may have begun to drain meanwhile
         request_id, path, began_s = request.scope["burnish.request_id"], request.scope["path"], time.monotonic()
 
@@ -244,13 +248,14 @@ class Routes:
         fields.raise_all()
         desk.served.adapter_of(model)
         if text is not None:
-            ids = await self._in_order(desk.served.text_prompt, text)
+            ids = await self._in_order(desk.text_prompt, text)
         else:
             asked = read_chat(
                 {key: body[key] for key in ("messages", "tools", "chat_template_kwargs") if key in body}
                 | {"model": model, "continue_final_message": continues and _ends_with_answer(body)},
                 self.limits,
             )
+            desk.refuse_long(asked.num_characters, "messages")
             ids = await self._in_order(desk.served.chat_prompt, asked)
         pieces = [desk.served.shown(token)[0] for token in ids]
         return Json({"tokens": ids, "count": len(ids), "max_model_len": desk.served.context, "pieces": pieces})
@@ -285,12 +290,23 @@ class Routes:
             raise Refusal(405, "model_cannot_score", message, headers={"Allow": ""})
         most = min(longest or desk.served.context, desk.served.context)
         asked = [self._scored(model, place, text) for place, text in enumerate(texts)]
-        ids = await self._in_order(lambda: [desk.served.scored_text(text) for text in asked])
-        for place, text in enumerate(ids):
-            if not 0 < len(text) <= most:
-                message = f'"messages[{place}]" has {len(text):,} tokens; it must have 1 to {most:,}.'
-                raise Refusal(400, "context_length_exceeded", message, param=f"messages[{place}]")
-        scores = await self._in_order(scorer.scores, ids)
+        ids: list[list[int]] = []
+        for place, text in enumerate(asked):
+            param = f"messages[{place}]"
+            desk.refuse_long(len(text) if isinstance(text, str) else text.num_characters, param)
+            ids.append(await self._in_order(desk.served.scored_text, text))
+            if not 0 < len(ids[-1]) <= most:
+                message = f'"{param}" has {len(ids[-1]):,} tokens; it must have 1 to {most:,}.'
+                raise Refusal(400, "context_length_exceeded", message, param=param)
+        from burnish.inference.scoring import AT_ONCE
+
+        order = sorted(range(len(ids)), key=lambda place: len(ids[place]))
+        scores = [0.0] * len(ids)
+        for start in range(0, len(order), AT_ONCE):  # others between them
+            some = order[start : start + AT_ONCE]
+            found_scores = await self._in_order(scorer.scores, [ids[place] for place in some])
+            for place, score in zip(some, found_scores, strict=True):
+                scores[place] = score
         found = {"id": f"scoreval-{secrets.token_hex(12)}", "object": "score.evaluation", "model": model}
         return Json({**found, "scores": scores})
 
@@ -312,9 +328,9 @@ class Routes:
 
     # --- the log ------------------------------------------------------------------------------------------------------
 
-    def seen(self, head: RequestHead, status: int, seconds: float, request_id: str) -> None:
+    def seen(self, path: str, status: int, seconds: float, request_id: str) -> None:
         """Count every request; what answered says its line itself, when its stream is over."""
-        route = head.path if head.path in self.paths else "other"
+        route = path if path in self.paths else "other"
         self.state.metrics.requests[route, status] += 1
         self.state.metrics.request.add(seconds)
         if route not in OPEN_PATHS and not (status == 200 and route in {"/v1/chat/completions", "/v1/completions"}):

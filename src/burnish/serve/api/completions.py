@@ -11,11 +11,13 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from burnish.inference.types import Ask
+from burnish.inference.types import Ask, Logprob
 from burnish.serve.api.chat_responses import Wire, usage_of
 from burnish.serve.api.requests import ChatRequest, CompletionRequest, Settings
 from burnish.serve.api.responses import Choice, Delta, Mailbox, RequestAnswer, queue_full
@@ -28,6 +30,12 @@ if TYPE_CHECKING:
     from burnish.serve.api.served import ServedModel
 
 DONE = event_text(b"[DONE]")
+CHARACTERS_PER_TOKEN = 16
+"""A prompt with more characters than this for each token of context is refused before it is tokenized."""
+MOST_LOGPROBS = 2**18
+"""Log-probabilities of prompts in one response."""
+_WRITTEN_IN_PLACE = 1000
+"""A response with more log-probabilities is written in a thread, while the event loop serves others."""
 
 
 @dataclass
@@ -98,6 +106,22 @@ class Desk:
         wanted = settings.max_tokens if settings.max_tokens is not None else self.max_tokens
         return min(wanted, self.max_tokens, room)
 
+    def refuse_long(self, num_characters: int, param: str) -> None:
+        """Refuse a prompt that cannot fit into the context, whatever its tokens are. Raises Refusal."""
+        most = self.served.context * CHARACTERS_PER_TOKEN
+        if num_characters > most:
+            message = (
+                f"The prompt has {num_characters:,} characters; the context of {self.served.context:,} tokens takes at "
+                f"most {most:,}. Shorten it."
+            )
+            raise Refusal(400, "context_length_exceeded", message, param=param)
+
+    def text_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
+        """The ids of a text. Tokenizes: called in a thread. Raises Refusal."""
+        if isinstance(prompt, str):
+            self.refuse_long(len(prompt), "prompt")
+        return self.served.text_prompt(prompt)
+
     def ask(self, settings: Settings, model: str, prompt: list[int], index: int, grammar: Any = None) -> Ask:
         """The ask of one choice. Choice i draws with seed + i."""
         beyond = [token for token in settings.bias if token >= self.served.vocab_size]
@@ -152,11 +176,13 @@ def respond(
     if is_stream:
         return EventStream(_events(prepared.events(answer)), headers, over=end)
 
-    async def whole() -> dict[str, Any]:
+    async def whole() -> bytes:
         folded = [Delta() for _ in answer.choices]
         async for index, delta in answer.deltas():
             folded[index].add(delta)
-        return prepared.whole(folded, usage_of(prepared.num_prompt_tokens, answer.choices))
+        usage = usage_of(prepared.num_prompt_tokens, answer.choices)
+        size = sum(len(each.logprobs) for each in folded) + sum(len(each.prompt_logprobs) for each in answer.choices)
+        return await _written(lambda: to_json(prepared.whole(folded, usage)), size)
 
     return Watched(whole, end, headers)
 
@@ -171,6 +197,10 @@ async def _events(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, 
         yield event_text(to_json(openai_error(refusal)))
 
 
+async def _written(write: Callable[[], bytes], num_logprobs: int) -> bytes:
+    return await asyncio.to_thread(write) if num_logprobs > _WRITTEN_IN_PLACE else write()
+
+
 class Watched:
     """A whole response, made while the client is watched: when it goes, the answer is cancelled at once."""
 
@@ -183,7 +213,7 @@ class Watched:
             both: set[asyncio.Future[Any]] = {making, gone}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if making.done():
-                await Json(making.result(), headers=self.headers)(scope, receive, send)
+                await Response(making.result(), 200, self.headers, Json.media_type)(scope, receive, send)
         finally:
             making.cancel()
             gone.cancel()
@@ -209,6 +239,7 @@ def prepared_chat(desk: Desk, request: ChatRequest) -> PreparedRequest:
     """
     served, settings = desk.served, request.settings
     served.adapter_of(request.model)
+    desk.refuse_long(request.num_characters, "messages")
     prompt = served.chat_prompt(request)
     choices = [
         Choice(
@@ -239,15 +270,23 @@ def prepared_chat(desk: Desk, request: ChatRequest) -> PreparedRequest:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def prepared_completion(desk: Desk, request: CompletionRequest) -> PreparedRequest:
-    """A text completion up to its answer. Tokenises: called in a thread.
+def prepared_completion(desk: Desk, request: CompletionRequest, prompts: Sequence[list[int]]) -> PreparedRequest:
+    """A text completion up to its answer. Called in a thread.
 
+    Args:
+        prompts: the ids of the request's prompts.
     Raises:
-        Refusal: for a model or a prompt that cannot be had.
+        Refusal: for a model or a prompt that cannot be had, and for more log-probabilities than a response may hold.
     """
     served, settings = desk.served, request.settings
-    served.adapter_of(request.model)
-    prompts = [served.text_prompt(prompt) for prompt in request.prompts]
+    if request.echo and settings.top_logprobs is not None:
+        number = sum(map(len, prompts)) * request.best_of * (1 + settings.top_logprobs)
+        if number > MOST_LOGPROBS:
+            message = (
+                f'"echo" with "logprobs" asks for {number:,} log-probabilities of prompts; a response holds at most '
+                f"{MOST_LOGPROBS:,}. Send fewer prompts at once, or lower logprobs."
+            )
+            raise Refusal(400, "invalid_value", message, param="logprobs")
     choices = [
         Choice(_text_ask(desk, request, prompt, index), served.text_reader(settings))
         for prompt in prompts
@@ -272,13 +311,22 @@ def prepared_completion(desk: Desk, request: CompletionRequest) -> PreparedReque
         logs, to_echo = [TextLog(wire.shown) for _ in choices], list(echoes)
         async for index, delta in answer.deltas():
             echo, to_echo[index] = to_echo[index], None
-            choice = wire.choice(index, delta, logs[index], echo, choices[index].prompt_logprobs)
-            if choice["text"] or choice["finish_reason"] or delta.logprobs or delta.ids:
-                yield event_text(to_json(wire.chunk([choice])))
+            measured = choices[index].prompt_logprobs if echo is not None else ()
+            event = partial(_text_event, wire, index, delta, logs[index], echo, measured)
+            yield await _written(event, len(measured))
         if wire.has_usage:
             yield event_text(to_json(wire.chunk([], usage_of(num_prompt_tokens, choices))))
 
     return PreparedRequest(choices, num_prompt_tokens, whole, events)
+
+
+def _text_event(
+    wire: TextWire, index: int, delta: Delta, log: TextLog, echo: Echo | None, measured: Sequence[Logprob]
+) -> bytes:
+    """One delta as an event of a stream; nothing where it says nothing. Args: measured: tokens of the prompt."""
+    choice = wire.choice(index, delta, log, echo, measured)
+    is_said = choice["text"] or choice["finish_reason"] or delta.logprobs or delta.ids
+    return event_text(to_json(wire.chunk([choice]))) if is_said else b""
 
 
 def _text_ask(desk: Desk, request: CompletionRequest, prompt: list[int], index: int) -> Ask:

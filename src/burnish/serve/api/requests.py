@@ -10,6 +10,7 @@ are vLLM's and LLaMA-Factory's.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -82,6 +83,13 @@ class ChatRequest:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False
     ignored: tuple[str, ...] = ()
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of messages, calls and tools: at least that many are in the prompt."""
+        texts = (len(one.content) + len(one.reasoning) for one in self.messages)
+        calls = (len(call.arguments) for one in self.messages for call in one.calls)
+        return sum(texts) + sum(calls) + (len(json.dumps(self.tools, ensure_ascii=False)) if self.tools else 0)
 
 
 @dataclass(frozen=True)

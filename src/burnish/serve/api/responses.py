@@ -202,35 +202,62 @@ class Choice:
         return found
 
 
+_RETRY_S = 0.2
+"""Until a choice is submitted again that the full queue did not take."""
+
+
 class RequestAnswer:
     """All choices of a request."""
 
     def __init__(self, mailbox: Mailbox, choices: Sequence[Choice]) -> None:
         self.mailbox, self.choices = mailbox, choices
         self._changed = asyncio.Event()
+        self._pending = deque(choices)
+        self._at_once = 1
         self._engine: AnswerEngine | None = None
         self.begun_s = time.monotonic()
         self.first_token_s: float | None = None
 
     def begin(self, engine: AnswerEngine) -> None:
-        """Hand all choices to the engine, or none.
+        """Submit as many choices as the engine has slots. Each of the others follows when one has ended, at the end of
+        the queue, so that a request of many choices does not keep other requests waiting until all are done.
 
         Raises:
             Refusal: 429 where too many wait, 503 where the engine takes none, 400 for what can never be answered.
         """
-        self._engine = engine
+        self._engine, self._at_once = engine, max(1, engine.facts().seats)
         try:
-            for choice in self.choices:
-                choice.ticket = engine.submit(choice.ask, self.mailbox.to(self._taker(choice)))
+            self._submit_more(engine)
         except Full as error:
             self.cancel()
             raise queue_full(error.retry_after_s) from error
-        except Closed as error:
+        except Refusal:
             self.cancel()
-            raise DRAINING from error
-        except UserError as error:
-            self.cancel()
-            raise Refusal(400, "invalid_value", str(error)) from error
+            raise
+
+    def _submit_more(self, engine: AnswerEngine) -> None:
+        """Raises Full, and Refusal."""
+        under_way = sum(choice.ticket is not None and not choice.is_over for choice in self.choices)
+        while self._pending and under_way < self._at_once:
+            choice = self._pending[0]
+            try:
+                choice.ticket = engine.submit(choice.ask, self.mailbox.to(self._taker(choice)))
+            except Closed as error:
+                raise DRAINING from error
+            except UserError as error:
+                raise Refusal(400, "invalid_value", str(error)) from error
+            self._pending.popleft()
+            under_way += 1
+
+    def _go_on(self) -> None:
+        """Submit the choices that follow. Where the queue is full now, try again soon."""
+        assert self._engine is not None
+        try:
+            self._submit_more(self._engine)
+        except Full:
+            asyncio.get_running_loop().call_later(_RETRY_S, self._go_on)
+        except Refusal as refusal:
+            self.fail(refusal)
 
     def _taker(self, choice: Choice) -> Callable[[Made], None]:
         def take(made: Made) -> None:
@@ -240,12 +267,15 @@ class RequestAnswer:
                 self.first_token_s = time.monotonic() - self.begun_s
             if choice.is_over and not was_over and made.reason is None:
                 self._cancel(choice)  # a stop string, or a first call: the engine need not go on
+            if choice.is_over and self._pending:
+                self._go_on()
             self._changed.set()
 
         return take
 
     def fail(self, refusal: Refusal) -> None:
-        """End all choices that are under way."""
+        """End all choices that are not over."""
+        self._pending.clear()
         for choice in self.choices:
             if not choice.is_over:
                 choice.error = refusal
@@ -254,6 +284,7 @@ class RequestAnswer:
 
     def cancel(self) -> None:
         """Nobody wants the rest; the engine is told, whatever has ended already."""
+        self._pending.clear()
         for choice in self.choices:
             if not choice.is_over:
                 self._cancel(choice)
@@ -285,7 +316,7 @@ class RequestAnswer:
         return sum(choice.num_tokens for choice in self.choices)
 
 
-_STATUS = {"non_finite_logits": 503, "out_of_memory": 503, "internal_error": 500}
+_STATUS = {"grammar_failed": 400, "non_finite_logits": 503, "out_of_memory": 503, "internal_error": 500}
 
 
 def refusal_of(made: Made) -> Refusal:

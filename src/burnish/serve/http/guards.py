@@ -4,10 +4,10 @@
 
 In the order of what costs least: number and size of headers, the Host (DNS rebinding: a foreign page that points its
 own name at 127.0.0.1 arrives with that name), the Origin (a foreign page that calls us by our own name), the key, the
-announced length of the body; then the body is counted while it is read. Nothing is read of a body that is refused.
+announced length of the body; then the body is counted while it is read. Nothing of a body that is refused is kept.
 
-A literal address is no name that anyone could point elsewhere; it is accepted as a Host where the server is bound wider
-than loopback. Cookies, forms, files and ``request.url`` are not used (the record of faults in them is long).
+Starlette's own middleware does less: its TrustedHost does not read [::1], and its CORS lets foreign pages in whose
+response a browser then hides. Forms, files and ``request.url`` are not used (the record of faults in them is long).
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,19 +32,20 @@ from burnish.serve.http.errors import INTERNAL, Refusal
 from burnish.serve.http.hosts import LOOPBACK_NAMES, host_name, is_address
 from burnish.serve.http.json_response import Json
 
-MOST_HEADERS = 64
-MOST_HEADER_BYTES = 16 * 1024
+MOST_HEADERS, MOST_HEADER_BYTES = 64, 16 * 1024
 EFFECTS = frozenset({"POST", "PUT", "DELETE", "PATCH"})
-_CORS = (
-    (b"access-control-allow-headers", b"authorization, content-type"),
-    (b"access-control-allow-methods", b"GET, POST"),
-    (b"access-control-expose-headers", b"x-request-id, x-burnish-ignored, retry-after"),
-    (b"vary", b"origin"),
-)
+_CORS = {
+    "access-control-allow-headers": "authorization, content-type",
+    "access-control-allow-methods": "GET, POST",
+    "access-control-expose-headers": "x-request-id, x-burnish-ignored, retry-after",
+    "vary": "origin",
+}
 _READ_ON = frozenset({401, 404, 405, 413, 415, 503})
 MOST_DISCARDED = 32 * 2**20
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 log = logging.getLogger("burnish.serve.http")
+Admit: TypeAlias = Callable[[Request], None]
+"""Raises Refusal where a request may not come in."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Rules:
 
     Args:
         hosts: names that a Host header may give, in lower case, without port.
-        any_address: accept any literal address as a Host too: the server is bound wider than loopback.
+        any_address: accept any literal address, which nobody can point elsewhere, as a Host too: the server is bound
+            wider than loopback.
         origins: foreign origins that may ask, such as ``https://chat.example.org``; ``*`` is not one.
         own_origin: accept the origin that the Host header names: a page of ours asks it.
         effects_need_origin: refuse a request with an effect that names no origin.
@@ -67,29 +70,16 @@ class Rules:
     max_body_bytes: int = 4 * 2**20
 
 
-@dataclass(frozen=True)
-class RequestHead:
-    """A request before its body: what guards decide by."""
+def only(request: Request, name: str) -> str | None:
+    """The value of a header that is given once at most.
 
-    method: str
-    path: str
-    headers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # name in lower case -> its values
-    client: str = ""
-
-    def only(self, name: str) -> str | None:
-        """The value of a header that is given once at most.
-
-        Raises:
-            Refusal: 400, where it is given twice: a proxy might have read the other one.
-        """
-        values = self.headers.get(name, ())
-        if len(values) > 1:
-            raise Refusal(400, "invalid_value", f'The header "{name}" must be given once. Received: {len(values)}.')
-        return values[0] if values else None
-
-
-Admit: TypeAlias = Callable[[RequestHead], None]
-"""Raises Refusal where a request may not come in."""
+    Raises:
+        Refusal: 400, where it is given twice: a proxy might have read the other one.
+    """
+    values = request.headers.getlist(name)
+    if len(values) > 1:
+        raise Refusal(400, "invalid_value", f'The header "{name}" must be given once. Received: {len(values)}.')
+    return values[0] if values else None
 
 
 def new_key() -> str:
@@ -105,11 +95,11 @@ def same_key(given: str, key: str) -> bool:
 def bearer(key: str | None, open_paths: Collection[str]) -> Admit:
     """Admit who shows ``Authorization: Bearer KEY``; everybody where there is no key, and on the open paths."""
 
-    def admit(head: RequestHead) -> None:
-        if key is None or head.path in open_paths:
+    def admit(request: Request) -> None:
+        if key is None or request.scope["path"] in open_paths:
             return
         challenge = {"WWW-Authenticate": "Bearer"}
-        given = head.only("authorization")
+        given = only(request, "authorization")
         if given is None:
             raise Refusal(401, "missing_api_key", 'A key is needed: "Authorization: Bearer KEY".', headers=challenge)
         scheme, _, token = given.partition(" ")
@@ -128,69 +118,54 @@ class Guard:
         admit: decides by the key.
         as_object: a refusal as the JSON that clients of this server expect.
         headers: of every response.
-        seen: told method, path, status, seconds and request id of every request once it is over.
+        seen: receives path, status, seconds and request id of every request once it is over.
     """
 
     def __init__(
         self, app: ASGIApp, rules: Rules, admit: Admit, as_object: Callable[[Refusal], dict[str, Any]],
-        headers: Mapping[str, str] | None = None, seen: Callable[[RequestHead, int, float, str], None] | None = None,
+        headers: Mapping[str, str] | None = None, seen: Callable[[str, int, float, str], None] | None = None,
     ) -> None:  # fmt: skip
         self.app, self.rules, self.admit, self.as_object, self.seen = app, rules, admit, as_object, seen
-        self.headers = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+        self.headers = dict(headers or {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # neither websockets nor a lifespan: the server that runs this asks for none
-        began_s, head, answer = time.monotonic(), head_of(scope), _Answer(send, self.headers)
-        request_id = answer.request_id = scope["burnish.request_id"] = _request_id(head)
+        began_s, request = time.monotonic(), Request(scope)
+        given = request.headers.getlist("x-request-id")  # the client's own, if it is harmless in a log and a header
+        is_harmless = len(given) == 1 and _ID.fullmatch(given[0])
+        request_id = scope["burnish.request_id"] = given[0] if is_harmless else f"req-{secrets.token_hex(12)}"
+        answer = _Answer(send, receive, {**self.headers, "x-request-id": request_id}, self.rules.max_body_bytes)
         scope["app"] = self  # the routes say by an exception, then, that they have no such address
         try:
-            self._check(head, scope, answer)
-            if head.method == "OPTIONS" and "origin" in head.headers:
+            self._check(request, answer)
+            if request.method == "OPTIONS" and "origin" in request.headers:
                 await Response(status_code=204)(scope, receive, answer)
             else:
-                await self.app(scope, self._counting(receive, answer), answer)
+                await self.app(scope, answer.receive, answer)
         except (Refusal, HTTPException) as error:
             await self._refuse(as_refusal(error), scope, receive, answer)
         except Exception:  # the outermost frame: what is not foreseen is one line for the client, and the log has it
-            log.exception("request %s: %s %s", request_id, head.method, head.path)
+            log.exception("request %s: %s %s", request_id, request.method, scope["path"])
             await self._refuse(INTERNAL, scope, receive, answer)
         finally:
             if self.seen is not None:
-                self.seen(head, answer.status, time.monotonic() - began_s, request_id)
+                self.seen(scope["path"], answer.status, time.monotonic() - began_s, request_id)
 
-    def _check(self, head: RequestHead, scope: Scope, answer: _Answer) -> None:
-        if len(scope["headers"]) > MOST_HEADERS or sum(map(_size, scope["headers"])) > MOST_HEADER_BYTES:
-            raise Refusal(
-                431, "invalid_value", f"At most {MOST_HEADERS} headers of {MOST_HEADER_BYTES} bytes together."
-            )
-        host = check_host(head, self.rules)
-        origin = check_origin(head, host, scope.get("scheme", "http"), self.rules)
+    def _check(self, request: Request, answer: _Answer) -> None:
+        pairs = request.headers.raw
+        if len(pairs) > MOST_HEADERS or sum(len(name) + len(value) for name, value in pairs) > MOST_HEADER_BYTES:
+            message = f"At most {MOST_HEADERS} headers of {MOST_HEADER_BYTES} bytes together."
+            raise Refusal(431, "invalid_value", message)
+        host = check_host(request, self.rules)
+        origin = check_origin(request, host, self.rules)
         if origin is not None:  # so that this page may read the response, a refusal too
-            answer.headers += [(b"access-control-allow-origin", origin.encode("latin-1")), *_CORS]
-        if head.method != "OPTIONS" or origin is None:  # a browser sends no key when it asks whether it may ask
-            self.admit(head)
-        length = head.only("content-length")
+            answer.headers |= {"access-control-allow-origin": origin, **_CORS}
+        if request.method != "OPTIONS" or origin is None:  # a browser sends no key when it asks whether it may ask
+            self.admit(request)
+        length = only(request, "content-length")
         if length is not None and int(length) > self.rules.max_body_bytes:  # h11 has seen that it is a number
-            raise self._too_large()
-
-    def _counting(self, receive: Receive, answer: _Answer) -> Receive:
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            answer.has_body = not message.get("more_body", False)
-            received += len(message.get("body", b""))
-            if received > self.rules.max_body_bytes:
-                raise self._too_large()
-            return message
-
-        return counted
-
-    def _too_large(self) -> Refusal:
-        message = f"The body must not be longer than {self.rules.max_body_bytes:,} bytes."
-        return Refusal(413, "body_too_large", message, headers={"Connection": "close"})
+            raise _too_large(self.rules.max_body_bytes)
 
     async def _refuse(self, refusal: Refusal, scope: Scope, receive: Receive, answer: _Answer) -> None:
         if refusal.status in _READ_ON and not answer.has_body:
@@ -200,11 +175,41 @@ class Guard:
             await response(scope, receive, answer)
 
 
+class _Answer:
+    """``send`` that remembers the status and adds the headers that every response carries, and ``receive`` that counts
+    the body. ``has_body`` says that the request has been read to its end: nothing more will come."""
+
+    def __init__(self, send: Send, receive: Receive, headers: dict[str, str], most: int) -> None:
+        self._send, self._receive, self.headers, self.most = send, receive, headers, most
+        self.status, self.received, self.has_body = 0, 0, False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            own = {name for name, _ in message["headers"]}
+            added = [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
+            message["headers"] = [*message["headers"], *(pair for pair in added if pair[0] not in own)]
+        await self._send(message)
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self.has_body = not message.get("more_body", False)
+        self.received += len(message.get("body", b""))
+        if self.received > self.most:
+            raise _too_large(self.most)
+        return message
+
+
+def _too_large(most: int) -> Refusal:
+    message = f"The body must not be longer than {most:,} bytes."
+    return Refusal(413, "body_too_large", message, headers={"Connection": "close"})
+
+
 async def _discard(receive: Receive) -> None:
     """Read on for a moment and keep nothing: who is still sending when the connection closes would see a reset, and
     not why it was refused."""
     left = MOST_DISCARDED
-    with contextlib.suppress(TimeoutError, Refusal):
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(1.0):
             while left > 0:
                 message = await receive()
@@ -226,25 +231,6 @@ def under(prefix: str, app: ASGIApp) -> ASGIApp:
     return inner
 
 
-class _Answer:
-    """``send`` that remembers the status, and adds the headers that every response carries.
-
-    ``has_body`` says that the request has been read to its end: nothing more will come.
-    """
-
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        self.send, self.headers, self.status, self.request_id = send, list(headers), 0, ""
-        self.has_body = False
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            own = {name for name, _ in message["headers"]}
-            added = [*self.headers, (b"x-request-id", self.request_id.encode())]
-            message["headers"] = [*message["headers"], *(pair for pair in added if pair[0] not in own)]
-        await self.send(message)
-
-
 def as_refusal(error: Refusal | HTTPException) -> Refusal:
     """Convert the routes' own "not found" and "method not allowed"."""
     if isinstance(error, Refusal):
@@ -256,30 +242,20 @@ def as_refusal(error: Refusal | HTTPException) -> Refusal:
     return Refusal(error.status_code, "unknown_url", "There is nothing at this address.")
 
 
-def head_of(scope: Scope) -> RequestHead:
-    """The head of a request, header names in lower case and every value kept."""
-    headers: dict[str, tuple[str, ...]] = {}
-    for name, value in scope["headers"]:
-        key = name.decode("latin-1").lower()
-        headers[key] = (*headers.get(key, ()), value.decode("latin-1"))
-    client = scope.get("client")
-    return RequestHead(scope["method"], scope["path"], headers, client[0] if client else "")
-
-
-def check_host(head: RequestHead, rules: Rules) -> str:
+def check_host(request: Request, rules: Rules) -> str:
     """The Host header, port and all.
 
     Raises:
         Refusal: 421, where it is not a name of ours.
     """
-    host = head.only("host") or ""
+    host = only(request, "host") or ""
     name = host_name(host)
     if name in rules.hosts or (rules.any_address and is_address(name)):
         return host.lower()
     raise Refusal(421, "wrong_host", f'This server does not answer for the host "{name[:100]}".')
 
 
-def check_origin(head: RequestHead, host: str, scheme: str, rules: Rules) -> str | None:
+def check_origin(request: Request, host: str, rules: Rules) -> str | None:
     """Refuse what a page of somebody else's sends.
 
     Returns:
@@ -287,28 +263,18 @@ def check_origin(head: RequestHead, host: str, scheme: str, rules: Rules) -> str
     Raises:
         Refusal: 403.
     """
-    origin = head.only("origin")
+    origin = only(request, "origin")
     if origin is None:
-        if rules.effects_need_origin and head.method in EFFECTS:
+        if rules.effects_need_origin and request.method in EFFECTS:
             raise _foreign("no origin")
         return None
-    is_own = rules.own_origin and origin.lower() == f"{scheme}://{host}"
+    is_own = rules.own_origin and origin.lower() == f"{request.scope.get('scheme', 'http')}://{host}"
     if not (is_own or origin in rules.origins):
         raise _foreign(f'"{origin[:100]}"')
-    if is_own and head.only("sec-fetch-site") not in {None, "same-origin"}:
+    if is_own and only(request, "sec-fetch-site") not in {None, "same-origin"}:
         raise _foreign("a request from another site")
     return None if is_own else origin
 
 
 def _foreign(received: str) -> Refusal:
     return Refusal(403, "origin_not_allowed", f"Requests of other pages are not answered. Received: {received}.")
-
-
-def _size(pair: tuple[bytes, bytes]) -> int:
-    return len(pair[0]) + len(pair[1])
-
-
-def _request_id(head: RequestHead) -> str:
-    """The client's own, where it is harmless in a log and in a header."""
-    given = head.headers.get("x-request-id", ())
-    return given[0] if len(given) == 1 and _ID.fullmatch(given[0]) else f"req-{secrets.token_hex(12)}"

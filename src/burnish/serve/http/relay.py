@@ -11,39 +11,28 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import h11
-from starlette.types import Receive, Scope, Send
+from starlette.responses import StreamingResponse
+from starlette.types import Send
 
 from burnish.serve.http.errors import Refusal
-from burnish.serve.http.stream import until_gone
 
 _PASSED = (b"content-type", b"x-burnish-ignored", b"retry-after")
 
 
-class Relay:
-    """An ASGI response that is another server's."""
+class Relay(StreamingResponse):
+    """A response that is another server's; the client's departure ends it, while the other one works too."""
 
     def __init__(self, socket_path: str, method: str, path: str, body: bytes = b"") -> None:
-        self.socket_path, self.method, self.path, self.body = socket_path, method, path, body
+        super().__init__(())
+        self.events = exchange(socket_path, method, path, body)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(until_gone(receive))
-        passing = asyncio.ensure_future(self._pass(send))
-        try:
-            await asyncio.wait({gone, passing}, return_when=asyncio.FIRST_COMPLETED)
-            if passing.done():
-                passing.result()
-        finally:
-            gone.cancel()
-            passing.cancel()
-            await asyncio.wait({passing})
-
-    async def _pass(self, send: Send) -> None:
-        async for event in exchange(self.socket_path, self.method, self.path, self.body):
+    async def stream_response(self, send: Send) -> None:
+        async for event in self.events:
             if isinstance(event, h11.Response):
                 headers = [(name, value) for name, value in event.headers if name in _PASSED]
                 headers.append((b"x-accel-buffering", b"no"))
                 await send({"type": "http.response.start", "status": event.status_code, "headers": headers})
-            elif isinstance(event, h11.Data):
+            else:
                 await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

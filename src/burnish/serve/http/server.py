@@ -15,11 +15,14 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from burnish.config.secrets import SecretFormatter
+from burnish.serve.http.connections import LimitedProtocol, OncePerMinute, most_connections
 from burnish.serve.http.guards import MOST_HEADER_BYTES
 
 CLOSING_S = 1
@@ -30,6 +33,9 @@ def log_to_stderr() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(SecretFormatter("%(asctime)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    once = OncePerMinute()  # what strangers can cause without a key
+    for name in ("uvicorn.error", "asyncio", "burnish.connections", "burnish.housekeeping"):
+        logging.getLogger(name).addFilter(once)
 
 
 class _Server(uvicorn.Server):
@@ -92,8 +98,9 @@ def _answer_signals(told: asyncio.Future[int]) -> None:
 
 def _config(app: ASGIApp) -> uvicorn.Config:
     """Plain HTTP/1.1 by h11, without websockets, lifespan, access log, and headers of proxies."""
+    protocol: Any = partial(LimitedProtocol, waiting={}, most=most_connections())
     return uvicorn.Config(
-        app, http="h11", ws="none", loop="asyncio", lifespan="off", access_log=False, log_config=None,
+        app, http=protocol, ws="none", loop="asyncio", lifespan="off", access_log=False, log_config=None,
         server_header=False, proxy_headers=False, timeout_keep_alive=15, timeout_graceful_shutdown=CLOSING_S,
         h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,
     )  # fmt: skip

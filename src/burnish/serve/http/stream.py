@@ -1,11 +1,10 @@
-"""Server-sent events out: a response that goes on until its events end or nobody listens any more.
+"""Server-sent events: a response that goes on until its events end or the client goes.
 
     return EventStream(events())          # events: an asynchronous generator of what event_text() gives
 
-In: an asynchronous generator of bytes. Out: ``text/event-stream``. While nothing comes, a comment line goes out every
-``alive_s`` seconds, so that proxies keep the connection. When the client goes, ``over`` is called at once, which is
-where work is cancelled, and the generator is closed. A client that reads slowly holds up this generator and nothing
-else.
+While no event comes, a comment goes out every ``alive_s`` seconds, so that proxies keep the connection. When the client
+goes, ``over`` is called, which is where work is cancelled, and the generator is closed. A client that reads slowly
+holds up this generator and nothing else.
 
 Source of the format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
@@ -15,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
 
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 HEADERS = {
@@ -25,8 +24,6 @@ HEADERS = {
     "x-accel-buffering": "no",  # nginx would hold the events back
 }
 ALIVE = b": alive\n\n"
-_LEAST_S = 0.05
-"""A client that reads so slowly that an event is still being sent is looked at again after so long."""
 
 
 def event_text(data: bytes, name: str = "", cursor: str = "") -> bytes:
@@ -42,8 +39,8 @@ async def until_gone(receive: Receive) -> None:
         pass
 
 
-class EventStream:
-    """An ASGI response of events.
+class EventStream(StreamingResponse):
+    """A response of events.
 
     Args:
         over: called once at the end, however it came: a generator that was never begun has no ``finally``.
@@ -53,43 +50,32 @@ class EventStream:
         self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None, alive_s: float = 10.0,
         over: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.events, self.headers, self.alive_s, self.over = events, {**HEADERS, **(headers or {})}, alive_s, over
+        super().__init__(events, headers={**HEADERS, **(headers or {})})
+        self.events, self.alive_s, self.over = events, alive_s, over
         self._is_sending, self._last_s = False, time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
-        gone = asyncio.ensure_future(until_gone(receive))
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._pump(send, gone)
-            if not gone.done():
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await super().__call__(scope, receive, send)
         finally:
-            gone.cancel()
             self.over()
             await self.events.aclose()
 
-    async def _pump(self, send: Send, gone: asyncio.Future[None]) -> None:
-        """Send all events. One task sends and this one watches: an event costs no task and no timer of its own."""
-        sending = asyncio.ensure_future(self._send_all(send))
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        keeping = asyncio.ensure_future(self._keep_alive(send))  # an event costs no task and no timer of its own
         try:
-            while not (sending.done() or gone.done()):
-                left = self.alive_s - (time.monotonic() - self._last_s)
-                if left <= 0 and not self._is_sending:
-                    self._last_s = time.monotonic()
-                    await send({"type": "http.response.body", "body": ALIVE, "more_body": True})
-                    continue
-                both: set[asyncio.Future[Any]] = {sending, gone}
-                await asyncio.wait(both, timeout=max(left, _LEAST_S), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            async for text in self.events:
+                self._is_sending = True
+                await send({"type": "http.response.body", "body": text, "more_body": True})
+                self._is_sending, self._last_s = False, time.monotonic()
         finally:
-            if not sending.done():
-                sending.cancel()
-                await asyncio.wait({sending})
+            keeping.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_all(self, send: Send) -> None:
-        async for text in self.events:
-            self._is_sending = True
-            await send({"type": "http.response.body", "body": text, "more_body": True})
-            self._is_sending, self._last_s = False, time.monotonic()
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(max(self.alive_s - (time.monotonic() - self._last_s), 0.05))
+            if not self._is_sending and time.monotonic() - self._last_s >= self.alive_s:
+                self._last_s = time.monotonic()
+                await send({"type": "http.response.body", "body": ALIVE, "more_body": True})

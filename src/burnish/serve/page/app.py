@@ -23,7 +23,7 @@ from burnish.config.secrets import without_secrets
 from burnish.report.pace import short_number, short_time
 from burnish.serve.http.bodies import json_object, whole_body
 from burnish.serve.http.errors import Refusal, page_error
-from burnish.serve.http.guards import Guard, Rules, head_of, under
+from burnish.serve.http.guards import Guard, Rules, under
 from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
 from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.static import StaticFiles
@@ -32,7 +32,7 @@ from burnish.serve.page.jobs.exports import FORMATS
 from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.remarks import remarks_on
 from burnish.serve.page.runs.series import picture, series, small_picture
-from burnish.serve.page.session import COOKIE, LASTS_S, Sessions, cookie_of
+from burnish.serve.page.session import COOKIE, LASTS_S, Sessions
 from burnish.serve.page.site import Site
 from burnish.serve.page.words import FOLDER as WORDS
 from burnish.serve.page.words import LANGUAGES, language_of, translator
@@ -171,11 +171,10 @@ class Pages:
     # --- how --------------------------------------------------------------------------------------------------------
 
     def _language(self, request: Request) -> str:
-        cookie = cookie_of(head_of(request.scope), "language")
-        return language_of(cookie, request.headers.get("accept-language", ""))
+        return language_of(request.cookies.get("language", ""), request.headers.get("accept-language", ""))
 
     def _page(self, name: str, request: Request, status: int = 200, **values: Any) -> Response:
-        language, theme = self._language(request), cookie_of(head_of(request.scope), "theme")
+        language, theme = self._language(request), request.cookies.get("theme", "")
         up = "../" * (request.scope["path"].count("/") - 1)
         text = self.templates.get_template(f"{name}.html").render(
             t=translator(language), language=language, languages=LANGUAGES, up=up, page=name,
@@ -183,9 +182,8 @@ class Pages:
             static=lambda file: up + self.static.address(file), **values,
         )  # fmt: skip
         # Without script the form is sent with the Origin "null" where there is to be no referrer at all.
-        return HTMLResponse(
-            without_secrets(text), status, {"referrer-policy": "same-origin"} if name == "sign-in" else None
-        )
+        headers = {"referrer-policy": "same-origin"} if name == "sign-in" else None
+        return HTMLResponse(without_secrets(text).encode("utf-8", "replace"), status, headers)
 
 
 def _is_ours(to: str) -> bool:

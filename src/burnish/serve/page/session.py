@@ -11,8 +11,10 @@ import hmac
 import time
 from collections import deque
 
+from starlette.requests import Request
+
 from burnish.serve.http.errors import Refusal
-from burnish.serve.http.guards import RequestHead, same_key
+from burnish.serve.http.guards import same_key
 
 COOKIE = "burnish"
 LASTS_S = 30 * 86400
@@ -27,11 +29,12 @@ class Sessions:
         self.key = key
         self._wrong: deque[float] = deque(maxlen=MOST_WRONG)
 
-    def admit(self, head: RequestHead) -> None:
+    def admit(self, request: Request) -> None:
         """Raises Refusal where a request may not come in."""
-        is_open = self.key is None or head.path in _OPEN or head.path.startswith("/static/")
-        if not is_open and not self.knows(cookie_of(head, COOKIE)):
-            raise _sign_in(head)
+        path = request.scope["path"]
+        is_open = self.key is None or path in _OPEN or path.startswith("/static/")
+        if not is_open and not self.knows(request.cookies.get(COOKIE, "")):
+            raise _sign_in(path, request.method)
 
     def made(self) -> str:
         """The cookie's value: when it ends, and the proof that we said so."""
@@ -59,19 +62,9 @@ class Sessions:
             raise Refusal(403, "wrong_key", "That is not the key of this page.")
 
 
-def cookie_of(head: RequestHead, name: str) -> str:
-    """The value of a cookie, "" where it is not there."""
-    for line in head.headers.get("cookie", ()):
-        for part in line.split(";"):
-            key, _, value = part.strip().partition("=")
-            if key == name:
-                return value
-    return ""
-
-
-def _sign_in(head: RequestHead) -> Refusal:
-    if head.path.startswith("/api/") or head.method != "GET":
+def _sign_in(path: str, method: str) -> Refusal:
+    if path.startswith("/api/") or method != "GET":
         return Refusal(401, "sign_in", "Sign in first.")
-    up = "../" * (head.path.count("/") - 1)
-    to = head.path.lstrip("/") if head.path.replace("/", "").replace("-", "").isalnum() else ""
+    up = "../" * (path.count("/") - 1)
+    to = path.lstrip("/") if path.replace("/", "").replace("-", "").isalnum() else ""
     return Refusal(303, "sign_in", "Sign in first.", headers={"Location": f"{up}sign-in{f'?to={to}' if to else ''}"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import distributions
@@ -25,6 +26,7 @@ from burnish.serve.page.runs.log_columns import forget_logs
 from burnish.serve.page.runs.runs import FoundRun, find, read_run
 
 FRESH_S = 1.5
+log = logging.getLogger("burnish.housekeeping")
 Answer = Callable[[Request], Awaitable[Any]]
 
 
@@ -78,14 +80,16 @@ class Site:
         """As long as the page lives: the queue goes on, children are taken note of, what is idle is let go."""
         while True:
             await asyncio.sleep(2.0)
-            self.starter.reap()
-            self.engines.end_idle()
-            forget_logs()
-            if self.starter.queued():
-                try:
+            try:
+                self.starter.reap()
+                self.engines.end_idle()
+                forget_logs()
+                if self.starter.queued():
                     await self.starter.next_of_queue(await self.found())
-                except Refusal:  # its folder is in use now; the run is out of the queue, and was never begun
-                    continue
+            except Refusal as refusal:  # the run is out of the queue, and was not started
+                log.warning("A queued run was not started: %s", refusal.message)
+            except Exception:  # a fault in one round, such as a full disk, must not end the page
+                log.exception("The page's housekeeping failed; it is repeated in two seconds.")
 
 
 def _mark_of_source() -> str:

@@ -91,7 +91,6 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
         self._take_enums()
         self._derive()
         check_arguments(self)
-        self.bf16 = bool(self.bf16)
         self.mixed_precision = mixed_precision(self)
         if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
             self.torch_compile = True

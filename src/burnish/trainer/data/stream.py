@@ -1,4 +1,4 @@
-"""The stream of groups of an epoch from any loader, with a cursor that resumes.
+"""The step batches of an epoch from any loader, with a cursor that resumes.
 
 ``EpochOrder`` is the sampler of the Trainer's own loaders: the order is a function of (seed, epoch), and it can start
 anywhere, so that a resumed run reads no row twice. A loader of the user is iterated as it is. On resume it goes on
@@ -148,32 +148,39 @@ class DealtRows(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
 
+class PaddingBatch(dict[str, Any]):
+    """A batch for a rank that has run out of rows before the others, because all ranks must sync gradients. It has 0
+    items, whatever its loss."""
+
+
 class LoaderStream:
-    """The groups of a loader.
+    """The step batches of a loader.
 
     Args:
         loader: gives batches; may have a length, or none.
-        accumulation: micro-batches in a group.
+        accumulation: micro-batches of a step.
         total: micro-batches in an epoch: ``len(loader)``, or for an endless one those of the whole run.
         count: batch -> (rows, tokens) for the meter.
         on_empty: called where an epoch of a loader without length has no batch at all.
         engine: of a run of several processes.
+        pad: makes a batch one that has no items.
     """
 
     def __init__(
         self, loader: Any, accumulation: int, total: int, count: Callable[[Batch], tuple[int, int]],
         on_empty: Callable[[], None] = lambda: None, engine: Engine | None = None,
+        pad: Callable[[Batch], PaddingBatch] = PaddingBatch,
     ) -> None:  # fmt: skip
         self.engine = engine
         self.loader, self.accumulation, self.total, self.count = loader, accumulation, total, count
-        self.on_empty = on_empty
+        self.on_empty, self.pad = on_empty, pad
         self.epoch, self.position, self.drawn = 0, 0, 0  # micro-batches used, and taken from the loader
         self.generator_at_start: Tensor | None = None
         self.source = stream_with_state(loader, 1 if engine is None else engine.world_size)
         self.source_state: Any = None  # where it stood at ``position``, until it is read on from there
 
     def step_batches(self) -> Iterator[StepBatch]:
-        """Yield the groups from the cursor to the end of the epoch."""
+        """Yield the step batches from the cursor to the end of the epoch."""
         start, used, total = self.position, self.position, self._total
         batches = iter(()) if start >= total else self._batches()
         while used < total:
@@ -181,7 +188,7 @@ class LoaderStream:
             if not group:
                 break
             used = self.drawn = used + len(group)
-            counts = [(0, 0) if isinstance(batch, Lent) else self.count(batch) for batch in group]
+            counts = [(0, 0) if isinstance(batch, PaddingBatch) else self.count(batch) for batch in group]
             is_last = used >= total
             yield StepBatch(
                 group,
@@ -197,9 +204,9 @@ class LoaderStream:
             self.on_empty()
         self.position = total
 
-    def advance(self, group: StepBatch) -> None:
-        if group.cursor is not None:
-            self.epoch, self.position = group.cursor["epoch"], group.cursor["position"]
+    def advance(self, step_batch: StepBatch) -> None:
+        if step_batch.cursor is not None:
+            self.epoch, self.position = step_batch.cursor["epoch"], step_batch.cursor["position"]
 
     @property
     def is_used_up(self) -> bool:
@@ -277,10 +284,10 @@ class LoaderStream:
         """The batches of a loader without a length, the same number on every rank."""
         if self.engine is None or self.engine.world_size == 1 or num_batches(self.loader) is not None:
             return batches
-        return (batch if is_own else Lent(batch) for batch, is_own in in_step(batches, self.engine))
+        return (batch if is_own else self.pad(batch) for batch, is_own in in_step(batches, self.engine))
 
     def _filled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield ``batches``, and lent ones where this rank has none of the last rows of an epoch."""
+        """Yield ``batches``, and padding batches where this rank has none of the last rows of an epoch."""
         made, last = self.position, None
         for last in batches:
             made += 1
@@ -288,7 +295,7 @@ class LoaderStream:
         if is_dealt(self.loader):
             for _ in range(self._total - made):
                 last = self.loader.collate_fn([self.loader.dataset[0]]) if last is None else last
-                yield Lent(last)
+                yield self.pad(last)
 
 
 class Taken(Sequence[int]):
@@ -310,11 +317,6 @@ class Taken(Sequence[int]):
         if self.order is None:
             return []
         return self.order.of_epoch(self.epoch)[self.first * self.order.across : self.end * self.order.across]
-
-
-class Lent(dict[str, Any]):
-    """A batch for a rank that has run out of rows before the others, because all ranks must sync gradients. Its weight
-    is 0, whatever its loss."""
 
 
 def is_dealt(loader: Any) -> bool:

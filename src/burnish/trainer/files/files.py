@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from burnish.adapters.base import load_whole_state, whole_state
 from burnish.adapters.peft import PeftAdapter, PeftOptions, name_base
 from burnish.checkpoint.checkpoint import Checkpoints
-from burnish.checkpoint.parts import Part
 from burnish.models.save import SHARD_SIZE, save_config
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
 from burnish.trainer.arguments.training import TrainingArguments
@@ -48,32 +47,6 @@ class TrainerModel:
             self.model.load_state_dict(dict(state), strict=False)  # the model's own way
         else:
             load_whole_state(self.model, state)
-
-
-class FaceCheckpoints(Checkpoints):
-    """Checkpoints that are saved by way of a method that a subclass of ``Trainer`` may override.
-
-    Args:
-        save_by: called where the loop saves; calls ``write``, or leaves this checkpoint out.
-    """
-
-    def __init__(self, folder: Path, save_by: Callable[[], None], **given: Any) -> None:
-        # What a subclass does after a save may change any weight, so they are copied before it returns.
-        super().__init__(folder, **{**given, "optimizer": None})
-        self.save_by = save_by
-        self.due: tuple[int, Mapping[str, Part], str | None] | None = None  # while a save is under way
-
-    def save(self, step: int, parts: Mapping[str, Part], *, best: str | None = None) -> Path:
-        self.due = step, parts, best
-        self.save_by()
-        self.due = None
-        return self.path(step)
-
-    def write(self) -> Path:
-        """Write the checkpoint that is due."""
-        assert self.due is not None
-        step, parts, best = self.due
-        return super().save(step, parts, best=best)
 
 
 def write_model(model: Any, folder: Path, state_dict: dict[str, Any] | None) -> None:

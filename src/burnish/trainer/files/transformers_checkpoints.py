@@ -14,7 +14,7 @@ from torch import nn
 
 from burnish.adapters.base import load_whole_state, whole_state
 from burnish.config.errors import UserError
-from burnish.loop.run import Run
+from burnish.loop.loop import Loop
 from burnish.loop.state import load_state
 from burnish.utils.tensor_files import read_header
 
@@ -24,7 +24,7 @@ def is_foreign(folder: Path) -> bool:
     return not (folder / "manifest.json").is_file() and not (folder / "stream.json").is_file()
 
 
-def load_foreign(folder: Path, run: Run, model: nn.Module, steps_per_epoch: int, accumulation: int) -> list[str]:
+def load_foreign(folder: Path, loop: Loop, model: nn.Module, steps_per_epoch: int, accumulation: int) -> list[str]:
     """Continue from a checkpoint of transformers.
 
     Returns:
@@ -34,17 +34,17 @@ def load_foreign(folder: Path, run: Run, model: nn.Module, steps_per_epoch: int,
         UserError: where there are no weights.
     """
     load_foreign_weights(folder, model)
-    run.state.load_state_dict(load_state(folder).state_dict())
-    epoch, step = divmod(run.state.global_step, max(steps_per_epoch, 1))
-    run.stream.load_state_dict({"epoch": epoch, "position": step * accumulation})
+    loop.state.load_state_dict(load_state(folder).state_dict())
+    epoch, step = divmod(loop.state.global_step, max(steps_per_epoch, 1))
+    loop.stream.load_state_dict({"epoch": epoch, "position": step * accumulation})
     optimizer, scheduler = folder / "optimizer.pt", folder / "scheduler.pt"
     missing = [path.name for path in (optimizer, scheduler) if not path.is_file()]
     if not missing:
-        run.optimizer.load_state_dict(_tensors(optimizer, run.engine.device))
-        run.schedule.scheduler.load_state_dict(_tensors(scheduler))
+        loop.optimizer.load_state_dict(_tensors(optimizer, loop.engine.device))
+        loop.schedule.scheduler.load_state_dict(_tensors(scheduler))
     elif not any(path.is_file() for path in (optimizer, scheduler)):
         missing = ["optimizer.pt and scheduler.pt"]
-    _load_generators(folder, run.engine.rank, run.engine.world_size)
+    _load_generators(folder, loop.engine.rank, loop.engine.world_size)
     return [f"{folder} has no {name}: optimizer and schedule begin anew." for name in missing]
 
 

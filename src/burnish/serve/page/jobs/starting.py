@@ -173,7 +173,7 @@ class Starter:
 
     def queued(self) -> list[dict[str, Any]]:
         found = self.home.read(QUEUE)
-        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        return [one for one in found if _is_queued_run(one)] if isinstance(found, list) else []
 
     async def enqueue(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None) -> int:
         """Start a run when no other that was started here runs any more."""
@@ -199,6 +199,11 @@ class Starter:
         first = queue[0]
         self.unqueue(first["number"])
         return await self.begin(first["values"], first["folder"], first.get("devices"))
+
+
+def _is_queued_run(one: Any) -> bool:
+    kinds = {"number": int, "values": dict, "folder": str}
+    return isinstance(one, dict) and all(isinstance(one.get(name), kind) for name, kind in kinds.items())
 
 
 def free_folder(folder: Path) -> Path:

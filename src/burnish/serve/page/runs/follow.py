@@ -75,7 +75,7 @@ def news(id: str, folder: Path, place: FilePosition, log: bool) -> Iterator[tupl
     events, end = rows_since(folder / EVENTS, min(place.events, _size(folder / EVENTS)), MOST_ROWS_BYTES)
     place = replace(place, events=end)
     for event in events:
-        yield "event", {"run": id, **event}, place
+        yield "event", {**event, "run": id}, place
     run = read_run(folder)
     if run is not None and (mark := mark_of(run)) != place.mark:
         place = replace(place, mark=mark)

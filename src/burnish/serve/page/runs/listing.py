@@ -31,7 +31,7 @@ def runs(words: Sequence[str]) -> int:
     found = find(roots)
     if as_json:
         for run in found:
-            print_result(json.dumps({**facts(run), "remarks": _remarks(run)}, ensure_ascii=False))
+            print_result(json.dumps({**facts(run), "remarks": _remarks(run)}, allow_nan=False))
         return 0
     if not found:
         print_result(f"No run was found below {', '.join(map(str, roots))}.")
@@ -41,10 +41,11 @@ def runs(words: Sequence[str]) -> int:
     for row in rows:
         print_result("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     for run in found:
-        if run.state in ("failed", "died"):
-            print_result(f"{run.name}: {' '.join(part for part in (run.sentence, run.remedy) if part)}")
+        if run.state in ("failed", "died", "unreadable"):
+            said = " ".join(part for part in (run.sentence, run.remedy) if part)
+            print_result(f"{_line(run.name)}: {said}")
         for remark in _remarks(run):
-            print_result(f"{run.name}: {remark}")
+            print_result(f"{_line(run.name)}: {remark}")
     return 0
 
 
@@ -54,13 +55,22 @@ def _remarks(run: FoundRun) -> list[str]:
 
 def _row(run: FoundRun) -> tuple[str, ...]:
     return (
-        run.name[:40], run.state if run.maker == "burnish" else f"{run.state} ({run.maker})",
+        _line(run.name)[:40], run.state if run.maker in ("burnish", "") else f"{run.state} ({run.maker})",
         f"{run.step}/{run.total}" if run.total else str(run.step),
-        "-" if run.loss is None else f"{run.loss:.4f}", "-" if run.eval_loss is None else f"{run.eval_loss:.4f}",
+        _loss(run.loss), _loss(run.eval_loss),
         "-" if run.tokens_per_s is None else short_number(run.tokens_per_s),
         short_time(run.left_s) if run.is_alive and run.left_s is not None else "-",
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)), str(run.folder),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)), _line(str(run.folder)),
     )  # fmt: skip
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.4g}"
+
+
+def _line(name: str) -> str:
+    """A name of a folder on one line, without what a terminal would obey."""
+    return "".join(one if one.isprintable() else "\ufffd" for one in name)
 
 
 def facts(run: FoundRun) -> dict[str, Any]:

@@ -3,25 +3,21 @@
 In: ``trainer_log.jsonl``, which a run may be writing. Out: ``{"step": [1, 2], "loss": [2.3, 2.1], ...}``, and the
 offset behind the last whole line. NaN and infinity travel as the texts "NaN" and "Infinity": JSON has no such numbers,
 and a gap would hide them.
-
-Lines of one shape, as nearly all of a long log are, are split by a pattern made from one of them, in half of the time
-that JSON takes; all others are read as JSON, and so is a piece in which a number is odd. The columns are equal.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
 
-from burnish.report.jsonl import whole_row
+from burnish.serve.page.runs.runs import foreign_row
 from burnish.utils.files import regular
 
 COLUMNS = ("step", "loss", "eval_loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "epoch", "time", "tokens")
@@ -30,20 +26,19 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm",), "tokens_per_s": ("throughput",), "memory_bytes": ("memory_bytes",),
     "epoch": ("epoch",), "time": ("time",), "tokens": ("total_tokens", "num_tokens", "num_input_tokens_seen"),
 }  # fmt: skip
-_WHOLE_NUMBERS = frozenset({"step", "memory_bytes", "tokens"})
 MOST_ROWS = 200_000
 MOST_BYTES, _PIECE_BYTES, _MARK_BYTES = 64 * 2**20, 2**20, 256
-_MOST_KEPT, _MOST_KEYS = 2, 64
+_MOST_KEPT = 2
 IDLE_S = 60.0
-_NUMBER = rb"(-?+(?:0|[1-9]\d*+)(?:\.\d++)?+(?:[eE][-+]?+\d++)?+)"
-_ANY_VALUE = rb'(?:"[^"\\\n]*+"|[-+.\w]++)'
+_LARGEST = 1e300
 Columns: TypeAlias = dict[str, list[Any]]
 
 
 def rows_since(path: Path, offset: int, most_bytes: int = MOST_BYTES) -> tuple[list[dict[str, Any]], int]:
     """The whole rows behind ``offset``, and the offset behind them. A row that is being written is left for later."""
     data = _whole_lines(path, offset, most_bytes)
-    return _rows_of(data), offset + len(data)
+    rows = (foreign_row(line) for line in data.split(b"\n") if line)
+    return [row for row in rows if row is not None], offset + len(data)
 
 
 def _whole_lines(path: Path, offset: int, most_bytes: int) -> bytes:
@@ -57,7 +52,7 @@ def _whole_lines(path: Path, offset: int, most_bytes: int) -> bytes:
 
 
 def _rows_of(data: bytes) -> list[dict[str, Any]]:
-    """The objects on whole lines: all at once, in two thirds of the time, or one by one where a line is damaged."""
+    """The objects on whole lines: parsed at once, in two thirds of the time, or one by one if a line is damaged."""
     lines = [line for line in data.split(b"\n") if line]
     try:
         rows = json.loads(b"[" + b",".join(lines) + b"]")
@@ -65,7 +60,7 @@ def _rows_of(data: bytes) -> list[dict[str, Any]]:
             return list(rows)
     except (ValueError, RecursionError):
         pass
-    return [row for row in map(whole_row, lines) if row is not None]
+    return [row for row in map(foreign_row, lines) if row is not None]
 
 
 # --- rows as columns --------------------------------------------------------------------------------------------------
@@ -97,66 +92,15 @@ def _column(rows: Sequence[Mapping[str, Any]], keys: tuple[str, ...]) -> list[An
 
 def _as_said(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return value if value in ("NaN", "Infinity", "-Infinity") else None
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+        return value if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity") else None
+    if value != value:
+        return "NaN"
+    return value if abs(value) < _LARGEST else "Infinity" if value > 0 else "-Infinity"
 
 
 def _joined(pieces: Sequence[Columns]) -> Columns:
     names = [name for name in COLUMNS if any(name in piece for piece in pieces)]
     return {name: [v for p in pieces for v in p.get(name) or [None] * len(p["step"])] for name in names}
-
-
-# --- lines of one shape -----------------------------------------------------------------------------------------------
-
-
-def _columns_of_lines(data: bytes) -> list[Columns]:
-    """The columns of whole lines, in pieces that follow one another."""
-    if (shape := _shape_of(data)) is not None:
-        pattern, columns = shape
-        parts = pattern.split(data)  # what stands before a line of this shape, its numbers, what stands before the next
-        with suppress(ValueError):
-            return list(_pieces(parts, columns))
-    return [columns_of(_rows_of(data))]
-
-
-def _shape_of(data: bytes) -> tuple[re.Pattern[bytes], tuple[str, ...]] | None:
-    """The pattern of lines like the last one that has a loss, and the columns of its groups."""
-    place = data.rfind(b'"loss": ')
-    begin = data.rfind(b"\n", 0, place) + 1 if place >= 0 else 0
-    row = whole_row(data[begin : data.find(b"\n", place)]) if place >= 0 else None
-    if not row or len(row) > _MOST_KEYS:
-        return None
-    wanted = {key: column for column in COLUMNS if (key := next((k for k in _KEYS[column] if k in row), None))}
-    fields = [json.dumps(key).encode() + b": " for key in row]
-    values = [_NUMBER if key in wanted else _ANY_VALUE for key in row]
-    line = b", ".join(re.escape(field) + value for field, value in zip(fields, values, strict=True))
-    return re.compile(rb"^\{" + line + rb"\}\n", re.MULTILINE), tuple(wanted[key] for key in row if key in wanted)
-
-
-def _pieces(parts: Sequence[bytes], columns: Sequence[str]) -> Iterator[Columns]:
-    """Columns of the lines of one shape, and between them those of the others.
-
-    Raises:
-        ValueError: a number is too large for a float, or broken where a whole one stands otherwise.
-    """
-    stride = len(columns) + 1
-    others, texts = parts[::stride], {name: parts[1 + index :: stride] for index, name in enumerate(columns)}
-    begin = 0
-    for end in [index for index, other in enumerate(others) if other or index == len(others) - 1]:
-        if end > begin:
-            yield {name: _numbers(texts[name][begin:end], name in _WHOLE_NUMBERS) for name in COLUMNS if name in texts}
-        if others[end]:
-            yield columns_of(_rows_of(others[end]))
-        begin = end
-
-
-def _numbers(texts: Sequence[bytes], whole: bool) -> list[Any]:
-    values: list[Any] = list(map(int if whole else float, texts))
-    if not (whole or math.isfinite(sum(values))):
-        raise ValueError("a number is infinite")
-    return values
 
 
 # --- a log that grows -------------------------------------------------------------------------------------------------
@@ -190,7 +134,7 @@ def log_columns(path: Path) -> tuple[Columns, int]:
             read = _Read({"step": []}, 0, b"")
         pieces, offset = [read.columns], read.offset
         while offset < MOST_BYTES and (data := _whole_lines(path, offset, _PIECE_BYTES)):
-            pieces += _columns_of_lines(data)
+            pieces.append(columns_of(_rows_of(data)))
             offset += len(data)
         if len(pieces) > 1:
             joined = {name: values[-MOST_ROWS:] for name, values in _joined(pieces).items()}

@@ -66,7 +66,8 @@ def remarks(
     odd = [step for name in ("loss", "eval_loss") for step in _odd(columns, name)]
     if odd:
         yield Remark("remark_not_finite", {"count": len(odd), "step": min(odd)})
-    if skipped := sum(event.get("count", 1) for event in events if event.get("kind") == "skipped"):
+    counts = [event.get("count", 1) for event in events if event.get("kind") == "skipped"]
+    if skipped := sum(count for count in counts if isinstance(count, int)):
         yield Remark("remark_skipped", {"count": skipped})
     zeros = _zeros_at_the_end(columns, "lr")
     if len(zeros) >= ZERO_RATES and zeros[0] < total:

@@ -5,14 +5,17 @@ burnish's runs, and those of LLaMA-Factory, transformers and TRL, which leave ``
 ``trainer_state.json``.
 
 A run is alive where the process of its ``launch.json`` exists with the same start on the same start of this machine.
-Nothing is locked and nothing is written here; a folder that cannot be read is left out, or told with what can be.
+Nothing is locked and nothing is written here. The files may come from anybody, so that a value of a wrong type counts
+as missing, and a folder that cannot be read is a run in the state "unreadable", whose sentence says why.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,19 +23,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from burnish.config.errors import first_line
 from burnish.loop.state import STATE_NAME
 from burnish.report.journal import EVENTS, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
-from burnish.report.jsonl import LOG_NAME, whole_row
+from burnish.report.jsonl import LOG_NAME
 from burnish.utils.files import regular
 
 RunState: TypeAlias = Literal[
     "queued", "starting", "running", "saving", "evaluating", "stopping", "stopped", "done", "failed", "died",
-    "elsewhere", "silent",
+    "elsewhere", "silent", "unreadable",
 ]  # fmt: skip
 ALIVE: frozenset[str] = frozenset({"starting", "running", "saving", "evaluating", "stopping", "elsewhere"})
 DEPTH, MOST_FOLDERS, LONGEST_S = 4, 5000, 2.0
 LOG, STATE = LOG_NAME, STATE_NAME
-_TAIL_BYTES = 64 * 1024
+_TAIL_BYTES, MOST_CHARACTERS = 64 * 1024, 4000
 _SILENT_AFTER = 10
 """Times the usual distance of two rows; then a run of another machine is silent."""
 
@@ -119,13 +123,26 @@ def _is_worth_a_look(entry: os.DirEntry[str]) -> bool:
 
 
 def read_run(folder: Path) -> FoundRun | None:
-    """A run as its files tell of it now; None where it tells nothing."""
+    """A run as its files are now; None where they say nothing."""
+    try:
+        return _read_run(folder)
+    except Exception as error:  # the files of one folder must not take the list of all runs away
+        return _unreadable(folder, f"{type(error).__name__}: {first_line(error)}")
+
+
+def _unreadable(folder: Path, why: str) -> FoundRun:
+    sentence = f"The files of this run cannot be read: {why}."
+    return FoundRun(id_of(folder), folder, folder.name, "", "unreadable", changed=_changed(folder), sentence=sentence)
+
+
+def _read_run(folder: Path) -> FoundRun | None:
     launch, rows = object_in(folder / LAUNCH), tail_lines(folder / LOG)
     logged = [] if rows else history(folder)
     if not launch and not rows and not logged:
-        return None
+        broken = [name for name in (LAUNCH, LOG, STATE) if _is_broken(folder / name)]
+        return _unreadable(folder, f"{broken[0]} is not what a run writes") if broken else None
     outcome = object_in(folder / OUTCOME)
-    if outcome.get("time", 0) < launch.get("time", 0):
+    if _time(outcome) < _time(launch):
         outcome = {}  # of an earlier start
     trained = [row for row in rows or logged if "loss" in row]
     evaluated = [row["eval_loss"] for row in rows or logged if _is_number(row.get("eval_loss"))]
@@ -139,10 +156,10 @@ def read_run(folder: Path) -> FoundRun | None:
         total=_whole(last.get("total_steps", last.get("max_steps", 0))), epoch=_number(last.get("epoch")),
         loss=_number(trained[-1]["loss"]) if trained else None, eval_loss=_number(evaluated[-1]) if evaluated else None,
         tokens_per_s=_number(last.get("throughput")), left_s=_seconds(last.get("remaining_time")),
-        started=float(launch.get("time") or _changed(folder)), changed=changed,
-        sentence=str(outcome.get("sentence", "")) or _sentence(state, launch),
-        remedy=str(outcome.get("remedy", "")), checkpoint=max(checkpoints(folder), default=None),
-        best=next((event["text"] for event in reversed(events) if event.get("kind") == "best"), ""),
+        started=_time(launch) or _changed(folder), changed=changed,
+        sentence=_text(outcome.get("sentence")) or _sentence(state, launch),
+        remedy=_text(outcome.get("remedy")), checkpoint=max(checkpoints(folder), default=None),
+        best=next((_text(event.get("text")) for event in reversed(events) if event.get("kind") == "best"), ""),
         launch=launch, outcome=outcome,
     )  # fmt: skip
 
@@ -157,8 +174,8 @@ def run_state(
         return found
     if launch:
         if launch.get("host") != socket.gethostname():
-            usual_s = rows[-1].get("step_seconds", 60) if rows else 60
-            return "elsewhere" if time.time() - changed < max(60.0, _SILENT_AFTER * float(usual_s)) else "silent"
+            usual_s = (_number(rows[-1].get("step_seconds")) if rows else None) or 60.0
+            return "elsewhere" if time.time() - changed < max(60.0, _SILENT_AFTER * usual_s) else "silent"
         if not is_alive(launch):
             return "died"
         return _stage(events)
@@ -172,7 +189,7 @@ def run_state(
 def is_alive(launch: Mapping[str, Any]) -> bool:
     """Return whether the launched process itself is still alive, since this start of the machine."""
     pid, ticks = launch.get("pid"), launch.get("start_ticks")
-    if not isinstance(pid, int) or pid <= 1 or ticks is None or launch.get("boot_id") != boot_id():
+    if not isinstance(pid, int) or not 1 < pid < 2**31 or ticks is None or launch.get("boot_id") != boot_id():
         return False
     return start_ticks(pid) == ticks and process_fields(pid)[:1] != ["Z"]
 
@@ -183,7 +200,7 @@ def _stage(events: Sequence[Mapping[str, Any]]) -> RunState:
             return "stopping"
         if event.get("kind") == "stage":
             stages: dict[Any, RunState] = {"training": "running", "saving": "saving", "evaluating": "evaluating"}
-            return stages.get(event.get("text"), "starting")
+            return stages.get(_text(event.get("text")), "starting")
     return "starting"
 
 
@@ -194,7 +211,7 @@ def _maker(folder: Path, launch: Mapping[str, Any], rows: Sequence[Mapping[str, 
 
 
 def _sentence(state: RunState, launch: Mapping[str, Any]) -> str:
-    host = str(launch.get("host", ""))
+    host = _text(launch.get("host"))
     return {
         "died": "The process ended without a word: it was killed, or the machine went down.",
         "elsewhere": f"Running on {host}.",
@@ -211,10 +228,51 @@ def object_in(path: Path) -> dict[str, Any]:
         if path.stat().st_size > 2**20:
             return {}
         with regular(path) as file:
-            value = json.load(file)
+            value = foreign_json(file.read())
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def foreign_json(text: bytes) -> Any:
+    """Parse JSON that anybody wrote. Numbers that are not JSON, or larger than a float, become texts: ``"NaN"``,
+    ``"Infinity"``; Python's own parser makes numbers of them that no other program reads.
+
+    Raises:
+        ValueError, RecursionError: for text that is not JSON.
+    """
+    return json.loads(text, parse_constant=str, parse_float=_finite, parse_int=_finite)
+
+
+def _finite(text: str) -> int | float | str:
+    if len(text) < 17 and text.lstrip("-").isdecimal():
+        return int(text)
+    value = float(text)
+    return value if math.isfinite(value) else f"{'-' if value < 0 else ''}Infinity"
+
+
+def foreign_row(line: bytes) -> dict[str, Any] | None:
+    """The object on a line; None for half a line, and for anything else."""
+    try:
+        row = foreign_json(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _is_broken(path: Path) -> bool:
+    """Tell whether a file is there that no run writes: not a regular file, or not JSON with a run's parts."""
+    if not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0):
+        return False
+    try:
+        with regular(path) as file:
+            text = file.read(2**20)
+    except OSError:
+        return True
+    if path.name == LOG:
+        return b"\n" in text and foreign_row(text.split(b"\n")[0]) is None
+    found = foreign_row(text)
+    return found is None or (path.name == STATE and not isinstance(found.get("log_history"), list))
 
 
 def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[dict[str, Any]]:
@@ -227,7 +285,7 @@ def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[dict[str, Any]]:
     except OSError:
         return []
     lines = data.split(b"\n")[1 if end > size else 0 : -1]  # the last one is not whole yet, or is empty
-    return [row for row in map(whole_row, lines) if row is not None]
+    return [row for row in map(foreign_row, lines) if row is not None]
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
@@ -238,7 +296,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
             if path.stat().st_size > 64 * 2**20:
                 continue
             with regular(path) as file:
-                state = json.load(file)
+                state = foreign_json(file.read())
         except (OSError, ValueError, RecursionError):
             continue
         rows = state.get("log_history") if isinstance(state, dict) else None
@@ -254,7 +312,7 @@ def checkpoints(folder: Path) -> list[int]:
         names = os.listdir(folder)
     except OSError:
         return []
-    return sorted(int(name[11:]) for name in names if name.startswith("checkpoint-") and name[11:].isdigit())
+    return sorted(int(name[11:]) for name in names if re.fullmatch(r"checkpoint-[0-9]{1,15}", name))
 
 
 def _changed(path: Path) -> float:
@@ -272,13 +330,26 @@ def _number(value: Any) -> float | None:
     return float(value) if _is_number(value) else None
 
 
+def _text(value: Any) -> str:
+    """A text without what a terminal would obey; "" for anything else."""
+    if not isinstance(value, str):
+        return ""
+    return "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in value[:MOST_CHARACTERS])
+
+
+def _time(of: Mapping[str, Any]) -> float:
+    """The time of a file's content in seconds since 1970; 0 where it is none, or beyond the year 5138."""
+    seconds = _number(of.get("time")) or 0.0
+    return seconds if 0 < seconds < 1e11 else 0.0
+
+
 def _whole(value: Any) -> int:
     return int(value) if _is_number(value) and abs(value) < 2**53 else 0
 
 
 def _seconds(text: Any) -> float | None:
     """``0:03:13`` or ``1 day, 2:03:04`` as seconds."""
-    if not isinstance(text, str):
+    if not isinstance(text, str) or len(text) > 40:
         return None
     days, _, clock = text.rpartition(", ")
     try:

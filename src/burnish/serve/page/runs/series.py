@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from burnish.report.jsonl import whole_row
 from burnish.serve.page.runs.log_columns import MOST_ROWS, Columns, columns_of, log_columns
-from burnish.serve.page.runs.runs import LOG, history, tail_lines
+from burnish.serve.page.runs.runs import LOG, foreign_row, history, tail_lines
 from burnish.utils.files import regular
 
 _LONG_LOG_BYTES, _PLACES, _LOOK_BYTES = 128 * 1024, 64, 4096
@@ -80,7 +79,7 @@ def small_picture(folder: Path) -> str:
     with suppress(OSError), regular(path) as file:
         for place in range(_PLACES):
             file.seek(place * size // _PLACES)
-            lines = map(whole_row, file.read(_LOOK_BYTES).split(b"\n")[1 if place else 0 : -1])
+            lines = map(foreign_row, file.read(_LOOK_BYTES).split(b"\n")[1 if place else 0 : -1])
             rows += [row for row in lines if row is not None and "loss" in row][:1]
     rows += [row for row in tail_lines(path, _LOOK_BYTES) if "loss" in row][-1:]
     return picture(columns_of(rows))

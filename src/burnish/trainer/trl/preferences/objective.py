@@ -1,14 +1,14 @@
-"""An objective of ``objectives`` as a ``Trainer`` runs it: its step by ``compute_loss``, and what it needs besides.
+"""An objective of ``objectives`` as a ``Trainer`` runs it: fitted to the model, with its reference.
 
-In: an objective, a model, the reference that a script gives or none. Out: the objective fitted to the model, its module
-and its reference; ``PreferredObjective``, which the loop asks.
+In: an objective, a model, the reference that a script gives or none. Out: the collate function, the reference, the
+batches of an evaluation with the numbers of the reference.
 """
 
 # P pairs or records in a micro-batch, S sequences, H hidden size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from burnish.adapters.peft import PeftAdapter, PeftOptions
-from burnish.checkpoint.parts import Stateful
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
 from burnish.data.rows.reference_numbers import RowsWithReference
@@ -44,52 +43,17 @@ from burnish.run.reference_cache import fill
 from burnish.trainer.data.in_step import in_step
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.data.prefix_sharing import may_lie_flat
-from burnish.trainer.data.stream import Lent
-from burnish.trainer.loss import TrainerObjective
+from burnish.trainer.data.stream import PaddingBatch
 from burnish.trainer.trl.preferences.config import PreferenceConfig
 from burnish.trainer.trl.preferences.rows import ObjectiveRows
 
 logger = logging.get_logger("transformers.trainer")
 
 
-class PreferredObjective(TrainerObjective):
-    """An objective of preferences as the loop's ``Objective``.
-
-    Args:
-        inner: the objective itself. made: its module.
-        compute_loss: (module, batch) -> () the mean over the batch's pairs.
-    """
-
-    def __init__(self, inner: Any, made: nn.Module, compute_loss: Callable[[nn.Module, Batch], Tensor]) -> None:
-        super().__init__(inner.num_items, compute_loss)
-        self.inner, self.made = inner, made
-
-    @property
-    def parts(self) -> Mapping[str, Stateful]:
-        parts: Mapping[str, Stateful] = self.inner.parts
-        return parts
-
-    def module(self, model: nn.Module) -> nn.Module:
-        return self.made
-
-    def setup(self, module: nn.Module) -> None:
-        self.inner.setup(module)
-
-    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
-        ready: Sequence[Batch] = self.inner.prepare_step(module, [blank_if_lent(batch) for batch in batches], engine)
-        return ready
-
-    def report(self, values: dict[str, float]) -> dict[str, float]:
-        shown: dict[str, float] = self.inner.report(values)
-        return shown
-
-
-def blank_if_lent(batch: Batch) -> Batch:
-    """A batch that a rank computes for the others' sake counts nothing, here and in what couples a step."""
-    if not isinstance(batch, Lent):
-        return batch
-    kl = {"kl": blank_if_lent(Lent(batch["kl"]))} if "kl" in batch else {}
-    return {**batch, **kl, "items": torch.zeros_like(batch["items"])}
+def padding_batch(batch: Batch) -> PaddingBatch:
+    """A batch that counts nothing, also where batches of a step depend on each other."""
+    kl = {"kl": padding_batch(batch["kl"])} if "kl" in batch else {}
+    return PaddingBatch({**batch, **kl, "items": torch.zeros_like(batch["items"])})
 
 
 class ReadyBatches:
@@ -119,7 +83,7 @@ class _InStep:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch, is_own in in_step(self.loader, self.engine):
-            yield batch if is_own else blank_if_lent(Lent(batch))
+            yield batch if is_own else padding_batch(batch)
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------

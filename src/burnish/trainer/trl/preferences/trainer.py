@@ -18,8 +18,10 @@ from transformers.utils import logging
 
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.stream import num_tokens
+from burnish.data.sets.trl import Kind
 from burnish.loop.loop import TrainOutput
 from burnish.loop.meter import Totals
+from burnish.loop.protocols import Objective
 from burnish.loop.types import Batch, Row
 from burnish.losses.kto import KtoObjective
 from burnish.losses.pairs import AnswersObjective, PairObjective
@@ -31,8 +33,8 @@ from burnish.parallel.single import set_seed
 from burnish.run.references import refuse_other_vocabulary
 from burnish.trainer import notes
 from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.data.stream import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
-from burnish.trainer.loss import TrainerObjective
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
 from burnish.trainer.trl.preferences.collator import Padded, Unpadded
@@ -46,25 +48,24 @@ from burnish.trainer.trl.preferences.config import (
     WithReference,
 )
 from burnish.trainer.trl.preferences.objective import (
-    PreferredObjective,
     ReadyBatches,
     Score,
     fitted,
+    padding_batch,
     reference_for,
     with_numbers,
 )
 from burnish.trainer.trl.preferences.rows import (
-    EncodePairs,
-    EncodeScored,
-    EncodeVerdicts,
+    NAMES,
     VerdictsOfSteps,
     pair_row,
-    prepared,
+    preference_rows,
+    template_of,
     verdict_row,
     with_kl_answers,
 )
+from burnish.trainer.trl.prepared import column_names, first_row
 from burnish.trainer.trl.sft.checks import check_sft_sets, refuse_images
-from burnish.trainer.trl.sft.rows import column_names, first_row
 from burnish.trainer.trl.sft.setup import (
     attach_peft,
     finish_peft,
@@ -108,9 +109,8 @@ class PreferenceTrainer(TrlTrainer):
     args: PreferenceConfig
     config_class: ClassVar[type[PreferenceConfig]]
     objective_class: ClassVar[Callable[..., Any]]
-    encode_class: ClassVar[type[EncodePairs]] = EncodePairs
     tag: ClassVar[str]
-    kind: ClassVar[str] = "pairs"  # of its rows: pairs, verdicts or scores
+    kind: ClassVar[Kind] = "pairs"  # of its records
     _counter = CountPreferences
     _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
 
@@ -149,7 +149,8 @@ class PreferenceTrainer(TrlTrainer):
             choices.router_aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         for note in args.notes():
             logger.warning(note)
-        self.objective = self.objective_class(choices, None, self._tokenizer)
+        template = template_of(args, self._tokenizer, self.kind)
+        self.objective = self.objective_class(choices, template, self._tokenizer)
         self._pad = pad
         super().__init__(
             model=model, args=args, data_collator=data_collator or Padded(self._row_of, self.kind, pad),
@@ -234,8 +235,16 @@ class PreferenceTrainer(TrlTrainer):
         self.model_wrapped = self._made = objective.module(model)
         self.aux_loss_enabled = bool(getattr(objective, "aux_coefficient", 0.0))  # a score has no router's loss
 
-    def _objective(self) -> TrainerObjective:
-        return PreferredObjective(self.objective, self._made, self.compute_loss)
+    def _objective(self) -> Objective:
+        objective: Objective = self.objective
+        return objective
+
+    def _module(self) -> nn.Module:
+        module: nn.Module = self._made
+        return module
+
+    def _padding_batch(self, batch: Batch) -> PaddingBatch:
+        return padding_batch(batch)
 
     def _inspect(self, args: PreferenceConfig) -> None:
         """Remarks on the rows of the training set."""
@@ -260,7 +269,7 @@ class PreferenceTrainer(TrlTrainer):
     # --- data ---------------------------------------------------------------------------------------------------------
 
     def _prepared(self, dataset: Any, name: str, args: PreferenceConfig) -> Any:
-        return prepared(dataset, name, self._tokenizer, args, self.encode_class)
+        return preference_rows(dataset, name, args, self.kind, self.objective.encode, self.objective.template)
 
     def _prepared_evals(self, eval_dataset: Any, args: PreferenceConfig) -> Any:
         if isinstance(eval_dataset, dict):
@@ -290,13 +299,13 @@ class PreferenceTrainer(TrlTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         numbers = [f"reference_{side}logps" for side in ("", "kl_", "chosen_", "rejected_")]
-        self._signature_columns = [*self.encode_class.makes, *numbers]
+        self._signature_columns = [*NAMES[self.kind], *numbers]
 
     # --- loss ---------------------------------------------------------------------------------------------------------
 
-    def _weight(self, inputs: Batch) -> Tensor:
-        weight: Tensor = self.objective.num_items(inputs)
-        return weight
+    def _num_items(self, inputs: Batch) -> Tensor:
+        num_items: Tensor = self.objective.num_items(inputs)
+        return num_items
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -304,14 +313,14 @@ class PreferenceTrainer(TrlTrainer):
         """() the mean loss of a micro-batch over its pairs or records, or (loss, rewards).
 
         Args:
-            model: the objective's module. inputs: a batch that ``PreferredObjective.prepare_step`` has seen.
+            model: the objective's module. inputs: a batch that the objective's ``prepare_step`` has seen.
         """
-        found, weight = self.objective.loss(model, inputs), self._weight(inputs)
+        found, num_items = self.objective.loss(model, inputs), self._num_items(inputs)
         if model.training:
             self._step.sums.update(found.sums)
         else:
-            self._totals.add(found, weight)
-        loss = found.total / weight.clamp(min=1)
+            self._totals.add(found, num_items)
+        loss = found.total / num_items.clamp(min=1)
         return (loss, found.outputs) if return_outputs else loss
 
     def prediction_step(
@@ -380,7 +389,6 @@ class KTOTrainer(PreferenceTrainer):
     args: KTOConfig
     config_class = KTOConfig
     objective_class = KtoObjective
-    encode_class = EncodeVerdicts
     tag = "kto"
     kind = "verdicts"
 
@@ -419,7 +427,6 @@ class RewardTrainer(PreferenceTrainer):
     args: RewardConfig
     config_class = RewardConfig
     objective_class = RewardObjective
-    encode_class = EncodeScored
     tag = "reward-trainer"
     kind = "scores"
 

@@ -9,11 +9,11 @@ from typing import Any
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import logging
 
+from burnish.data.sets.trl import has_turns
 from burnish.trainer import notes
 from burnish.trainer.arguments.checks import check_numbers
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.trl.sft.config import SFTConfig
-from burnish.trainer.trl.sft.rows import is_conversational, is_from_value
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -84,7 +84,7 @@ def check_objective(
         logger.warning(
             "`padding_free` saves nothing with a per_device_train_batch_size of 1: a row alone is not padded."
         )
-    if args.assistant_only_loss and not (is_conversational(sample) or is_from_value(sample)):
+    if args.assistant_only_loss and not any(map(has_turns, sample.values())):
         raise ValueError(
             "You set `assistant_only_loss=True`, but the dataset is not conversational. This option is only supported "
             "for conversational datasets."

@@ -49,9 +49,14 @@ def flat_inputs(batch: Batch) -> tuple[Batch, Targets, int]:
     return {**inputs, "use_cache": False}, targets, batch["labels"].shape[1]
 
 
+def sum_of_padding_free(model: nn.Module, batch: Batch, head: Head) -> Tensor:
+    """() the sum of the plain loss of a flat batch over its learned tokens."""
+    sums, _ = sums_without_logits(model, *flat_inputs(batch), head, TokenLoss(softcap=head.softcap))
+    return sums.total
+
+
 def mean_of_padding_free(model: nn.Module, batch: Batch, head: Head, num_items: Any = None) -> Tensor:
     """() the plain mean loss of a flat batch over ``num_items`` (), its learned tokens where that is None."""
     items = batch["labels"][:, 1:].ne(IGNORE_INDEX).sum() if num_items is None else num_items
-    sums, _ = sums_without_logits(model, *flat_inputs(batch), head, TokenLoss(softcap=head.softcap))
-    mean: Tensor = sums.total / items
+    mean: Tensor = sum_of_padding_free(model, batch, head) / items
     return mean

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from burnish.kernels.cross_entropy import TokenLoss, TokenSums
 from burnish.kernels.probe import Fitted, Head
-from burnish.loop.types import IGNORE_INDEX, Batch
+from burnish.loop.types import IGNORE_INDEX, Batch, Loss
 from burnish.losses.logits import target_positions
 from burnish.losses.targets import Targets, sums_of_logits
 from burnish.models.patches.attention import make_padding_free
@@ -27,6 +27,7 @@ from burnish.trainer.data.prefix_sharing import fit_prefix_sharing
 from burnish.trainer.inspection import has_virtual_tokens, is_peft_model
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
+from burnish.trainer.trl.prepared import column_names, first_row
 from burnish.trainer.trl.sft.checks import (
     check_objective,
     check_sft_sets,
@@ -38,8 +39,7 @@ from burnish.trainer.trl.sft.checks import (
 from burnish.trainer.trl.sft.collator import DataCollatorForLanguageModeling
 from burnish.trainer.trl.sft.config import SFTConfig
 from burnish.trainer.trl.sft.loss import flat_inputs, sums_without_logits
-from burnish.trainer.trl.sft.masks import AssistantMasks
-from burnish.trainer.trl.sft.rows import Preparation, column_names, first_row
+from burnish.trainer.trl.sft.rows import Preparation
 from burnish.trainer.trl.sft.setup import attach_peft, finish_peft, inner_tokenizer, own_config, ready_model, set_pad
 
 logger = logging.get_logger("transformers.trainer")
@@ -105,9 +105,7 @@ class SFTTrainer(TrlTrainer):
             data_collator = self._own_collator(model, processing_class, args)
         self._skip_prepare_dataset = skips_preparation(args)
         tokenizer = inner_tokenizer(processing_class)
-        self._prepare = Preparation(
-            tokenizer, args, self.completion_only_loss, self._masks(tokenizer, args), formatting_func
-        )
+        self._prepare = Preparation(tokenizer, args, self.completion_only_loss, formatting_func)
         evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset} if eval_dataset else {}
         self._refuse_masks_without_labels({"train": train_dataset, **evals}, data_collator)
         if not self._skip_prepare_dataset:
@@ -141,14 +139,6 @@ class SFTTrainer(TrlTrainer):
         return DataCollatorForLanguageModeling(
             pad, padding_free=layout.is_flat, pad_to_multiple_of=multiple, takes_packs_apart=not layout.is_flat
         )
-
-    def _masks(self, tokenizer: Any, args: SFTConfig) -> AssistantMasks | None:
-        if not args.assistant_only_loss:
-            return None
-        masks = AssistantMasks(tokenizer)
-        if (note := masks.note()) is not None:
-            logger.warning(note)
-        return masks
 
     def _set_router(self, model: Any, asked: float | None) -> None:
         super()._set_router(model, asked)
@@ -200,15 +190,45 @@ class SFTTrainer(TrlTrainer):
 
     # --- loss ---------------------------------------------------------------------------------------------------------
 
+    def _loss(self, model: nn.Module, inputs: Any) -> Loss:
+        """The loss of a micro-batch, a sum over its learned tokens, and its metrics."""
+        sums, targets, aux, _ = self._sums(model, inputs, needs_logits=False)
+        num_items = self._num_items(inputs)
+        total = sums.total if aux is None else sums.total + self.router_aux_loss_coef * aux * num_items
+        return Loss(total, self._metrics(sums, targets, aux, num_items))
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean loss of a micro-batch over its learned tokens.
+        """The mean loss of a micro-batch over its learned tokens, for evaluations and for scripts.
 
         Args:
             num_items_in_batch: () the number the sum is divided by; the learned tokens of the batch if not given.
         Returns:
             () the loss, or (loss, outputs), outputs with logits.
+        """
+        needs_logits = return_outputs or self.compute_loss_func is not None
+        sums, num_targets, aux, outputs = self._sums(model, inputs, needs_logits)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, inputs["labels"], num_items_in_batch=num_items_in_batch)
+        else:
+            items = num_targets if num_items_in_batch is None else num_items_in_batch
+            loss = sums.total / torch.as_tensor(items).clamp(min=1)
+            if aux is not None:
+                loss = loss + self.router_aux_loss_coef * aux
+        if model.training:
+            self._step.sums.update(self._metrics(sums, num_targets, aux, self._num_items(inputs)))
+        else:
+            found = {**self._metrics(sums, num_targets, aux), "items": num_targets}
+            for name, value in found.items():
+                self._eval_sums[name] = self._eval_sums.get(name, 0) + value.detach().float()
+        return (loss, outputs) if return_outputs else loss
+
+    def _sums(self, model: nn.Module, inputs: Any, needs_logits: bool) -> tuple[TokenSums, Tensor, Tensor | None, Any]:
+        """Sums over the learned tokens of a micro-batch.
+
+        Returns:
+            the sums, () the number of learned tokens, () the router's loss if it counts, the model's output.
         """
         given = {**inputs, "use_cache": False}
         labels, positions = given.pop("labels"), given.pop("target_positions", None)
@@ -217,7 +237,7 @@ class SFTTrainer(TrlTrainer):
         if self.aux_loss_enabled:
             given["output_router_logits"] = True
         targets = Targets.of(labels, positions)
-        head = None if return_outputs or self.compute_loss_func is not None else self._fitted().head
+        head = None if needs_logits else self._fitted().head
         flat, rules = None if head is None else self._flat(inputs), self._rules(head)
         if flat is not None and head is not None:
             sums, outputs = sums_without_logits(model, *flat_inputs(flat), head, rules)
@@ -227,17 +247,8 @@ class SFTTrainer(TrlTrainer):
             outputs = model(**given)
             logits = outputs.logits[:, -labels.shape[1] :].flatten(0, 1)[targets.positions]
             sums = sums_of_logits(logits, targets, rules)
-        num_targets = targets.counts.sum()
-        if self.compute_loss_func is not None:
-            loss = self.compute_loss_func(outputs, inputs["labels"], num_items_in_batch=num_items_in_batch)
-        else:
-            items = num_targets if num_items_in_batch is None else num_items_in_batch
-            loss = sums.total / torch.as_tensor(items).clamp(min=1)
         aux = outputs.aux_loss if self.aux_loss_enabled and outputs is not None else None
-        if aux is not None and self.compute_loss_func is None:
-            loss = loss + self.router_aux_loss_coef * aux
-        self._measure(sums, num_targets, aux, self._weight(inputs) if model.training else None)
-        return (loss, outputs) if return_outputs else loss
+        return sums, targets.counts.sum(), aux, outputs
 
     def _rules(self, head: Head | None) -> TokenLoss:
         is_dft = self.args.loss_type == "dft"
@@ -245,23 +256,22 @@ class SFTTrainer(TrlTrainer):
         softcap = head.softcap if head else None
         return TokenLoss(smoothing, softcap, accuracy=True, entropy=True, factor="dft" if is_dft else None)
 
-    def _measure(self, sums: TokenSums, items: Tensor, aux: Tensor | None, weight: Tensor | None) -> None:
-        """Sums for the log, on the device; in an evaluation for its metrics.
+    def _metrics(
+        self, sums: TokenSums, num_targets: Tensor, aux: Tensor | None, num_items: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Sums over the learned tokens, for the log.
 
         Args:
-            items: () the learned tokens of the batch.
-            weight: () what the loop counts the batch for, which is a little more for models whose first labels
-                transformers counts too; None in an evaluation.
+            num_items: () what the loop counts the batch for, which is a little more for models whose first labels
+                transformers counts too; the sums are scaled to it. None in an evaluation.
         """
         found = {"mean_token_accuracy": sums.correct, "entropy": sums.entropy}
         if aux is not None:
-            found["aux_loss"] = aux.detach() * items
-        if weight is not None:
-            share = weight / items.clamp(min=1)
-            self._step.sums.update({name: value * share for name, value in found.items()})
-            return
-        for name, value in {**found, "items": items}.items():
-            self._eval_sums[name] = self._eval_sums.get(name, 0) + value.detach().float()
+            found["aux_loss"] = aux.detach() * num_targets
+        if num_items is None:
+            return found
+        share = num_items / num_targets.clamp(min=1)
+        return {name: value * share for name, value in found.items()}
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -1,0 +1,262 @@
+"""Messages and texts encoded unchanged, as TRL's trainers do it.
+
+A conversation has the ids of ``tokenizer.apply_chat_template``, with its tools and the record's own arguments of the
+template. A text has the ids of the tokenizer, with eos at its end; special tokens in it count. Trained is the whole
+row, what follows the context (messages with ``train=False``, or a prompt), or the tokens of the assistant: those that
+the template marks with ``{% generation %}``, and where it has no marks, those that ``answers.py`` finds.
+
+The response begins at the first token that differs from the tokens of the prompt alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from itertools import chain
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.data.chat.answers import Renderer
+from burnish.data.chat.encoding import ConversationEncoder
+from burnish.data.chat.labels import EncodedConversation, Segment, Turn, masked
+from burnish.data.chat.preferences import pair_rows, verdict_rows
+from burnish.data.chat.rendering import Conversation, UnreadableTemplate, chat_ids, marked_ids
+from burnish.data.chat.table import TemplateSpec
+from burnish.data.tally import Tally
+from burnish.data.tokens.encoder import Encoder
+from burnish.loop.types import IGNORE_INDEX, Example, Ids, Message, Row
+from burnish.utils.sequences import shared_beginning
+
+PARTED = "kept: the tokens of its prompt are not the first tokens of the prompt with its answer; training begins where "
+PARTED += "the two differ"
+KL_IDS = "KL_completion_ids"
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NOT_ENDS = tuple(
+    form for word in (*TemplateSpec.thought_words, *TemplateSpec.tool_call_words) for form in (word, word.strip())
+)
+
+
+@dataclass(frozen=True)
+class PlainOptions:
+    """Args: limit: the longest row in tokens, None for no limit. truncation, on_too_long: see ``truncate.py``.
+    train_on_prompt: train the prompt of a completion too. assistant_only: train the assistant's tokens alone."""
+
+    limit: int | None
+    truncation: str
+    on_too_long: str = "truncate"
+    train_on_prompt: bool = False
+    assistant_only: bool = False
+
+    train_on_eos = "turn"
+
+    @property
+    def mask_history(self) -> bool:
+        """Whether the last tokens of a row are kept, rather than the first."""
+        return self.truncation == "keep_end"
+
+
+class PlainTemplate(ConversationEncoder):
+    """Args: tokenizer: with its chat template and eos set."""
+
+    def __init__(self, options: PlainOptions, tokenizer: Any) -> None:
+        super().__init__(options, tokenizer, sys.maxsize if options.limit is None else options.limit)
+        self.options = options
+        self.encoder = Encoder(tokenizer)
+        template = tokenizer.chat_template
+        self._templates = dict(template) if isinstance(template, dict) else {"default": template or ""}
+        self._is_marked = any(_MARK.search(text) for text in self._templates.values())
+        self._renderers: dict[str, Renderer] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that changes whenever the rows of the same examples would change."""
+        known = [self._templates, self.encoder.identity, str(self.tokenizer.special_tokens_map), asdict(self.options)]
+        return sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+
+    def encode_pairs(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
+        if not any("chosen_ids" in example.extra for example in examples):
+            return super().encode_pairs(examples, tally)
+        chosen, rejected = ([_of_ids(one.extra, f"{side}_ids") for one in examples] for side in ("chosen", "rejected"))
+        return pair_rows(examples, chosen, rejected, self.options, self.cutoff_len, tally)
+
+    def encode_verdicts(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
+        if not any("completion_ids" in example.extra for example in examples):
+            return super().encode_verdicts(examples, tally)
+        own = [_of_ids(example.extra, "completion_ids") for example in examples]
+        beside = [_of_ids(one.extra, KL_IDS) if one.extra.get(KL_IDS) else None for one in examples]
+        return verdict_rows(examples, own, beside, self.options, self.cutoff_len, tally)
+
+    # --- texts --------------------------------------------------------------------------------------------------------
+
+    def _texts(self, examples: Sequence[Example], tally: Tally) -> Iterator[EncodedConversation | None]:
+        texts = [e.text if e.completion is None else (e.prompt or "") + e.completion for e in examples]
+        ids = self._ids([self._with_eos(text or "") for text in texts])
+        prompts = iter(self._ids([e.prompt or "" for e in examples if e.completion is not None]))
+        for example, whole in zip(examples, ids, strict=True):
+            begin = 0 if example.completion is None else self._begin(next(prompts), whole, example, tally)
+            yield self._trained_from(begin, whole)
+
+    def _with_eos(self, text: str) -> str:
+        eos = self.tokenizer.eos_token
+        return text if eos is None or text.endswith(eos) else text + eos
+
+    def _ids(self, texts: list[str]) -> list[Ids]:
+        return [array("i", ids) for ids in self.tokenizer(text=texts)["input_ids"]] if texts else []
+
+    # --- conversations ------------------------------------------------------------------------------------------------
+
+    def _chats(
+        self, examples: Sequence[Example], tally: Tally, last_only: bool
+    ) -> Iterator[EncodedConversation | None]:
+        chats = [one for one in examples if "input_ids" not in one.extra]
+        wholes, prompts = iter(self._wholes(chats)), iter(self._prompts(chats))
+        for example in examples:
+            if "input_ids" in example.extra:
+                yield self._labelled(example.extra)
+                continue
+            (ids, mask), prompt = next(wholes), next(prompts)
+            begin = 0 if prompt is None else self._begin(prompt, ids, example, tally)
+            yield self._trained_from(begin, ids, mask)
+
+    def _wholes(self, examples: Sequence[Example]) -> Iterator[tuple[Ids, Sequence[int] | None]]:
+        """The ids of conversations, and which tokens are the assistant's, where only those are trained."""
+        given = [_conversation(example) for example in examples]
+        if not self.options.assistant_only:
+            return ((ids, None) for ids in self._chat_ids(examples, given))
+        if self._is_marked:
+            return (self._marked(example, one) for example, one in zip(examples, given, strict=True))
+        return map(self._found, given)
+
+    def _prompts(self, examples: Sequence[Example]) -> Iterator[Ids | None]:
+        """The ids of what precedes the response, None where everything is trained."""
+        contexts = [_context(example.messages) for example in examples]
+        some = [(one, size) for one, size in zip(examples, contexts, strict=True) if size]
+        given = [replace(_conversation(one), parts=[(size, True)]) for one, size in some]
+        prompts = iter(self._chat_ids([one for one, _ in some], given))
+        return (next(prompts) if size else None for size in contexts)
+
+    def _chat_ids(self, examples: Sequence[Example], given: Sequence[Conversation]) -> list[Ids]:
+        try:
+            return [array("i", ids) for ids in chat_ids(self.tokenizer, given)] if given else []
+        except UnreadableTemplate as error:
+            if len(given) > 1:  # find the one that it is about
+                pairs = zip(examples, given, strict=True)
+                return [ids for example, one in pairs for ids in self._chat_ids([example], [one])]
+            raise UserError(_not_rendered(error, given[0]), where=examples[0].place) from error
+
+    def _labelled(self, columns: Mapping[str, Any]) -> EncodedConversation:
+        """Token ids with their labels: as they are given, or those that the masks leave."""
+        ids = array("i", columns["input_ids"])
+        labels = array("i", columns.get("labels", ids))
+        masks = ["assistant_masks"] if self.options.train_on_prompt else ["completion_mask", "assistant_masks"]
+        for name in masks if "labels" not in columns else ():
+            labels = _where(columns[name], labels) if name in columns else labels
+        return EncodedConversation([(_segment(ids[:0], labels[:0]), _segment(ids, labels))])
+
+    def _begin(self, prompt: Sequence[int], whole: Ids, example: Example, tally: Tally) -> int:
+        begin = shared_beginning(prompt, whole)
+        if begin < len(prompt):
+            tally.add(PARTED, example)
+        return begin
+
+    def _trained_from(self, begin: int, ids: Ids, mask: Sequence[int] | None = None) -> EncodedConversation:
+        """One turn. Args: begin: the first token of the response. mask: 1 for each token that may be trained."""
+        labels = ids[:]
+        if not self.options.train_on_prompt:
+            labels[:begin] = masked(begin)
+        if mask is not None:
+            labels = _where(mask, labels)
+        return EncodedConversation([(_segment(ids[:begin], labels[:begin]), _segment(ids[begin:], labels[begin:]))])
+
+    # --- the assistant's tokens ---------------------------------------------------------------------------------------
+
+    def note(self) -> str | None:
+        """A warning about the template's ``{% generation %}`` marks, where they leave out the end of a turn."""
+        if not self._is_marked:
+            return None
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        ids, marks = marked_ids(self.tokenizer, Conversation(chat))
+        ends = self.tokenizer.eos_token_id
+        behind = [token for token, is_marked in zip(ids, marks, strict=True) if not is_marked][-2:]
+        if 1 in marks and ends in behind and ids[len(marks) - 1 - marks[::-1].index(1)] != ends:
+            return (
+                "The chat template's `{% generation %}` marks leave out the token that ends the assistant's turn: the "
+                "model does not learn to stop. Move `{% endgeneration %}` behind it."
+            )
+        return None
+
+    def _marked(self, example: Example, conversation: Conversation) -> tuple[Ids, list[int]]:
+        try:
+            ids, mask = marked_ids(self.tokenizer, conversation)
+        except UnreadableTemplate as error:
+            raise UserError(_not_rendered(error, conversation), where=example.place) from error
+        _refuse_without_assistant(conversation, mask)
+        return array("i", ids), mask
+
+    def _found(self, conversation: Conversation) -> tuple[Ids, list[int]]:
+        chat: Any = conversation.chat
+        (rendered,) = self._renderer(conversation.variables).rendered([(chat, conversation.tools)])
+        if isinstance(rendered, UnreadableTemplate):
+            raise RuntimeError(f"The assistant's messages cannot be found: {rendered}. {str(chat)[:200]}")
+        edges = list(chain.from_iterable(rendered.spans))
+        ids, borders = self.encoder.located([rendered.text], [edges])[0]
+        mask = [0] * len(ids)
+        for (begin, _), (_, end) in zip(borders[::2], borders[1::2], strict=True):
+            mask[begin:end] = [1] * (end - begin)
+        _refuse_without_assistant(conversation, mask)
+        return ids, mask
+
+    def _renderer(self, variables: Mapping[str, Any]) -> Renderer:
+        """The renderer for these arguments, which are written into the template, because answers may depend on them."""
+        opening = "".join(f"{{%- set {name} = {json.dumps(value)} %}}" for name, value in sorted(variables.items()))
+        if opening not in self._renderers:
+            templates = {name: opening + text for name, text in self._templates.items()}
+            self._renderers[opening] = Renderer(templates, self.tokenizer, not_ends=_NOT_ENDS)
+        return self._renderers[opening]
+
+
+def _conversation(example: Example) -> Conversation:
+    """The input of the chat template: messages, tools, and the record's own arguments."""
+    chat = [dict(m.raw or {"role": m.role, "content": m.text}) for m in example.messages]
+    own = example.extra.get("chat_template_kwargs") or {}
+    tools = json.loads(example.tools) if example.tools else None
+    return Conversation(chat, tools or None, variables={n: value for n, value in own.items() if value is not None})
+
+
+def _context(messages: Sequence[Message]) -> int:
+    """Number of messages before the response."""
+    return next((n for n, message in enumerate(messages) if message.train is not False), len(messages))
+
+
+def _not_rendered(error: UnreadableTemplate, conversation: Conversation) -> str:
+    return f"The row cannot be encoded: {error}. Its messages: {str(conversation.chat)[:200]}"
+
+
+def _refuse_without_assistant(conversation: Conversation, mask: Sequence[int]) -> None:
+    if 1 not in mask:
+        raise RuntimeError(
+            "You're using `assistant_only_loss=True`, but at least one example has no assistant tokens: either it "
+            "has no message of the assistant's, or the chat template's `{% generation %}` marks hold none of it. "
+            f"The example begins: {str(conversation.chat)[:200]}"
+        )
+
+
+def _segment(ids: Ids, labels: Ids) -> Segment:
+    return Segment(ids, lambda: [True] * len(ids), labels=labels)
+
+
+def _where(mask: Sequence[int], labels: Ids) -> Ids:
+    return array("i", [label if bit else IGNORE_INDEX for label, bit in zip(labels, mask, strict=True)])
+
+
+# --- columns of token ids ---------------------------------------------------------------------------------------------
+
+
+def _of_ids(columns: Mapping[str, Any], name: str) -> Turn:
+    prompt, response = array("i", columns.get("prompt_ids") or []), array("i", columns[name])
+    return _segment(prompt, masked(len(prompt))), _segment(response, response)

@@ -1,0 +1,212 @@
+"""Sets of the ``datasets`` library by TRL's column names -> examples.
+
+In: a set with ``text``, ``messages`` (or ``conversations``), ``prompt`` and ``completion``, ``chosen`` and
+``rejected``, a ``label``, or token ids. Out: its records with their places, and the layout by which ``formats.py``
+reads them: messages stay as they are (``Layout.verbatim``). Refused: a set without the columns that are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+from burnish.config.errors import UserError
+from burnish.data.length import endless
+from burnish.data.sets.examples import MARKED, Located, marks_in
+from burnish.data.sets.formats import Bad, bad_records, converted
+from burnish.data.sets.preferences import unpaired
+from burnish.data.sets.records import BadRecord, Layout, Record
+from burnish.data.sets.turns import OPENAI_TAGS
+from burnish.data.tally import Tally
+from burnish.loop.types import Example
+from burnish.utils.sequences import OnDemand
+
+Kind: TypeAlias = Literal["texts", "pairs", "verdicts", "scores"]
+IDS: Mapping[Kind, Sequence[str]] = {
+    "texts": ("input_ids",),
+    "pairs": ("prompt_ids", "chosen_ids", "rejected_ids"),
+    "verdicts": ("prompt_ids", "completion_ids", "label"),
+    "scores": ("chosen_ids", "rejected_ids"),
+}
+"""Columns of a set that holds token ids."""
+_BESIDE_IDS: Mapping[Kind, Sequence[str]] = {
+    "texts": ("labels", "completion_mask", "assistant_masks"), "pairs": (), "verdicts": ("KL_completion_ids",),
+    "scores": ("margin",),
+}  # fmt: skip
+OF_IDS = "token ids"
+_LABELS = {"true": True, "false": False, "True": True, "False": False}
+_MESSAGES = ("messages", "conversations")
+ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response"}
+"""Roles that published templates write; others may be left out of the text without an error."""
+NO_ASSISTANT = "kept: it has no message of the assistant, so the messages of others are trained"
+UNKNOWN_ROLE = 'kept: the role "{role}" is unknown to published chat templates'
+LATE_SYSTEM = "kept: a system message is not the first of its conversation"
+
+
+def trl_layout(kind: Kind, sample: Mapping[str, Any], text_field: str = "text") -> Layout:
+    """The layout of a set, by the columns of its first record.
+
+    Raises:
+        ValueError: where the columns that are needed are not there.
+    """
+    if set(IDS[kind]) <= sample.keys():
+        names = [name for name in (*IDS[kind], *_BESIDE_IDS[kind]) if name in sample]
+        return Layout(OF_IDS, {name: name for name in names}, verbatim=True)
+    columns = {"tools": "tools"} if "tools" in sample else {}
+    named = "preference"
+    if kind == "texts" or (kind == "verdicts" and not {"chosen", "rejected"} <= sample.keys()):
+        named, own = _single(kind, sample, text_field)
+    else:
+        own = {part: part for part in ("prompt", "chosen", "rejected", "margin") if part in sample}
+    required = frozenset(own.keys() - {"prompt", "margin"}) if named == "preference" else frozenset(own)
+    if missing := [column for column in _needed(kind, own, named) if column not in sample]:
+        raise ValueError(_lacking(kind, sample, text_field, missing))
+    return Layout(named, own | columns, required, OPENAI_TAGS, verdicts=_LABELS, verbatim=True)
+
+
+def _single(kind: Kind, sample: Mapping[str, Any], text_field: str) -> tuple[str, dict[str, str]]:
+    """Format and columns of a set with one text or conversation per record."""
+    if kind == "verdicts":
+        return "prompt_completion", {"prompt": "prompt", "response": "completion", "kto_tag": "label"}
+    if "prompt" in sample:
+        return "prompt_completion", {"prompt": "prompt", "response": "completion"}
+    column = next((name for name in _MESSAGES if has_turns(sample.get(name))), None)
+    return ("text", {"text": text_field}) if column is None else ("openai", {"messages": column})
+
+
+def _needed(kind: Kind, own: Mapping[str, str], named: str) -> Sequence[str]:
+    return ("chosen", "rejected") if named == "preference" else tuple(own.values())
+
+
+def _lacking(kind: Kind, sample: Mapping[str, Any], text_field: str, missing: Sequence[str]) -> str:
+    found = f"Received the columns: {', '.join(sample)}."
+    if kind == "texts":
+        return (
+            f"A dataset has texts (`dataset_text_field`: `{text_field}`), `messages`, `prompt` and `completion`, or "
+            f"`input_ids`. {found}"
+        )
+    if kind == "verdicts":
+        return f"The dataset needs prompt and completion and label, or chosen and rejected. {found}"
+    hint = " Single answers with a label are for KTOTrainer." if {"completion", "label"} <= sample.keys() else ""
+    return f"The dataset needs chosen and rejected, with or without a prompt. {found}{hint}"
+
+
+def has_turns(value: Any, *keys: str) -> bool:
+    """Return whether a column holds messages, each with one of these keys ("role" and "from" by default)."""
+    is_list = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+    return is_list and any(key in value[0] for key in keys or ("role", "from"))
+
+
+class TrlRecords(OnDemand[Located]):
+    """The records of a set, read where they are used: values, name of the set, number from 1.
+
+    Args:
+        splits_pairs: each pair comes twice, first for its chosen answer and ``BLOCK`` records later for the other.
+    """
+
+    BLOCK = 1000
+
+    def __init__(self, dataset: Any, source: str, splits_pairs: bool = False) -> None:
+        self.dataset, self.source, self.splits_pairs = dataset, source, splits_pairs
+
+    def __len__(self) -> int:
+        return len(self.dataset) * (2 if self.splits_pairs else 1)
+
+    def made(self, index: int) -> Located:
+        return self.some([index])[0]
+
+    def some(self, indices: Sequence[int]) -> list[Located]:
+        places = [self.place(index)[0] for index in indices]
+        if not places:
+            return []
+        is_range = places == list(range(places[0], places[0] + len(places)))
+        columns = self.dataset[slice(places[0], places[-1] + 1) if is_range else places]
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [
+            (self._side(row, self.place(index)[1]), self.source, place + 1)
+            for row, place, index in zip(rows, places, indices, strict=True)
+        ]
+
+    def place(self, index: int) -> tuple[int, str]:
+        """The record at ``index``, and the answer of it that counts; "" for all of it."""
+        if not self.splits_pairs:
+            return index, ""
+        block, within = divmod(index, 2 * self.BLOCK)
+        size = min(self.BLOCK, len(self.dataset) - block * self.BLOCK)
+        return block * self.BLOCK + within % size, "chosen" if within < size else "rejected"
+
+    def _side(self, row: dict[str, Any], side: str) -> dict[str, Any]:
+        return {**row, SIDE: side} if side else row
+
+
+SIDE = "burnish_side"
+"""The column that says which answer of a pair becomes a labelled answer."""
+
+
+def examples_of(located: Sequence[Located], layout: Layout, tally: Tally, on_bad_record: str) -> list[Example | None]:
+    """The examples of records, None for those that are dropped.
+
+    Args:
+        on_bad_record: "drop", "raise", or "refuse" where a script cannot have them dropped.
+
+    Raises:
+        UserError: with all records among these that break their format, unless they are dropped.
+    """
+    bad: Bad = []
+    if layout.format != OF_IDS:
+        examples = list(converted(located, layout, tally, on_bad_record, bad))
+    else:
+        tally.seen += len(located)
+        examples = [_of_ids(*one, layout, bad) for one in located]
+    for at, (values, source, number) in enumerate(located):
+        example, said = examples[at], endless(values.values())
+        if said:
+            bad.append((Record(values, source, number, layout), BadRecord(said)))
+        if example is None or said:
+            examples[at] = None
+            continue
+        if own := values.get("chat_template_kwargs"):
+            example = replace(example, extra={"chat_template_kwargs": own})
+        examples[at] = _one_side(example, values)
+        _count_oddities(example, tally)
+    if bad and on_bad_record != "drop":
+        bad.sort(key=lambda one: one[0].number)
+        raise UserError(bad_records(bad, are_all=on_bad_record == "refuse"))
+    return examples
+
+
+def _one_side(example: Example, values: Mapping[str, Any]) -> Example:
+    side = values.get(SIDE)
+    return example if side is None else next(one for one in unpaired([example]) if one.tag is (side == "chosen"))
+
+
+def _of_ids(values: Mapping[str, Any], source: str, number: int, layout: Layout, bad: Bad) -> Example | None:
+    """A record of token ids, whose columns the template reads."""
+    extra = {name: values[name] for name in layout.columns if values.get(name) is not None}
+    label: Any = extra.get("label")
+    label = _LABELS.get(label, label)
+    if label not in (None, True, False):
+        bad.append(
+            (Record(values, source, number, layout), BadRecord(f'"label" must be true or false. Received: {label}'))
+        )
+        return None
+    return Example(extra=extra, tag=label, margin=extra.get("margin"), source=source, number=number)
+
+
+def _count_oddities(example: Example, tally: Tally) -> None:
+    """Count what a script can hardly mean, and some template or model may."""
+    for mark in marks_in(example):
+        tally.add(MARKED.format(mark=mark), example)
+    answers = [one for one in (example.chosen, example.rejected) if isinstance(one, tuple)]
+    raws = [message.raw or {} for message in (*example.messages, *(m for answer in answers for m in answer))]
+    roles = [raw.get("role") for raw in raws]
+    if not roles:
+        return
+    if "assistant" not in roles:
+        tally.add(NO_ASSISTANT, example)
+    for role in dict.fromkeys(roles):
+        if role not in ROLES:
+            tally.add(UNKNOWN_ROLE.format(role=role), example)
+    if "system" in roles[1:]:
+        tally.add(LATE_SYSTEM, example)

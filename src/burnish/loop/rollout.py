@@ -1,0 +1,61 @@
+"""The step batches that an objective makes of one (``Objective.rollout``), and the position among them.
+
+A rollout draws responses with the weights of its moment, so it cannot be repeated after a resume. Where an objective
+makes more than one step batch, the buffer is a part of the checkpoint of each rank, and a run that stops between two of
+them continues with the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.loop.types import StepBatch
+
+
+class RolloutBuffer:
+    """The step batches of the current rollout.
+
+    Args:
+        world_size: number of ranks; each holds its own part of every step batch.
+    """
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.world_size = world_size
+        self.batches: list[StepBatch] = []
+        self.position = 0  # step batches that have been used
+
+    def fill(self, batches: Sequence[StepBatch], source: StepBatch) -> None:
+        """Hold the step batches that were made of ``source``. The stream moves on after the last of them."""
+        self.batches = [replace(batch, cursor=None) for batch in batches[:-1]]
+        self.batches.append(replace(batches[-1], cursor=source.cursor))
+        self.position = 0
+
+    def remaining(self) -> Iterator[StepBatch]:
+        """Yield the step batches that have not been used."""
+        yield from self.batches[self.position :]
+
+    def advance(self) -> None:
+        """Count a step batch as used; forget all of them after the last one."""
+        self.position += 1
+        if self.position >= len(self.batches):
+            self.clear()
+
+    def clear(self) -> None:
+        self.batches, self.position = [], 0
+
+    def state_dict(self) -> dict[str, Any]:
+        left = list(self.remaining())
+        return {"world_size": self.world_size, "left": [{**vars(batch), "items": list(batch.items)} for batch in left]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises UserError if the buffer is not empty and was saved by another number of processes."""
+        if state["left"] and state["world_size"] != self.world_size:
+            raise UserError(
+                f"the checkpoint was saved inside a rollout by {state['world_size']} processes, and this run has "
+                f"{self.world_size}.",
+                remedy="Resume with the same number of processes, or from a checkpoint between two rollouts.",
+            )
+        self.batches, self.position = [StepBatch(**fields) for fields in state["left"]], 0

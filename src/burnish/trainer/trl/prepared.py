@@ -1,0 +1,164 @@
+"""Sets of the ``datasets`` library -> the same with rows of token ids, for the trainers of TRL's names.
+
+In: a ``Dataset`` or ``IterableDataset``, the layout of its records, and a function that encodes examples (of an
+objective or of a template). Out: the set with the columns of the rows. A ``Dataset`` goes through the cache of encoded
+rows; a stream is encoded while it is read, in small batches. Warned of, by number: records that are dropped or odd.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils import logging
+
+from burnish.config.errors import UserError
+from burnish.data.options import DataOptions
+from burnish.data.rows.arrow import arrow_table
+from burnish.data.rows.encode import encode_rows
+from burnish.data.sets.examples import Located
+from burnish.data.sets.records import Layout
+from burnish.data.sets.trl import SIDE, TrlRecords, examples_of
+from burnish.data.tally import Tally
+from burnish.loop.types import Example, Row
+from burnish.trainer.arguments.trl import TrlArguments
+from burnish.trainer.data.loaders import is_datasets_set
+
+logger = logging.get_logger("transformers.trainer")
+
+Columns = dict[str, list[Any]]
+AT_ONCE = 100
+"""Records of a stream that are encoded together: enough for the tokenizer's threads, few to read again on resume."""
+
+
+@dataclass
+class EncodeRecords:
+    """Records -> rows by TRL's columns, None where a record gives none.
+
+    Args:
+        encode: an objective's or a template's. columns: row -> TRL's columns. names: of those columns.
+        fingerprint: of everything in ``encode`` that rows depend on; None where that is not known.
+        formatting: a script's function, record -> text.
+    """
+
+    layout: Layout
+    encode: Callable[[Sequence[Example], Tally], Sequence[Row | None]]
+    names: tuple[str, ...]
+    fingerprint: str | None
+    columns: Callable[[Row], Mapping[str, Any]] = dict
+    on_bad_record: str = "refuse"
+    formatting: Callable[[Any], str] | None = None
+    warned: set[str] = field(default_factory=set)
+
+    def __call__(self, located: Sequence[Located], tally: Tally) -> list[Any]:
+        if self.formatting is not None:
+            column = self.layout.columns["text"]
+            located = [({column: self.formatting(values)}, source, n) for values, source, n in located]
+        examples = examples_of(located, self.layout, tally, self.on_bad_record)
+        rows = iter(self.encode([example for example in examples if example is not None], tally))
+        made = [None if example is None else next(rows) for example in examples]
+        return [None if row is None else self.columns(row) for row in made]
+
+    def warn(self, tally: Tally, name: str) -> None:
+        """Warn once of every kind of record that is dropped, or that a script can hardly mean."""
+        for reason, count in tally:
+            if reason not in self.warned and not reason.startswith("cut"):
+                self.warned.add(reason)
+                places = ", ".join(str(number) for _, number in sorted(tally.records[reason])[:5])
+                what = f"{count} of {tally.seen} records of the {name} dataset {reason} (records {places})."
+                logger.warning(what.replace("cutoff_len", "max_length"))
+
+
+def prepared(
+    dataset: Any, name: str, encode: EncodeRecords, args: TrlArguments, keep: Sequence[str] = (),
+    splits_pairs: bool = False,
+) -> Any:  # fmt: skip
+    """The set with the columns of its rows.
+
+    Args:
+        keep: columns of the set that stay. splits_pairs: see ``TrlRecords``.
+
+    Raises:
+        UserError: where no row is left.
+    """
+    if not is_datasets_set(dataset):
+        stream, at_once = EncodeStream(encode, name, keep, splits_pairs), TrlRecords.BLOCK if splits_pairs else AT_ONCE
+        drop = column_names(dataset)
+        return dataset.map(stream, batched=True, with_indices=True, batch_size=at_once, remove_columns=drop)
+    datasets = sys.modules["datasets"]  # whoever made the set has loaded it
+    dataset, tally, options = dataset.with_format(None), Tally(), None
+    if encode.fingerprint is not None:
+        options = DataOptions(preprocessing_num_workers=args.dataset_num_proc)
+    layout = [encode.layout.format, sorted(encode.layout.columns.items())]
+    known = [encode.fingerprint, layout, encode.on_bad_record, splits_pairs, encode.names]
+    rows = encode_rows(
+        TrlRecords(dataset, f"{name} dataset", splits_pairs), encode, tally, name=name, options=options, places=name,
+        data=f"{dataset._fingerprint} {datasets.fingerprint.Hasher.hash(encode.formatting)}",
+        fingerprint={"encoding": repr(known)}, title=f"Tokenizing {name} dataset",
+    )  # fmt: skip
+    encode.warn(tally, name)
+    if not len(rows):
+        raise UserError(f"No row of the {name} dataset is left to learn from. Raise `max_length`.")
+    made = datasets.Dataset(datasets.table.InMemoryTable(arrow_table(rows, encode.names)))
+    if not keep:
+        return made
+    kept = dataset.select_columns(list(keep))
+    origins = list(rows.origins)
+    kept = kept if len(origins) == len(dataset) else kept.select(origins)
+    return datasets.concatenate_datasets([kept, made], axis=1)
+
+
+@dataclass
+class EncodeStream:
+    """The same for ``IterableDataset.map``: columns and indices of a batch -> columns of its rows."""
+
+    encode: EncodeRecords
+    name: str
+    keep: Sequence[str]
+    splits_pairs: bool
+
+    def __call__(self, columns: Columns, indices: list[int]) -> Columns:
+        records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        if self.splits_pairs:
+            records = [{**record, SIDE: side} for side in ("chosen", "rejected") for record in records]
+            indices = indices * 2
+        tally = Tally()
+        located = [(values, f"{self.name} dataset", at + 1) for values, at in zip(records, indices, strict=True)]
+        rows = self.encode(located, tally)
+        self.encode.warn(tally, self.name)
+        kept = [(record, row) for record, row in zip(records, rows, strict=True) if row is not None]
+        made = {name: [_as_list(row.get(name, [])) for _, row in kept] for name in self.encode.names}
+        return {**{name: [record[name] for record, _ in kept] for name in self.keep}, **made}
+
+
+def _as_list(values: Any) -> Any:
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def hashable_by_class(tokenizer: Any) -> bool:
+    """Return whether a tokenizer's class is transformers' own, so that its settings say what it does."""
+    return type(tokenizer).__module__.startswith("transformers.")
+
+
+def first_row(dataset: Any) -> dict[str, Any]:
+    row = next(iter(dataset), None)
+    if row is None:
+        raise ValueError("A dataset holds no rows.")
+    return dict(row)
+
+
+def column_names(dataset: Any) -> list[str]:
+    """The names of the columns; for a streamed set, from its first row if necessary."""
+    names = dataset.column_names
+    return list(names) if names is not None else list(first_row(dataset))
+
+
+def refuse_transform(dataset: Any) -> None:
+    if is_datasets_set(dataset) and dataset.format["type"] == "custom":
+        raise ValueError(
+            "SFTTrainer cannot prepare a dataset that uses `Dataset.with_transform()`: to prepare it would be to apply "
+            "the transform once and keep what came out. Pass `dataset_kwargs={'skip_prepare_dataset': True}` and let "
+            "the transform give trainer-ready rows, of token ids, or apply it with `Dataset.map()` before."
+        )

@@ -1,0 +1,189 @@
+"""Streamed records and rows: random access to files of each type, and examples and rows that are made when used."""
+
+import csv
+import io
+import json
+
+import pyarrow
+import pyarrow.ipc
+import pytest
+
+from burnish.config.errors import UserError
+from burnish.data.batches.batching import collate_padded
+from burnish.data.batches.stream import RowStream, StepPartition
+from burnish.data.reading.files import read_records
+from burnish.data.reading.record_index import open_table
+from burnish.data.rows.streamed import StreamedRows
+from burnish.data.sets.examples import ListedExamples
+from burnish.data.sets.sources import load_datasets
+from burnish.data.tally import Tally
+from burnish.loop.types import IGNORE_INDEX, Example
+from data_sets import data_options, load, qa, write
+
+LINES = [json.dumps({"text": f"line {number} é", "n": [number]}, ensure_ascii=False) for number in range(12)]
+FILES = {
+    "lines": "\n".join(LINES),
+    "a line end behind the last": "\n".join(LINES) + "\n",
+    "blank lines and Windows line ends": "\r\n \r\n".join(LINES) + "\r\n\r\n",
+    "a byte order mark": "\ufeff" + "\n".join(LINES),
+    "a list": "[" + ", ".join(LINES) + "]",
+    "a list over lines": json.dumps([json.loads(line) for line in LINES], indent=2) + "\n\n",
+    "a list behind a byte order mark": "\ufeff \n[" + ",\n".join(LINES) + "\n]",
+    "an empty list": "[ ]",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("text", FILES.values(), ids=FILES)
+def test_an_index_gives_the_records_that_reading_gives(tmp_path, text):
+    path = write(tmp_path / "a.json", text)
+    assert list(open_table(path)) == list(read_records(path))
+
+
+CSV = {
+    "quotes": 'a,b\n1,"x\ny, ""z"""\n2,é\u2028é\n',
+    "Windows line ends and blank rows": 'a,b\r\n\r\n1,"x\r\ny"\r\n\r\n2,z',
+    "old line ends": 'a,b\r1,"x\ry"\r2,z\r',
+    "a byte order mark": "\ufeffa,b\n1,x\n",
+    "a header alone": "a,b\n",
+    "nothing": "",
+}
+TEXT = {
+    "lines": "one\n\ntwo \x0b\u2028 é\n", "Windows line ends": "one\r\n\r\ntwo",
+    "old line ends": "one\rtwo\r\r\nthree\r",
+    "a byte order mark": "\ufeffone\ntwo", "nothing": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [*((".csv", text) for text in CSV.values()), *((".txt", text) for text in TEXT.values())],
+    ids=[*(f"csv: {name}" for name in CSV), *(f"text: {name}" for name in TEXT)],
+)
+def test_a_table_gives_the_records_that_reading_gives(tmp_path, suffix, text):
+    path = write(tmp_path / f"a{suffix}", text.encode())
+    table = open_table(path)
+    read = list(read_records(path))
+    assert [table[index] for index in reversed(range(len(table)))] == read[::-1]
+    if suffix == ".csv":
+        rows = [row for row in csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline="")) if row]
+        assert [list(row.values()) for row in read] == rows[1:]
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_rows_of_an_arrow_file_are_asked_for_one_by_one(tmp_path, kind):
+    table = pyarrow.Table.from_pylist([{"n": number, "text": ["é"] * number} for number in range(10)])
+    opened = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, opened(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    rows = open_table(tmp_path / "a.arrow")
+    assert [rows[index] for index in (9, 0, 4, 3)] == [table.to_pylist()[index] for index in (9, 0, 4, 3)]
+    assert len(rows) == 10
+
+
+def test_a_csv_row_with_too_many_values_is_refused_before_the_first_step(tmp_path):
+    path = write(tmp_path / "a.csv", 'a,b\n1,"x\ny"\n2,y,z\n')
+    with pytest.raises(UserError, match=r"a.csv, line 4: the row has 3 values, and the header names 2 columns"):
+        open_table(path)
+
+
+def test_an_index_names_the_broken_line_it_meets(tmp_path):
+    index = open_table(write(tmp_path / "a.jsonl", "\n".join([*LINES[:5], "", '{"text": "cut', *LINES[5:]])))
+    assert index[4] == json.loads(LINES[4])
+    assert index[6] == json.loads(LINES[5])
+    with pytest.raises(UserError, match=r"a.jsonl, line 7: the line is not whole JSON"):
+        index[5]
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1} {"a": 2}]', '[{"a": 1}, {"a": ', '[{"a": 1},]', "[1"])
+def test_a_broken_list_is_refused_as_reading_refuses_it(tmp_path, text):
+    path = write(tmp_path / "a.json", text)
+    with pytest.raises(UserError) as read:
+        list(read_records(path))
+    with pytest.raises(UserError) as indexed:
+        open_table(path)
+    assert indexed.value.problems == read.value.problems
+
+
+def streamed(**given):
+    return load_datasets(data_options(streaming=True, **given), 7, Tally(), may_stream=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"max_samples": 3}, {"val_size": 2}, {"mix_strategy": "interleave_over"},
+     {"mix_strategy": "interleave_under", "interleave_probs": [0.3, 0.7]}],
+    ids=str,
+)  # fmt: skip
+def test_streamed_sets_have_the_examples_of_those_that_are_loaded(tmp_path, given):
+    a = write(tmp_path / "a.jsonl", [qa(number) for number in range(7)])
+    b = write(tmp_path / "b.json", [qa(number) for number in range(100, 104)])
+    info = {"a": {"file_name": str(a)}, "b": {"file_name": str(b), "num_samples": 6}}
+    named = {"dataset": ["a", "b"], "dataset_dir": info, **given}
+    lazily, loaded = streamed(**named), load(seed=7, **named)
+    assert list(lazily.train) == list(loaded.train)
+    assert {name: list(some) for name, some in lazily.eval.items()} == {
+        n: list(some) for n, some in loaded.eval.items()
+    }
+    assert lazily.notes == loaded.notes
+
+
+def test_what_is_wrong_with_a_record_is_said_when_it_is_met(tmp_path):
+    path = write(tmp_path / "a.jsonl", [qa(number, 5 if number == 30 else "yes") for number in range(40)])
+    train = streamed(dataset=str(path)).train
+    assert len(train.make(range(30), Tally())) == 30
+    with pytest.raises(UserError, match=r'a.jsonl, record 31 \(line 31\): "output" must be text'):
+        train.make([30], Tally())
+    tally = Tally()
+    assert streamed(dataset=str(path), on_bad_record="drop").train.make([29, 30], tally)[1] is None
+    assert tally.sentences() == [f"dropped: a column is missing or of the wrong type: 1 of 2 rows ({path}: 31)"]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def number_rows(count):
+    """Rows that hold their number, none for every fifth."""
+
+    def encode(examples, tally):
+        for example in examples:
+            if example.number % 5 == 0:
+                tally.add("dropped: a fifth", example)
+        tally.seen += len(examples)
+        numbers = [example.number for example in examples]
+        return [None if n % 5 == 0 else {"input_ids": [n] * (n % 3 + 1), "labels": [n]} for n in numbers]
+
+    return StreamedRows(ListedExamples([Example(text="", source="a", number=n) for n in range(count)]), encode)
+
+
+def test_each_example_is_counted_once_however_often_its_row_is_used():
+    rows = number_rows(12)
+    rows.some([0, 1, 5])
+    rows.some([1, 5, 6])
+    rows.some([0, 5])
+    counted = rows.counted()
+    assert counted.seen == 4
+    assert counted.records == {"dropped: a fifth": [("a", 0), ("a", 5)]}
+
+
+def test_an_example_without_a_row_weighs_nothing_and_moves_no_other_row_into_another_step():
+    flat = RowStream(number_rows(12), batch_of, StepPartition(2, 2), seed=0)
+    flat.options.train_sampling_strategy = "sequential"
+    groups = list(flat.step_batches())
+    labels = [[learned(batch) for batch in group.batches] for group in groups]
+    assert labels == [[[1], [2, 3]], [[4], [6, 7]], [[8, 9], [11]]]
+    assert [group.cursor["position"] for group in groups] == [4, 8, 12]
+
+
+def test_a_micro_batch_without_rows_is_blank():
+    stream = RowStream(number_rows(6), batch_of, StepPartition(1, 1), seed=0)
+    stream.options.train_sampling_strategy = "sequential"
+    assert [learned(group.batches[0]) for group in stream.step_batches()] == [[], [1], [2], [3], [4], []]
+
+
+def batch_of(rows):
+    return collate_padded([{**row, "labels": row["labels"] + row["input_ids"][1:]} for row in rows], pad_id=0)
+
+
+def learned(batch):
+    return [row[0] for row in batch["labels"].tolist() if row[0] != IGNORE_INDEX]

@@ -1,0 +1,202 @@
+"""Idle connections, unfinished heads and broken requests, before any key was shown: both servers go on answering."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import logging
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import burnish
+from burnish.serve.http import connections
+from burnish.serve.http.connections import LimitedProtocol, OncePerMinute, most_connections
+from burnish.serve.http.server import serve
+
+FILES = 120
+"""Open files that the server may have."""
+WORDS = {
+    "webui": ["webui", "web_port=0", "web_home=home", "web_root_path="],
+    "api": ["api", "model", "api_port=0", "api_model_name=model"],
+}
+
+
+@pytest.fixture
+def started(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
+    """A server as a process with few files, its port, and what it has printed."""
+    shutil.copytree(Path(burnish.__file__).parent / "demo/model", tmp_path / "model")
+    said = tmp_path / "said.txt"
+    with said.open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "burnish", *WORDS[request.param]], cwd=tmp_path, stdout=output, stderr=output,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES)),
+        )  # fmt: skip
+    until = time.monotonic() + 60
+    while not (found := re.search(r"127\.0\.0\.1:(\d+)", said.read_text())):
+        assert child.poll() is None, said.read_text()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    yield child, int(found[1]), said
+    child.kill()
+    child.wait()
+
+
+def status_of(port: int, path: str = "/healthz", timeout: float = 10.0) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def opened(port: int, number: int, text: bytes = b"") -> list[socket.socket]:
+    found = []
+    for _ in range(number):
+        one = socket.create_connection(("127.0.0.1", port), timeout=10)
+        if text:
+            one.sendall(text)
+        found.append(one)
+    return found
+
+
+@pytest.mark.run
+@pytest.mark.slow
+@pytest.mark.parametrize("started", sorted(WORDS), indirect=True)
+def test_more_idle_connections_than_files_end_no_server_and_fill_no_log(started) -> None:
+    child, port, said = started
+    while status_of(port) != 200:
+        time.sleep(0.1)
+    held = []
+    for text in (b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nX-", b"POST / HTTP/1.1\r\nHost: localhost\r\n"):
+        held += opened(port, FILES + 40, text)
+        for _ in range(3):
+            began = time.monotonic()
+            assert status_of(port) == 200
+            assert time.monotonic() - began < 5
+        for one in opened(port, FILES, b"\x16\x03\x01 no request\r\n\r\n"):
+            one.close()
+    time.sleep(1.5)
+    assert status_of(port) == 200
+    for one in held:
+        one.close()
+    assert status_of(port) == 200
+    assert child.poll() is None
+    assert said.stat().st_size < 20_000, said.read_text()[-3000:]
+
+
+# --- within a process -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of a small server with a head's time of half a second, and at most 8 connections."""
+    monkeypatch.setattr(connections, "HEAD_S", 0.5)
+    monkeypatch.setattr("burnish.serve.http.server.most_connections", lambda: 8)
+
+    async def app(scope, receive, send) -> None:
+        await receive()
+        if scope["path"] == "/slow":
+            await asyncio.sleep(2.0)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def nothing() -> None:
+        await asyncio.Event().wait()
+
+    import threading
+
+    found, loop = socket.create_server(("127.0.0.1", 0)), asyncio.new_event_loop()
+    monkeypatch.setattr("burnish.serve.http.server._answer_signals", lambda told: tolds.append(told))
+    tolds: list[asyncio.Future[int]] = []
+
+    async def drained() -> None:
+        return None
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, found, nothing, drained)))
+    thread.start()
+    yield found.getsockname()[1]
+    loop.call_soon_threadsafe(lambda: tolds[0].set_result(15))
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def closed_after_s(one: socket.socket, trickle: bytes = b"") -> float:
+    """Seconds until the other end closes; ``trickle`` is sent again and again meanwhile."""
+    began = time.monotonic()
+    one.settimeout(0.1)
+    while time.monotonic() - began < 5:
+        try:
+            if trickle:
+                one.send(trickle)
+            if one.recv(1) == b"":
+                return time.monotonic() - began
+        except TimeoutError:
+            continue
+        except OSError:
+            return time.monotonic() - began
+    return float("inf")
+
+
+@pytest.mark.parametrize("text", [b"", b"GET /", b"GET / HTTP/1.1\r\nHost: a\r\nX-"])
+def test_a_head_has_a_time_within_which_it_is_whole(quick: int, text: bytes) -> None:
+    (one,) = opened(quick, 1, text)
+    assert 0.3 < closed_after_s(one, b"a" if text else b"") < 2
+
+
+def test_the_second_head_of_a_connection_has_its_time_too(quick: int) -> None:
+    (one,) = opened(quick, 1, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert one.recv(4096).startswith(b"HTTP/1.1 200")
+    one.sendall(b"GET /again")
+    assert 0.3 < closed_after_s(one, b"a") < 2
+
+
+def test_a_request_that_works_is_not_interrupted_and_idle_ones_make_room(quick: int) -> None:
+    (busy,) = opened(quick, 1, b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
+    time.sleep(0.1)
+    idle = opened(quick, 20)
+    assert status_of(quick) == 200
+    busy.settimeout(5)
+    assert busy.recv(4096).startswith(b"HTTP/1.1 200")
+    for one in idle:
+        one.close()
+
+
+def test_where_every_connection_works_a_new_one_is_refused(quick: int) -> None:
+    busy = opened(quick, 8, b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
+    time.sleep(0.2)
+    (late,) = opened(quick, 1)
+    assert closed_after_s(late) < 0.4
+    for one in busy:
+        one.settimeout(5)
+        assert one.recv(4096).startswith(b"HTTP/1.1 200")
+    assert status_of(quick) == 200
+
+
+def test_the_same_warning_is_one_line_a_minute_with_the_number_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
+    passed, only = [], OncePerMinute()
+    monkeypatch.setattr(connections.again, "warning", lambda text, number: passed.append(text % number))
+    for at in range(200):
+        now[0] = 1000.0 + at
+        record = logging.LogRecord("uvicorn.error", logging.WARNING, "", 1, "broken %s", (at,), None)
+        if only.filter(record):
+            passed.append(record.getMessage())
+    more = "59 more like the next line."
+    assert passed == ["broken 0", more, "broken 60", more, "broken 120", more, "broken 180"]
+
+
+def test_the_number_of_connections_leaves_files_for_the_work() -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert 0 < most_connections() <= min(soft // 2, 512)
+    assert issubclass(LimitedProtocol, asyncio.Protocol)

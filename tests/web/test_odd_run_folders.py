@@ -1,0 +1,178 @@
+"""One odd folder is one line that says so; the runs beside it stand, on the page and in ``burnish runs``."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.cli import main
+from burnish.report.journal import launched
+
+HUGE = "9" * 400
+ALIVE = {**launched([]), "time": 1.79e9}
+DONE = {"state": "done", "time": 1.8e9, "sentence": "", "step": 3}
+
+
+def written(**files: Any) -> Callable[[Path], None]:
+    """Write files: text as it is, other values as JSON; ``launch_json`` is launch.json."""
+
+    def write(folder: Path) -> None:
+        for name, content in files.items():
+            stem, _, suffix = name.rpartition("_")
+            text = content if isinstance(content, str) else json.dumps(content)
+            (folder / f"{stem}.{suffix}").write_text(text, encoding="utf-8")
+
+    return write
+
+
+def made(*work: Callable[[Path], Any]) -> Callable[[Path], None]:
+    return lambda folder: [one(folder) for one in work] and None
+
+
+def log(*rows: str) -> Callable[[Path], None]:
+    return written(trainer_log_jsonl="".join(row + "\n" for row in rows))
+
+
+def events(*rows: str) -> Callable[[Path], None]:
+    return written(launch_json=ALIVE, events_jsonl="".join(row + "\n" for row in rows))
+
+
+def deep(folder: Path) -> None:
+    (folder / "launch.json").write_text('{"a":' * 90_000 + "1" + "}" * 90_000)
+
+
+def unreadable(folder: Path) -> None:
+    (folder / "launch.json").mkdir()
+    (folder / "trainer_log.jsonl").mkdir()
+
+
+GOOD_ROW = '{"current_steps": 3, "total_steps": 9, "loss": 1.5}'
+ODD: dict[str, Callable[[Path], None]] = {
+    "nan in a log": log('{"current_steps": 3, "loss": NaN, "eval_loss": NaN, "epoch": NaN, "throughput": -Infinity}'),
+    "nan in a state": written(trainer_state_json='{"max_steps": NaN, "log_history": [{"step": 1, "loss": NaN}]}'),
+    "infinity by exponent": log('{"current_steps": 1e999, "loss": 1e999, "total_steps": 1e400}'),
+    "huge whole numbers": log(f'{{"current_steps": {HUGE}, "loss": {HUGE}, "total_steps": {HUGE}, "epoch": {HUGE}, '
+                              f'"throughput": {HUGE}}}', '{"current_steps": 1, "loss": 2.5, "lr": 0.5}'),
+    "huge times": written(launch_json=f'{{"pid": {HUGE}, "time": {HUGE}, "start_ticks": {HUGE}, "boot_id": {HUGE}}}'),
+    "launch is a list": made(written(launch_json=[1, 2]), log(GOOD_ROW)),
+    "launch is a list and nothing else": written(launch_json=[1, 2]),
+    "launch is torn": written(launch_json='{"pid": 1'),
+    "launch of other types": written(launch_json={key: [{"a": None}] for key in ALIVE}),
+    "launch of texts": written(launch_json=dict.fromkeys([*ALIVE, "rows"], "\x1b[31mred\n")),
+    "launch nested too deep": deep,
+    "launch far in the future": written(launch_json={**ALIVE, "time": 1e300}),
+    "launch of another host": made(written(launch_json={**ALIVE, "host": "x"}),
+                                   log('{"current_steps": 1, "loss": 1, "step_seconds": "soon"}')),
+    "outcome of other types": written(launch_json=ALIVE, outcome_json={"state": ["done"], "time": "now", "step": "x",
+                                                                       "sentence": {"a": 1}, "remedy": 3}),
+    "outcome is a text": written(launch_json=ALIVE, outcome_json='"done"'),
+    "outcome without a time": written(launch_json=ALIVE, outcome_json={"state": "done", "time": None}),
+    "outcome nan": written(launch_json=ALIVE, outcome_json='{"state": "failed", "time": NaN, "step": NaN}'),
+    "events of other types": events(
+        '{"kind": ["stage"], "text": [1]}', '{"kind": "stage", "text": {"a": 1}}', '{"kind": "best"}',
+        '{"kind": "best", "text": 3}', '{"kind": "skipped", "count": "many"}', '{"kind": "skipped", "count": null}',
+        "[1]", "7",
+    ),
+    "events with nan": events('{"kind": "x", "text": NaN, "run": "another", "n": 1e999}'),
+    "events of another run": events('{"run": {"a": 1}, "kind": "best", "text": "b"}'),
+    "checkpoints of odd names": made(log(GOOD_ROW), *((lambda folder, n=n: (folder / f"checkpoint-{n}").mkdir())
+                                                      for n in ("²", "٣", "-1", "", "1e3", "9" * 200, "7"))),
+    "state of other types": written(trainer_state_json={"log_history": [{"step": {}, "loss": []}, 3, None, "x"]}),
+    "state whose history is a text": written(trainer_state_json={"log_history": "none", "max_steps": []}),
+    "state that is a number": written(trainer_state_json="3"),
+    "rows of other types": log('{"loss": [1], "current_steps": {}, "eval_loss": "low", "epoch": true, "lr": [2]}',
+                               '{"loss": null}', '{"loss": {"a": 1}, "remaining_time": 3, "percentage": "x"}'),
+    "rows with odd times": log('{"current_steps": 1, "loss": 1, "remaining_time": "999999999999 days, 1:00:00"}',
+                               f'{{"current_steps": 2, "loss": 1, "remaining_time": "{HUGE}:00:00", "time": {HUGE}}}'),
+    "half characters": log('{"current_steps": 1, "loss": 1, "note": "\\ud800"}'),
+    "sentence of half characters": written(launch_json=ALIVE, outcome_json='{"state": "failed", "time": 1.8e9, '
+                                           '"sentence": "\\ud83d broken \\u001b[2J", "remedy": "\\udfff"}'),
+    "folders in the place of files": unreadable,
+    "links in a circle": lambda folder: os.symlink("launch.json", folder / "launch.json"),
+    "given is a folder": made(log(GOOD_ROW), lambda folder: (folder / "run.yaml").mkdir()),
+    "rows of a data report": written(launch_json={**ALIVE, "rows": {"dropped": "x", "seen": 1e400}}),
+    "bytes": lambda folder: (folder / "launch.json").write_bytes(b"\xff\xfe\x00" * 100),
+}  # fmt: skip
+
+
+@pytest.fixture
+def odd(root: Path) -> dict[str, Path]:
+    """Every odd folder, beside the good ones of ``root``."""
+    assert len(ODD) >= 20
+    folders = {name: root / "odd" / name for name in ODD}
+    for name, folder in folders.items():
+        folder.mkdir(parents=True)
+        ODD[name](folder)
+    (root / "odd" / os.fsdecode(b"\xff\xfe not text")).mkdir()
+    (root / "odd" / os.fsdecode(b"\xff\xfe not text") / "trainer_log.jsonl").write_text(GOOD_ROW + "\n")
+    assert socket.gethostname() != "x"
+    return folders
+
+
+def strict(text: str) -> Any:
+    """JSON that is JSON."""
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_every_list_of_the_page_stands(page: Any, odd: dict[str, Path]) -> None:
+    status, _, text = page.send("GET", "/api/runs")
+    assert status == 200
+    runs = {run["name"]: run for run in strict(text)["runs"]}
+    assert {"first", "factory", "trl"} <= set(runs)
+    assert runs["first"]["state"] == "done"
+    for name in ODD:
+        assert name in runs, name
+    assert runs["launch is torn"]["state"] == "unreadable"
+    assert "launch.json" in runs["launch is torn"]["sentence"]
+    assert runs["checkpoints of odd names"]["checkpoint"] == 7
+    for path in ("/api/poll", "/runs", "/compare", "/api/models", "/api/datasets"):
+        status, _, text = page.send("GET", path)
+        assert status == 200, (path, text)
+    strict(page.send("GET", "/api/poll")[2])
+
+
+def test_every_view_of_an_odd_run_answers(page: Any, odd: dict[str, Path]) -> None:
+    for run in page.get("/api/runs")["runs"]:
+        for path in (f"/api/runs/{run['id']}", f"/api/runs/{run['id']}/series", f"/api/runs/{run['id']}/log",
+                     f"/api/poll?runs={run['id']}&log=1&after={run['id']}:0:0:0:"):  # fmt: skip
+            status, _, text = page.send("GET", path)
+            assert status == 200, (run["name"], path, text)
+            found = strict(text)
+        assert all(message["data"]["run"] == run["id"] for message in found["messages"] if message["event"] == "event")
+        assert page.send("GET", f"/runs/{run['id']}")[0] == 200, run["name"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_lists_them_all(root: Path, odd: dict[str, Path], as_json: bool, capfd: Any) -> None:
+    assert main(["runs", str(root), *(["--json"] if as_json else [])]) == 0
+    out, err = capfd.readouterr()
+    assert "Traceback" not in err
+    assert "\x1b[" not in out
+    for name in (*ODD, "first", "factory", "trl"):
+        assert name in out
+    if as_json:
+        for line in out.splitlines():
+            strict(line)
+    else:
+        assert "unreadable" in out
+
+
+def test_a_fault_of_our_own_in_one_folder_is_one_line_too(root: Path, monkeypatch: Any, capfd: Any) -> None:
+    from burnish.serve.page.runs import runs as module
+
+    def fails(folder: Path) -> list[int]:
+        if folder.name == "first":
+            raise ZeroDivisionError("not foreseen")
+        return []
+
+    monkeypatch.setattr(module, "checkpoints", fails)
+    assert main(["runs", str(root)]) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if "first" in line]
+    assert any("unreadable" in line for line in lines)
+    assert any("ZeroDivisionError" in line for line in lines)
