@@ -16,7 +16,7 @@ from burnish.parallel import precision
 from burnish.parallel import single as base
 from burnish.parallel.accelerate_launch import mixed_precision
 from burnish.parallel.create import create_engine
-from burnish.parallel.fsdp_settings import fsdp_settings
+from burnish.parallel.fsdp.settings import fsdp_settings
 from burnish.parallel.options import check_engine, device_of, engine_notes
 from burnish.parallel.precision import (
     autocast_dtype,

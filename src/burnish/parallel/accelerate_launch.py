@@ -26,9 +26,11 @@ _NOT_PARALLEL = {
 class MixedChoices(Protocol):
     """The options read here."""
 
-    bf16: bool | None
     fp16: bool
     pure_bf16: bool
+
+    @property
+    def bf16(self) -> bool | None: ...
 
 
 def mixed_precision(options: MixedChoices) -> str:

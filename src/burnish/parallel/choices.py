@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from burnish.parallel.accelerate_launch import MixedChoices
 from burnish.parallel.deepspeed.settings import DeepspeedChoices
-from burnish.parallel.fsdp_settings import FsdpChoices
+from burnish.parallel.fsdp.settings import FsdpChoices
 from burnish.parallel.process_counts import ProcessOptions
 
 

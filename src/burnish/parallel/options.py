@@ -32,7 +32,7 @@ from burnish.parallel.deepspeed.settings import (
     deepspeed_problems,
     zero_stage,
 )
-from burnish.parallel.fsdp_settings import asks_for_fsdp, fsdp_notes, fsdp_problems, fsdp_settings
+from burnish.parallel.fsdp.settings import asks_for_fsdp, fsdp_notes, fsdp_problems, fsdp_settings
 from burnish.parallel.precision import cpu_instructions, has_fast_bfloat16, slow_products
 from burnish.parallel.process_counts import AUTO
 

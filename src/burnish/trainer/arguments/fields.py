@@ -68,7 +68,7 @@ class Fields(Groups):
     save_hf_format: bool = option(False, "Checkpoints that transformers can continue too: optimizer.pt and its like.")
 
     # --- types that differ
-    bf16: bool = option(False, "Compute in bfloat16 under autocast.")  # type: ignore[assignment]
+    bf16: bool = option(False, "Compute in bfloat16 under autocast.")
     lr_scheduler_type: SchedulerType | str = option("linear", "The curve of the learning rate.")
     lr_scheduler_kwargs: dict | str | None = option(None, "Arguments of that curve.")  # type: ignore[type-arg, assignment]
     default_optim = "adamw_torch_fused"  # no field: scripts read it from the class

@@ -45,7 +45,9 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
     # --- defaults that differ from those of TrainingArguments
     logging_steps: float = option(10, "Steps between two logs; a share of all steps if below 1.", unit="steps", gt=0)
     gradient_checkpointing: bool = option(True, "Keep layer inputs only; compute the rest again backwards.")
-    bf16: bool | None = option(None, "Forward and backward in bfloat16; by default where the device is made for it.")
+    bf16: bool | None = option(  # type: ignore[assignment]
+        None, "Compute in bfloat16 under autocast. Default: on devices with fast bfloat16 products."
+    )
 
     # --- the model
     model_init_kwargs: dict[str, Any] | str | None = option(None, "For from_pretrained, where the model is a name.")
