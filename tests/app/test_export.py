@@ -1,6 +1,9 @@
 """``burnish export``: one folder with everything in it, that renders what was trained and computes what was merged."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import cli
 from burnish.config.errors import UserError
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.data.chat.table import table
 from burnish.export.export import _difference, export
 from burnish.export.modelfile import go_template
@@ -46,7 +49,7 @@ def made(tmp_path_factory):
 
 def run(made: Path, target: Path, **given) -> Path:
     given = {"model_name_or_path": str(made / "model"), "export_dir": str(target), "template": "qwen", **given}
-    return export({name: Given(value, "the command line") for name, value in given.items()})
+    return export({name: RawValue(value, "the command line") for name, value in given.items()})
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -148,16 +151,16 @@ def test_the_tokenizer_that_was_saved_with_the_adapter_is_taken(made, tmp_path):
     assert "<mark>" in exported.get_vocab()
 
 
-def test_a_merge_into_a_quantised_base_is_refused_with_the_remedy(made, tmp_path):
+def test_a_merge_into_a_quantized_base_is_refused_with_the_remedy(made, tmp_path):
     config = json.loads((made / "model" / "config.json").read_text())
-    folder = tmp_path / "quantised"
+    folder = tmp_path / "quantized"
     folder.mkdir()
     for path in (made / "model").iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     (folder / "config.json").write_text(
         json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}})
     )
-    with pytest.raises(UserError, match=r"quantised \(gptq\): an adapter cannot be merged") as caught:
+    with pytest.raises(UserError, match=r"quantized \(gptq\): an adapter cannot be merged") as caught:
         run(made, tmp_path / "out", model_name_or_path=str(folder), adapter_name_or_path=str(made / "one"))
     assert "full precision" in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -215,6 +218,53 @@ def test_of_an_earlier_export_nothing_is_left_once_the_new_one_is_there(made, tm
     assert not [path.name for path in out.iterdir() if "-of-" in path.name or path.suffix == ".gguf"]
     with only_writer(out), pytest.raises(UserError, match="another run is writing"):
         run(made, out, overwrite_output_dir="true")
+
+
+KILL = """
+import os, signal
+import {module} as module
+from burnish import cli
+whole = module.{name}
+def killed(*given, **named):
+    whole(*given, **named)
+    os.kill(os.getpid(), signal.SIGKILL)
+module.{name} = killed
+cli.main({words!r})
+"""
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("burnish.utils.files", "open_lock"), ("burnish.run.recovery.clearing", "left_by_a_run"),
+     ("burnish.models.save", "save_config"), ("burnish.export.export", "modelfile"),
+     ("burnish.export.export", "compare_templates")],
+)  # fmt: skip
+def test_a_killed_export_is_finished_by_the_same_command(made, tmp_path, module, name, overwrites):
+    words = ["export", "--model_name_or_path", str(made / "model"), "--adapter_name_or_path", str(made / "one"),
+             "--template", "qwen"]  # fmt: skip
+    assert cli.main([*words, "--export_dir", str(tmp_path / "whole")]) == 0
+    out = tmp_path / "out"
+    words += ["--export_dir", str(out)]
+    if overwrites:
+        assert cli.main(words) == 0
+        words += ["--overwrite_output_dir", "true"]
+    code = KILL.format(module=module, name=name, words=words)
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (out / ".lock").exists()
+    assert cli.main(words) == 0
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+def test_files_of_others_beside_a_killed_export_are_refused(made, tmp_path):
+    (tmp_path / "out" / ".earlier-run").mkdir(parents=True)
+    for name in (".lock", "model.safetensors", "thesis.tex"):
+        (tmp_path / "out" / name).write_text("")
+    with pytest.raises(UserError, match=r"is not empty: thesis\.tex\."):
+        run(made, tmp_path / "out")
 
 
 def test_the_base_is_never_written_over(made):

@@ -7,10 +7,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 from burnish.config.errors import Problem, UserError
 from burnish.inference.types import BASE, Ask, Closed, EngineFacts, Filled, Full, Logprob, Made, Sampling, Ticket
-from burnish.serve.api.requests import ChatRequest, Settings, unknown_model
+from burnish.serve.api.requests import BaseRequest, ChatRequest, unknown_model
 from burnish.serve.api.responses import AnswerCall, Delta
 
 END = 256
@@ -157,6 +158,7 @@ class FakeServed:
     """A ``ServedModel`` over bytes."""
 
     fingerprint, vocab_size, context, scorer = "fp_0123456789", 257, 512, None
+    answerer = SimpleNamespace(defaults=Sampling(temperature=0.0))
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine
@@ -167,16 +169,16 @@ class FakeServed:
         return BASE if model == "first" else "poet"
 
     def chat_prompt(self, request: ChatRequest) -> list[int]:
-        return list("".join(f"{message.role}:{message.content}\n" for message in request.messages).encode())
+        return list("".join(f"{message.role}:{message.text}\n" for message in request.messages).encode())
 
     def chat_reader(self, request: ChatRequest, prompt: Sequence[int]) -> ByteReader:
-        return ByteReader(request.settings.stop)
+        return ByteReader(request.stop)
 
     def text_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
         return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
 
-    def text_reader(self, settings: Settings) -> ByteReader:
-        return ByteReader(settings.stop, reads_parts=False)
+    def text_reader(self, request: BaseRequest) -> ByteReader:
+        return ByteReader(request.stop, reads_parts=False)
 
     def text_of(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < END).decode("utf-8", "replace")
@@ -184,10 +186,7 @@ class FakeServed:
     def grammar(self, request: object, prompt: Sequence[int]) -> None:
         return None
 
-    def sampling(self, settings: Settings) -> Sampling:
-        return Sampling(temperature=settings.temperature or 0.0, bias=settings.bias, seed=settings.seed)
-
-    def stop_ids(self, settings: Settings) -> frozenset[int]:
+    def stop_ids(self, request: BaseRequest) -> frozenset[int]:
         return frozenset({END})
 
     def shown(self, token: int) -> tuple[str, bytes]:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from burnish.serve.api.messages import MOST_MESSAGES
-from burnish.serve.api.requests import Limits, read_chat, read_completion
+from burnish.serve.api.requests import ChatRequest, CompletionRequest, read_request
 from burnish.serve.http.bodies import parse_object
 from burnish.serve.http.errors import Refusal
 from serve.client import CHAT, post, send
@@ -16,9 +16,9 @@ from serve.client import CHAT, post, send
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-def refusal(changes: dict, read=read_chat) -> Refusal:
+def refusal(changes: dict, kind=ChatRequest) -> Refusal:
     with pytest.raises(Refusal) as caught:
-        read({**CHAT, **changes}, Limits())
+        read_request(kind, {**CHAT, **changes}, 8, False)
     return caught.value
 
 
@@ -94,14 +94,12 @@ def test_a_text_completion_refuses_what_it_cannot_do() -> None:
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"), ({"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
         ({"prompt": ["a"] * 65}, "prompt"),
     ):  # fmt: skip
-        assert refusal({"messages": None, **changes}, read_completion).param == param
+        assert refusal({"messages": None, **changes}, CompletionRequest).param == param
 
 
 def test_accepted_is_what_openai_clients_send_beside_the_question() -> None:
-    found = read_chat(
-        {**CHAT, "user": "me", "metadata": {}, "store": False, "service_tier": "auto", "verbosity": "low", "n": None},
-        Limits(is_strict=True),
-    )
+    body = {"user": "me", "metadata": {}, "store": False, "service_tier": "auto", "verbosity": "low", "n": None}
+    found = read_request(ChatRequest, {**CHAT, **body}, 8, is_strict=True)
     assert found.ignored == ()
 
 

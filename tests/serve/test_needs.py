@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from burnish.config.errors import MissingExtraError
+from burnish.serve.chat.command import chat
+
 
 def test_the_extra_serve_is_installed() -> None:
     pytest.importorskip("starlette", reason='servers are not tested: pip install "burnish[serve]"')
@@ -13,7 +16,6 @@ def test_the_extra_serve_is_installed() -> None:
 
 @pytest.mark.run
 def test_a_conversation_at_a_terminal_needs_no_server() -> None:
-    """The demo's first advice is ``burnish chat``, and the demo installs no extra."""
     code = (
         "import sys\n"
         "for name in ('starlette', 'uvicorn'):\n"
@@ -22,3 +24,9 @@ def test_a_conversation_at_a_terminal_needs_no_server() -> None:
         "import burnish.serve.api.messages, burnish.serve.http.bodies, burnish.serve.http.errors\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_conversation_names_the_extra_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burnish.serve.chat.command.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r'pip install "burnish\[serve\]"'):
+        chat(["model"])

@@ -1,34 +1,32 @@
-"""The use of the machine that the page's head tells."""
+"""The use of the machine that the page's head shows."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from burnish.serve.page import machine as module
 from burnish.serve.page.machine import Machine, gpu_of
 
 
-def told(folder: Path, busy: int, idle: int) -> None:
-    (folder / "stat").write_text(f"cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 2 3\n")
-
-
-def test_the_use_is_that_since_the_reading_before_and_memory_is_what_is_not_available(tmp_path) -> None:
-    told(tmp_path, 100, 100)
-    (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 400 kB\n")
-    machine = Machine(tmp_path)
+def test_memory_is_what_is_not_available_and_a_reading_lasts_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = iter([0.0, 60.0, 99.0])
+    monkeypatch.setattr(module.psutil, "cpu_percent", lambda: next(shares))
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=400))
+    machine = Machine()
     machine.smi = None
-    told(tmp_path, 160, 140)
-    assert machine.use() == {"cpu": pytest.approx(0.6), "memory": [600 * 1024, 1000 * 1024], "gpus": []}
-    told(tmp_path, 999, 999)
+    assert machine.use() == {"cpu": pytest.approx(0.6), "memory": [600, 1000], "gpus": []}
     assert machine.use()["cpu"] == pytest.approx(0.6)  # of a moment ago
 
 
 @pytest.mark.run
-def test_nothing_is_said_of_what_cannot_be_told(tmp_path) -> None:
-    machine = Machine(tmp_path)
+def test_a_program_that_is_away_is_no_gpu(tmp_path) -> None:
+    machine = Machine()
     machine.smi = str(tmp_path / "no-such-program")
-    assert machine.use() == {"cpu": None, "memory": None, "gpus": []}
+    used, total = machine.use()["memory"]
+    assert 0 < used < total
+    assert machine.use()["gpus"] == []
 
 
 @pytest.mark.run
@@ -36,7 +34,7 @@ def test_gpus_are_read_from_the_drivers_own_table(tmp_path) -> None:
     program = tmp_path / "smi"
     program.write_text("#!/bin/sh\necho '0, 38000, 81920, 97'\necho '1, 5, 81920, [N/A]'\necho 'a fault'\n")
     program.chmod(0o755)
-    machine = Machine(tmp_path)
+    machine = Machine()
     machine.smi = str(program)
     assert machine.use()["gpus"] == [
         {"index": 0, "memory": [38000 * 2**20, 81920 * 2**20], "use": 0.97},

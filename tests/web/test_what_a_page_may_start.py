@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from burnish.report.metadata import launched
 
 import burnish
 from burnish.config.options import specs
-from burnish.report.journal import launched
 from burnish.run.plan.options import RunOptions
 
 OPTIONS = specs(RunOptions)
@@ -203,6 +203,7 @@ def test_a_relative_path_is_followed_from_where_the_run_begins(page, root, begun
     assert begun == []
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("described", [None, {"x": {"file_name": "x.json"}}, {"x": {"cloud_file_name": "file://{}"}}])
 def test_a_link_or_a_description_that_came_with_data_opens_nothing_outside(page, root, described) -> None:
     outside = root.parent / "secret.json"

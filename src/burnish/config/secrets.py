@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-BLOTTED = "<secret>"
+MASK = "<secret>"
 SHORTEST = 6
 """A shorter value would be found in ordinary words."""
 _NAMES = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|ACCESSKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
@@ -60,7 +60,7 @@ _WORDS = ("token", "key", "secret", "password", "passwd", "passphrase")
 _AFTER_NAME = re.compile(
     rf"""(?P<word>{"|".join(_WORDS)})"""
     r"""
-    (?P<between>["']?[ \t]*(?:[:=]|[ ](?=\S))[ \t]*  # hub_token: ..., "hub_token": ..., --hub_token ...
+    (?P<between>["']?(?:[ \t]*[:=][ \t]*|[ ](?=\S))  # hub_token: ..., "hub_token": ..., --hub_token ...
         (?:[|>][+-]?[ \t]*)?(?:\r?\n[ \t]*-[ \t]+|\r?\n[ \t]+)?)  # a value on the next line
     (?P<value>"[^"\n]*"?|'[^'\n]*'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,}\]"'][^\n,}\]"']*)""",
     re.VERBOSE | re.IGNORECASE,
@@ -89,32 +89,32 @@ def without_secrets(text: str) -> str:
     """Return ``text`` with each secret in it replaced."""
     named = {value for name, value in os.environ.items() if has_secret_name(name) and len(value) >= SHORTEST}
     for secret in sorted(_given | named, key=len, reverse=True):
-        text = text.replace(secret, BLOTTED)
+        text = text.replace(secret, MASK)
     if "://" in text:
-        text = _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>{BLOTTED}", text)
+        text = _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>{MASK}", text)
     lower = text.lower()  # most texts hold nothing of it, and a search for plain words is fast
     if any(word in lower for word in _WORDS):
         text = _AFTER_NAME.sub(_masked, text)
     if any(begin in text for begin, _ in _SHAPES):
-        text = _TOKEN.sub(BLOTTED, text)
-    return _SCHEME.sub(rf"\g<1>{BLOTTED}", text) if "bearer" in lower or "basic" in lower else text
+        text = _TOKEN.sub(MASK, text)
+    return _SCHEME.sub(rf"\g<1>{MASK}", text) if "bearer" in lower or "basic" in lower else text
 
 
 def _masked(match: re.Match[str]) -> str:
     """The name, and what follows it replaced if the name is a secret's."""
     before = re.search(r"[A-Za-z0-9_-]*$", match.string[max(0, match.start() - 40) : match.start()])
-    words = re.split("[_-]", before[0].lower()) if before else []
+    words = re.split("[_-]", before[0].lower().strip("-")) if before else []
     is_plain = match["word"].lower() in ("token", "key") and len(words) < 2
     if not _OF_TEXT.isdisjoint(words[-2:-1]) or is_plain or _NOTHING.fullmatch(match["value"]):
         return match[0]
     if not re.search("[:=]", match["between"]) and not (before and before[0].startswith("--")):
         return match[0]  # "the hub_token of ..."
-    return f"{match['word']}{match['between']}{BLOTTED}"
+    return f"{match['word']}{match['between']}{MASK}"
 
 
 def _holds_secret(key: Any, value: Any) -> bool:
     is_text = isinstance(value, str | list) and value != ""
-    return is_text and without_secrets(f"{key}: {json.dumps(value)}").endswith(f": {BLOTTED}")
+    return is_text and without_secrets(f"{key}: {json.dumps(value)}").endswith(f": {MASK}")
 
 
 def shown(value: Any) -> Any:
@@ -122,7 +122,7 @@ def shown(value: Any) -> Any:
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Mapping):
-        return {key: BLOTTED if _holds_secret(key, item) else shown(item) for key, item in value.items()}
+        return {key: MASK if _holds_secret(key, item) else shown(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         are_numbers = {*map(type, value)} <= {int, float, type(None)}
         return value if are_numbers else [shown(item) for item in value]

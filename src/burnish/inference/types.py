@@ -7,8 +7,8 @@ are strings, tool calls and thoughts are read from those ids elsewhere, by one r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -45,6 +45,20 @@ class Sampling:
     frequency_penalty: float = 0.0
     bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+
+    def changed(self, given: Mapping[str, Any]) -> Sampling:
+        """These settings with others in their place.
+
+        Args:
+            given: fields of this class, and ``do_sample``: false takes the most likely token, true draws.
+        """
+        changes = dict(given)
+        do_sample = changes.pop("do_sample", None)
+        if do_sample is False:
+            changes["temperature"] = 0.0
+        elif do_sample and self.temperature == 0:
+            changes.setdefault("temperature", 1.0)
+        return replace(self, **changes)
 
 
 GREEDY = Sampling(temperature=0.0)

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from burnish.checkpoint.parts import Stateful
-from burnish.config.errors import UserError
+from burnish.config.checks import check
+from burnish.config.errors import Problem, UserError
 from burnish.kernels.elementwise import rounding_as_trained
-from burnish.kernels.probe import Fitted, Head, causal_lm, find_head, makes_some_logits
+from burnish.kernels.probe import Capabilities, Head, causal_lm, find_head, makes_some_logits
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.modes import evaluating
 from burnish.loop.protocols import Engine
-from burnish.loop.types import Batch, Example, Loss, Metric, Row, Sum
+from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.lm import (
     ROUTER_WITHOUT_GRADIENT,
@@ -49,7 +50,13 @@ from burnish.losses.preference_losses import (
     odds_ratio_loss,
     wpo_weights,
 )
-from burnish.losses.preference_options import PairOptions
+from burnish.losses.preference_options import (
+    OF_SFT,
+    PairOptions,
+    PreferenceChoices,
+    PreferenceOptions,
+    ReferenceOptions,
+)
 from burnish.losses.reference import Following, Reference
 from burnish.losses.sequence_logps import (
     SequenceModel,
@@ -83,6 +90,13 @@ class PairChoices(CheckpointingChoices, PatchChoice, Protocol):
     use_weighting: bool
 
 
+PAIR_COLUMNS = {
+    "chosen_input_ids": (0, 0), "chosen_labels": (IGNORE_INDEX, 0),
+    "rejected_input_ids": (0, 0), "rejected_labels": (IGNORE_INDEX, 0),
+}  # fmt: skip
+"""Columns of a pair, and their values in the row of a blank micro-batch."""
+
+
 class AnswersObjective(StageObjective):
     """Base of learning from pairs and from verdicts: log-probabilities of answers under policy and reference.
 
@@ -95,6 +109,9 @@ class AnswersObjective(StageObjective):
         reference: whoever assembles the run sets it, where ``needs_reference``.
     """
 
+    batch_keys = frozenset({"reference", "mean_row", "baseline", "factors"})
+    disables_dropout = True
+    logs_rewards = True
     asks_evenness = False
     needs_reference = True
 
@@ -116,7 +133,7 @@ class AnswersObjective(StageObjective):
         if self.reference is not None:
             self.reference.setup(module)
 
-    def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
+    def fit(self, fitted: Capabilities, collate: Collate) -> list[str]:
         """Take over how the model makes its logits. As ``LmObjective.fit``."""
         self.collate, inner = partial(self._collated, collate), causal_lm(fitted.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
@@ -134,16 +151,25 @@ class AnswersObjective(StageObjective):
         """The model as one that is asked for answers. ``fit`` comes first."""
         options = self.options
         rules = LogpRules(
-            self.head.softcap if self.head else None, accuracy=True, entropy=True, evenness=self.asks_evenness
+            self.head.softcap if self.head else None, accuracy=True, entropy=True, sum_squared_probs=self.asks_evenness
         )  # fmt: skip
         self.aux_coefficient = aux_coefficient(causal_lm(model), options.router_aux_loss_coef)
-        return SequenceModel(model, self.head, self.makes_some_logits, rules, bool(self.aux_coefficient), options)
+        return SequenceModel(
+            model,
+            self.head,
+            self.makes_some_logits,
+            rules,
+            bool(self.aux_coefficient),
+            options,
+            self.batch_keys,
+        )
 
     def module_of_reference(self, model: nn.Module) -> SequenceModel:
         """A second model as one that is asked the same."""
         head = None if self.options.fused_loss is False else find_head(model)
         rules = LogpRules(head.softcap if head else None)
-        return SequenceModel(model, head, head is None and makes_some_logits(model), rules, False, self.options)
+        makes_some = head is None and makes_some_logits(model)
+        return SequenceModel(model, head, makes_some, rules, False, self.options, self.batch_keys)
 
     def num_items(self, batch: Batch) -> Tensor:
         """() pairs, or records."""
@@ -176,9 +202,13 @@ class AnswersObjective(StageObjective):
             return [answering(batch).logps for batch in batches]
 
 
-@OBJECTIVES.register("dpo", options=PairOptions)
+@OBJECTIVES.register("dpo", options=PairOptions, reads=(PreferenceOptions, ReferenceOptions))
 class PairObjective(AnswersObjective):
     """Pairs of answers, the better one named (DPO and its relatives)."""
+
+    records = "pairs"
+    row_columns = PAIR_COLUMNS
+    batch_keys = AnswersObjective.batch_keys | {"matches_chosen", "matches_rejected", "pairs_per_token"}
 
     def __init__(self, options: PairChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         super().__init__(options, template, tokenizer)
@@ -206,9 +236,9 @@ class PairObjective(AnswersObjective):
         names = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins"))]
         return [*names, "logps/chosen", "logps/rejected"]
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]:
+    def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
-        return self.template.encode_pairs(examples, tally)
+        return self.template.encode_pairs(examples, stats)
 
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         """The micro-batch, and of its pairs ``items`` (P,), what each counts; ``reference`` (S,) where rows have it."""
@@ -304,7 +334,7 @@ class PairObjective(AnswersObjective):
     def _with_additions(self, losses: Tensor, pairs: Pairs, values: SequenceValues, batch: Batch) -> Tensor:
         options = self.options
         if options.use_weighting:
-            means = values.evenness / batch["lengths"]
+            means = values.sum_squared_probs / batch["lengths"]
             losses = losses * wpo_weights(means[0::2], means[1::2])
         if options.pref_bco_weight:
             weight = options.pref_bco_weight
@@ -343,6 +373,18 @@ class PairObjective(AnswersObjective):
     def _shown(self, side: Side) -> Tensor:
         """(P,) what is logged of an answer: its sum, or for a loss of means its mean."""
         return side.mean if self.averages else side.logps
+
+
+@check
+def check_pair_stage(options: PreferenceChoices) -> list[Problem]:
+    """Refuse losses of another stage."""
+    if OBJECTIVES[options.stage] is not PairObjective:
+        return []
+    return [
+        Problem(f'"pref_loss": {name} is a loss of stage: sft.', option="pref_loss")
+        for name in options.pref_loss
+        if name in OF_SFT
+    ]
 
 
 @contextmanager

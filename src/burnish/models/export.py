@@ -6,6 +6,7 @@ Refuses: a folder that is not empty, and one that the export reads from.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,34 +22,33 @@ from burnish.config.options import option, set_without
 class ExportOptions:
     """Export."""
 
-    export_dir: str | None = option(
-        None, "The folder that burnish export writes the whole model into.", names_place=True
-    )
-    export_size: int = option(5, "The largest file of weights.", unit="GB", ge=1)
+    export_dir: str | None = option(None, "Output folder of burnish export.", names_place=True)
+    export_size: int = option(5, "Maximum size of a weight file.", unit="GB", ge=1)
     export_device: str = option(
-        "cpu", "Where adapters are merged; auto takes a GPU if there is one.", choices=("cpu", "auto")
+        "cpu", "Device on which adapters are merged. auto: a GPU if available.", choices=("cpu", "auto")
     )
     infer_dtype: str = option(
-        "auto", "The format of the weights that are exported; auto for that of the base model's files.",
+        "auto", "Dtype of the exported weights. auto: the dtype of the base model's files.",
         choices=("auto", "float16", "bfloat16", "float32"), aliases=("export_dtype",),
     )  # fmt: skip
     export_format: str = option(
-        "safetensors", "A folder of safetensors, or with a GGUF file for llama.cpp and Ollama in it too.",
+        "safetensors", "Format of the export: safetensors, or safetensors and a GGUF file for llama.cpp and Ollama.",
         choices=("safetensors", "gguf"),
     )  # fmt: skip
     export_gguf_type: str = option(
-        "f16", "The format of the weights in the GGUF file: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1; with "
-        "llama_cpp any that llama-quantize knows.",
+        "f16",
+        "Type of the weights in the GGUF file: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1; with "
+        "llama_cpp, any type of llama-quantize.",
     )  # fmt: skip
     llama_cpp: str | None = option(
         None,
-        "A checkout or an installation of llama.cpp, whose converter and quantiser write the GGUF file then.",
+        "Path of a llama.cpp checkout or installation whose converter and quantizer write the GGUF file.",
         names_place=True,
         risky="programs of that folder are run",
     )
     export_hub_model_id: str | None = option(
         None,
-        "The repository on the hub that the exported folder is uploaded to.",
+        "Hub repository to upload the exported model to.",
         risky="it uploads to a hub in the name of whoever started the page",
     )
 
@@ -78,11 +78,12 @@ OF_A_RUN = ("adapter_config.json", "trainer_state.json", "launch.json", "checkpo
 """Files by which the folder of a training is known, of an adapter, or of a training that goes on now."""
 
 
-def problems_of_export(options: ExportChoices, others: list[Path]) -> list[Problem]:
+def problems_of_export(options: ExportChoices, others: list[Path], left_over: Collection[str] = ()) -> list[Problem]:
     """Find what is wrong with the folder of the export.
 
     Args:
         others: the folders of the model and its adapters.
+        left_over: names of files that an interrupted export left in the folder; they are overwritten.
     """
     if not options.export_dir:
         return [
@@ -101,7 +102,7 @@ def problems_of_export(options: ExportChoices, others: list[Path]) -> list[Probl
     if held := [path.name for name in OF_A_RUN for path in folder.glob(name)]:
         what = f'export_dir "{folder}" holds a run ({held[0]}), whose files would be taken for those of the export.'
         return [Problem(what, remedy="Name another export_dir.", option="export_dir")]
-    inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    inside = sorted({path.name for path in folder.iterdir()} - {*left_over}) if folder.is_dir() else []
     if not inside or options.overwrite_output_dir:
         return []
     what = f'export_dir "{folder}" is not empty: {", ".join(inside[:3])}{", ..." if len(inside) > 3 else ""}.'

@@ -1,4 +1,4 @@
-"""Muon: orthogonalised momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+"""Muon: orthogonalized momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
 It trains the matrices inside the layers; AdamW trains embeddings, the head, norms and biases, as the authors say. The
 step is scaled to the length of AdamW's (Liu et al. 2025, section 2.2, https://arxiv.org/abs/2502.16982), so learning
@@ -24,7 +24,9 @@ from burnish.optim.low_rank import in_layers, split_groups
 class MuonOptions:
     """Muon."""
 
-    use_muon: bool = option(False, "Move the matrices of the layers with Muon, the rest with AdamW.")
+    use_muon: bool = option(
+        False, "Use Muon for the weight matrices of the layers, and AdamW for all other parameters."
+    )
 
 
 @check

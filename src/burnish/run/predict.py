@@ -25,7 +25,7 @@ import torch
 from burnish.adapters.base import ModelState
 from burnish.data.chat.rows import Template
 from burnish.data.sets.sources import load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.inference.batch import Finished, answer_many
 from burnish.inference.scheduler import SeatLoop
 from burnish.inference.slots import SeatLimits
@@ -34,6 +34,7 @@ from burnish.loop.loop import Loop
 from burnish.loop.meter import Clock
 from burnish.loop.protocols import Engine
 from burnish.loop.types import IGNORE_INDEX, Example
+from burnish.losses.base import OBJECTIVES
 from burnish.models.generate import generate, generation_config, until_stop
 from burnish.models.load import context_length
 from burnish.report.console import note
@@ -68,13 +69,15 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
     run.set_training_mode(False)
     metrics: dict[str, float] = {}
     if options.predict_with_generate:
-        sets: Mapping[str, Sequence[Example]] = load_datasets(options, options.seed, Tally(), may_stream(options)).eval
+        sets: Mapping[str, Sequence[Example]] = load_datasets(
+            options, options.seed, DataStats(), may_stream(options)
+        ).eval
         for name, examples in sets.items():
             metrics |= predict(run, prepared, options, examples, name, folder)
     else:
         for name, batches in run.eval_sets.items():
             metrics |= run.evaluate_set(batches, f"predict_{name}" if name else "predict")
-        if options.stage == "rm":
+        if not OBJECTIVES[options.stage].uses_lm_head:
             run.set_training_mode(False)
             write_scores(run, folder)
         if run.engine.rank == 0:
@@ -140,7 +143,7 @@ def _scores(texts: Sequence[str], labels: Sequence[str], options: RunOptions) ->
 
 def questions_of(examples: Sequence[Example], template: Template, stops: Sequence[int]) -> list[Question]:
     """Make questions: for the last answer of each conversation, or for the completion of a prompt."""
-    rows = template.encode(examples, Tally())
+    rows = template.encode(examples, DataStats())
     found = []
     for example, row in zip(examples, rows, strict=True):
         if row is None or example.text is not None:

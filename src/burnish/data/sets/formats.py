@@ -8,7 +8,7 @@ A format is one function from a record to an example:
 
     @FORMATS.register("qa", columns={"prompt": "question", "response": "answer"})
     def qa(record: Record) -> Example:
-        return record.example(prompt=record.text("prompt"), completion=record.text("response"))
+        return record.example(prompt=record.text("prompt"), completion=_response(record))
 
 alpaca, sharegpt and openai are LLaMA-Factory's (src/llamafactory/data/converter.py, August 2026) but for three points.
 Its ``openai`` adds "detailed thinking off" to the system message; here nothing is added. It loses the arguments'
@@ -30,7 +30,7 @@ from burnish.data.reading.json_files import Values, shortened
 from burnish.data.sets.preferences import judged
 from burnish.data.sets.records import BadRecord, Layout, Record, as_text, as_turns
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 
 SHOWN = 5
@@ -43,7 +43,7 @@ FORMATS: Registry[Format] = Registry("format")
 - ``columns``: part -> column, for data sets that name none;
 - ``optional``: the same, for parts that a record may lack;
 - ``tags``: names of roles and keys, for data sets that do not give them;
-- ``holds_pairs``: its records are nothing but pairs of answers;
+- ``holds``: the kind of its records (``RecordNeeds.kind``), if not answers: "pairs", or a kind of a stage;
 - ``finds``: a record -> its columns by part if it is of this format, else None; by default, if all of ``columns`` that
   are not optional are there.
 """
@@ -56,7 +56,7 @@ FORMATS: Registry[Format] = Registry("format")
 )
 def alpaca(record: Record) -> Example:
     """An instruction, its input and the output; earlier turns in the history."""
-    if set(record.layout.columns) == {"prompt"}:
+    if set(record.layout.columns) == {"prompt"} and record.layout.needs.kind != "prompts":
         return record.example(text=record.text("prompt"))  # LLaMA-Factory's way to name a column of plain text
     question = "\n".join(filter(None, (record.text_or_none("prompt"), record.text_or_none("query"))))
     answer = record.text_or_none("response")
@@ -115,9 +115,14 @@ def openai(record: Record) -> Example:
 def prompt_completion(record: Record) -> Example:
     """A prompt and what follows it, both text or both lists of messages; the completion is learned."""
     if isinstance(record.value("prompt"), str) and record.turns_or_none("prompt") is None:
-        return record.example(prompt=record.text("prompt"), completion=record.text("response"))
+        return record.example(prompt=record.text("prompt"), completion=_response(record))
     before = map(as_context, messages_of(record, "prompt"))
-    return conversation(record, [*before, *messages_of(record, "response")])
+    is_asked = record.layout.needs.kind == "prompts" and not record.value("response")
+    return conversation(record, [*before, *([] if is_asked else messages_of(record, "response"))])
+
+
+def _response(record: Record) -> str | None:
+    return record.text_or_none("response") if record.layout.needs.kind == "prompts" else record.text("response")
 
 
 @FORMATS.register(
@@ -125,7 +130,7 @@ def prompt_completion(record: Record) -> Example:
     columns={"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
     optional={"prompt": "prompt", "system": "system", "tools": "tools", "margin": "margin"},
     tags=OPENAI_TAGS,
-    holds_pairs=True,
+    holds="pairs",
 )
 def preference(record: Record) -> Example:
     """Two answers, text or messages, to a prompt of the same kind; or two that begin with it."""
@@ -148,7 +153,7 @@ Bad: TypeAlias = "list[tuple[Record, BadRecord]]"
 
 
 def convert_records(
-    records: Iterable[tuple[Values, str, int]], layout: Layout, tally: Tally, on_bad_record: str = "raise"
+    records: Iterable[tuple[Values, str, int]], layout: Layout, stats: DataStats, on_bad_record: str = "raise"
 ) -> list[Example]:
     """Convert records to examples; a record is (values, source, its number in the source from 1).
 
@@ -156,30 +161,32 @@ def convert_records(
         UserError: for records that break the format, unless they are dropped and some are left.
     """
     bad: Bad = []
-    examples = [e for e in converted(records, layout, tally, on_bad_record, bad) if e is not None]
+    examples = [e for e in converted(records, layout, stats, on_bad_record, bad) if e is not None]
     if bad and (on_bad_record != "drop" or not examples):
         raise UserError(bad_records(bad, are_all=not examples))
     return examples
 
 
 def converted(
-    records: Iterable[tuple[Values, str, int]], layout: Layout, tally: Tally, on_bad_record: str, bad: Bad
+    records: Iterable[tuple[Values, str, int]], layout: Layout, stats: DataStats, on_bad_record: str, bad: Bad
 ) -> Iterator[Example | None]:
     """Yield the example of each record, None for one that breaks the format, which is added to ``bad``."""
     read = FORMATS[layout.format]
     for values, source, number in records:
         record, example = Record(values, source, number, layout), None
-        tally.seen += 1
+        stats.seen += 1
         layout.awaited.difference_update(values)
         try:
             record.refuse_media()
             example = judged(record, read(record))
+            if layout.needs.columns:
+                example = replace(example, extra={name: values.get(name) for name in layout.needs.columns})
         except BadRecord as error:
             bad.append((record, error))
             if on_bad_record == "drop":
-                tally.add(f"dropped: {error.reason}", record.example())
+                stats.add(f"dropped: {error.reason}", record.example())
         while layout.dropped_parts:
-            tally.add(layout.dropped_parts.pop(), record.example())
+            stats.add(layout.dropped_parts.pop(), record.example())
         yield example
 
 

@@ -18,28 +18,30 @@ from torch.optim import SGD
 from burnish.config.checks import check
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import packs_rows
+from burnish.data.sets.records import RecordNeeds
 from burnish.loop.best import metric_name, missing_metric
 from burnish.loop.meter import RATES
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import STATE_NAME
+from burnish.losses.base import OBJECTIVES
 from burnish.models.attention_choice import asked_attention, is_flash
 from burnish.optim.builtin import OPTIMIZERS, create_scheduler
 from burnish.parallel.deepspeed.settings import zero_stage
 from burnish.parallel.options import device_of, engine_name
 from burnish.parallel.precision import autocast_dtype
 from burnish.report.console import RUN_LOG
-from burnish.report.journal import JOURNAL_NAMES
 from burnish.report.jsonl import LOG_NAME
+from burnish.report.metadata import METADATA_NAMES
 from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.clearing import EARLIER_RUN, problems_of_sources
 from burnish.run.recovery.failure import TRACEBACK_NAME
 from burnish.utils.files import broken_link, is_endless, odd_kind
 
 FINISHED_NAME = ".finished.json"
-"""File of a run that has done all its steps, with its fingerprints, so that the same command recognises it."""
+"""File of a run that has done all its steps, with its fingerprints, so that the same command recognizes it."""
 _CHECKPOINTS = "checkpoint-*"
 _BEFORE_A_CHECKPOINT = re.compile(
-    rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(JOURNAL_NAMES)}"
+    rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(METADATA_NAMES)}"
 )
 """Files of a run that ended before its first checkpoint; the same command begins again, and overwrites them."""
 
@@ -359,7 +361,7 @@ def check_streaming(options: RunOptions) -> list[Problem]:
 
 def _needs_all_rows(options: RunOptions) -> str:
     """The option that needs all rows before the first step; "" where none does."""
-    if packs_rows(options, options.stage):
+    if packs_rows(options, OBJECTIVES[options.stage].default_packing):
         return f"packing (stage {options.stage})" if options.packing is None else "packing"
     if options.group_by_length or options.train_sampling_strategy == "group_by_length":
         return "group_by_length"
@@ -373,21 +375,27 @@ def _needs_all_rows(options: RunOptions) -> str:
 _PEEKED = 1000
 
 
+def record_needs(options: RunOptions) -> RecordNeeds:
+    """What the objective of the run needs of the records of its data sets."""
+    objective = OBJECTIVES[options.stage]
+    return RecordNeeds(objective.records, tuple(objective.record_columns), options.stage)
+
+
 def problems_in_files(options: RunOptions) -> list[Problem]:
     """Find what is wrong with the files of the model and the data. ``prepare`` finds the same and more; this quickly
     completes a list of problems, so that a misspelled option is reported without transformers or a hub."""
     from burnish.data.options import check_data
     from burnish.data.sets.sources import load_datasets
-    from burnish.data.tally import Tally
+    from burnish.data.stats import DataStats
     from burnish.models.check import check_model
 
-    problems = check_model(options, asks_library=False, needs_head=options.stage != "rm")
+    problems = check_model(options, asks_library=False, needs_head=OBJECTIVES[options.stage].uses_lm_head)
     if check_data(options):  # in the list already
         return problems
     try:
         first = min(options.max_samples or _PEEKED, _PEEKED)
         some = replace(options, max_samples=first, val_size=0.0)
-        load_datasets(some, options.seed, Tally(), asks_hubs=False, stage=options.stage)
+        load_datasets(some, options.seed, DataStats(), asks_hubs=False, needs=record_needs(options))
     except UserError as error:
         problems += error.problems
     return problems

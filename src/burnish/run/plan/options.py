@@ -35,7 +35,7 @@ from burnish.models.export import ExportOptions
 from burnish.models.generate import GenerationOptions
 from burnish.models.options import ModelOptions
 from burnish.models.patches.liger import LigerOptions
-from burnish.models.quantization.export import QuantisedExportOptions
+from burnish.models.quantization.export import QuantizedExportOptions
 from burnish.models.quantization.quantize import QuantizationOptions
 from burnish.optim.adam_mini import AdamMiniOptions
 from burnish.optim.badam import BadamOptions
@@ -57,14 +57,13 @@ class TaskOptions:
 
     stage: str = option(
         "sft",
-        "What is learned: answers to instructions (sft), plain text (pt), or which of two answers is better (dpo).",
+        "Training stage: supervised fine-tuning (sft), pretraining (pt), preference optimization (dpo, kto)"
+        " or reward modeling (rm).",
         choices=OBJECTIVES.names,
     )
-    do_train: bool | None = option(
-        None, "Train; where it is left out, a run trains unless it only evaluates (do_eval) or predicts (do_predict)."
-    )
-    do_eval: bool = option(False, "Evaluate, after training where the run trains.")
-    do_predict: bool = option(False, "Predict on the evaluation set, after training where the run trains.")
+    do_train: bool | None = option(None, "Train the model. Default: true, unless only do_eval or do_predict is set.")
+    do_eval: bool = option(False, "Evaluate on the evaluation set, after training if the run trains.")
+    do_predict: bool = option(False, "Predict on the evaluation set, after training if the run trains.")
 
 
 GROUPS: tuple[type, ...] = (
@@ -94,7 +93,7 @@ GROUPS: tuple[type, ...] = (
     InferOptions,
     MetricOptions,
     ExportOptions,
-    QuantisedExportOptions,
+    QuantizedExportOptions,
     ReportOptions,
     ProfileOptions,
     EngineOptions,
@@ -117,7 +116,7 @@ if TYPE_CHECKING:  # it does not see into a union; a test holds the two against 
         PreferenceOptions, ReferenceOptions, DataOptions,
         BatchingOptions, StreamOptions, StepOptions, CurveOptions, OptimOptions,
         LoopOptions, SpikeOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions,
-        MetricOptions, QuantisedExportOptions,
+        MetricOptions, QuantizedExportOptions,
         ReportOptions, ProfileOptions, FreezeOptions, LoraOptions,
         PeftOptions, OftOptions, LmOptions, PairOptions, KtoOptions,
         RewardOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,

@@ -20,16 +20,18 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from burnish.serve.api.fields import BodyFields
+from burnish.serve.api.body import read
 from burnish.serve.api.metrics import ServerMetrics
 from burnish.serve.api.options import ApiOptions
 from burnish.serve.api.requests import (
+    AnyRequest,
     ChatRequest,
     CompletionRequest,
-    Limits,
-    is_id,
-    read_chat,
-    read_completion,
+    DetokenizeRequest,
+    ModelRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    read_request,
     unknown_model,
 )
 from burnish.serve.http.bodies import json_object
@@ -108,7 +110,6 @@ class Routes:
 
     def __init__(self, options: ApiOptions, state: ServerState) -> None:
         self.options, self.state = options, state
-        self.limits = Limits(options.api_max_choices, options.api_strict)
         self._said_ignored: set[str] = set()
         posts: Mapping[str, Callable[[Request], Awaitable[Any]]] = {
             "/v1/chat/completions": self.chat,
@@ -142,16 +143,16 @@ class Routes:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Any:
-        return await self._answer(request, read_chat)
+        return await self._answer(request, ChatRequest)
 
     async def complete(self, request: Request) -> Any:
-        return await self._answer(request, read_completion)
+        return await self._answer(request, CompletionRequest)
 
-    async def _answer(self, request: Request, read: Callable[..., ChatRequest | CompletionRequest]) -> Any:
+    async def _answer(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Any:
         body = await json_object(request)
         from burnish.serve.api.completions import Told, prepared_chat, prepared_completion, respond
 
-        asked = await self._in_order(read, body, self.limits)
+        asked = await self._in_order(self._read, kind, body)
         desk, told = self.state.ready(), Told(model=asked.model)
         if desk.served.scorer is not None:
             message = f'"{asked.model}" is a reward model: it writes no answers. Its scores: POST /v1/score/evaluation.'
@@ -161,7 +162,7 @@ class Routes:
         else:
             desk.served.adapter_of(asked.model)
             # One by one, so that requests of others come between them.
-            prompts = [await self._in_order(desk.text_prompt, prompt) for prompt in asked.prompts]
+            prompts = [await self._in_order(desk.text_prompt, prompt) for prompt in asked.prompt]
             prepared = await self._in_order(prepared_completion, desk, asked, prompts)
         self.state.ready()  # it may have begun to drain meanwhile
         request_id, path, began_s = request.scope["burnish.request_id"], request.scope["path"], time.monotonic()
@@ -171,10 +172,13 @@ class Routes:
 
         if self.options.api_log == "content":
             log.info("%s asked: %s", request_id, asked)
-        return respond(desk, prepared, asked.settings.stream, told, over, self._headers(asked.ignored))
+        return respond(desk, prepared, asked.stream, told, over, self._headers(asked.ignored))
+
+    def _read(self, kind: type[AnyRequest], body: Mapping[str, Any]) -> AnyRequest:
+        return read_request(kind, body, self.options.api_max_choices, self.options.api_strict)
 
     async def _in_order(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """In the one thread that tokenises, so that streams go on meanwhile and templates are used by one at a time."""
+        """In the one thread that tokenizes, so that streams go on meanwhile and templates are used by one at a time."""
         future = self.state.prompts.submit(function, *arguments)
         try:
             return await asyncio.wrap_future(future)
@@ -230,31 +234,24 @@ class Routes:
 
     async def load_model(self, request: Request) -> Any:
         """The question with which ``transformers chat`` begins: its model is there, and nothing is loaded for it."""
-        fields = BodyFields(await json_object(request))
-        model = fields.text("model", required=True) or ""
-        fields.raise_all()
-        self.state.ready().served.adapter_of(model.removesuffix("@main"))
+        asked = read(ModelRequest, await json_object(request))
+        self.state.ready().served.adapter_of(asked.model.removesuffix("@main"))
         return Response(b'data: {"status": "ready", "cached": true}\n\n', media_type="text/event-stream")
 
     async def tokenize(self, request: Request) -> Any:
         body = await json_object(request)
         desk = self.state.ready()
-        fields = BodyFields(body)
-        model = fields.text("model") or self.state.models[0]["id"]
-        text = fields.text("prompt") if body.get("messages") is None else None
-        if body.get("messages") is None and body.get("prompt") is None:
-            fields.missing("prompt")
-        continues = not fields.flag("add_generation_prompt", default=True)
-        fields.raise_all()
+        given = read(TokenizeRequest, body)
+        model = given.model or self.state.models[0]["id"]
         desk.served.adapter_of(model)
-        if text is not None:
-            ids = await self._in_order(desk.text_prompt, text)
+        if given.messages is None:
+            ids = await self._in_order(desk.text_prompt, given.prompt)
         else:
-            asked = read_chat(
-                {key: body[key] for key in ("messages", "tools", "chat_template_kwargs") if key in body}
-                | {"model": model, "continue_final_message": continues and _ends_with_answer(body)},
-                self.limits,
-            )
+            continues = not given.add_generation_prompt and _ends(given.messages)
+            chat: dict[str, Any] = {
+                key: body[key] for key in ("messages", "tools", "chat_template_kwargs") if key in body
+            }
+            asked = self._read(ChatRequest, {**chat, "model": model, "continue_final_message": continues})
             desk.refuse_long(asked.num_characters, "messages")
             ids = await self._in_order(desk.served.chat_prompt, asked)
         pieces = [desk.served.shown(token)[0] for token in ids]
@@ -262,34 +259,24 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Any:
         body = await json_object(request)
-        desk, fields = self.state.ready(), BodyFields(body)
-        fields.text("model")
-        tokens = fields.items("tokens", most=2**20)
-        if tokens is None:
-            fields.missing("tokens")
-        for place, token in enumerate(tokens or ()):
-            if not is_id(token) or token >= desk.served.vocab_size:
-                fields.wrong(f"tokens[{place}]", f"must be an id below {desk.served.vocab_size:,}", token)
-                break
-        fields.raise_all()
+        desk, tokens = self.state.ready(), read(DetokenizeRequest, body).tokens
+        for place, token in enumerate(tokens):
+            if token >= desk.served.vocab_size:
+                message = f'"tokens[{place}]" must be below {desk.served.vocab_size:,}. Received: {token}.'
+                raise Refusal(400, "invalid_value", message, param=f"tokens[{place}]")
         return Json({"prompt": await self._in_order(desk.served.text_of, tokens)})
 
     async def score(self, request: Request) -> Any:
         body = await json_object(request)
-        desk, fields = self.state.ready(), BodyFields(body)
-        model = fields.text("model", required=True) or ""
-        texts = fields.items("messages", most=1024, required=True) or []
-        longest = fields.integer("max_length", ge=1)
-        if not texts and "messages" in body:
-            fields.wrong("messages", "must hold at least one text", texts)
-        fields.raise_all()
+        desk, given = self.state.ready(), read(ScoreRequest, body)
+        model = given.model
         desk.served.adapter_of(model)
         scorer = desk.served.scorer
         if scorer is None:
             message = f'"{model}" writes answers and gives no scores; this route is for reward models.'
             raise Refusal(405, "model_cannot_score", message, headers={"Allow": ""})
-        most = min(longest or desk.served.context, desk.served.context)
-        asked = [self._scored(model, place, text) for place, text in enumerate(texts)]
+        most = min(given.max_length or desk.served.context, desk.served.context)
+        asked = [self._scored(model, place, text) for place, text in enumerate(given.messages)]
         ids: list[list[int]] = []
         for place, text in enumerate(asked):
             param = f"messages[{place}]"
@@ -317,7 +304,7 @@ class Routes:
         if not isinstance(text, list):
             message = f'"messages[{place}]" must be text, or the messages of a conversation.'
             raise Refusal(400, "invalid_type", message, param=f"messages[{place}]")
-        return read_chat({"model": model, "messages": text, "continue_final_message": _ends(text)}, self.limits)
+        return self._read(ChatRequest, {"model": model, "messages": text, "continue_final_message": _ends(text)})
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -350,13 +337,9 @@ class Routes:
         )  # fmt: skip
 
 
-def _ends_with_answer(body: Mapping[str, Any]) -> bool:
-    messages = body.get("messages")
-    return isinstance(messages, list) and _ends(messages)
-
-
-def _ends(messages: list[Any]) -> bool:
-    last = messages[-1] if messages else None
+def _ends(messages: Any) -> bool:
+    """Return whether a conversation ends with a message of the assistant."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 

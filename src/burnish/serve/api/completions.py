@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from burnish.inference.types import Ask, Logprob
 from burnish.serve.api.chat_responses import Wire, usage_of
-from burnish.serve.api.requests import ChatRequest, CompletionRequest, Settings
+from burnish.serve.api.requests import ChatRequest, CompletionRequest
 from burnish.serve.api.responses import Choice, Delta, Mailbox, RequestAnswer, queue_full
 from burnish.serve.api.text_responses import Echo, TextLog, TextWire
 from burnish.serve.http.errors import Refusal, openai_error, to_json
@@ -90,7 +90,7 @@ class Desk:
         answer.cancel()
         self.under_way.discard(answer)
 
-    def length(self, settings: Settings, prompt: Sequence[int]) -> int:
+    def length(self, wanted: int | None, prompt: Sequence[int]) -> int:
         """The longest answer: what was asked for, cut to the room that the prompt leaves.
 
         Raises:
@@ -103,8 +103,7 @@ class Desk:
                 f"{self.served.context:,}. Shorten it."
             )
             raise Refusal(400, "context_length_exceeded", message, param="messages")
-        wanted = settings.max_tokens if settings.max_tokens is not None else self.max_tokens
-        return min(wanted, self.max_tokens, room)
+        return min(self.max_tokens if wanted is None else wanted, self.max_tokens, room)
 
     def refuse_long(self, num_characters: int, param: str) -> None:
         """Refuse a prompt that cannot fit into the context, whatever its tokens are. Raises Refusal."""
@@ -122,23 +121,23 @@ class Desk:
             self.refuse_long(len(prompt), "prompt")
         return self.served.text_prompt(prompt)
 
-    def ask(self, settings: Settings, model: str, prompt: list[int], index: int, grammar: Any = None) -> Ask:
+    def ask(self, request: ChatRequest | CompletionRequest, prompt: list[int], index: int) -> Ask:
         """The ask of one choice. Choice i draws with seed + i."""
-        beyond = [token for token in settings.bias if token >= self.served.vocab_size]
+        beyond = [token for token in request.token_bias if token >= self.served.vocab_size]
         if beyond:
             message = f'"logit_bias" names token {beyond[0]}; the vocabulary has {self.served.vocab_size:,}.'
             raise Refusal(400, "invalid_value", message, param="logit_bias")
         if any(not 0 <= token < self.served.vocab_size for token in prompt):
             message = f"The prompt has an id that is not below {self.served.vocab_size:,}, the size of the vocabulary."
             raise Refusal(400, "invalid_value", message, param="prompt")
-        sampling = self.served.sampling(settings)
-        if settings.seed is not None:
-            sampling = replace(sampling, seed=settings.seed + index)
+        sampling = self.served.answerer.defaults.changed(request.sampling)
+        if request.seed is not None:
+            sampling = replace(sampling, seed=request.seed + index)
         return Ask(
-            ids=prompt, max_new_tokens=self.length(settings, prompt), adapter=self.served.adapter_of(model),
-            sampling=sampling, stop_ids=self.served.stop_ids(settings), min_new_tokens=settings.min_tokens,
-            top_logprobs=settings.top_logprobs, grammar=grammar, request=index,
-            deadline=time.monotonic() + self.timeout_s,
+            ids=prompt, max_new_tokens=self.length(request.most_tokens, prompt),
+            adapter=self.served.adapter_of(request.model), sampling=sampling, stop_ids=self.served.stop_ids(request),
+            min_new_tokens=request.min_tokens, top_logprobs=request.num_logprobs,
+            grammar=self.served.grammar(request, prompt), request=index, deadline=time.monotonic() + self.timeout_s,
         )  # fmt: skip
 
 
@@ -232,27 +231,27 @@ def _note(told: Told, answer: RequestAnswer, num_prompt_tokens: int) -> None:
 
 
 def prepared_chat(desk: Desk, request: ChatRequest) -> PreparedRequest:
-    """A chat completion up to its answer. Tokenises: called in a thread.
+    """A chat completion up to its answer. Tokenizes: called in a thread.
 
     Raises:
         Refusal: for a model, a prompt or a grammar that cannot be had.
     """
-    served, settings = desk.served, request.settings
+    served = desk.served
     served.adapter_of(request.model)
     desk.refuse_long(request.num_characters, "messages")
     prompt = served.chat_prompt(request)
     choices = [
         Choice(
-            desk.ask(settings, request.model, prompt, index, served.grammar(request, prompt)),
+            desk.ask(request, prompt, index),
             served.chat_reader(request, prompt),
             ends_with_first_call=not request.parallel_tool_calls,
         )
-        for index in range(settings.n)
+        for index in range(request.n)
     ]
     wire = Wire(
         id=f"chatcmpl-{secrets.token_hex(16)}", created=int(time.time()), name=request.model,
-        fingerprint=served.fingerprint, shown=served.shown, has_logprobs=settings.top_logprobs is not None,
-        has_ids=settings.return_token_ids, has_usage=settings.include_usage, prompt_ids=prompt,
+        fingerprint=served.fingerprint, shown=served.shown, has_logprobs=request.num_logprobs is not None,
+        has_ids=request.return_token_ids, has_usage=request.include_usage, prompt_ids=prompt,
     )  # fmt: skip
 
     async def events(answer: RequestAnswer) -> AsyncGenerator[bytes, None]:
@@ -278,9 +277,9 @@ def prepared_completion(desk: Desk, request: CompletionRequest, prompts: Sequenc
     Raises:
         Refusal: for a model or a prompt that cannot be had, and for more log-probabilities than a response may hold.
     """
-    served, settings = desk.served, request.settings
-    if request.echo and settings.top_logprobs is not None:
-        number = sum(map(len, prompts)) * request.best_of * (1 + settings.top_logprobs)
+    served = desk.served
+    if request.echo and request.logprobs is not None:
+        number = sum(map(len, prompts)) * request.num_made * (1 + request.logprobs)
         if number > MOST_LOGPROBS:
             message = (
                 f'"echo" with "logprobs" asks for {number:,} log-probabilities of prompts; a response holds at most '
@@ -288,21 +287,21 @@ def prepared_completion(desk: Desk, request: CompletionRequest, prompts: Sequenc
             )
             raise Refusal(400, "invalid_value", message, param="logprobs")
     choices = [
-        Choice(_text_ask(desk, request, prompt, index), served.text_reader(settings))
+        Choice(_text_ask(desk, request, prompt, index), served.text_reader(request))
         for prompt in prompts
-        for index in range(request.best_of)
+        for index in range(request.num_made)
     ]
     wire = TextWire(
         id=f"cmpl-{secrets.token_hex(16)}", created=int(time.time()), name=request.model,
-        fingerprint=served.fingerprint, shown=served.shown, has_logprobs=settings.top_logprobs is not None,
-        has_ids=settings.return_token_ids, has_usage=settings.include_usage,
+        fingerprint=served.fingerprint, shown=served.shown, has_logprobs=request.num_logprobs is not None,
+        has_ids=request.return_token_ids, has_usage=request.include_usage,
     )  # fmt: skip
-    echoes = [_echo(served, request, prompt) for prompt in prompts for _ in range(request.best_of)]
+    echoes = [_echo(served, request, prompt) for prompt in prompts for _ in range(request.num_made)]
     num_prompt_tokens = sum(map(len, prompts))
 
     def whole(folded: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
         written = []
-        for place, index in enumerate(_best(folded, request.best_of, settings.n)):
+        for place, index in enumerate(_best(folded, request.num_made, request.n)):
             log = TextLog(wire.shown)
             written.append(wire.choice(place, folded[index], log, echoes[index], choices[index].prompt_logprobs))
         return wire.body(written, usage)
@@ -330,13 +329,12 @@ def _text_event(
 
 
 def _text_ask(desk: Desk, request: CompletionRequest, prompt: list[int], index: int) -> Ask:
-    settings = request.settings
-    chooses = request.best_of > settings.n and settings.top_logprobs is None  # by the likelihood of what was made
-    asked = replace(settings, top_logprobs=0) if chooses else settings
-    ask = desk.ask(asked, request.model, prompt, index, desk.served.grammar(request, prompt))
-    if not request.echo or (settings.top_logprobs is None and ask.max_new_tokens):
+    ask = desk.ask(request, prompt, index)
+    if request.num_made > request.n and request.logprobs is None:
+        ask = replace(ask, top_logprobs=0)  # the best are chosen by their likelihood
+    if not request.echo or (request.logprobs is None and ask.max_new_tokens):
         return ask
-    return replace(ask, prompt_logprobs_from=1 if settings.top_logprobs is not None else max(1, len(prompt) - 1))
+    return replace(ask, prompt_logprobs_from=1 if request.logprobs is not None else max(1, len(prompt) - 1))
 
 
 def _echo(served: ServedModel, request: CompletionRequest, prompt: list[int]) -> Echo | None:

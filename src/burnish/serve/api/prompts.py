@@ -19,7 +19,7 @@ from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import load_template
 from burnish.data.chat.rows import Template
 from burnish.data.chat.table import TemplateSpec
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from burnish.serve.api.messages import ChatMessage
 from burnish.serve.api.requests import ChatRequest
@@ -54,7 +54,7 @@ class Prompter:
         except _UNWRITABLE as error:
             raise self._unwritable(error) from error
         if request.continue_final_message:
-            prompt += self._begun(template, request.messages[-1].content)
+            prompt += self._begun(template, request.messages[-1].text)
         return prompt
 
     def whole(self, request: ChatRequest) -> list[int]:
@@ -67,7 +67,9 @@ class Prompter:
             message = "The last message must be the assistant's: its answer is what gets a score."
             raise Refusal(400, "invalid_value", message, param="messages")
         try:
-            (row,) = self.template.encode_flat([self.example(replace(request, continue_final_message=False))], Tally())
+            (row,) = self.template.encode_flat(
+                [self.example(request.model_copy(update={"continue_final_message": False}))], DataStats()
+            )
         except _UNWRITABLE as error:
             raise self._unwritable(error) from error
         if row is None:
@@ -81,7 +83,7 @@ class Prompter:
     def example(self, request: ChatRequest) -> Example:
         """The conversation as a record of training data."""
         messages: Sequence[ChatMessage] = request.messages[: -1 if request.continue_final_message else None]
-        tools = "" if request.tool_choice.kind == "none" or not request.tools else _json(request.tools)
+        tools = _json(request.offered) if request.offered else ""
         if tools and not self.shows_tools:
             message = (
                 f"This model's template ({self.template.name}) tells a model of no tools: leave tools out, or serve "
@@ -89,8 +91,8 @@ class Prompter:
             )
             raise Refusal(400, "unsupported_parameter", message, param="tools")
         system = None
-        if messages and messages[0].role == "system":
-            system, messages = messages[0].content, messages[1:]
+        if messages and messages[0].role in ("system", "developer"):
+            system, messages = messages[0].text, messages[1:]
         if self.template.spec is not None:
             messages = _joined(messages)
         words = self.template.spec.tool_call_words if self.template.spec else TemplateSpec.tool_call_words
@@ -108,7 +110,7 @@ class Prompter:
 
     def _arguments(self, request: ChatRequest) -> dict[str, Any]:
         """Check the request's arguments for the template."""
-        given = dict(request.template_arguments)
+        given = dict(request.chat_template_kwargs)
         effort = request.reasoning_effort
         if effort is not None and (self.thinks or effort not in THOUGHTLESS):  # none are none everywhere
             if not self.thinks:
@@ -174,8 +176,8 @@ def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     found: list[ChatMessage] = []
     for message in messages:
         if found and found[-1].role == message.role != "tool" and not (found[-1].calls or message.calls):
-            parts = [part for part in (found[-1].content, message.content) if part]
-            found[-1] = replace(found[-1], content="\n\n".join(parts))
+            parts = [part for part in (found[-1].text, message.text) if part]
+            found[-1] = found[-1].model_copy(update={"content": "\n\n".join(parts)})
         else:
             found.append(message)
     return found
@@ -184,14 +186,14 @@ def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 def _message(message: ChatMessage, call_words: tuple[str, str], thought_words: tuple[str, str]) -> Message:
     """In the roles of training data: ``function`` is an answer that calls, ``observation`` what came back."""
     if message.role == "tool":
-        return Message("observation", message.content)
+        return Message("observation", message.text)
     if message.role != "assistant":
-        return Message("system" if message.role == "system" else "user", message.content)
+        return Message("user" if message.role == "user" else "system", message.text)
     thought = thought_words[0] + message.reasoning + thought_words[1] if message.reasoning else ""
-    content = thought + message.content
+    content = thought + message.text
     if not message.calls:
         return Message("assistant", content)
-    calls = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in message.calls]
+    calls = [{"name": call.function.name, "arguments": json.loads(call.function.arguments)} for call in message.calls]
     return Message("function", content + call_words[0] + _json(calls) + call_words[1])
 
 

@@ -1,28 +1,38 @@
-"""Bodies of ``/v1/chat/completions`` and ``/v1/completions`` -> typed requests, or all that is wrong with them.
+"""Bodies of the API's routes: what a client may send, with types and bounds.
 
-Pure functions: nothing is tokenised, looked up, opened or fetched here. What OpenAI's clients may send is read and done
-(``Settings``), accepted because it cannot change an answer here (``WITHOUT_EFFECT``), or refused by name with what to
-use instead (``REFUSED``). Everything else is ignored and named in a header, or refused where the server is strict.
+Nothing is tokenized, opened or fetched here. Fields without an effect are accepted (``WITHOUT_EFFECT``) or refused with
+what to use instead (``REFUSED``); unknown ones are named in a header, or refused where the server is strict.
 
-Source of the fields: OpenAI's API reference, as typed in the openai package (``CompletionCreateParams``); the others
-are vLLM's and LLaMA-Factory's.
+Source of the fields: OpenAI's API reference, as typed in the openai package; the others are vLLM's and LLaMA-Factory's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from burnish.serve.api.fields import BodyFields
-from burnish.serve.api.messages import AUTO, ChatMessage, ToolChoice, openai_tools, read_messages, read_tool_choice
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
+
+from burnish.serve.api.body import (
+    TEXT_OR_OTHER,
+    Body,
+    Integer,
+    Stop,
+    TokenId,
+    api_error,
+    problem,
+    read,
+    shown,
+    together,
+)
+from burnish.serve.api.messages import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, ChatMessage, NamedTool, Tool
 from burnish.serve.http.errors import Refusal
 
-WITHOUT_EFFECT = (
+WITHOUT_EFFECT = frozenset((
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "verbosity", "moderation",
-)  # fmt: skip
+))  # fmt: skip
 REFUSED = {
     "functions": 'Use "tools".',
     "function_call": 'Use "tool_choice".',
@@ -30,305 +40,302 @@ REFUSED = {
     "prediction": "Leave it out.",
     "web_search_options": "Nothing is ever fetched for a request.",
 }
-MOST_STOPS, MOST_BIASES, MOST_LOGPROBS, MOST_PROMPTS = 16, 1024, 20, 64
-INT64 = 2**63
+MOST_STOPS, MOST_BIASES, MOST_LOGPROBS, MOST_PROMPTS, MOST_IDS = 16, 1024, 20, 64, 2**18
+COMPLETION_TOKENS = 16
+"""The length of a text completion whose request names none, as OpenAI's and vLLM's."""
+_INT64 = 2**63
 
 
-@dataclass(frozen=True)
-class ResponseFormat:
+class JsonSchema(Body):
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str = ""
+    strict: bool = False
+
+
+class ResponseFormat(Body):
     """``text`` leaves the answer free, ``json_object`` wants any JSON object, ``json_schema`` one of a schema."""
 
-    kind: Literal["text", "json_object", "json_schema"] = "text"
-    name: str = ""
-    schema: Mapping[str, Any] = field(default_factory=dict)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise problem("missing_required_parameter", "is required.", ".json_schema")
+        return self
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the answer in both kinds of request. None: not given; then the operator's or the model's counts."""
-
-    stream: bool = False
+class StreamingOptions(Body):
     include_usage: bool = False
-    max_tokens: int | None = None
-    n: int = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+
+
+def _bias(given: dict[str, float]) -> dict[str, float]:
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise problem("invalid_value", f"must be the id of a token. Received: {shown(key)}.", f".{key[:80]}")
+    return given
+
+
+class BaseRequest(Body):
+    """What both kinds of completions take. None: the operator's or the model's setting counts."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamingOptions | None = None
+    max_tokens: Annotated[Integer, Field(ge=0)] | None = None
+    n: Annotated[Integer, Field(ge=1)] = 1
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Integer, Field(ge=-1), AfterValidator(lambda k: max(k, 0))] | None = None  # -1 is vLLM's 0
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     do_sample: bool | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES), AfterValidator(_bias)
+    ] = Field(default={})
+    seed: Annotated[Integer, Field(ge=-_INT64, lt=_INT64)] | None = None
+    stop: Annotated[
+        Annotated[Stop, Tag("·text")] | Annotated[list[Stop], Field(max_length=MOST_STOPS), Tag("·other")],
+        TEXT_OR_OTHER, AfterValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+    ] = Field(default=[])  # fmt: skip
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=MOST_STOPS)
+    min_tokens: Annotated[Integer, Field(ge=0)] = 0
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
-    top_logprobs: int | None = None  # None: no log-probabilities are asked for
-    response_format: ResponseFormat = ResponseFormat()
+    response_format: ResponseFormat | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields of ``inference.types.Sampling`` that the request sets, and ``do_sample``."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "do_sample")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        given |= {name: getattr(self, name) for name in ("presence_penalty", "frequency_penalty")}
+        return {**given, "bias": self.token_bias}
+
+    @property
+    def token_bias(self) -> dict[int, float]:
+        return {int(token): value for token, value in self.logit_bias.items()}
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Unknown fields."""
+        return tuple(name for name in self.model_extra or () if name not in WITHOUT_EFFECT)
+
+    def problems(self, most_choices: int) -> Iterator[Refusal]:
+        """Find what is wrong between fields."""
+        for name, remedy in REFUSED.items():
+            if name in (self.model_extra or ()):
+                yield api_error("unsupported_parameter", name, f"is not supported here. {remedy}")
+        if self.n > most_choices:
+            yield api_error("invalid_value", "n", f"must be at most {most_choices}. Received: {self.n}.")
+        if self.stream_options is not None and not self.stream:
+            yield api_error("invalid_value", "stream_options", "is allowed in a stream only: send stream: true.")
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    model: str
-    messages: tuple[ChatMessage, ...]
-    settings: Settings
-    tools: tuple[Mapping[str, Any], ...] = ()
-    tool_choice: ToolChoice = AUTO
+class ChatRequest(BaseRequest):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list[Tool] = Field(default=[], max_length=MOST_TOOLS)
+    tool_choice: Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag("·text")] | Annotated[NamedTool, Tag("·other")],
+        TEXT_OR_OTHER,
+    ] = "auto"
     parallel_tool_calls: bool = True
-    reasoning_effort: str | None = None
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default={})
     continue_final_message: bool = False
-    ignored: tuple[str, ...] = ()
+    add_generation_prompt: bool | None = None
+    modalities: list[str] = Field(default=["text"])
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens whose log-probabilities are wanted; None for no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model is shown, in OpenAI's form."""
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+    @property
+    def required(self) -> list[dict[str, Any]]:
+        """The tools of which one must be called; none where the model may choose."""
+        if isinstance(self.tool_choice, str):
+            return self.offered if self.tool_choice == "required" else []
+        return [tool for tool in self.offered if tool["function"]["name"] == self.tool_choice.function.name]
 
     @property
     def num_characters(self) -> int:
         """Characters of messages, calls and tools: at least that many are in the prompt."""
-        texts = (len(one.content) + len(one.reasoning) for one in self.messages)
-        calls = (len(call.arguments) for one in self.messages for call in one.calls)
-        return sum(texts) + sum(calls) + (len(json.dumps(self.tools, ensure_ascii=False)) if self.tools else 0)
+        texts = sum(len(one.text) + len(one.reasoning) for one in self.messages)
+        calls = sum(len(call.function.arguments) for one in self.messages for call in one.calls)
+        return texts + calls + (len(json.dumps(self.offered, ensure_ascii=False)) if self.tools else 0)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        # Only a required call is held to its schema, and the header says so.
+        is_strict = any(tool.function.strict for tool in self.tools)
+        return (*super().ignored, *(("tools.function.strict",) if is_strict else ()))
+
+    def problems(self, most_choices: int) -> Iterator[Refusal]:
+        yield from super().problems(most_choices)
+        if self.modalities != ["text"]:
+            message = 'is not supported here: leave it out, or send ["text"].'
+            yield api_error("unsupported_parameter", "modalities", message)
+        if self.top_logprobs is not None and not self.logprobs:
+            yield api_error("invalid_value", "top_logprobs", "is allowed with logprobs: true only.")
+        if self.continue_final_message and self.add_generation_prompt:
+            yield api_error("invalid_value", "add_generation_prompt", "must be false with continue_final_message.")
+        yield from self._problems_of_tools()
+        yield from self._problems_of_order()
+
+    def _problems_of_tools(self) -> Iterator[Refusal]:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            yield api_error("invalid_value", "tools", "must have different names.")
+        if self.tool_choice == "required" and not names:
+            yield api_error("invalid_value", "tool_choice", "needs tools to choose from.")
+        if not isinstance(self.tool_choice, str) and self.tool_choice.function.name not in names:
+            known = ", ".join(names) or "there are none"
+            yield api_error("invalid_value", "tool_choice.function.name", f"must be one of the tools ({known}).")
+
+    def _problems_of_order(self) -> Iterator[Refusal]:
+        last = self.messages[-1]
+        if self.continue_final_message and (last.role != "assistant" or last.calls):
+            message = f"must end with an assistant message that can be continued. Received: a message of {last.role}."
+            yield api_error("invalid_value", "messages", message)
+        if not self.continue_final_message and last.role not in ("user", "tool"):
+            where = f"messages[{len(self.messages) - 1}].role"
+            message = "of the last message must be user or tool; with continue_final_message: true it may be assistant."
+            yield api_error("invalid_value", where, f"{message} Received: {last.role}.")
+        offered: list[str] = []
+        for index, each in enumerate(self.messages):
+            if each.role == "assistant":
+                offered = [call.id for call in each.calls]
+            elif each.role != "tool":
+                offered = []
+            elif each.tool_call_id not in (offered if each.tool_call_id else offered and [""]):
+                ids = ", ".join(offered) or "none"
+                what = f"must be the id of a call in the assistant's message before it ({ids})."
+                received = f"Received: {shown(each.tool_call_id)}."
+                yield api_error("invalid_value", f"messages[{index}].tool_call_id", f"{what} {received}")
 
 
-@dataclass(frozen=True)
-class CompletionRequest:
-    model: str
-    prompts: tuple[str | tuple[int, ...], ...]
-    settings: Settings
+def _prompts(value: Any) -> Any:
+    """A text, texts, ids, or lists of ids -> a list of texts and lists of ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        return value
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        return [value]
+    if len(value) > MOST_PROMPTS:
+        raise problem("invalid_value", f"must have at most {MOST_PROMPTS} prompts. Received: {len(value):,}.")
+    for index, item in enumerate(value):
+        if not isinstance(item, str | list):
+            raise problem("invalid_value", "must be text or a list of token ids.", f"[{index}]")
+        if isinstance(item, list) and not all(isinstance(token, int) and 0 <= token < 2**31 for token in item or [""]):
+            raise problem("invalid_value", "must be text or a list of token ids.", f"[{index}]")
+    return value
+
+
+class CompletionRequest(BaseRequest):
+    """The body of ``/v1/completions``."""
+
+    prompt: Annotated[list[str | list[TokenId]], Field(min_length=1), BeforeValidator(_prompts)]
+    logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool = False
-    best_of: int = 1
-    ignored: tuple[str, ...] = ()
+    best_of: Annotated[Integer, Field(ge=1)] | None = None
+    suffix: str = ""
+
+    @property
+    def most_tokens(self) -> int:
+        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_made(self) -> int:
+        """Completions that are generated for each prompt; the best ``n`` are returned."""
+        return self.best_of or self.n
+
+    def problems(self, most_choices: int) -> Iterator[Refusal]:
+        yield from super().problems(most_choices)
+        if self.suffix:
+            yield api_error("unsupported_parameter", "suffix", "is not supported here: leave it out.")
+        if self.max_tokens == 0 and not self.echo:
+            yield api_error("invalid_value", "max_tokens", "must be at least 1 without echo. Received: 0.")
+        if self.num_made > most_choices:
+            yield api_error("invalid_value", "best_of", f"must be at most {most_choices}. Received: {self.best_of}.")
+        if self.num_made < self.n:
+            yield api_error("invalid_value", "best_of", f"must be at least n, which is {self.n}.")
+        if self.num_made > self.n and self.stream:
+            yield api_error("invalid_value", "best_of", "must be n in a stream, which cannot be chosen from.")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits that the operator sets."""
+class ModelRequest(Body):
+    """The body of ``/load_model``."""
 
-    max_choices: int = 8
-    is_strict: bool = False
+    model: str
 
 
-COMPLETION_TOKENS = 16
-"""The length of a text completion whose request names none, as OpenAI's and vLLM's."""
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _has_prompt(self) -> TokenizeRequest:
+        if self.prompt is None and self.messages is None:
+            raise problem("missing_required_parameter", "is required.", ".prompt")
+        return self
 
 
-def read_chat(body: Mapping[str, Any], limits: Limits) -> ChatRequest:
-    """The body of a chat completion.
+class DetokenizeRequest(Body):
+    tokens: Annotated[list[TokenId], Field(max_length=MOST_IDS)]
 
-    Raises:
-        Refusal: 400, with all problems.
-    """
-    fields = BodyFields(body)
-    for name, remedy in REFUSED.items():
-        if fields.raw(name) is not None:
-            fields.unsupported(name, remedy)
-    modalities = fields.items("modalities", most=8)
-    if modalities is not None and modalities != ["text"]:
-        fields.unsupported("modalities", 'burnish answers with text: leave it out, or send ["text"].')
-    continues = fields.flag("continue_final_message")
-    if continues and fields.flag("add_generation_prompt", default=False):
-        fields.wrong("add_generation_prompt", "must be false with continue_final_message", True)
-    fields.asked.add("add_generation_prompt")
-    tools = openai_tools(fields)
-    request = ChatRequest(
-        model=fields.text("model", required=True) or "",
-        messages=read_messages(fields, continues),
-        settings=_settings(fields, limits, chat=True),
-        tools=tools,
-        tool_choice=read_tool_choice(fields, tools),
-        parallel_tool_calls=fields.flag("parallel_tool_calls", default=True),
-        reasoning_effort=fields.one_of(
-            "reasoning_effort", ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-        ),
-        template_arguments=fields.object("chat_template_kwargs") or {},
-        continue_final_message=continues,
-        ignored=(*_ignored(fields, limits), *(("tools.function.strict",) if _is_strict(tools) else ())),
-    )
-    fields.raise_all()
+
+class ScoreRequest(Body):
+    model: str
+    messages: list[Any] = Field(min_length=1, max_length=MOST_PARTS)
+    max_length: Annotated[Integer, Field(ge=1)] | None = None
+
+
+AnyRequest = TypeVar("AnyRequest", bound=BaseRequest)
+
+
+def read_request(kind: type[AnyRequest], body: Mapping[str, Any], most_choices: int, is_strict: bool) -> AnyRequest:
+    """The body of a completion. Args: is_strict: refuse unknown fields. Raises: as ``read``."""
+    request = read(kind, body)
+    problems = list(request.problems(most_choices))
+    if is_strict:
+        message = "is not known here, and this server refuses unknown fields."
+        problems += [
+            api_error("unsupported_parameter", name, message) for name in request.ignored if name not in REFUSED
+        ]
+    if problems:
+        raise together(problems)
     return request
-
-
-def _is_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether arguments must fit their schema even if the model chooses to call: here only a required call is
-    held to it, and the header says so."""
-    return any(tool["function"].get("strict") for tool in tools)
-
-
-def read_completion(body: Mapping[str, Any], limits: Limits) -> CompletionRequest:
-    """The body of a text completion.
-
-    Raises:
-        Refusal: 400, with all problems.
-    """
-    fields = BodyFields(body)
-    if fields.raw("suffix") not in (None, ""):
-        fields.unsupported("suffix", "Text is written from left to right here: leave it out.")
-    echo = fields.flag("echo")
-    settings = _settings(fields, limits, chat=False, least_tokens=0 if echo else 1)
-    best_of = fields.integer("best_of", ge=1, le=limits.max_choices)
-    if best_of is not None and best_of < settings.n:
-        fields.wrong("best_of", f"must be at least n, which is {settings.n}", best_of)
-    if best_of is not None and best_of > settings.n and settings.stream:
-        fields.wrong("best_of", "must be n in a stream, where nothing can be chosen afterwards", best_of)
-    request = CompletionRequest(
-        model=fields.text("model", required=True) or "",
-        prompts=_prompts(fields),
-        settings=settings,
-        echo=echo,
-        best_of=best_of or settings.n,
-        ignored=_ignored(fields, limits),
-    )
-    fields.raise_all()
-    return request
-
-
-def _settings(fields: BodyFields, limits: Limits, chat: bool, least_tokens: int = 1) -> Settings:
-    stream = fields.flag("stream")
-    options = fields.within("stream_options")
-    if options is not None and not stream:
-        fields.wrong("stream_options", "is allowed in a stream only; send stream: true", "no stream")
-    include_usage = options.flag("include_usage") if options else False
-    older = fields.integer("max_tokens", ge=least_tokens)
-    newer = fields.integer("max_completion_tokens", ge=least_tokens) if chat else None
-    if older is None and not chat:
-        older = COMPLETION_TOKENS
-    return Settings(
-        stream=stream,
-        include_usage=include_usage,
-        max_tokens=newer if newer is not None else older,
-        n=fields.integer("n", ge=1, le=limits.max_choices) or 1,
-        temperature=fields.number("temperature", ge=0, le=2),
-        top_p=fields.number("top_p", gt=0, le=1),
-        top_k=_top_k(fields),
-        min_p=fields.number("min_p", ge=0, le=1),
-        do_sample=fields.flag("do_sample") if fields.values.get("do_sample") is not None else None,
-        repetition_penalty=fields.number("repetition_penalty", gt=0, le=100),
-        presence_penalty=fields.number("presence_penalty", ge=-2, le=2) or 0.0,
-        frequency_penalty=fields.number("frequency_penalty", ge=-2, le=2) or 0.0,
-        bias=_bias(fields),
-        seed=fields.integer("seed", ge=-INT64, le=INT64 - 1),
-        stop=_stops(fields),
-        stop_token_ids=_ids(fields, "stop_token_ids", MOST_STOPS),
-        min_tokens=fields.integer("min_tokens", ge=0) or 0,
-        ignore_eos=fields.flag("ignore_eos"),
-        skip_special_tokens=fields.flag("skip_special_tokens", default=True),
-        return_token_ids=fields.flag("return_token_ids"),
-        top_logprobs=_chat_logprobs(fields) if chat else fields.integer("logprobs", ge=0, le=MOST_LOGPROBS),
-        response_format=_response_format(fields),
-    )
-
-
-def _top_k(fields: BodyFields) -> int | None:
-    """vLLM writes -1 for all tokens, others 0."""
-    value = fields.integer("top_k", ge=-1)
-    return 0 if value == -1 else value
-
-
-def _chat_logprobs(fields: BodyFields) -> int | None:
-    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", ge=0, le=MOST_LOGPROBS)
-    if top is not None and not wanted:
-        fields.wrong("top_logprobs", "is allowed with logprobs: true only", top)
-    return (top or 0) if wanted else None
-
-
-def _bias(fields: BodyFields) -> Mapping[int, float]:
-    given = fields.object("logit_bias")
-    if given is None:
-        return {}
-    if len(given) > MOST_BIASES:
-        fields.wrong("logit_bias", f"may have {MOST_BIASES:,} entries", f"{len(given):,} entries")
-        return {}
-    inner, found = BodyFields(given, "logit_bias", fields.problems), {}
-    for key in given:
-        value = inner.number(key, ge=-100, le=100)
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            inner.wrong(key, "must be the id of a token", key)
-        elif value is not None:
-            found[int(key)] = value
-    return found
-
-
-def _stops(fields: BodyFields) -> tuple[str, ...]:
-    given = fields.raw("stop")
-    if given is None:
-        return ()
-    listed = [given] if isinstance(given, str) else fields.items("stop", MOST_STOPS)
-    for index, stop in enumerate(listed or ()):
-        name = "stop" if isinstance(given, str) else f"stop[{index}]"
-        if not isinstance(stop, str):
-            fields.wrong_type(name, "text", stop)
-        elif not stop:
-            fields.wrong(name, "must not be empty: it would end every answer before it begins", '""')
-    return tuple(stop for stop in listed or () if isinstance(stop, str))
-
-
-def _ids(fields: BodyFields, name: str, most: int) -> tuple[int, ...]:
-    listed = fields.items(name, most) or []
-    for index, item in enumerate(listed):
-        if not is_id(item):
-            fields.wrong(f"{name}[{index}]", "must be the id of a token", item)
-    return tuple(item for item in listed if is_id(item))
-
-
-def is_id(item: Any) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31
-
-
-def _response_format(fields: BodyFields) -> ResponseFormat:
-    given = fields.within("response_format")
-    if given is None:
-        return ResponseFormat()
-    kind = given.one_of("type", ("text", "json_object", "json_schema"))
-    if kind is None:
-        if given.values.get("type") is None:
-            given.missing("type")
-        return ResponseFormat()
-    if kind != "json_schema":
-        return ResponseFormat("json_object" if kind == "json_object" else "text")
-    wanted = given.within("json_schema", required=True)
-    if wanted is None:
-        return ResponseFormat()
-    name, schema = wanted.text("name", required=True) or "", wanted.object("schema", required=True)
-    wanted.text("description")
-    wanted.flag("strict")
-    return ResponseFormat("json_schema", name, schema or {})
-
-
-def _prompts(fields: BodyFields) -> tuple[str | tuple[int, ...], ...]:
-    """A text, texts, ids, or lists of ids."""
-    given = fields.raw("prompt")
-    if isinstance(given, str):
-        return (given,)
-    listed = fields.items("prompt", most=2**20, required=True)
-    if not listed:
-        return ()
-    if all(is_id(item) for item in listed):
-        return (tuple(listed),)
-    if len(listed) > MOST_PROMPTS:
-        fields.wrong("prompt", f"may be at most {MOST_PROMPTS} prompts", f"{len(listed):,} prompts")
-        return ()
-    return tuple(prompt for index, item in enumerate(listed) if (prompt := _prompt(fields, index, item)) is not None)
-
-
-def _prompt(fields: BodyFields, index: int, item: Any) -> str | tuple[int, ...] | None:
-    if isinstance(item, str):
-        return item
-    if isinstance(item, list) and item and all(is_id(token) for token in item):
-        return tuple(item)
-    fields.wrong(f"prompt[{index}]", "must be text or a list of token ids", item)
-    return None
-
-
-def _ignored(fields: BodyFields, limits: Limits) -> tuple[str, ...]:
-    """Fields that nobody asked for; refused where the server is strict."""
-    fields.asked.update(WITHOUT_EFFECT)
-    unknown = fields.unknown
-    if limits.is_strict:
-        for name in unknown:
-            fields.add("unsupported_parameter", name, "is not known here, and this server refuses what it ignores.")
-    return tuple(unknown)
 
 
 def unknown_model(name: str, known: list[str]) -> Refusal:

@@ -12,7 +12,6 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -22,9 +21,9 @@ from burnish.inference.replies.grammar import Grammars
 from burnish.inference.replies.replies import Reply, ReplyPiece
 from burnish.inference.replies.reply_forms import ReplyForm, opens_thought, schemas_of
 from burnish.inference.scoring import ScoreEngine
-from burnish.inference.types import BASE, AnswerEngine, Grammar, Sampling
+from burnish.inference.types import BASE, AnswerEngine, Grammar
 from burnish.serve.api.prompts import Prompter
-from burnish.serve.api.requests import ChatRequest, CompletionRequest, Settings, unknown_model
+from burnish.serve.api.requests import BaseRequest, ChatRequest, CompletionRequest, unknown_model
 from burnish.serve.api.responses import AnswerCall, Delta
 from burnish.serve.http.errors import Refusal
 
@@ -110,20 +109,19 @@ class ServedModel:
     # --- replies ------------------------------------------------------------------------------------------------------
 
     def chat_reader(self, request: ChatRequest, prompt: Sequence[int]) -> ReplyReader:
-        form, tokenizer, settings = self.answerer.form, self.answerer.tokenizer, request.settings
-        told = request.tools if request.tool_choice.kind != "none" else ()
+        form, tokenizer = self.answerer.form, self.answerer.tokenizer
         reply = Reply(
-            form, tokenizer, offered=schemas_of(told), stop=settings.stop, stop_ids=self.stop_ids(settings),
-            in_thought=opens_thought(prompt, form, tokenizer), skips_special=settings.skip_special_tokens,
+            form, tokenizer, offered=schemas_of(request.offered), stop=request.stop, stop_ids=self.stop_ids(request),
+            in_thought=opens_thought(prompt, form, tokenizer), skips_special=request.skip_special_tokens,
             only_one_call=not request.parallel_tool_calls,
         )  # fmt: skip
         return ReplyReader(reply, self.reasoning, form)
 
-    def text_reader(self, settings: Settings) -> ReplyReader:
+    def text_reader(self, request: BaseRequest) -> ReplyReader:
         form = ReplyForm(thought_words=("", ""))
         reply = Reply(
-            form, self.answerer.tokenizer, stop=settings.stop, stop_ids=self.stop_ids(settings),
-            skips_special=settings.skip_special_tokens,
+            form, self.answerer.tokenizer, stop=request.stop, stop_ids=self.stop_ids(request),
+            skips_special=request.skip_special_tokens,
         )  # fmt: skip
         return ReplyReader(reply, "field", form)
 
@@ -133,20 +131,20 @@ class ServedModel:
         Raises:
             Refusal: 400, for a schema or a tool format that cannot be held to.
         """
-        wanted, form = request.settings.response_format, self.answerer.form
-        calls = isinstance(request, ChatRequest) and request.tool_choice.kind == "required"
-        if wanted.kind == "text" and not calls:
+        wanted, form = request.response_format, self.answerer.form
+        calls = request.required if isinstance(request, ChatRequest) else []
+        if (wanted is None or wanted.type == "text") and not calls:
             return None
         param = "tool_choice" if calls else "response_format"
         is_open = isinstance(request, ChatRequest) and opens_thought(prompt, form, self.answerer.tokenizer)
         waits_for = form.thought_words[1] if is_open else ""
         try:
             if isinstance(request, ChatRequest) and calls:
-                offered = schemas_of(_chosen(request))
-                only_one = not request.parallel_tool_calls or bool(request.tool_choice.name)
+                only_one = not request.parallel_tool_calls or not isinstance(request.tool_choice, str)
+                offered = schemas_of(calls)
                 return self.grammars.calls(form.tool_format, offered, only_one=only_one, waits_for=waits_for)
-            if wanted.kind == "json_schema":
-                return self.grammars.json_schema(wanted.schema, waits_for)
+            if wanted is not None and wanted.json_schema is not None:
+                return self.grammars.json_schema(wanted.json_schema.schema_, waits_for)
             return self.grammars.json_object(waits_for)
         except UserError as error:
             raise Refusal(400, "unsupported_parameter", f'"{param}": {error}', param=param) from error
@@ -157,34 +155,9 @@ class ServedModel:
         rows = model.get_output_embeddings().weight.shape[0] if model is not None else self.vocab_size
         return Grammars(self.answerer.tokenizer, self.answerer.stop_ids, rows)
 
-    # --- sampling -----------------------------------------------------------------------------------------------------
-
-    def sampling(self, settings: Settings) -> Sampling:
-        """The request's words over the operator's, and these over the model's."""
-        given: dict[str, Any] = {
-            "temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k,
-            "min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty, "seed": settings.seed,
-        }  # fmt: skip
-        changes = {name: value for name, value in given.items() if value is not None}
-        found = replace(
-            self.answerer.defaults, presence_penalty=settings.presence_penalty,
-            frequency_penalty=settings.frequency_penalty, bias=dict(settings.bias),
-            **changes,
-        )  # fmt: skip
-        if settings.do_sample is False:
-            return replace(found, temperature=0.0)
-        draws = settings.do_sample and settings.temperature is None and found.temperature == 0
-        return replace(found, temperature=1.0) if draws else found
-
-    def stop_ids(self, settings: Settings) -> frozenset[int]:
-        own = () if settings.ignore_eos else self.answerer.stop_ids
-        return frozenset((*own, *settings.stop_token_ids))
-
-
-def _chosen(request: ChatRequest) -> list[Any]:
-    """The tools of which one must be called."""
-    name = request.tool_choice.name
-    return [tool for tool in request.tools if not name or tool["function"]["name"] == name]
+    def stop_ids(self, request: BaseRequest) -> frozenset[int]:
+        own = () if request.ignore_eos else self.answerer.stop_ids
+        return frozenset((*own, *request.stop_token_ids))
 
 
 class ReplyReader:

@@ -11,7 +11,8 @@ import os
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from burnish.config.errors import UserError
@@ -20,23 +21,13 @@ WireMessage: TypeAlias = dict[str, Any]
 """``role``, ``content``, and where there are any ``reasoning_content``, ``tool_calls``, ``tool_call_id``."""
 
 
-@dataclass(frozen=True)
-class ChatSettings:
-    """Settings of an answer. None: as the model or the server has it."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    max_new_tokens: int | None = None
-    do_sample: bool | None = None
-
-    def given(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+SETTINGS: Mapping[str, type] = {
+    **dict.fromkeys(
+        ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), float
+    ),
+    "top_k": int, "seed": int, "max_new_tokens": int, "do_sample": bool,
+}  # fmt: skip
+"""Settings of an answer that a person may change, and their types."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +35,13 @@ class Request:
     """A request.
 
     Args:
+        settings: of ``SETTINGS``; for the others the model's or the server's count.
         thinks: None leaves it to the template.
         adapter: "" for the model itself.
     """
 
     messages: Sequence[WireMessage]
-    settings: ChatSettings = field(default_factory=ChatSettings)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
     thinks: bool | None = None
     adapter: str = ""
@@ -119,7 +111,7 @@ class LocalPartner:
 
     def defaults(self) -> dict[str, Any]:
         sampling = self.answerer.defaults
-        values = {f.name: getattr(sampling, f.name, None) for f in fields(ChatSettings)}
+        values = {name: getattr(sampling, name, None) for name in SETTINGS}
         return {**values, "max_new_tokens": self.answerer.max_new_tokens, "do_sample": sampling.temperature > 0}
 
     def answer(self, request: Request) -> Iterator[Event]:
@@ -162,41 +154,26 @@ class LocalPartner:
         )  # fmt: skip
 
     def _prompt(self, request: Request) -> list[int]:
-        from burnish.serve.api.messages import ChatMessage, ToolCall
-        from burnish.serve.api.requests import ChatRequest, Settings
+        from burnish.serve.api.body import read
+        from burnish.serve.api.requests import ChatRequest
         from burnish.serve.http.errors import Refusal
 
-        def as_typed(message: WireMessage) -> ChatMessage:
-            calls = tuple(
-                ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
-                for call in message.get("tool_calls") or ()
-            )
-            return ChatMessage(
-                message["role"], message.get("content") or "", message.get("reasoning_content") or "", calls,
-                message.get("tool_call_id") or "",
-            )  # fmt: skip
-
         arguments = {} if request.thinks is None else {"enable_thinking": request.thinks}
-        asked = ChatRequest(
-            self.name, tuple(map(as_typed, request.messages)), Settings(), tools=tuple(request.tools),
-            template_arguments=arguments,
-        )  # fmt: skip
+        body = {
+            "model": self.name, "messages": list(request.messages), "tools": list(request.tools),
+            "chat_template_kwargs": arguments,
+        }  # fmt: skip
         try:
-            return self.prompter.ids(asked)
+            return self.prompter.ids(read(ChatRequest, body))
         except Refusal as refusal:
             raise UserError(str(refusal)) from refusal
 
     def _ask(self, ids: list[int], request: Request) -> Any:
         from burnish.inference.types import BASE, Ask
 
-        given = request.settings.given()
+        given = dict(request.settings)
         most = given.pop("max_new_tokens", self.answerer.max_new_tokens)
-        samples = given.pop("do_sample", None)
-        sampling = replace(self.answerer.defaults, **given)
-        if samples is False:
-            sampling = replace(sampling, temperature=0.0)
-        elif samples and sampling.temperature == 0:
-            sampling = replace(sampling, temperature=1.0)
+        sampling = self.answerer.defaults.changed(given)
         return Ask(
             ids, most, adapter=request.adapter or BASE, sampling=sampling, stop_ids=frozenset(self.answerer.stop_ids),
             top_logprobs=0,
@@ -233,22 +210,23 @@ class UrlPartner:
     def __init__(self, url: str, model: str = "") -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"--url begins with http:// or https://. Received: {url}.")
-        self.url = url.rstrip("/")
+        from burnish.inference.remote.openai_server import OpenAIServer
+
+        self.server = OpenAIServer(url, os.environ.get("OPENAI_API_KEY", ""), uses_proxy=True)
+        self.url = self.server.url
         self.adapters: tuple[str, ...] = ()
-        listed = [entry["id"] for entry in json.loads(self._open("GET", "/models").read()).get("data", [])]
+        listed = self.server.models()
         if model and model not in listed:
             raise UserError(f'the server has no model "{model}".', remedy=f"It has: {', '.join(listed)}.")
-        if not (model or listed):
-            raise UserError(f"{self.url}/models lists no model.")
         self.name = model or listed[0]
 
     def defaults(self) -> dict[str, Any]:
         return {}
 
     def answer(self, request: Request) -> Iterator[Event]:
-        settings = {_NAMES.get(name, name): value for name, value in request.settings.given().items()}
+        settings = {_NAMES.get(name, name): value for name, value in request.settings.items()}
         body: dict[str, Any] = {
-            "model": request.adapter or self.name, "messages": list(request.messages), "stream": True,
+            "model": request.adapter or self.name, "messages": list(request.messages),
             "stream_options": {"include_usage": True}, **settings,
         }  # fmt: skip
         if request.tools:
@@ -257,8 +235,8 @@ class UrlPartner:
             body["chat_template_kwargs"] = {"enable_thinking": request.thinks}
         began, first, reason, tokens = time.monotonic(), 0.0, "", None
         calls: dict[int, dict[str, str]] = {}
-        with self._open("POST", "/chat/completions", body) as response:
-            for chunk in _chunks(response):
+        with closing(self.server.chunks("chat/completions", body)) as chunks:
+            for chunk in chunks:
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
                 for choice in chunk.get("choices", []):
                     delta = choice.get("delta") or {}
@@ -275,46 +253,8 @@ class UrlPartner:
             yield Event("call", call=call)
         yield Event("end", end=AnswerEnded(reason, tokens, first - began if first else 0.0, time.monotonic() - began))
 
-    def _open(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        from urllib.error import HTTPError
-        from urllib.request import Request as HttpRequest
-        from urllib.request import urlopen
-
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = HttpRequest(self.url + path, data, headers, method=method)  # noqa: S310 (the address that was given)
-        try:
-            return urlopen(request, timeout=600)  # noqa: S310
-        except HTTPError as error:
-            raise UserError(f"{self.url} answered {error.code}: {_said(error.read())}") from error
-        except OSError as error:
-            raise UserError(f"{self.url} cannot be reached: {getattr(error, 'reason', error)}.") from error
-
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
         return []
 
-    def close(self) -> None: ...
-
-
-def _chunks(response: Any) -> Iterator[dict[str, Any]]:
-    """The JSON of each event of a stream, up to ``[DONE]``."""
-    for line in response:
-        text = line.decode("utf-8").strip()
-        if not text.startswith("data:"):
-            continue
-        text = text.removeprefix("data:").strip()
-        if text == "[DONE]":
-            return
-        chunk = json.loads(text)
-        if "error" in chunk:
-            raise UserError(f"the server ended the answer: {chunk['error'].get('message', chunk['error'])}")
-        yield chunk
-
-
-def _said(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body.decode("utf-8", "replace")[:200].strip() or "nothing more"
+    def close(self) -> None:
+        self.server.close()

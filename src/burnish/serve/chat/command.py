@@ -10,16 +10,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
-from burnish.config.errors import UserError
+from burnish.config.errors import MissingExtraError, UserError
 from burnish.config.secrets import without_secrets
 from burnish.report.streams import say
 from burnish.serve.api.options import with_adapters
-from burnish.serve.chat.backends import ChatSettings, LocalPartner, Partner, Request, UrlPartner
+from burnish.serve.chat.backends import SETTINGS, LocalPartner, Partner, Request, UrlPartner
 from burnish.serve.chat.console import Screen, history_file, is_typed
 from burnish.serve.chat.session import Talk
 from burnish.utils.sigint import interruptible
+
+NEEDED = ("pydantic",)
+"""Libraries of the extra that a conversation uses."""
 
 
 @dataclass
@@ -36,6 +41,9 @@ class _Words:
 
 def chat(words: Sequence[str]) -> int:
     """The command. Returns 1 where an answer failed."""
+    for library in NEEDED:
+        if find_spec(library) is None:
+            raise MissingExtraError(library, "burnish chat", "serve")
     own = _read(words)
     once = own.once
     if once is None and not is_typed():
@@ -72,14 +80,14 @@ def _read(words: Sequence[str]) -> _Words:
     return found
 
 
-def _partner(own: _Words, is_quiet: bool) -> tuple[Partner, ChatSettings, list[str]]:
+def _partner(own: _Words, is_quiet: bool) -> tuple[Partner, dict[str, Any], list[str]]:
     """Partners, the settings of the command line, and the lines that say so."""
     if own.url:
         if own.others:
             what = f"with --url the server has its own options. Received: {' '.join(own.others)}."
             raise UserError(what, remedy="/set changes how answers are drawn.")
         away = UrlPartner(own.url, own.model)
-        return away, ChatSettings(), [f"{away.name} at {away.url}", "/help lists what can be typed"]
+        return away, {}, [f"{away.name} at {away.url}", "/help lists what can be typed"]
     from burnish.inference.loading import engine_of, load_answerer
     from burnish.run.plan.plan import placing
     from burnish.serve.command_line import serving_of
@@ -89,7 +97,7 @@ def _partner(own: _Words, is_quiet: bool) -> tuple[Partner, ChatSettings, list[s
     with placing(serving.provenance):
         answerer = load_answerer(serving.options, serving.name, notes.append)
     engine = engine_of(answerer)
-    given = {f.name: getattr(serving.options, f.name) for f in fields(ChatSettings) if f.name in serving.provenance}
+    given = {name: getattr(serving.options, name) for name in SETTINGS if name in serving.provenance}
     facts = engine.facts()
     template = f"template: {answerer.template.name}"
     adapters = f"; adapters: {', '.join(answerer.adapters)}" if answerer.adapters else ""
@@ -105,7 +113,7 @@ def _partner(own: _Words, is_quiet: bool) -> tuple[Partner, ChatSettings, list[s
     if is_quiet:
         for note in (note for note in notes if "writes other prompts" in note):
             say(note, sys.stderr)
-    return LocalPartner(answerer, engine), ChatSettings(**given), lines
+    return LocalPartner(answerer, engine), given, lines
 
 
 def _messages(system: str, text: str) -> list[dict[str, str]]:

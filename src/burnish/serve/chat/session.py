@@ -10,20 +10,17 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from burnish.config.conversion import as_type
 from burnish.config.errors import UserError, did_you_mean
-from burnish.serve.chat.backends import AnswerEnded, ChatSettings, Partner, Request, WireMessage
+from burnish.serve.chat.backends import SETTINGS, AnswerEnded, Partner, Request, WireMessage
 from burnish.serve.chat.console import Screen
 from burnish.serve.chat.records import read_record
 from burnish.utils.files import expanded
 
-_TYPES: dict[str, Any] = {f.name: float for f in fields(ChatSettings)} | {
-    "seed": int, "top_k": int, "max_new_tokens": int, "do_sample": bool
-}  # fmt: skip
 HELP = """\
 text                  a message; a \\ at the end goes on, \"\"\" opens and closes one of several lines
 /new, /exit           begin anew (also: clear), leave (also: exit, Ctrl-D)
@@ -50,11 +47,11 @@ class Talk:
     """
 
     def __init__(
-        self, partner: Partner, screen: Screen, settings: ChatSettings | None = None, system: str = ""
+        self, partner: Partner, screen: Screen, settings: Mapping[str, Any] | None = None, system: str = ""
     ) -> None:
         self.partner, self.screen = partner, screen
-        self.settings = settings or ChatSettings()
-        self._from_start = set(self.settings.given())
+        self.settings = dict(settings or {})
+        self._from_start = set(self.settings)
         self.messages: list[WireMessage] = []
         self.system, self.adapter = system, ""
         self.thinks: bool | None = None
@@ -145,9 +142,9 @@ class Talk:
 
     def _request(self, **changes: Any) -> Request:
         first = [{"role": "system", "content": self.system}] if self.system else []
-        settings = self.settings
-        if settings.seed is not None:
-            settings = replace(settings, seed=settings.seed + self._retries)
+        settings = dict(self.settings)
+        if "seed" in settings:
+            settings["seed"] += self._retries
         request = Request([*first, *self.messages], settings, tuple(self.tools), self.thinks, self.adapter)
         return replace(request, **changes)
 
@@ -238,19 +235,20 @@ class Talk:
             return self._show_settings()
         for pair in text.split():
             name, equals, value = pair.partition("=")
-            if not equals or name not in _TYPES:
-                raise UserError(f'"{pair}": a name=value is expected.{did_you_mean(name, _TYPES)}')
-            try:
-                typed = None if value in ("", "none", "default") else as_type(_TYPES[name], value)
-            except ValueError as error:
-                raise UserError(f"{name} {error}") from error
-            self.settings = replace(self.settings, **{name: typed})
+            if not equals or name not in SETTINGS:
+                raise UserError(f'"{pair}": a name=value is expected.{did_you_mean(name, SETTINGS)}')
+            self.settings.pop(name, None)
+            if value not in ("", "none", "default"):
+                try:
+                    self.settings[name] = as_type(SETTINGS[name], value)
+                except ValueError as error:
+                    raise UserError(f"{name} {error}") from error
             self._from_start.discard(name)
         return None
 
     def _show_settings(self) -> None:
-        given, defaults = self.settings.given(), self.partner.defaults()
-        for name in _TYPES:
+        given, defaults = self.settings, self.partner.defaults()
+        for name in SETTINGS:
             who = "the command line" if name in self._from_start else "you" if name in given else "the model"
             value = given.get(name, defaults.get(name))
             self.screen.say(
@@ -346,9 +344,9 @@ class Talk:
     def _show_pieces(self, ids: tuple[int, ...], chances: tuple[float, ...]) -> None:
         for at, (piece, is_control) in enumerate(self.partner.pieces(ids)):
             chance = chances[at] if at < len(chances) else None
-            colour = "yellow" if is_control else "" if chance is None else _colour_of(chance)
+            color = "yellow" if is_control else "" if chance is None else _color_of(chance)
             shown = piece.replace("\n", "⏎\n")
-            self.screen.say(f"{shown}{'' if chance is None else f'({chance:.0%})'}", colour, end="·")
+            self.screen.say(f"{shown}{'' if chance is None else f'({chance:.0%})'}", color, end="·")
 
     def _prompt(self) -> None:
         pieces = self.partner.pieces(self._last_ids().prompt)
@@ -395,5 +393,5 @@ def _call(call: Mapping[str, str], place: int, number: int) -> dict[str, Any]:
     return {"id": f"call{place:03}{number:02}", "type": "function", "function": dict(call)}
 
 
-def _colour_of(chance: float) -> str:
+def _color_of(chance: float) -> str:
     return "green" if chance > 0.5 else "" if chance > 0.1 else "red"

@@ -26,7 +26,7 @@ from burnish.serve.http.errors import Refusal, page_error
 from burnish.serve.http.guards import Guard, Rules, under
 from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
 from burnish.serve.http.json_response import ShownJson
-from burnish.serve.http.static import StaticFiles
+from burnish.serve.http.static import MemoryFiles
 from burnish.serve.page.api import Api
 from burnish.serve.page.jobs.exports import FORMATS
 from burnish.serve.page.runs.listing import facts
@@ -71,7 +71,7 @@ class Pages:
 
     def __init__(self, site: Site, sessions: Sessions) -> None:
         self.site, self.sessions = site, sessions
-        self.static = StaticFiles([HERE / "static", HERE / "carried", WORDS])
+        self.static = MemoryFiles([HERE / "static", HERE / "carried", WORDS])
         self.templates = Environment(
             loader=FileSystemLoader(HERE / "pages"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
             lstrip_blocks=True,

@@ -1,7 +1,7 @@
-"""Use of this machine, for the head of the page: processors, memory, GPUs; what cannot be told is left out.
+"""Use of this machine, for the head of the page: processors, memory, GPUs; what cannot be measured is left out.
 
-In: ``/proc`` and, where there is one, ``nvidia-smi``. Out: ``{"cpu": 0.61, "memory": [used, total], "gpus": [...]}`` in
-shares and bytes. No library of models is asked, since that would take memory of the GPU.
+Out: ``{"cpu": 0.61, "memory": [used, total], "gpus": [...]}`` in shares and bytes, from psutil and, if it is installed,
+``nvidia-smi``. No library of models is asked, since that would take memory of the GPU.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import shutil
 import subprocess
 import threading
 import time
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 FRESH_S = 4.0
 _GPU_WORDS = ("--query-gpu=index,memory.used,memory.total,utilization.gpu", "--format=csv,noheader,nounits")
@@ -20,15 +20,11 @@ _SLOWEST_S = 3.0
 
 
 class Machine:
-    """The use of the processors is that since the reading before, so one object reads for all visitors.
+    """The use of the processors is that since the reading before, so one object reads for all visitors."""
 
-    Args:
-        proc: where the kernel tells of itself.
-    """
-
-    def __init__(self, proc: Path = Path("/proc")) -> None:
-        self.proc, self.smi = proc, shutil.which("nvidia-smi")
-        self._ticks = self._read_ticks()
+    def __init__(self) -> None:
+        self.smi = shutil.which("nvidia-smi")
+        psutil.cpu_percent()
         self._found: dict[str, Any] = {}
         self._found_s = -FRESH_S
         self._reading = threading.Lock()
@@ -37,30 +33,11 @@ class Machine:
         """The use as it was some seconds ago at most."""
         with self._reading:
             if time.monotonic() - self._found_s > FRESH_S:
-                self._found = {"cpu": self._cpu(), "memory": self._memory(), "gpus": self._gpus()}
+                memory = psutil.virtual_memory()
+                used = [memory.total - memory.available, memory.total]
+                self._found = {"cpu": psutil.cpu_percent() / 100, "memory": used, "gpus": self._gpus()}
                 self._found_s = time.monotonic()
             return self._found
-
-    def _cpu(self) -> float | None:
-        before, self._ticks = self._ticks, self._read_ticks()
-        if before is None or self._ticks is None or self._ticks[1] <= before[1]:
-            return None
-        return (self._ticks[0] - before[0]) / (self._ticks[1] - before[1])
-
-    def _read_ticks(self) -> tuple[int, int] | None:
-        """(busy, all) ticks of all processors since the machine started."""
-        with suppress(OSError, ValueError, IndexError):
-            ticks = [int(word) for word in (self.proc / "stat").read_text(encoding="ascii").split("\n")[0].split()[1:9]]
-            return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # idle, and idle for a disk
-        return None
-
-    def _memory(self) -> list[int] | None:
-        with suppress(OSError, ValueError, KeyError):
-            text = (self.proc / "meminfo").read_text(encoding="ascii")
-            lines = dict(line.split(":", 1) for line in text.splitlines())
-            total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-            return [total - free, total]
-        return None
 
     def _gpus(self) -> list[dict[str, Any]]:
         if self.smi is None:

@@ -22,7 +22,6 @@ from burnish.serve.page.jobs.starting import Starter
 from burnish.serve.page.machine import Machine
 from burnish.serve.page.options import NamedModel, WebOptions
 from burnish.serve.page.places import Roots
-from burnish.serve.page.runs.log_columns import forget_logs
 from burnish.serve.page.runs.runs import FoundRun, find, read_run
 
 FRESH_S = 1.5
@@ -83,7 +82,6 @@ class Site:
             try:
                 self.starter.reap()
                 self.engines.end_idle()
-                forget_logs()
                 if self.starter.queued():
                     await self.starter.next_of_queue(await self.found())
             except Refusal as refusal:  # the run is out of the queue, and was not started

@@ -1,4 +1,4 @@
-"""A run's log as columns: a few new lines, or a hundred thousand of them, of which no line is read twice.
+"""A run's log as columns: a few new lines, or a hundred thousand of them.
 
 In: ``trainer_log.jsonl``, which a run may be writing. Out: ``{"step": [1, 2], "loss": [2.3, 2.1], ...}``, and the
 offset behind the last whole line. NaN and infinity travel as the texts "NaN" and "Infinity": JSON has no such numbers,
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypeAlias
 
 from burnish.serve.page.runs.runs import foreign_row
@@ -27,9 +24,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "epoch": ("epoch",), "time": ("time",), "tokens": ("total_tokens", "num_tokens", "num_input_tokens_seen"),
 }  # fmt: skip
 MOST_ROWS = 200_000
-MOST_BYTES, _PIECE_BYTES, _MARK_BYTES = 64 * 2**20, 2**20, 256
-_MOST_KEPT = 2
-IDLE_S = 60.0
+MOST_BYTES, _PIECE_BYTES = 64 * 2**20, 2**20
 _LARGEST = 1e300
 Columns: TypeAlias = dict[str, list[Any]]
 
@@ -103,61 +98,17 @@ def _joined(pieces: Sequence[Columns]) -> Columns:
     return {name: [v for p in pieces for v in p.get(name) or [None] * len(p["step"])] for name in names}
 
 
-# --- a log that grows -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Read:
-    """The part of a log that was read: its columns, the offset behind them, and the bytes before that offset, by which
-    a log that goes on is told from one that was cut and written anew."""
-
-    columns: Columns
-    offset: int
-    mark: bytes
-    asked_s: float = 0.0
-
-
-_kept: dict[Path, _Read] = {}
-_lock = Lock()
+# --- a whole log ------------------------------------------------------------------------------------------------------
 
 
 def log_columns(path: Path) -> tuple[Columns, int]:
-    """All rows of a log as columns, which nobody may change, and the offset up to which they were read.
+    """All rows of a log as columns, and the offset up to which they were read.
 
-    A page asks twice for them, for its HTML and for its script, and again when it is opened again: the two logs asked
-    for last are kept, and what they have grown by is read. Rows are read a piece at a time, since a hundred thousand of
-    them as objects would take a quarter of a gigabyte.
+    They are read a piece at a time: a hundred thousand rows as objects would take a quarter of a gigabyte.
     """
-    with _lock:
-        read = _kept.pop(path, None)
-        if read is None or _before(path, read.offset) != read.mark:
-            read = _Read({"step": []}, 0, b"")
-        pieces, offset = [read.columns], read.offset
-        while offset < MOST_BYTES and (data := _whole_lines(path, offset, _PIECE_BYTES)):
-            pieces.append(columns_of(_rows_of(data)))
-            offset += len(data)
-        if len(pieces) > 1:
-            joined = {name: values[-MOST_ROWS:] for name, values in _joined(pieces).items()}
-            read = _Read(joined, offset, _before(path, offset))
-        _kept[path] = replace(read, asked_s=time.monotonic())
-        if len(_kept) > _MOST_KEPT:
-            del _kept[next(iter(_kept))]
-        return read.columns, read.offset
-
-
-def forget_logs(idle_s: float = IDLE_S) -> None:
-    """Let go of the logs that nobody has asked for since: one of 100,000 rows takes 40 MB."""
-    with _lock:
-        for path in [path for path, read in _kept.items() if time.monotonic() - read.asked_s > idle_s]:
-            del _kept[path]
-
-
-def _before(path: Path, offset: int) -> bytes:
-    if not offset:
-        return b""
-    try:
-        with regular(path) as file:
-            file.seek(max(0, offset - _MARK_BYTES))
-            return file.read(min(offset, _MARK_BYTES))
-    except OSError:
-        return b""
+    pieces: list[Columns] = [{"step": []}]
+    offset = 0
+    while offset < MOST_BYTES and (data := _whole_lines(path, offset, _PIECE_BYTES)):
+        pieces.append(columns_of(_rows_of(data)))
+        offset += len(data)
+    return {name: values[-MOST_ROWS:] for name, values in _joined(pieces).items()}, offset

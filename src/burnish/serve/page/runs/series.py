@@ -18,7 +18,7 @@ _LONG_LOG_BYTES, _PLACES, _LOOK_BYTES = 128 * 1024, 64, 4096
 
 
 def series(folder: Path) -> tuple[Columns, int]:
-    """All rows of a run as columns, which nobody may change, and the offset in its log."""
+    """All rows of a run as columns, and the offset in its log."""
     columns, offset = log_columns(folder / LOG)
     if "grad_norm" in columns:
         return columns, offset

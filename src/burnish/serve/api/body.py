@@ -1,0 +1,112 @@
+"""Bodies of requests as pydantic models, and their problems as one error that names the parameters.
+
+In: a JSON object. Out: a model, or one ``Refusal`` with all problems, each with its place (``messages[3].content``).
+A field that is null counts as absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from burnish.serve.http.bodies import json_type
+from burnish.serve.http.errors import Refusal
+
+_MOST_SHOWN = 8
+"""Problems in one message; the rest is counted."""
+
+
+def problem(code: str, message: str, at: str = "") -> PydanticCustomError:
+    """A problem of a validator. Args: at: its place within the validated value, ``.name``."""
+    return PydanticCustomError("problem", "{message}", {"code": code, "message": message, "at": at})
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 1.0 is 1."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = Annotated[str, Field(min_length=1)]
+TEXT_OR_OTHER = Discriminator(lambda value: "·text" if isinstance(value, str) else "·other")
+"""Of a value that is a text or something else; the tags are left out of the paths of problems."""
+
+
+class Body(BaseModel):
+    """An object of a body."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def read(kind: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
+    """The body as a model.
+
+    Raises:
+        Refusal: 400, with all problems.
+    """
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise together([_refusal_of(found) for found in error.errors(include_url=False)]) from error
+
+
+def together(problems: Sequence[Refusal]) -> Refusal:
+    """One refusal that says all problems."""
+    first, sentences = problems[0], [problem.message for problem in problems[:_MOST_SHOWN]]
+    if len(problems) > _MOST_SHOWN:
+        sentences.append(f"And {len(problems) - _MOST_SHOWN} more.")
+    return Refusal(first.status, first.code, " ".join(sentences), param=first.param)
+
+
+def api_error(code: str, path: str, message: str) -> Refusal:
+    return Refusal(400, code, f'"{path}" {message}', param=path)
+
+
+_TYPES = {
+    "int": "a whole number", "float": "a number", "string": "text", "bool": "true or false", "list": "a list",
+    "dict": "an object", "model": "an object",
+}  # fmt: skip
+
+
+def _refusal_of(found: Any) -> Refusal:
+    """A problem that pydantic found."""
+    kind, value, context = found["type"], found["input"], found.get("ctx", {})
+    path = _path(found["loc"]) + context.get("at", "")
+    path = path.removeprefix(".")
+    received = f"Received: {shown(value)}."
+    if kind == "problem":
+        return api_error(context["code"], path, context["message"])
+    if kind == "missing":
+        return api_error("missing_required_parameter", path, "is required.")
+    if (expected := _TYPES.get(kind.partition("_")[0])) and kind.endswith(("_type", "_from_float")):
+        return api_error("invalid_type", path, f"must be {expected}. Received: {json_type(value)}.")
+    if kind in ("too_long", "too_short"):
+        bounds = {"too_long": "at most {max_length:,}", "too_short": "at least {min_length:,}"}[kind].format(**context)
+        return api_error("invalid_value", path, f"must have {bounds} entries. Received: {len(value):,}.")
+    if kind == "literal_error":
+        return api_error("invalid_value", path, f"must be one of {context['expected']}. {received}")
+    message = found["msg"].partition("should ")[2] or found["msg"]
+    return api_error("invalid_value", path, f"must {message}. {received}")
+
+
+def _path(places: Sequence[int | str]) -> str:
+    parts = (f"[{place}]" if isinstance(place, int) else f".{place[:80]}" for place in places
+             if isinstance(place, int) or not place.startswith("·"))  # fmt: skip
+    return "".join(parts).removeprefix(".")
+
+
+def shown(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return f'"{text[:80]}"' if isinstance(value, str) else text[:80]
