@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from burnish.report.metadata import RunMetadata, boot_id, given_yaml, launched, start_ticks
 
 import burnish
 from burnish.cli import main
+from burnish.report.journal import Journal, boot_id, given_yaml, launched, start_ticks
 from burnish.serve.page.runs.runs import find, is_alive, read_run, run_folders, tail_lines
 from small_run import make_model, records
 
@@ -80,7 +80,7 @@ def test_what_was_given_can_be_run_again_and_is_the_same_run(workplace):
 
 
 def test_a_run_that_fails_says_why_in_its_outcome(workplace, monkeypatch):
-    monkeypatch.setattr("burnish.run.recovery.spikes.train", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+    monkeypatch.setattr("burnish.loop.loop.Loop.train", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
     assert main(["train", "run.yaml"]) == 1
     outcome = json.loads(Path("saves/first/outcome.json").read_text())
     assert outcome["state"] == "failed"
@@ -208,10 +208,10 @@ def test_runs_lie_no_deeper_than_they_are_looked_for(tmp_path):
 
 
 def test_a_journal_that_cannot_be_written_stops_nothing(tmp_path):
-    metadata = RunMetadata(tmp_path / "no such folder", described=str)
-    with metadata:
-        metadata.begin("a: 1\n", ["cpu"])
-        metadata.event("note", "unheard")
+    journal = Journal(tmp_path / "no such folder", described=str)
+    with journal:
+        journal.begin("a: 1\n", ["cpu"])
+        journal.event("note", "unheard")
 
 
 def test_values_are_written_as_yaml_reads_them():
