@@ -34,7 +34,7 @@ CHOSEN_BY: dict[str, Registry[Any]] = {
     "finetuning_type": ADAPTERS, "stage": OBJECTIVES, "optim": OPTIMIZERS, "report_to": TRACKERS,
 }  # fmt: skip
 OTHER_MEANING = {
-    "max_length": "TRL's is the longest row, `cutoff_len` here. LLaMA-Factory's is meant: prompt and answer."
+    "max_length": "In TRL, the maximum sequence length, which is `cutoff_len` here. As in LLaMA-Factory: length of prompt and response."
 }
 
 INTRODUCTION = """\
@@ -42,15 +42,14 @@ INTRODUCTION = """\
 
 <!-- Made by scripts/make_options_page.py from the declarations; a test holds it against them. -->
 
-Each is a key in a YAML file and a flag: `learning_rate: 1.0e-4`, `learning_rate=1e-4`, `--learning_rate 1e-4`. The flag
-wins. A list is written as YAML has it, or with commas; `none` is no value. `burnish train --help` prints this list,
-`burnish train --help warmup` the part of it that speaks of a word, and `burnish explain run.yaml` what a run makes of
-them, and who set each.
+Each option is a key of a YAML file and a command-line flag: `learning_rate: 1.0e-4`, `learning_rate=1e-4`,
+`--learning_rate 1e-4`. The command line takes precedence. Lists are written as in YAML or separated by commas; `none`
+sets no value. `burnish train --help` prints this list, `burnish train --help warmup` the options that match a word, and
+`burnish explain run.yaml` the values of a run and where each of them was set.
 
-Names and defaults are those of LLaMA-Factory and transformers where they have the option; what became of each of
-[their keys](#keys-of-other-tools) stands below. The package that declares an option reads it, and so may `app`, which
-plans and builds; `tests/test_architecture.py` names the few that a second package reads, and why. The Python classes
-`TrainingArguments` and `SFTConfig` have the names and defaults of transformers and TRL.
+Names and defaults are those of LLaMA-Factory and transformers where these have the option. [Keys of other
+tools](#keys-of-other-tools) lists every key of theirs. The Python classes `TrainingArguments` and `SFTConfig` have the
+names and defaults of transformers and TRL.
 """
 
 
@@ -65,9 +64,9 @@ def page() -> str:
 def _by_component() -> Iterator[str]:
     for group, members in groupby(specs(RunOptions).values(), key=lambda spec: spec.group):
         yield f"## {component(group).replace('``', '`')}\n"
-        file, package = f"../src/{group.__module__.replace('.', '/')}.py", group.__module__.rpartition(".")[0]
-        yield f"Declared in [`{group.__module__}`]({file}), read by `{package}`{_chosen(group)}.\n"
-        yield from _table(("option", "default", "what it does"), map(_row, members))
+        file = f"../src/{group.__module__.replace('.', '/')}.py"
+        yield f"Declared in [`{group.__module__}`]({file}){_chosen(group)}.\n"
+        yield from _table(("option", "default", "description"), map(_row, members))
 
 
 def _chosen(group: type) -> str:
@@ -84,8 +83,9 @@ def _row(spec: Spec) -> tuple[str, str, str]:
 
 
 def _default(spec: Spec) -> str:
-    unit = f" {spec.unit}" if spec.unit and spec.default is not None else ""
-    return f"{shown(spec.default)}{unit}"
+    if spec.default is None:
+        return ""
+    return f"{shown(spec.default)}{f' {spec.unit}' if spec.unit else ''}"
 
 
 def _facts(spec: Spec) -> Iterator[str]:
@@ -111,26 +111,26 @@ def _facts(spec: Spec) -> Iterator[str]:
 def _keys_of_others() -> Iterator[str]:
     peers: dict[str, dict[str, Any]] = json.loads(PEERS.read_text(encoding="utf-8"))
     known = specs(RunOptions)
-    yield f"## Keys of other tools\n\n{', '.join(peers)}: every key is one of these.\n"
-    yield "### The same\n"
+    yield f"## Keys of other tools\n\n{', '.join(peers)}: every key is in one of the tables below.\n"
+    yield "### Same name and default\n"
     for tool, keys in peers.items():
         here = {name: there for name, there in keys.items() if name in known and not known[name].ignored}
         same = [name for name, there in here.items() if not _difference(tool, known[name], there)]
         yield f"{tool}: {_listed(same)}.\n"
-    yield "### The same, with another default or meaning\n"
+    yield "### Same name, different default or meaning\n"
     rows = [
         (f"`{name}`", f"{shown(there)} ({tool})", said)
         for tool, keys in peers.items()
         for name, there in keys.items()
         if name in known and not known[name].ignored and (said := _difference(tool, known[name], there))
     ]
-    yield from _table(("key", "there", "here"), rows)
-    yield "### Another name of an option\n"
+    yield from _table(("key", "default there", "default here"), rows)
+    yield "### Aliases\n"
     yield from _table(("key", "option"), ((f"`{name}`", f"`{aliases()[name]}`") for name in sorted(aliases())))
-    yield "### Accepted without effect\n\nA note says so, once.\n"
-    yield from _table(("why", "keys"), _without_effect(known))
-    yield "### Not here\n\nRefused by name, unless the value asks for nothing.\n"
-    yield from _table(("key", "asks for nothing", "what to do"), map(_absent, ABSENT))
+    yield "### Accepted without effect\n\nA note is printed once.\n"
+    yield from _table(("reason", "keys"), _without_effect(known))
+    yield "### Not supported\n\nRefused with an error, unless the value disables the feature.\n"
+    yield from _table(("key", "values that disable it", "what to do"), map(_absent, ABSENT))
 
 
 def _difference(tool: str, spec: Spec, there: Any) -> str:

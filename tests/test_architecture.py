@@ -86,6 +86,7 @@ DOORS = {
     "swanlab": {"report/trackers.py"},
     # Routes are written in starlette's words; what runs them, and what reads HTTP, is behind wire's door.
     "starlette": {"serve"},
+    "httpx2": {"inference/remote"},
     "pydantic": {"serve/api"},
     "pydantic_core": {"serve/api"},
     "uvicorn": {"serve/http/server.py", "serve/http/connections.py"},

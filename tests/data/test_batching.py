@@ -179,36 +179,41 @@ def _split(ids, segments):
 
 
 @pytest.mark.parametrize(
-    ("given", "stage", "expected"),
-    [({}, "sft", False), ({}, "pt", True), ({"packing": False}, "pt", False), ({"neat_packing": True}, "sft", True)],
+    ("given", "default", "expected"),
+    [
+        ({}, None, False),
+        ({}, "wrapped", True),
+        ({"packing": False}, "wrapped", False),
+        ({"neat_packing": True}, None, True),
+    ],
 )
-def test_rows_are_packed_when_asked_or_for_pretraining(given, stage, expected):
-    assert packs_rows(Options(**given), stage) is expected
+def test_rows_are_packed_when_asked_or_for_pretraining(given, default, expected):
+    assert packs_rows(Options(**given), default) is expected
 
 
 def test_evaluation_packs_as_training_does_unless_told_otherwise():
-    assert packs_rows(Options(packing=True), "sft", is_eval=True)
-    assert not packs_rows(Options(packing=True, eval_packing=False), "sft", is_eval=True)
+    assert packs_rows(Options(packing=True), None, is_eval=True)
+    assert not packs_rows(Options(packing=True, eval_packing=False), None, is_eval=True)
 
 
 def test_pretraining_cuts_one_long_text_and_fine_tuning_keeps_rows_whole():
     rows = ListedRows([row(0, 5), row(10, 4)])
-    assert [lengths_of(p) for p in packed(rows, Options(), "pt", 6)] == [[5, 1], [3]]
-    assert [lengths_of(p) for p in packed(rows, Options(packing=True), "sft", 6)] == [[5], [4]]
-    assert packed(rows, Options(), "sft", 6) is rows
+    assert [lengths_of(p) for p in packed(rows, Options(), "wrapped", 6)] == [[5, 1], [3]]
+    assert [lengths_of(p) for p in packed(rows, Options(packing=True), None, 6)] == [[5], [4]]
+    assert packed(rows, Options(), None, 6) is rows
 
 
 @pytest.mark.parametrize(
-    ("given", "stage", "expected"),
+    ("given", "default", "expected"),
     [
-        ({}, "pt", True),
-        ({}, "sft", False),
-        ({"packing": True}, "sft", False),
-        ({"packing_strategy": "bfd"}, "pt", False),
+        ({}, "wrapped", True),
+        ({}, None, False),
+        ({"packing": True}, None, False),
+        ({"packing_strategy": "bfd"}, "wrapped", False),
     ],
 )
-def test_rows_need_not_be_cut_where_packing_cuts_them(given, stage, expected):
-    assert splits_rows(Options(**given), stage) is expected
+def test_rows_need_not_be_cut_where_packing_cuts_them(given, default, expected):
+    assert splits_rows(Options(**given), default) is expected
 
 
 def test_options_that_contradict_each_other_are_named():

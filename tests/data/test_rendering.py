@@ -91,6 +91,7 @@ def test_marks_are_those_of_transformers(tokenizer: Any) -> None:
         tokenizer.chat_template = kept
 
 
+@pytest.mark.run
 def test_a_fork_has_a_worker_of_its_own_and_an_interrupted_request_is_not_answered_twice(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,7 +175,7 @@ def test_what_a_remote_engine_does_not_give_is_refused_by_name(stub: Stub) -> No
 
 
 def test_a_server_that_is_not_there_is_said() -> None:
-    with pytest.raises(UserError, match="lists no model"):
+    with pytest.raises(UserError, match="cannot be reached"):
         RemoteEngine("http://127.0.0.1:9", tiny_tokenizer())
 
 

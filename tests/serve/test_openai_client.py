@@ -19,6 +19,7 @@ if importlib.util.find_spec("openai") is None:
 import openai
 
 import burnish
+from burnish.config.errors import UserError
 from burnish.inference.loaded_model import Answerer
 from burnish.inference.loading import load_answerer, seat_engine
 from burnish.loop.types import Example, Message
@@ -27,6 +28,7 @@ from burnish.serve.api.completions import Desk
 from burnish.serve.api.options import ApiOptions
 from burnish.serve.api.responses import Mailbox
 from burnish.serve.api.served import ServedModel
+from burnish.serve.chat.backends import Request, UrlPartner
 from burnish.serve.command_line import serving_of
 from serve.client import post
 from serve.fakes import END
@@ -76,6 +78,21 @@ def test_a_whole_answer_is_its_stream_for_the_client_too(real: Real) -> None:
     assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
     tokens = [one for c in chunks if c.choices and c.choices[0].logprobs for one in c.choices[0].logprobs.content]
     assert [one.token for one in tokens] == [one.token for one in whole.choices[0].logprobs.content]
+
+
+def test_a_conversation_at_a_terminal_with_a_server_is_that_of_its_clients(real: Real, monkeypatch) -> None:
+    url, asked = f"http://127.0.0.1:{real.port}/v1", {"temperature": 0, "max_new_tokens": 12}
+    monkeypatch.setenv("OPENAI_API_KEY", "a-key-for-tests")
+    partner = UrlPartner(url)
+    *pieces, end = partner.answer(Request(ASKED, asked))
+    whole = real.client.chat.completions.create(model="demo", messages=ASKED, temperature=0, max_tokens=12)
+    assert "".join(piece.text for piece in pieces) == whole.choices[0].message.content
+    assert (end.end.tokens, end.end.reason) == (whole.usage.completion_tokens, whole.choices[0].finish_reason)
+    with pytest.raises(UserError, match='"messages" must have at least 1 entries'):
+        list(partner.answer(Request([], asked)))
+    monkeypatch.setenv("OPENAI_API_KEY", "another-key")
+    with pytest.raises(UserError, match="answered 401: The key is not this server's"):
+        UrlPartner(url)
 
 
 def test_the_prompt_has_the_ids_that_training_gives_that_conversation(real: Real) -> None:

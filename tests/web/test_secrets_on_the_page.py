@@ -63,6 +63,7 @@ def test_no_choice_of_offsets_cuts_a_token_out_of_a_log(page: Any, foreign: Path
             assert TOKEN[-6:] not in text, place
 
 
+@pytest.mark.run
 def test_presets_and_yaml_texts_come_back_without_tokens(page: Any) -> None:
     assert page.send("PUT", "/api/presets/mine", {"text": YAML})[0] == 200
     assert "m" in page.get("/api/form")["own_presets"]["mine"].values()

@@ -205,6 +205,7 @@ def test_a_relative_path_is_followed_from_where_the_run_begins(page, root, begun
     assert begun == []
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("described", [None, {"x": {"file_name": "x.json"}}, {"x": {"cloud_file_name": "file://{}"}}])
 def test_a_link_or_a_description_that_came_with_data_opens_nothing_outside(page, root, described) -> None:
     outside = root.parent / "secret.json"

@@ -72,12 +72,12 @@ ADAPTERS: Registry[AdapterFactory] = Registry("finetuning type")
 
 @dataclass
 class FinetuningOptions:
-    """Weights that are trained."""
+    """Fine-tuning method."""
 
     finetuning_type: str = option(
-        "lora", "Which weights are trained: all (full), some layers (freeze), or an adapter.", choices=ADAPTERS.names
+        "lora", "Fine-tuning method: all weights (full), some layers (freeze), or an adapter.", choices=ADAPTERS.names
     )
-    print_param_status: bool = option(False, "Print name, dtype, device and trainability of every parameter.")
+    print_param_status: bool = option(False, "Print name, dtype, device and requires_grad of every parameter.")
 
 
 @notes

@@ -25,19 +25,20 @@ from burnish.config.options import option, raise_if
 
 @dataclass
 class FreezeOptions:
-    """Layers that are trained with finetuning_type freeze."""
+    """Freeze training."""
 
     freeze_trainable_layers: int = option(
-        2, "How many layers are trained: the last n, or the first n where negative.", unit="layers"
+        2, "Number of layers to train: the last n, or the first n if negative.", unit="layers"
     )
     freeze_trainable_modules: list[str] = option(
-        ["all"], "Modules trained in those layers, by name (self_attn, mlp, q_proj, ...); all for every one."
+        ["all"], "Modules to train in those layers, by name (self_attn, mlp, q_proj, ...). all: every module."
     )
     freeze_extra_modules: list[str] | None = option(
-        None, "Modules outside the layers that are trained too (lm_head, norm, embed_tokens, ...)."
+        None, "Further modules to train outside the layers (lm_head, norm, embed_tokens, ...)."
     )
     use_llama_pro: bool = option(
-        False, "Train the last layer of each of freeze_trainable_layers equal groups: those that LLaMA Pro put there."
+        False,
+        "Train the last layer of each of freeze_trainable_layers groups of layers (the expanded blocks of LLaMA Pro).",
     )
 
 

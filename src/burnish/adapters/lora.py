@@ -48,35 +48,35 @@ DEFAULT = "default"
 
 @dataclass
 class LoraOptions:
-    """The adapter that is trained with finetuning_type lora."""
+    """LoRA."""
 
-    lora_rank: int = option(8, "The rank of the update: how many directions of a layer it can change.", ge=1)
+    lora_rank: int = option(8, "LoRA rank.", ge=1)
     lora_alpha: float | None = option(
-        None, "The update is multiplied by alpha / rank; twice the rank if not given.", gt=0
+        None, "LoRA alpha: the update is scaled by alpha / rank. Default: twice the rank.", gt=0
     )
-    lora_dropout: float = option(0.0, "The share of a layer's inputs that the update does not see.", ge=0, lt=1)
+    lora_dropout: float = option(0.0, "LoRA dropout probability.", ge=0, lt=1)
     lora_target: list[str] = option(
-        ["all"], "The layers that get an adapter, by name or regular expression; all for every linear one but the head."
+        ["all"], "Modules to apply LoRA to (names or a regular expression). all: every linear layer except the LM head."
     )
     additional_target: list[str] | None = option(
-        None, "Modules that are trained whole beside the adapter and saved with it: all whose names end so."
+        None, "Further modules to train and save in full next to the adapter, by the end of their names."
     )
-    use_rslora: bool = option(False, "Multiply the update by alpha / sqrt(rank), so that high ranks learn as fast.")
-    use_dora: bool = option(False, "Train the length of each output's weights apart from their direction (DoRA).")
-    pissa_init: bool = option(False, "Start from the largest singular vectors of the weights (PiSSA).")
+    use_rslora: bool = option(False, "Scale the update by alpha / sqrt(rank) (rsLoRA).")
+    use_dora: bool = option(False, "Use weight-decomposed LoRA (DoRA).")
+    pissa_init: bool = option(False, "Initialize with the principal singular vectors of the weights (PiSSA).")
     pissa_iter: int = option(
-        16, "Iterations of the fast decomposition for PiSSA; -1 decomposes exactly.", ge=-1, unit="iterations"
+        16, "Number of iterations of the fast SVD for PiSSA. -1: exact SVD.", ge=-1, unit="iterations"
     )
     pissa_convert: bool = option(
-        False, "Save a PiSSA adapter as plain LoRA.",
+        False, "Convert a PiSSA adapter to plain LoRA when saving.",
         ignored="an adapter that began as PiSSA is always saved as plain LoRA of twice the rank, so that it fits the "
         "base model everyone has",
     )  # fmt: skip
-    create_new_adapter: bool = option(False, "Merge all of adapter_name_or_path and train a new adapter on top.")
+    create_new_adapter: bool = option(False, "Merge all adapters of adapter_name_or_path and train a new one.")
     loraplus_lr_ratio: float | None = option(
-        None, "How many times faster B learns than A (LoRA+, https://arxiv.org/abs/2402.12354).", gt=0
+        None, "Ratio of the learning rates of B and A (LoRA+, https://arxiv.org/abs/2402.12354).", gt=0
     )
-    loraplus_lr_embedding: float = option(1e-6, "The learning rate of an embedding's B, with LoRA+.", gt=0)
+    loraplus_lr_embedding: float = option(1e-6, "Learning rate of the B matrices of embedding layers with LoRA+.", gt=0)
 
 
 @notes

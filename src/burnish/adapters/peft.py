@@ -30,11 +30,11 @@ from burnish.utils.json_files import read_object
 
 @dataclass
 class PeftOptions:
-    """The adapter that is trained with finetuning_type peft."""
+    """Methods of the peft library."""
 
     peft_config: dict[str, Any] | str | None = option(
         None,
-        "A method of the peft library: its config as a mapping with peft_type, or a file or folder that holds one.",
+        "Config of any method of the peft library: a mapping with peft_type, or a file or folder that contains one.",
         names_place=True,
     )
 
@@ -133,16 +133,16 @@ class PeftAdapter:
 
 @dataclass
 class OftOptions:
-    """The adapter that is trained with finetuning_type oft."""
+    """OFT."""
 
     oft_block_size: int = option(
-        32, "The size of the rotations, a divisor of a layer's inputs; 0 where oft_rank says it.", ge=0
+        32, "Size of the OFT blocks; must divide the input size of the layers. 0: determined by oft_rank.", ge=0
     )
-    oft_rank: int = option(0, "The number of rotations in a layer; 0 where oft_block_size says it.", ge=0)
+    oft_rank: int = option(0, "Number of OFT blocks per layer. 0: determined by oft_block_size.", ge=0)
     oft_target: list[str] = option(
-        ["all"], "The layers that get an adapter, by name; all for every linear one but the head."
+        ["all"], "Modules to apply OFT to, by name. all: every linear layer except the LM head."
     )
-    module_dropout: float = option(0.0, "The share of rotations that a step leaves out.", ge=0, lt=1)
+    module_dropout: float = option(0.0, "Probability of skipping an OFT block in a step.", ge=0, lt=1)
 
 
 class OftChoices(Protocol):

@@ -50,28 +50,40 @@ _TEMPORARY = ".incomplete-"
 
 @dataclass
 class CheckpointOptions:
-    """Output folder, checkpoints, and resuming."""
+    """Output folder, checkpoints and resume."""
 
-    output_dir: str | None = option(None, "The folder that receives everything the run writes.", names_place=True)
-    overwrite_output_dir: bool = option(False, "Start anew in a folder that holds an earlier run.")
+    output_dir: str | None = option(
+        None, "Output folder for checkpoints, the final model, logs and plots.", names_place=True
+    )
+    overwrite_output_dir: bool = option(False, "Start over in a folder that contains an earlier run.")
     resume: str = option(
-        "auto", "What to do where output_dir holds a checkpoint: continue it, never, or insist on one.",
+        "auto",
+        "What to do if output_dir contains a checkpoint: resume from it (auto), ignore it (never), or fail "
+        "without one (must).",
         choices=("auto", "never", "must"),
     )  # fmt: skip
     resume_from_checkpoint: str | bool | None = option(
         None,
-        "A checkpoint folder to continue from; true for the newest in output_dir, false for none.",
+        "Checkpoint folder to resume from. true: the latest in output_dir; false: none.",
         names_place=True,
     )
     resume_despite_changes: bool = option(
-        False, "Continue although data, model, seed or batch differ from the checkpoint's."
+        False, "Resume even if data, model, seed or batch size differ from those of the checkpoint."
     )
-    save_total_limit: int | None = option(None, "Checkpoints kept; the oldest go, never the best one.", ge=1)
-    save_only_model: bool = option(False, "Checkpoints without optimizer and generators; they cannot be continued.")
-    save_in_background: bool = option(True, "Train on while a checkpoint is written; costs a copy of it in memory.")
-    load_best_model_at_end: bool = option(False, "Finish with the weights of the best evaluation.")
-    metric_for_best_model: str | None = option(None, "The metric that decides which is best; eval_loss if not given.")
-    greater_is_better: bool | None = option(None, "Whether a higher metric is better; not for a loss, if not given.")
+    save_total_limit: int | None = option(
+        None, "Maximum number of checkpoints to keep. The oldest are deleted; the best is kept.", ge=1
+    )
+    save_only_model: bool = option(
+        False, "Save checkpoints without optimizer and random states. Such checkpoints cannot be resumed from."
+    )
+    save_in_background: bool = option(
+        True, "Continue training while a checkpoint is written. Needs memory for a copy of the state."
+    )
+    load_best_model_at_end: bool = option(False, "Load the weights of the best evaluation at the end of training.")
+    metric_for_best_model: str | None = option(None, "Metric that selects the best checkpoint. Default: eval_loss.")
+    greater_is_better: bool | None = option(
+        None, "Whether a higher metric_for_best_model is better. Default: false for losses, true otherwise."
+    )
 
 
 def output_folder(options: CheckpointOptions) -> Path:

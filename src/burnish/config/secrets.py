@@ -60,7 +60,7 @@ _WORDS = ("token", "key", "secret", "password", "passwd", "passphrase")
 _AFTER_NAME = re.compile(
     rf"""(?P<word>{"|".join(_WORDS)})"""
     r"""
-    (?P<between>["']?[ \t]*(?:[:=]|[ ](?=\S))[ \t]*  # hub_token: ..., "hub_token": ..., --hub_token ...
+    (?P<between>["']?(?:[ \t]*[:=][ \t]*|[ ](?=\S))  # hub_token: ..., "hub_token": ..., --hub_token ...
         (?:[|>][+-]?[ \t]*)?(?:\r?\n[ \t]*-[ \t]+|\r?\n[ \t]+)?)  # a value on the next line
     (?P<value>"[^"\n]*"?|'[^'\n]*'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,}\]"'][^\n,}\]"']*)""",
     re.VERBOSE | re.IGNORECASE,
@@ -103,7 +103,7 @@ def without_secrets(text: str) -> str:
 def _masked(match: re.Match[str]) -> str:
     """The name, and what follows it replaced if the name is a secret's."""
     before = re.search(r"[A-Za-z0-9_-]*$", match.string[max(0, match.start() - 40) : match.start()])
-    words = re.split("[_-]", before[0].lower()) if before else []
+    words = re.split("[_-]", before[0].lower().strip("-")) if before else []
     is_plain = match["word"].lower() in ("token", "key") and len(words) < 2
     if not _OF_TEXT.isdisjoint(words[-2:-1]) or is_plain or _NOTHING.fullmatch(match["value"]):
         return match[0]

@@ -16,54 +16,62 @@ from burnish.data.sets.formats import FORMATS
 
 @dataclass
 class DataOptions:
-    """Data."""
+    """Datasets."""
 
     dataset: list[str] | None = option(
-        None, "Data sets to train on: names in dataset_info.json, or paths of files and folders.", names_place=True
+        None, "Datasets to train on: names in dataset_info.json, or paths of files and folders.", names_place=True
     )
-    eval_dataset: list[str] | None = option(None, "Data sets to evaluate on.", names_place=True)
+    eval_dataset: list[str] | None = option(None, "Datasets to evaluate on.", names_place=True)
     dataset_dir: str | dict[str, Any] = option(
         "data",
-        "The folder of dataset_info.json; or ONLINE, where names are hub ids, or REMOTE:<hub repository>.",
+        "Folder that contains dataset_info.json; ONLINE for hub ids; or REMOTE:<hub repository>.",
         names_place=True,
     )
     formatting: str | None = option(
-        None, "The format of data sets given as paths; recognised from their columns by default.", choices=FORMATS.names
+        None, "Record format of datasets given as paths. Default: detected from their columns.", choices=FORMATS.names
     )
     columns: dict[str, Any] | None = option(
-        None, 'Which column is which, for data sets given as paths: {"prompt": "question", "response": "answer"}.'
+        None, 'Column mapping of datasets given as paths, such as {"prompt": "question", "response": "answer"}.'
     )
-    tags: dict[str, Any] | None = option(None, "What roles and keys are called in them, as in dataset_info.json.")
-    max_samples: int | None = option(None, "The first so many records of each data set.", ge=1, unit="records")
-    val_size: float = option(0.0, "Held out for evaluation: a share below 1, or a number of rows.", ge=0)
+    tags: dict[str, Any] | None = option(
+        None, "Role names and keys of datasets given as paths, as in dataset_info.json."
+    )
+    max_samples: int | None = option(None, "Use only the first N records of each dataset.", ge=1, unit="records")
+    val_size: float = option(0.0, "Validation split: a fraction below 1, or a number of examples.", ge=0)
     mix_strategy: str = option(
-        "concat", "How several data sets become one: one after the other, or interleaved until the first is used up "
-        "(under), all are (over), each row once (once).",
+        "concat",
+        "How datasets are mixed: concatenated, or interleaved until the first is exhausted (under), until "
+        "all are (over), or using each example once (once).",
         choices=("concat", "interleave_under", "interleave_over", "interleave_once"),
     )  # fmt: skip
-    interleave_probs: list[float] | None = option(None, "How often each of the interleaved data sets is drawn from.")
-    eval_on_each_dataset: bool = option(False, "Evaluate on each data set of eval_dataset by itself.")
-    preprocessing_batch_size: int = option(1000, "Records that are encoded together.", ge=1, unit="records")
+    interleave_probs: list[float] | None = option(None, "Sampling probability of each interleaved dataset.")
+    eval_on_each_dataset: bool = option(False, "Evaluate on each dataset of eval_dataset separately.")
+    preprocessing_batch_size: int = option(1000, "Number of records tokenized at a time.", ge=1, unit="records")
     preprocessing_num_workers: int | None = option(
-        None, "Processes that encode, at most one per core; one by default, as the tokenizer has threads.", ge=1
+        None,
+        "Number of tokenization processes, at most one per core. Default: 1; the tokenizer is multithreaded.",
+        ge=1,
     )
-    overwrite_cache: bool = option(False, "Encode again what is in the cache.")
+    overwrite_cache: bool = option(False, "Ignore cached tokenized examples and tokenize again.")
     tokenized_path: str | None = option(
-        None, "A folder for the encoded rows: written if it is not there, read if it is.", names_place=True
+        None, "Folder for tokenized examples: read if it exists, written otherwise.", names_place=True
     )
     streaming: bool = option(
-        False, "Leave the records where they are, read them one by one, encode them when they are wanted, and keep no "
-        "encoded rows; needs max_steps.",
+        False, "Read and tokenize records while training, without a cache. Requires max_steps.",
     )  # fmt: skip
     buffer_size: int = option(
-        16384, "Records that are shuffled among each other when streaming: so many that lie together.", ge=1,
+        16384, "Size of the shuffle buffer when streaming, in examples.", ge=1,
         unit="records",
     )  # fmt: skip
     on_bad_record: Literal["raise", "drop"] = option(
-        "raise", "A record that breaks its format: stop and name it, or drop and count it."
+        "raise",
+        "What to do with a record that does not match its format: stop with an error that names it, or drop"
+        " and count it.",
     )
     on_empty_target: Literal["drop", "raise", "keep"] = option(
-        "drop", "A record whose answers are all empty: drop and count it, stop, or learn to say nothing."
+        "drop",
+        "What to do with a record whose responses are all empty: drop and count it, stop, or train on the "
+        "empty response.",
     )
 
 

@@ -21,6 +21,7 @@ from burnish.explain.view import Line, Sample, Section, show
 from burnish.loop.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
 from burnish.loop.state import load_state
 from burnish.loop.types import IGNORE_INDEX, Row
+from burnish.losses.base import OBJECTIVES
 from burnish.models.load import meta_model
 from burnish.parallel.options import device_of
 from burnish.report.pace import counted
@@ -118,7 +119,7 @@ def _looked_at(plan: Plan, prepared: Prepared) -> RowSet[Row]:
 
 
 def _kind(options: RunOptions, is_eval: bool = False) -> str:
-    return "pack" if packs_rows(options, options.stage, is_eval) else "row"
+    return "pack" if packs_rows(options, OBJECTIVES[options.stage].default_packing, is_eval) else "row"
 
 
 def _size_of(rows: Sequence[Row | None], kind: str) -> str:
@@ -175,7 +176,7 @@ _TITLES = {
 
 
 def _title(plan: Plan, row: Row, name: str) -> str:
-    if plan.options.stage == "rm":
+    if not OBJECTIVES[plan.options.stage].uses_lm_head:
         return f"{_TITLES[name]}scored at its last token; "
     if "tag" in row and not name:
         return f"a {'desirable' if row['tag'] else 'undesirable'} answer, "

@@ -23,47 +23,53 @@ if TYPE_CHECKING:
 
 @dataclass
 class InferOptions:
-    """Engine of answers, and its limits."""
+    """Inference engine."""
 
     infer_backend: str = option(
-        "huggingface", "Inference engine: burnish's own, in this process (huggingface), or a vLLM or SGLang "
-        "server that is started for it.", choices=("huggingface", "vllm", "sglang"),
+        "huggingface",
+        "Inference backend: burnish's engine in this process (huggingface), or a vLLM or SGLang server "
+        "started for the command.", choices=("huggingface", "vllm", "sglang"),
     )  # fmt: skip
     infer_url: str | None = option(
         None,
-        "A running server that answers in place of this process; its key is read from INFER_KEY.",
+        "URL of a running OpenAI-compatible server to use instead. Its key is read from INFER_KEY.",
         risky="it sends texts to another machine",
     )
     infer_executable: str | None = option(
         None,
-        "The program that starts vLLM or SGLang, which may lie in another environment; its name if not given.",
+        "Executable that starts vLLM or SGLang; it may belong to another environment. Default: the library's command.",
         names_place=True,
         risky="it names a program",
     )
     infer_seats: int | None = option(
-        None, "Answers at once; by default 8 on a CPU, and on a GPU what fits, at most 64.", ge=1
+        None,
+        "Number of concurrent requests. Default: 8 on a CPU; on a GPU, as many as fit into memory, at most 64.",
+        ge=1,
     )
     infer_context: int | None = option(
-        None, "The longest prompt and answer together; by default the model's, at most 8,192.", unit="tokens", ge=2
+        None,
+        "Maximum length of prompt and response together, in tokens. Default: the model's context, at most 8,192.",
+        unit="tokens",
+        ge=2,
     )
     infer_exact: bool = option(
-        False, "Compute each answer alone, so that the same seed gives the same tokens whatever else is answered."
+        False, "Compute each response alone, so that the same seed gives the same tokens regardless of other requests."
     )
     served_adapters: dict[str, str] | None = option(
-        None, "Adapters beside the model, each a model of its own name: {name: folder}.", names_place=True
+        None, "Adapters served next to the base model, each under its own model name: {name: folder}.", names_place=True
     )
-    vllm_maxlen: int = option(4096, "The longest prompt and answer of vLLM.", unit="tokens", ge=2)
-    vllm_gpu_util: float = option(0.7, "The share of the GPU's memory that vLLM takes.", gt=0, le=1)
-    vllm_enforce_eager: bool = option(False, "vLLM without CUDA graphs.")
-    vllm_max_lora_rank: int = option(32, "The highest rank of an adapter that vLLM takes.", ge=1)
+    vllm_maxlen: int = option(4096, "Maximum sequence length of vLLM.", unit="tokens", ge=2)
+    vllm_gpu_util: float = option(0.7, "Fraction of GPU memory that vLLM uses.", gt=0, le=1)
+    vllm_enforce_eager: bool = option(False, "Disable CUDA graphs in vLLM.")
+    vllm_max_lora_rank: int = option(32, "Maximum LoRA rank of vLLM.", ge=1)
     vllm_config: dict[str, Any] | str | None = option(
-        None, "More of vLLM's settings.", names_place=True, risky="it holds arguments of another program"
+        None, "Additional vLLM settings.", names_place=True, risky="it holds arguments of another program"
     )
-    sglang_maxlen: int = option(4096, "The longest prompt and answer of SGLang.", unit="tokens", ge=2)
-    sglang_mem_fraction: float = option(0.7, "The share of the GPU's memory that SGLang takes.", gt=0, le=1)
-    sglang_tp_size: int = option(-1, "GPUs over which SGLang cuts the model; -1 for all.")
+    sglang_maxlen: int = option(4096, "Maximum sequence length of SGLang.", unit="tokens", ge=2)
+    sglang_mem_fraction: float = option(0.7, "Fraction of GPU memory that SGLang uses.", gt=0, le=1)
+    sglang_tp_size: int = option(-1, "Tensor parallel size of SGLang. -1: all GPUs.")
     sglang_config: dict[str, Any] | str | None = option(
-        None, "More of SGLang's settings.", names_place=True, risky="it holds arguments of another program"
+        None, "Additional SGLang settings.", names_place=True, risky="it holds arguments of another program"
     )
 
 

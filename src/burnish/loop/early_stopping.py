@@ -24,9 +24,9 @@ class EarlyStoppingOptions:
     """Early stopping."""
 
     early_stopping_steps: int | None = option(
-        None, "Stop after this many evaluations in a row without improvement.", unit="evaluations", ge=1
+        None, "Stop after this many consecutive evaluations without improvement.", unit="evaluations", ge=1
     )
-    early_stopping_threshold: float = option(0.0, "An improvement must be larger than this to count.", ge=0)
+    early_stopping_threshold: float = option(0.0, "Minimum change that counts as an improvement.", ge=0)
 
 
 class StoppingChoices(Protocol):

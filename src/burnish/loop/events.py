@@ -28,24 +28,30 @@ from burnish.loop.state import TrainerControl, TrainerState
 
 @dataclass
 class FlowOptions:
-    """Intervals of logging, evaluation and saving."""
+    """Logging, evaluation and saving intervals."""
 
     logging_strategy: str = option("steps", "When to log.", choices=("no", "steps", "epoch"))
-    logging_steps: float = option(500, "Steps between two logs; below 1 a share of all steps.", unit="steps", gt=0)
-    logging_first_step: bool = option(False, "Log the first step too.")
+    logging_steps: float = option(
+        500, "Number of steps between logs. Below 1: a fraction of all steps.", unit="steps", gt=0
+    )
+    logging_first_step: bool = option(False, "Log the first step as well.")
     eval_strategy: str = option(
         "no", "When to evaluate.", choices=("no", "steps", "epoch"), aliases=("evaluation_strategy",)
     )
     eval_steps: float | None = option(
         None,
-        "Steps between two evaluations; below 1 a share of all steps; logging_steps if not given.",
+        "Number of steps between evaluations. Below 1: a fraction of all steps. Default: logging_steps.",
         unit="steps",
         gt=0,
     )
-    eval_delay: float = option(0, "No evaluation before this step (or epoch, by eval_strategy).", ge=0)
+    eval_delay: float = option(
+        0, "Number of steps (or epochs, depending on eval_strategy) before the first evaluation.", ge=0
+    )
     eval_on_start: bool = option(False, "Evaluate once before the first step.")
-    save_strategy: str = option("steps", "When to save a checkpoint.", choices=("no", "steps", "epoch", "best"))
-    save_steps: float = option(500, "Steps between two checkpoints; below 1 a share of all steps.", unit="steps", gt=0)
+    save_strategy: str = option("steps", "When to save checkpoints.", choices=("no", "steps", "epoch", "best"))
+    save_steps: float = option(
+        500, "Number of steps between checkpoints. Below 1: a fraction of all steps.", unit="steps", gt=0
+    )
 
 
 @check

@@ -51,12 +51,14 @@ from burnish.utils.work import watched
 
 @dataclass
 class LoopOptions:
-    """Gradient clipping, and losses that are not finite."""
+    """Gradient clipping and non-finite losses."""
 
-    max_grad_norm: float = option(1.0, "Gradients longer than this are scaled down to it; 0 leaves them.", ge=0)
-    logging_nan_inf_filter: bool = option(True, "Leave NaN and infinite losses out of the logged mean.")
+    max_grad_norm: float = option(1.0, "Maximum gradient norm for clipping. 0: no clipping.", ge=0)
+    logging_nan_inf_filter: bool = option(True, "Exclude NaN and infinite losses from the logged mean.")
     on_non_finite: str = option(
-        "stop", "A step whose loss or gradient is not finite is never applied; then stop, or skip it and go on.",
+        "stop",
+        "What to do after a step whose loss or gradient is not finite: stop, or skip it and continue. Such "
+        "a step is never applied.",
         choices=("stop", "skip"),
     )  # fmt: skip
 

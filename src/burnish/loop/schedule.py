@@ -19,24 +19,36 @@ from burnish.config.options import option
 
 @dataclass
 class StepOptions:
-    """Rows of a step, and number of steps."""
+    """Batch size and number of steps."""
 
-    per_device_train_batch_size: int = option(8, "Rows in a micro-batch on each device.", unit="rows", ge=1)
-    per_device_eval_batch_size: int = option(8, "Rows in an evaluation batch on each device.", unit="rows", ge=1)
-    gradient_accumulation_steps: int = option(1, "Micro-batches whose gradients make one step.", ge=1)
-    num_train_epochs: float = option(3.0, "Passes over the training set.", unit="epochs", gt=0, lt=math.inf)
-    max_steps: int = option(-1, "Steps in all; overrides num_train_epochs where it is positive.", unit="steps", ge=-1)
-    dataloader_drop_last: bool = option(False, "Leave out the rows at the end of an epoch that do not fill a batch.")
+    per_device_train_batch_size: int = option(
+        8, "Number of examples per micro-batch and device in training.", unit="rows", ge=1
+    )
+    per_device_eval_batch_size: int = option(
+        8, "Number of examples per batch and device in evaluation.", unit="rows", ge=1
+    )
+    gradient_accumulation_steps: int = option(1, "Number of micro-batches per optimizer step.", ge=1)
+    num_train_epochs: float = option(3.0, "Number of training epochs.", unit="epochs", gt=0, lt=math.inf)
+    max_steps: int = option(
+        -1, "Total number of training steps. Overrides num_train_epochs if positive.", unit="steps", ge=-1
+    )
+    dataloader_drop_last: bool = option(False, "Drop the last examples of an epoch if they do not fill a batch.")
 
 
 @dataclass
 class CurveOptions:
-    """Schedule of the learning rate."""
+    """Learning rate schedule."""
 
-    lr_scheduler_type: str = option("linear", "The curve of the learning rate.", choices=lambda: curve_names())
-    lr_scheduler_kwargs: dict[str, Any] | None = option(None, "Arguments of that curve, such as num_cycles or min_lr.")
-    warmup_steps: float = option(0, "Steps of linear warm-up; below 1 a share of all steps.", unit="steps", ge=0)
-    warmup_ratio: float = option(0.0, "Share of all steps to warm up over; warmup_steps wins.", ge=0, le=1)
+    lr_scheduler_type: str = option("linear", "Learning rate schedule.", choices=lambda: curve_names())
+    lr_scheduler_kwargs: dict[str, Any] | None = option(
+        None, "Arguments of the learning rate schedule, such as num_cycles or min_lr."
+    )
+    warmup_steps: float = option(
+        0, "Number of linear warmup steps. Below 1: a fraction of all steps.", unit="steps", ge=0
+    )
+    warmup_ratio: float = option(
+        0.0, "Fraction of all steps used for warmup. warmup_steps takes precedence.", ge=0, le=1
+    )
 
 
 @dataclass(frozen=True)

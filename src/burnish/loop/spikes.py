@@ -27,15 +27,17 @@ MOST = 16
 
 @dataclass
 class SpikeOptions:
-    """Steps that go wrong."""
+    """Loss and gradient spikes."""
 
     on_spike: str = option(
-        "no", "go_back: after a step that is not finite, or above spike_ratio, go on from the newest checkpoint "
-        "without the rows of that step, in later epochs too. Reads the device in every step.",
+        "no",
+        "go_back: after a step that is not finite or exceeds spike_ratio, return to the latest checkpoint "
+        "and skip the examples of that step for the rest of the run. Adds a device synchronization per "
+        "step.",
         choices=("no", "go_back"),
     )  # fmt: skip
     spike_ratio: float | None = option(
-        None, "A gradient so many times as long as the mean of the last 32 steps' is a spike too.", gt=1
+        None, "A gradient norm above this multiple of the mean of the last 32 steps counts as a spike.", gt=1
     )
 
 

@@ -17,15 +17,17 @@ A member is a class ``(options, template, tokenizer) -> Objective``. A run calls
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from torch import nn
 
+from burnish.config.checks import check
+from burnish.config.errors import Problem
 from burnish.config.registry import Registry
 from burnish.kernels.probe import Fitted
-from burnish.loop.protocols import Objective
-from burnish.loop.types import Batch, Example, Row
+from burnish.loop.protocols import Engine, Objective
+from burnish.loop.types import IGNORE_INDEX, Batch, Example, Row
 
 Collate: TypeAlias = Callable[[Sequence[Row]], Batch]
 
@@ -42,10 +44,59 @@ class RowEncoder(Protocol):
 
 
 class StageObjective(Objective, Protocol):
-    """``core.protocols.Objective`` with the methods that a run needs besides."""
+    """An objective that can be chosen as a stage: what it declares, and what a run needs of it.
 
+    The class attributes are the declaration. The rest of the package reads them and knows no stage by its name.
+
+    Attributes:
+        records: the kind of records that it learns from: "answers", "pairs" (two answers), "verdicts" (an answer with a
+            label), "prompts" (no answer needed), or a kind of its own, which formats declare with ``holds``.
+        record_columns: further columns of a record that it asks for; ``Example.extra`` holds them.
+        row_columns: the columns of a row that ``collate`` needs -> their values in the row of a blank micro-batch.
+        token_columns: further columns with a value per token, which batches get too -> the value where a row has none.
+        batch_keys: keys that it adds to batches and that are no input of the model.
+        default_packing: the strategy by which rows are packed if no option says otherwise; None packs no rows.
+        has_prompts: whether its examples have prompts that a model can answer.
+        uses_lm_head: whether the head of the language model is needed.
+        disables_dropout: whether ``disable_dropout`` applies.
+        logs_rewards: whether it logs rewards/chosen and rewards/margins.
+        title: how a model card names it; the name of the stage if empty.
+        needs_reference: whether the loss compares with a reference model. Whoever assembles the run then sets
+            ``reference``, or fills the columns of ``reference_columns`` before training.
+    """
+
+    records: ClassVar[str] = "answers"
+    record_columns: ClassVar[Sequence[str]] = ()
+    row_columns: ClassVar[Mapping[str, Any]] = {"input_ids": (0, 0), "labels": (IGNORE_INDEX, 0)}
+    token_columns: ClassVar[Mapping[str, float]] = {}
+    batch_keys: ClassVar[frozenset[str]] = frozenset()
+    default_packing: ClassVar[str | None] = None
+    has_prompts: ClassVar[bool] = True
+    uses_lm_head: ClassVar[bool] = True
+    disables_dropout: ClassVar[bool] = False
+    logs_rewards: ClassVar[bool] = False
+    title: ClassVar[str] = ""
+
+    needs_reference: bool = False
+    reference: Any = None
     collate: Collate
     template: RowEncoder
+
+    def __init__(self, choices: Any, template: RowEncoder, tokenizer: Any = None, /) -> None: ...
+
+    @classmethod
+    def mismatched_responses(cls, choices: Any, /) -> Literal["set", "step"] | None:
+        """Where ``Example.other`` or the kl columns of a row come from: the record before in the set, the row before in
+        the same step, or nowhere."""
+        return None
+
+    def module_of_reference(self, model: nn.Module) -> nn.Module:
+        """A second model as a module that answers as the policy's does. Asked for where ``needs_reference``."""
+        raise NotImplementedError
+
+    def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]:
+        """Numbers of the reference for each row, by column. Asked for under ``precompute_ref_log_probs``."""
+        raise NotImplementedError
 
     @property
     def fingerprint(self) -> str:
@@ -69,4 +120,21 @@ class StageObjective(Objective, Protocol):
     def fit(self, fitted: Fitted, collate: Collate) -> list[str]: ...
 
 
-OBJECTIVES: Registry[Callable[[Any, Any, Any], StageObjective]] = Registry("stage")
+OBJECTIVES: Registry[type[StageObjective]] = Registry("stage")
+"""Trait ``reads``: option groups, and names of options, that a member reads besides its own ``options``."""
+
+
+class StageChoices(Protocol):
+    """The options read here."""
+
+    predict_with_generate: bool
+    stage: str
+
+
+@check
+def check_stage(options: StageChoices) -> list[Problem]:
+    if not options.predict_with_generate or OBJECTIVES[options.stage].has_prompts:
+        return []
+    what = f'"predict_with_generate" answers prompts, and stage: {options.stage} has none.'
+    remedy = "Set stage: sft, or leave predict_with_generate out to measure the loss."
+    return [Problem(what, remedy=remedy, option="predict_with_generate")]

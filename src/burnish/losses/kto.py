@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
 from burnish.loop.protocols import Engine
 from burnish.loop.types import Batch, Example, Loss, Metric, Row, Sum
-from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
+from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.pairs import AnswersObjective, PairChoices, asking
 from burnish.losses.preference_losses import kto
+from burnish.losses.preference_options import PreferenceOptions, ReferenceOptions
 from burnish.losses.sequence_logps import SequenceValues, collate_sequences, mean_row
 
 FEW_RECORDS = 8
@@ -36,18 +38,44 @@ _LEAST, _MOST = 1.0, 4 / 3
 
 @dataclass
 class KtoOptions:
-    """Learning from answers with a verdict."""
+    """KTO."""
 
-    kto_chosen_weight: float = option(1.0, "What a desirable answer counts.", ge=0, aliases=("desirable_weight",))
-    kto_rejected_weight: float = option(1.0, "What another answer counts.", ge=0, aliases=("undesirable_weight",))
+    kto_chosen_weight: float = option(1.0, "Loss weight of desirable examples.", ge=0, aliases=("desirable_weight",))
+    kto_rejected_weight: float = option(
+        1.0, "Loss weight of undesirable examples.", ge=0, aliases=("undesirable_weight",)
+    )
     kto_loss: str = option(
-        "kto", "KTO, or the same without a baseline (apo_zero_unpaired).", choices=("kto", "apo_zero_unpaired")
+        "kto", "KTO loss, or its variant without a KL term (apo_zero_unpaired).", choices=("kto", "apo_zero_unpaired")
     )
     kl_pairing: str = option(
-        "neighbour", "Where KTO's other answers come from: the record before in the set, chosen with the data, or "
-        "(group) the row before in the same step.",
+        "neighbour",
+        "Source of the mismatched completions for KTO's KL term: the previous record of the dataset, or the"
+        " previous example of the same step (group).",
         choices=("neighbour", "group"),
     )  # fmt: skip
+
+
+@check
+def check_kto(options: KtoChoices) -> list[Problem]:
+    """Refuse what needs to know the other answers of a step before its rows are dealt."""
+    if OBJECTIVES[options.stage] is not KtoObjective or options.kl_pairing == "neighbour":
+        return []
+    asked = {
+        "precompute_ref_log_probs": options.precompute_ref_log_probs,
+        "max_tokens_per_batch": options.max_tokens_per_batch,
+    }
+    return [
+        Problem(f'"{name}" needs every row before the first step, and kl_pairing: group makes rows of the step.',
+                remedy="Leave one of them out.", option=(name, "kl_pairing"))
+        for name, is_asked in asked.items() if is_asked
+    ]  # fmt: skip
+
+
+@notes
+def kto_notes(options: KtoChoices) -> list[str]:
+    if OBJECTIVES[options.stage] is not KtoObjective or options.kl_pairing == "neighbour" or options.kto_loss == "kto":
+        return []
+    return [f'"kl_pairing" has no effect: kto_loss {options.kto_loss} has no other answers.']
 
 
 class KtoChoices(PairChoices, Protocol):
@@ -57,13 +85,29 @@ class KtoChoices(PairChoices, Protocol):
     kto_chosen_weight: float
     kto_loss: str
     kto_rejected_weight: float
+    max_tokens_per_batch: int | None
+    precompute_ref_log_probs: bool
+    stage: str
 
 
-@OBJECTIVES.register("kto", options=KtoOptions)
+VERDICT_COLUMNS = {**StageObjective.row_columns, "tag": False}
+"""Columns of an answer with its verdict, and their values in the row of a blank micro-batch."""
+
+
+@OBJECTIVES.register("kto", options=KtoOptions, reads=(PreferenceOptions, ReferenceOptions))
 class KtoObjective(AnswersObjective):
     """Single answers with a verdict on each (KTO)."""
 
+    records = "verdicts"
+    row_columns = VERDICT_COLUMNS
+    batch_keys = AnswersObjective.batch_keys | {"tag", "kl"}
     options: KtoChoices
+
+    @classmethod
+    def mismatched_responses(cls, options: KtoChoices, /) -> Literal["set", "step"] | None:
+        if options.kl_pairing == "neighbour":
+            return "set"
+        return "step" if options.kto_loss == "kto" else None
 
     def __init__(self, options: KtoChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         super().__init__(options, template, tokenizer)

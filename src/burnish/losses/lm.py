@@ -12,7 +12,7 @@ are those whose next token is learned; they alone go through the head, in chunks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from burnish.kernels.probe import Fitted, Head, causal_lm
 from burnish.kernels.tied import TIED, TiedEmbedding
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Row
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
-from burnish.losses.logits import NOT_FOR_THE_MODEL, logits_at
+from burnish.losses.logits import logits_at, model_inputs
 from burnish.losses.neftune import EmbeddingNoise
 from burnish.losses.targets import Targets, collate_learned, sums_of_hidden, sums_of_logits
 from burnish.parallel.choices import DeviceChoice
@@ -41,27 +41,26 @@ _EVERYTHING = PatchOptions()
 
 @dataclass
 class LmOptions:
-    """Loss of a language model."""
+    """Language modeling loss."""
 
-    label_smoothing_factor: float = option(0.0, "Share of each target spread over the whole vocabulary.", ge=0, lt=1)
-    neftune_noise_alpha: float | None = option(None, "Size of the noise on embeddings in training (NEFTune).", gt=0)
+    label_smoothing_factor: float = option(0.0, "Label smoothing factor.", ge=0, lt=1)
+    neftune_noise_alpha: float | None = option(None, "Alpha of NEFTune noise on the embeddings in training.", gt=0)
     fused_loss: bool | str = option(
-        "auto", "Head and loss in chunks, without all logits; auto does so where the model's head allows it. By name: "
-        "chunked is burnish's own, liger and cut_cross_entropy are kernels of other libraries, for a GPU.",
+        "auto",
+        "Compute head and loss in chunks without full logits. auto: if the model's head allows it; chunked:"
+        " burnish's implementation; liger, cut_cross_entropy: GPU kernels of those libraries.",
         choices=("auto", True, False, *BACKENDS),
     )  # fmt: skip
-    use_dft_loss: bool = option(
-        False, "Multiply the loss of each token by the probability that the model gives it (DFT)."
-    )
+    use_dft_loss: bool = option(False, "Multiply the loss of each token by its predicted probability (DFT).")
     use_eaft_loss: bool = option(
-        False, "Multiply the loss of each token by how undecided the model is between its likeliest candidates (EAFT)."
+        False, "Multiply the loss of each token by the entropy of the model's most likely candidates (EAFT)."
     )
-    eaft_alpha: float = option(1.0, "The power to which EAFT raises that entropy.", ge=0)
+    eaft_alpha: float = option(1.0, "Exponent of the entropy in EAFT.", ge=0)
     router_aux_loss_coef: float | None = option(
-        None, "Weight of the loss that balances a mixture of experts; as the model's config says if not given.", ge=0,
+        None, "Weight of the load balancing loss of a mixture of experts. Default: as in the model's config.", ge=0,
         aliases=("moe_aux_loss_coef",),
     )  # fmt: skip
-    compute_accuracy: bool = option(False, "Log the share of tokens whose most probable candidate is right.")
+    compute_accuracy: bool = option(False, "Log the token accuracy.")
     compute_entropy: bool = option(False, "Log the mean entropy of the predictions.")
 
 
@@ -192,7 +191,9 @@ class LmObjective(StageObjective):
 
     def module(self, model: nn.Module) -> nn.Module:
         """The model and its loss as one module. Call ``fit`` first."""
-        return ModelWithLoss(model, self.head, self.makes_some_logits, self.options, self.options)
+        return ModelWithLoss(
+            model, self.head, self.makes_some_logits, self.options, self.options, batch_keys=self.batch_keys
+        )
 
     def num_items(self, batch: Batch) -> Tensor:
         """() the number of learned tokens, or the sum of their weights."""
@@ -211,6 +212,8 @@ class LmObjective(StageObjective):
 class SftObjective(LmObjective):
     """Supervised fine-tuning: answers, given the text before them."""
 
+    title = "supervised fine-tuning"
+
     def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[Row | None]:
         """Encode conversations. Args: truncate: without effect: they are always truncated, turn by turn."""
         return self.template.encode_flat(examples, tally)
@@ -219,6 +222,10 @@ class SftObjective(LmObjective):
 @OBJECTIVES.register("pt", options=LmOptions)
 class PretrainObjective(LmObjective):
     """Pretraining: plain text, all of it."""
+
+    default_packing = "wrapped"
+    has_prompts = False
+    title = "continued pretraining"
 
     def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[Row | None]:
         """Encode texts. Args: truncate: to ``cutoff_len``; false where packing splits rows (``splits_rows``)."""
@@ -247,15 +254,17 @@ class ModelWithLoss(nn.Module):
         makes_some_logits: whether the model can compute the logits of chosen positions alone.
         options: those of ``LmOptions`` are read.
         patches: whether the embedding may be patched.
+        batch_keys: keys of batches that are no input of the model, besides those of every loss.
     """
 
     def __init__(
         self, model: nn.Module, head: Head | None, makes_some_logits: bool, options: LmChoices,
-        patches: PatchChoice = _EVERYTHING,
+        patches: PatchChoice = _EVERYTHING, batch_keys: Collection[str] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         inner = causal_lm(model)
         self.model = model
+        self._batch_keys = batch_keys
         self._head = head
         self._tied = tied_embedding(inner, head) if head is not None and allows(patches, TIED) else None
         self._way = way_of(options)
@@ -268,8 +277,7 @@ class ModelWithLoss(nn.Module):
     def forward(self, batch: Batch) -> Loss:
         """The sum over the learned tokens of a micro-batch; an exact zero, with a graph, where there are none."""
         targets = Targets.of(batch["labels"], batch.get("target_positions"), batch.get("loss_weights"))
-        inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
-        inputs["use_cache"] = False  # with a cache, the sequences of a padding-free row would attend to each other
+        inputs = model_inputs(batch, self._batch_keys)
         with self._noise.around(batch) if self._noise and self.training else nullcontext():
             if self._head is not None and not self._aux_coefficient:
                 return self._loss(self._sums_in_chunks(self._head, inputs, targets))

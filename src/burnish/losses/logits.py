@@ -7,21 +7,27 @@ Position t predicts token t + 1; the shift happens in ``target_positions`` and n
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from burnish.loop.types import IGNORE_INDEX
+from burnish.loop.types import IGNORE_INDEX, Batch
 
-NOT_FOR_THE_MODEL = frozenset(
+_OF_EVERY_LOSS = frozenset(
     {
-        "labels", "loss_weights", "target_positions", "num_tokens",
-        "owner", "lengths", "factors", "items", "mean_row", "reference", "margin", "tag", "matches_chosen",
-        "matches_rejected", "baseline", "pairs_per_token", "kl",
+        "labels", "loss_weights", "content_hashes", "target_positions", "num_tokens", "owner", "lengths", "items",
     }
 )  # fmt: skip
-"""Keys of a batch that belong to the loss and not to the model's input."""
+"""Keys of a batch that no model takes, whatever the objective; an objective's own are its ``batch_keys``."""
+
+
+def model_inputs(batch: Batch, batch_keys: Collection[str] = ()) -> dict[str, Any]:
+    """The inputs of the model in a micro-batch, without a cache: in one, the sequences of a padding-free row would
+    attend to each other. Args: batch_keys: those of the objective."""
+    found = {name: value for name, value in batch.items() if name not in _OF_EVERY_LOSS and name not in batch_keys}
+    return {**found, "use_cache": False}
 
 
 def target_positions(labels: Tensor) -> Tensor:

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from burnish.checkpoint.parts import Stateful
-from burnish.config.errors import UserError
+from burnish.config.checks import check
+from burnish.config.errors import Problem, UserError
 from burnish.kernels.elementwise import rounding_as_trained
 from burnish.kernels.probe import Fitted, Head, causal_lm, find_head, makes_some_logits
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.modes import evaluating
 from burnish.loop.protocols import Engine
-from burnish.loop.types import Batch, Example, Loss, Metric, Row, Sum
+from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.lm import (
     ROUTER_WITHOUT_GRADIENT,
@@ -49,7 +50,13 @@ from burnish.losses.preference_losses import (
     odds_ratio_loss,
     wpo_weights,
 )
-from burnish.losses.preference_options import PairOptions
+from burnish.losses.preference_options import (
+    OF_SFT,
+    PairOptions,
+    PreferenceChoices,
+    PreferenceOptions,
+    ReferenceOptions,
+)
 from burnish.losses.reference import Following, Reference
 from burnish.losses.sequence_logps import (
     SequenceModel,
@@ -83,6 +90,13 @@ class PairChoices(CheckpointingChoices, PatchChoice, Protocol):
     use_weighting: bool
 
 
+PAIR_COLUMNS = {
+    "chosen_input_ids": (0, 0), "chosen_labels": (IGNORE_INDEX, 0),
+    "rejected_input_ids": (0, 0), "rejected_labels": (IGNORE_INDEX, 0),
+}  # fmt: skip
+"""Columns of a pair, and their values in the row of a blank micro-batch."""
+
+
 class AnswersObjective(StageObjective):
     """Base of learning from pairs and from verdicts: log-probabilities of answers under policy and reference.
 
@@ -95,6 +109,9 @@ class AnswersObjective(StageObjective):
         reference: whoever assembles the run sets it, where ``needs_reference``.
     """
 
+    batch_keys = frozenset({"reference", "mean_row", "baseline", "factors"})
+    disables_dropout = True
+    logs_rewards = True
     asks_evenness = False
     needs_reference = True
 
@@ -137,13 +154,22 @@ class AnswersObjective(StageObjective):
             self.head.softcap if self.head else None, accuracy=True, entropy=True, evenness=self.asks_evenness
         )  # fmt: skip
         self.aux_coefficient = aux_coefficient(causal_lm(model), options.router_aux_loss_coef)
-        return SequenceModel(model, self.head, self.makes_some_logits, rules, bool(self.aux_coefficient), options)
+        return SequenceModel(
+            model,
+            self.head,
+            self.makes_some_logits,
+            rules,
+            bool(self.aux_coefficient),
+            options,
+            self.batch_keys,
+        )
 
     def module_of_reference(self, model: nn.Module) -> SequenceModel:
         """A second model as one that is asked the same."""
         head = None if self.options.fused_loss is False else find_head(model)
         rules = LogpRules(head.softcap if head else None)
-        return SequenceModel(model, head, head is None and makes_some_logits(model), rules, False, self.options)
+        makes_some = head is None and makes_some_logits(model)
+        return SequenceModel(model, head, makes_some, rules, False, self.options, self.batch_keys)
 
     def num_items(self, batch: Batch) -> Tensor:
         """() pairs, or records."""
@@ -176,9 +202,13 @@ class AnswersObjective(StageObjective):
             return [answering(batch).logps for batch in batches]
 
 
-@OBJECTIVES.register("dpo", options=PairOptions)
+@OBJECTIVES.register("dpo", options=PairOptions, reads=(PreferenceOptions, ReferenceOptions))
 class PairObjective(AnswersObjective):
     """Pairs of answers, the better one named (DPO and its relatives)."""
+
+    records = "pairs"
+    row_columns = PAIR_COLUMNS
+    batch_keys = AnswersObjective.batch_keys | {"matches_chosen", "matches_rejected", "pairs_per_token"}
 
     def __init__(self, options: PairChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         super().__init__(options, template, tokenizer)
@@ -343,6 +373,18 @@ class PairObjective(AnswersObjective):
     def _shown(self, side: Side) -> Tensor:
         """(P,) what is logged of an answer: its sum, or for a loss of means its mean."""
         return side.mean if self.averages else side.logps
+
+
+@check
+def check_pair_stage(options: PreferenceChoices) -> list[Problem]:
+    """Refuse losses of another stage."""
+    if OBJECTIVES[options.stage] is not PairObjective:
+        return []
+    return [
+        Problem(f'"pref_loss": {name} is a loss of stage: sft.', option="pref_loss")
+        for name in options.pref_loss
+        if name in OF_SFT
+    ]
 
 
 @contextmanager

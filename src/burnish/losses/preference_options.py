@@ -11,12 +11,12 @@ from typing import Protocol
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
 from burnish.config.options import changed_options, option, specs
-from burnish.losses.base import OBJECTIVES
+from burnish.config.registry import Member
+from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.losses.preference_losses import PAIR_LOSSES
 
-PREFERENCE_STAGES = ("rm", "dpo", "kto")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-_OF_SFT = {"nll": "", "dft": "For TRL's dft set use_dft_loss: true."}
+OF_SFT = {"nll": "", "dft": "For TRL's dft set use_dft_loss: true."}
 REMOVED = {"kto_pair": "pref_loss: kto_pair was removed; use stage: kto, or pref_loss: bco_pair."}
 _OF_ANSWERS = ("train_on_prompt", "mask_history", "neat_packing", "predict_with_generate")
 _PAPER_BETA = 1.0
@@ -25,17 +25,17 @@ _FULL_RATE = 2e-5
 
 @dataclass
 class PreferenceOptions:
-    """Preferences: options of stages dpo and kto."""
+    """Preference optimization."""
 
     pref_beta: float = option(
-        0.1, "How far the policy may go from the reference: β of every loss of preferences.", gt=0,
+        0.1, "β of the preference loss. A larger β keeps the policy closer to the reference model.", gt=0,
         aliases=("beta", "dpo_beta", "orpo_beta"),
     )  # fmt: skip
     pref_ftx: float = option(
-        0.0, "Weight of the chosen answers' own loss, a mean over tokens, which keeps them likely.", ge=0,
+        0.0, "Weight of an added supervised loss on the chosen responses (mean over tokens).", ge=0,
         aliases=("dpo_ftx", "rpo_alpha"),
     )  # fmt: skip
-    disable_dropout: bool = option(True, "No dropout in a model that learns from preferences, LoRA's neither.")
+    disable_dropout: bool = option(True, "Disable dropout in preference training, including LoRA dropout.")
 
 
 @dataclass
@@ -43,49 +43,62 @@ class ReferenceOptions:
     """Reference model."""
 
     ref_model: str | None = option(
-        None, "The reference model; the start of this run where none is named.", names_place=True
+        None, "Reference model: a folder or a hub id. Default: the model before training.", names_place=True
     )
-    ref_model_adapters: list[str] | None = option(None, "Adapters that are merged into it, in order.", names_place=True)
-    ref_model_quantization_bit: int | None = option(None, "Load it in so many bits.", choices=(4, 8))
-    sync_ref_model: bool = option(False, "Move the reference towards the policy every ref_model_sync_steps (TR-DPO).")
-    ref_model_mixup_alpha: float = option(0.6, "The policy's share when it moves.", gt=0, le=1)
-    ref_model_sync_steps: int = option(512, "Steps between two moves.", ge=1, unit="steps")
+    ref_model_adapters: list[str] | None = option(
+        None, "Adapters to merge into the reference model, in order.", names_place=True
+    )
+    ref_model_quantization_bit: int | None = option(
+        None, "Number of bits to quantize the reference model to.", choices=(4, 8)
+    )
+    sync_ref_model: bool = option(
+        False, "Update the reference model towards the policy every ref_model_sync_steps steps (TR-DPO)."
+    )
+    ref_model_mixup_alpha: float = option(
+        0.6, "Weight of the policy in each update of the reference model.", gt=0, le=1
+    )
+    ref_model_sync_steps: int = option(
+        512, "Number of steps between updates of the reference model.", ge=1, unit="steps"
+    )
     precompute_ref_log_probs: bool = option(
-        False, "Ask the reference about every row once, before the first step; full training then keeps no copy of its "
-        "start, and steps are shorter.",
+        False,
+        "Compute the reference log-probabilities of all examples once before training. Steps are faster, "
+        "and full fine-tuning keeps no copy of the initial weights.",
     )  # fmt: skip
 
 
 @dataclass
 class PairOptions:
-    """Learning from pairs of answers."""
+    """Losses of preference pairs."""
 
     pref_loss: list[str] = option(
-        ["sigmoid"], "The loss of a pair; several are added.", choices=tuple(PAIR_LOSSES),
+        ["sigmoid"], "Preference loss. Several losses are summed.", choices=tuple(PAIR_LOSSES),
         refused=lambda: (*REMOVED, "nll", "dft"),
         aliases=("loss_type", "dpo_loss"),
     )  # fmt: skip
     pref_loss_weights: list[float] | None = option(
-        None, "What each of several losses counts; 1 each if not given.", aliases=("loss_weights",)
+        None, "Weights of several preference losses. Default: 1 each.", aliases=("loss_weights",)
     )
     dpo_label_smoothing: float = option(
-        0.0, "The share of pairs whose answers are taken to be swapped; for sigmoid, robust, exo_pair and aot.", ge=0,
+        0.0, "Assumed fraction of pairs with swapped labels; for sigmoid, robust, exo_pair and aot.", ge=0,
         lt=0.5, aliases=("label_smoothing",),
     )  # fmt: skip
-    pref_bco_weight: float = option(0.0, "Weight of BCO's loss, with a moving baseline, beside the loss.", ge=0)
-    simpo_gamma: float = option(0.5, "The margin between two answers that simpo asks for.", ge=0)
+    pref_bco_weight: float = option(0.0, "Weight of an added BCO loss.", ge=0)
+    simpo_gamma: float = option(0.5, "Target reward margin of SimPO.", ge=0)
     ld_alpha: float | None = option(
-        None, "What tokens beyond the length of the shorter answer count (LD-DPO).", ge=0, le=1
+        None, "Weight of the tokens beyond the length of the shorter response (LD-DPO).", ge=0, le=1
     )
-    discopop_tau: float = option(0.05, "The temperature of discopop.", gt=0)
-    f_divergence_type: str = option("reverse_kl", "What the policy's distance is measured by.", choices=DIVERGENCES)
-    f_alpha_divergence_coef: float = option(0.5, "The coefficient of alpha_divergence.")
-    use_weighting: bool = option(False, "Weigh each pair by how likely the policy is to write it (WPO).")
+    discopop_tau: float = option(0.05, "Temperature of the DiscoPOP loss.", gt=0)
+    f_divergence_type: str = option("reverse_kl", "f-divergence used in place of the reverse KL.", choices=DIVERGENCES)
+    f_alpha_divergence_coef: float = option(0.5, "Coefficient of alpha_divergence.")
+    use_weighting: bool = option(False, "Weight each pair by its probability under the policy (WPO).")
     cpo_alpha: float = option(
-        0.0, "Weight of the chosen answers' loss, a mean over the tokens of the step (CPO).", ge=0
+        0.0, "Weight of the supervised loss on chosen responses in CPO (mean over the tokens of the step).", ge=0
     )
-    alphapo_alpha: float = option(0.0, "The exponent of AlphaPO, for losses without a reference; 0 is none.")
-    dpop_lambda: float = option(50.0, "Weight of dpop's penalty on chosen answers that become less likely.", ge=0)
+    alphapo_alpha: float = option(0.0, "Alpha of AlphaPO, for losses without a reference model. 0: off.")
+    dpop_lambda: float = option(
+        50.0, "Weight of the penalty of DPOP on chosen responses that become less likely.", ge=0
+    )
 
 
 class FixedReferenceChoices(Protocol):
@@ -111,10 +124,7 @@ class PreferenceChoices(FixedReferenceChoices, PairLossChoices, Protocol):
     """The options read here."""
 
     finetuning_type: str
-    kl_pairing: str
-    kto_loss: str
     learning_rate: float
-    max_tokens_per_batch: int | None
     packing: bool | None
     stage: str
     streaming: bool
@@ -123,15 +133,10 @@ class PreferenceChoices(FixedReferenceChoices, PairLossChoices, Protocol):
 @check
 def check_preferences(options: PreferenceChoices) -> list[Problem]:
     """Find options that contradict each other, or that need rows of another stage."""
-    of_sft = [name for name in options.pref_loss if name in _OF_SFT]
-    if options.stage not in PREFERENCE_STAGES:
-        return [Problem('"loss_type" is dft.', remedy=_OF_SFT["dft"], option="pref_loss")] if "dft" in of_sft else []
-    problems = [
-        Problem(f'"pref_loss": {name} is a loss of stage: sft.', option="pref_loss")
-        for name in of_sft
-        if options.stage == "dpo"
-    ]
-    problems += [_only_sft(name) for name in _OF_ANSWERS if getattr(options, name)]
+    if not _compares(options.stage):
+        is_asked = "dft" in options.pref_loss
+        return [Problem('"loss_type" is dft.', remedy=OF_SFT["dft"], option="pref_loss")] if is_asked else []
+    problems = [_only_sft(name) for name in _OF_ANSWERS if getattr(options, name)]
     if options.packing:
         problems.append(
             Problem(
@@ -140,9 +145,12 @@ def check_preferences(options: PreferenceChoices) -> list[Problem]:
                 option="packing",
             )
         )
-    problems += check_reference(options, options.streaming)
-    problems += _check_pairing(options) if options.stage == "kto" and options.kl_pairing == "group" else []
-    return problems + (check_pairs(options) if options.stage == "dpo" else [])
+    return problems + check_reference(options, options.streaming)
+
+
+def _compares(stage: str) -> bool:
+    """Whether a stage learns from preferences: pairs, or answers with a verdict."""
+    return OBJECTIVES[stage].records in ("pairs", "verdicts")
 
 
 def check_reference(options: FixedReferenceChoices, streams: bool) -> list[Problem]:
@@ -162,19 +170,6 @@ def check_reference(options: FixedReferenceChoices, streams: bool) -> list[Probl
         if streams
         else found
     )
-
-
-def _check_pairing(options: PreferenceChoices) -> list[Problem]:
-    """Refuse what needs to know the other answers of a step before its rows are dealt."""
-    asked = {
-        "precompute_ref_log_probs": options.precompute_ref_log_probs,
-        "max_tokens_per_batch": options.max_tokens_per_batch,
-    }
-    return [
-        Problem(f'"{name}" needs every row before the first step, and kl_pairing: group makes rows of the step.',
-                remedy="Leave one of them out.", option=(name, "kl_pairing"))
-        for name, is_asked in asked.items() if is_asked
-    ]  # fmt: skip
 
 
 def _only_sft(name: str) -> Problem:
@@ -224,28 +219,22 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
 @notes
 def preference_notes(options: PreferenceChoices) -> list[str]:
     """Notes on options that have no effect, or are probably not meant."""
-    stage, why = options.stage, f"stage is {options.stage}"
-    groups = {member.name: member.options for member in OBJECTIVES if member.name in PREFERENCE_STAGES}
-    others = _unread(options, *(group for name, group in groups.items() if group and name != stage), why=why)
-    if stage not in PREFERENCE_STAGES:
-        return [*_unread(options, PreferenceOptions, ReferenceOptions, why=why), *others]
-    if stage == "rm":
-        shared = [note for note in _unread(options, PreferenceOptions, why=why) if "disable_dropout" not in note]
-        return [*shared, *_unread(options, ReferenceOptions, why=why), *others]
-    named = [name for name in options.pref_loss if name in PAIR_LOSSES]
-    own = pair_notes(options, named) if stage == "dpo" else _pairing_notes(options)
-    return [*own, *others, *_rate_notes(options, "1e-7 to 5e-6")]
+    stage = options.stage
+    groups = (PreferenceOptions, ReferenceOptions, *(m.options for m in OBJECTIVES if m.options and _compares(m.name)))
+    read = _options_of(OBJECTIVES.get(stage))
+    unread = dict.fromkeys(name for group in groups for name in specs(group) if name not in read)
+    found = [f'"{name}" has no effect: stage is {stage}.' for name in unread if name in changed_options(options)]
+    if not OBJECTIVES[stage].logs_rewards:
+        return found
+    names = [name for name in options.pref_loss if name in PAIR_LOSSES]
+    own = pair_notes(options, names) if "pref_loss" in read else []
+    return [*own, *found, *_rate_notes(options, "1e-7 to 5e-6")]
 
 
-def _pairing_notes(options: PreferenceChoices) -> list[str]:
-    if options.kl_pairing == "neighbour" or options.kto_loss == "kto":
-        return []
-    return [f'"kl_pairing" has no effect: kto_loss {options.kto_loss} has no other answers.']
-
-
-def _unread(options: PreferenceChoices, *groups: type, why: str) -> list[str]:
-    names = {name for group in groups for name in specs(group)}
-    return [f'"{name}" has no effect: {why}.' for name in changed_options(options) if name in names]
+def _options_of(member: Member[type[StageObjective]]) -> set[str]:
+    """Names of the options that a stage reads: of its group, and of its trait ``reads``."""
+    known = (member.options, *member.traits.get("reads", ()))
+    return {name for each in known if each for name in ([each] if isinstance(each, str) else specs(each))}
 
 
 def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ is the end token, that look ends one token early.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -28,8 +28,8 @@ from burnish.loop.protocols import Engine
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.lm import unfitted
-from burnish.losses.logits import NOT_FOR_THE_MODEL, target_positions
-from burnish.losses.pairs import two_answers
+from burnish.losses.logits import model_inputs, target_positions
+from burnish.losses.pairs import PAIR_COLUMNS, two_answers
 from burnish.losses.preference_losses import bradley_terry
 
 WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
@@ -38,14 +38,16 @@ WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
 
 @dataclass
 class RewardOptions:
-    """Learning a reward model."""
+    """Reward modeling."""
 
     center_rewards_coefficient: float | None = option(
-        None, "Weight of the square of a pair's summed scores, which keeps their mean near 0.", ge=0
+        None, "Weight of a penalty on the squared sum of the scores of a pair, which centers them at 0.", ge=0
     )
     reward_head: str | None = option(
-        None, "What is saved: the language model with a value head in a file of its own (value_head), or one sequence "
-        "classifier of transformers (score); as the model came, and value_head for a new one, if not given.",
+        None,
+        "Format of the saved reward model: a language model with a separate value head (value_head), or a "
+        "sequence classifier of transformers (score). Default: as the model was loaded; value_head for a "
+        "new one.",
         choices=("value_head", "score"),
     )  # fmt: skip
 
@@ -93,17 +95,18 @@ class ScoringModel(nn.Module):
     Args:
         model: of transformers, adapted or not.
         head: (N, H) -> (N,).
+        batch_keys: keys of batches that are no input of the model, besides those of every loss.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+    def __init__(self, model: nn.Module, head: nn.Module, batch_keys: Collection[str] = ()) -> None:
         super().__init__()
+        self._batch_keys = batch_keys
         self.model, self.head = model, head
 
     def forward(self, batch: Batch) -> Tensor:
         """(S,) the score of each sequence."""
-        inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
         backbone = causal_lm(self.model).base_model
-        hidden: Tensor = backbone(**inputs, use_cache=False)[0]
+        hidden: Tensor = backbone(**model_inputs(batch, self._batch_keys))[0]
         scores: Tensor = self.head(hidden.flatten(0, 1).index_select(0, batch["target_positions"]))
         return torch.zeros_like(scores).index_add(0, batch["owner"], scores)
 
@@ -115,9 +118,15 @@ class RewardChoices(Protocol):
     reward_head: str | None
 
 
-@OBJECTIVES.register("rm", options=RewardOptions)
+@OBJECTIVES.register("rm", options=RewardOptions, reads=("disable_dropout",))
 class RewardObjective(StageObjective):
     """Scores of answers, from pairs of them (a reward model)."""
+
+    records = "pairs"
+    row_columns = PAIR_COLUMNS
+    batch_keys = frozenset({"margin"})
+    uses_lm_head = False
+    disables_dropout = True
 
     def __init__(self, options: RewardChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         self.options = options
@@ -159,7 +168,7 @@ class RewardObjective(StageObjective):
         """The model and its score as one module. ``fit`` comes first."""
         assert self.head is not None
         self.head.to(next(model.parameters()).device)
-        return ScoringModel(model, self.head)
+        return ScoringModel(model, self.head, self.batch_keys)
 
     def own_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         assert self.head is not None

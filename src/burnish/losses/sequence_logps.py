@@ -9,7 +9,7 @@ each sequence, with a gradient. Only positions that predict a learned token reac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -23,14 +23,18 @@ from burnish.loop.protocols import Engine
 from burnish.loop.types import Batch, Row
 from burnish.losses.base import Collate
 from burnish.losses.lm import tied_embedding
-from burnish.losses.logits import NOT_FOR_THE_MODEL, logits_at, target_positions
+from burnish.losses.logits import logits_at, model_inputs, target_positions
 from burnish.utils.patching import PatchChoice, allows
 
 
 class SequenceValues(NamedTuple):
-    """Sums over the learned tokens of each sequence, (S,) float32. Only ``logps`` has a gradient."""
+    """Log-probabilities of the learned tokens, and sums over each sequence, (S,) float32.
 
-    logps: Tensor  # in nats, each token times its factor
+    Only ``token_logps`` and ``logps`` have a gradient. Token n belongs to the sequence ``batch["owner"][n]``.
+    """
+
+    token_logps: Tensor  # (N,) in nats, each times its factor
+    logps: Tensor  # sums of ``token_logps``
     correct: Tensor  # tokens predicted right; zero where not asked for
     entropy: Tensor  # in nats; zero where not asked for
     evenness: Tensor  # log p(token) - ln Σ_v p(v)²; zero where not asked for
@@ -79,13 +83,15 @@ class SequenceModel(nn.Module):
         rules: what else is asked of each token.
         asks_router: whether the loss of the model's router is asked for.
         patches: whether the embedding may be patched.
+        batch_keys: keys of batches that are no input of the model, besides those of every loss.
     """
 
     def __init__(
         self, model: nn.Module, head: Head | None, makes_some_logits: bool, rules: LogpRules, asks_router: bool,
-        patches: PatchChoice,
+        patches: PatchChoice, batch_keys: Collection[str] = (),
     ) -> None:  # fmt: skip
         super().__init__()
+        self._batch_keys = batch_keys
         self.model = model
         self._head = head
         self._tied = tied_embedding(causal_lm(model), head) if head is not None and allows(patches, TIED) else None
@@ -96,8 +102,7 @@ class SequenceModel(nn.Module):
     def forward(self, batch: Batch) -> SequenceValues:
         learned, owner = batch["target_positions"], batch["owner"]
         targets = batch["labels"].flatten()[learned + 1].clamp(min=0)  # those of a blank batch weigh nothing later
-        inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
-        inputs["use_cache"] = False
+        inputs = model_inputs(batch, self._batch_keys)
         if self._head is not None and not self._asks_router:
             tokens, mean_logits, aux = *self._in_chunks(self._head, inputs, learned, targets, batch), None
         else:
@@ -105,7 +110,7 @@ class SequenceModel(nn.Module):
         count = len(batch["lengths"])
         logps = tokens.logps * batch["factors"] if "factors" in batch else tokens.logps
         return SequenceValues(
-            _sums(logps, owner, count), _sums(tokens.correct, owner, count), _sums(tokens.entropy, owner, count),
+            logps, _sums(logps, owner, count), _sums(tokens.correct, owner, count), _sums(tokens.entropy, owner, count),
             _sums(tokens.evenness, owner, count), _sums(mean_logits, owner, count), aux,
         )  # fmt: skip
 

@@ -21,34 +21,33 @@ from burnish.config.options import option, set_without
 class ExportOptions:
     """Export."""
 
-    export_dir: str | None = option(
-        None, "The folder that burnish export writes the whole model into.", names_place=True
-    )
-    export_size: int = option(5, "The largest file of weights.", unit="GB", ge=1)
+    export_dir: str | None = option(None, "Output folder of burnish export.", names_place=True)
+    export_size: int = option(5, "Maximum size of a weight file.", unit="GB", ge=1)
     export_device: str = option(
-        "cpu", "Where adapters are merged; auto takes a GPU if there is one.", choices=("cpu", "auto")
+        "cpu", "Device on which adapters are merged. auto: a GPU if available.", choices=("cpu", "auto")
     )
     infer_dtype: str = option(
-        "auto", "The format of the weights that are exported; auto for that of the base model's files.",
+        "auto", "Dtype of the exported weights. auto: the dtype of the base model's files.",
         choices=("auto", "float16", "bfloat16", "float32"), aliases=("export_dtype",),
     )  # fmt: skip
     export_format: str = option(
-        "safetensors", "A folder of safetensors, or with a GGUF file for llama.cpp and Ollama in it too.",
+        "safetensors", "Format of the export: safetensors, or safetensors and a GGUF file for llama.cpp and Ollama.",
         choices=("safetensors", "gguf"),
     )  # fmt: skip
     export_gguf_type: str = option(
-        "f16", "The format of the weights in the GGUF file: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1; with "
-        "llama_cpp any that llama-quantize knows.",
+        "f16",
+        "Type of the weights in the GGUF file: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1; with "
+        "llama_cpp, any type of llama-quantize.",
     )  # fmt: skip
     llama_cpp: str | None = option(
         None,
-        "A checkout or an installation of llama.cpp, whose converter and quantiser write the GGUF file then.",
+        "Path of a llama.cpp checkout or installation whose converter and quantizer write the GGUF file.",
         names_place=True,
         risky="programs of that folder are run",
     )
     export_hub_model_id: str | None = option(
         None,
-        "The repository on the hub that the exported folder is uploaded to.",
+        "Hub repository to upload the exported model to.",
         risky="it uploads to a hub in the name of whoever started the page",
     )
 

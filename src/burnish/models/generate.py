@@ -25,36 +25,47 @@ from burnish.kernels.probe import causal_lm
 
 @dataclass
 class GenerationOptions:
-    """Generation of answers."""
+    """Generation."""
 
-    predict_with_generate: bool = option(False, "Predict by generating answers, not by the loss of the given ones.")
-    do_sample: bool = option(True, "Draw each token at random; false takes the most likely one.")
-    temperature: float = option(0.95, "Below 1 likely tokens become likelier still, above 1 less so.", gt=0)
-    top_p: float = option(0.7, "Draw from the likeliest tokens whose probabilities add up to this.", gt=0, le=1)
-    top_k: int = option(50, "Draw from this many of the likeliest tokens; 0 for all.", ge=0)
-    num_beams: int = option(
-        1, "Beams of a beam search; 1 for none.", ge=1, aliases=("eval_num_beams", "generation_num_beams")
+    predict_with_generate: bool = option(
+        False, "Generate responses for predictions instead of computing the loss of the reference responses."
     )
-    max_new_tokens: int = option(1024, "The longest answer; 0 lets max_length decide.", unit="tokens", ge=-1)
+    do_sample: bool = option(True, "Sample tokens; false uses greedy decoding.")
+    temperature: float = option(0.95, "Sampling temperature.", gt=0)
+    top_p: float = option(
+        0.7, "Sample from the smallest set of most likely tokens whose probabilities sum up to this value.", gt=0, le=1
+    )
+    top_k: int = option(50, "Sample from the k most likely tokens. 0: no limit.", ge=0)
+    num_beams: int = option(
+        1,
+        "Number of beams for beam search. 1: no beam search.",
+        ge=1,
+        aliases=("eval_num_beams", "generation_num_beams"),
+    )
+    max_new_tokens: int = option(
+        1024, "Maximum number of generated tokens. 0: limited by max_length.", unit="tokens", ge=-1
+    )
     max_length: int = option(
-        1024, "The longest prompt and answer together, where max_new_tokens is 0.", unit="tokens", ge=1,
+        1024, "Maximum length of prompt and response together, if max_new_tokens is 0.", unit="tokens", ge=1,
         aliases=("generation_max_length",),
     )  # fmt: skip
-    repetition_penalty: float = option(1.0, "Above 1 what was said already becomes less likely.", gt=0)
-    length_penalty: float = option(1.0, "Above 0 a beam search prefers longer answers.")
+    repetition_penalty: float = option(1.0, "Repetition penalty. 1: no penalty.", gt=0)
+    length_penalty: float = option(1.0, "Length penalty of beam search. Above 0 prefers longer responses.")
     cache_implementation: str = option(
-        "dynamic", "Keys and values in tensors that grow (dynamic), or of one size (static). For the latter a GPU "
-        "compiles the model, which takes a minute and pays for many long answers; a CPU compiles nothing.",
+        "dynamic",
+        "Key-value cache: growing (dynamic) or of fixed size (static). With static, the model is compiled "
+        "on a GPU, which takes a minute and pays off for many long responses.",
         choices=("dynamic", "static"),
     )  # fmt: skip
-    skip_special_tokens: bool = option(True, "Leave control tokens out of the text of answers.")
-    samples: int = option(1, "Answers drawn to each question of predict_with_generate, each with its likelihood.", ge=1)
+    skip_special_tokens: bool = option(True, "Remove special tokens from generated text.")
+    samples: int = option(
+        1, "Number of responses sampled per prompt with predict_with_generate, each with its log-likelihood.", ge=1
+    )
 
 
 class AnswerChoices(Protocol):
     """The options that say whether answers are made."""
 
-    stage: str
     do_predict: bool
     predict_with_generate: bool
     max_length: int
@@ -75,15 +86,6 @@ def check_generation(options: AnswerChoices) -> list[Problem]:
                 what,
                 remedy="Set do_sample: true and num_beams: 1, or leave samples out.",
                 option=("samples", "do_sample", "num_beams"),
-            )
-        )
-    if options.predict_with_generate and options.stage == "pt":
-        what = f'"predict_with_generate" answers prompts, and stage: {options.stage} has none.'
-        problems.append(
-            Problem(
-                what,
-                remedy="Set stage: sft, or leave predict_with_generate out to measure the loss.",
-                option="predict_with_generate",
             )
         )
     return problems

@@ -12,67 +12,77 @@ from burnish.config.options import option
 
 @dataclass
 class ModelOptions:
-    """Model, and how it is loaded."""
+    """Model and tokenizer."""
 
     model_name_or_path: str | None = option(
         None,
-        "The model: a local folder, or an id on the Hugging Face hub; on ModelScope's with USE_MODELSCOPE_HUB=1.",
+        "Base model: a local folder or a Hugging Face hub id (a ModelScope id with USE_MODELSCOPE_HUB=1).",
         names_place=True,
     )
     adapter_name_or_path: list[str] | None = option(
         None,
-        "Adapters to begin with, folders or hub ids: merged in order, the last goes on training.",
+        "Adapters to start from (folders or hub ids). All but the last are merged; the last continues training.",
         names_place=True,
     )
     model_revision: str = option("main", "Branch, tag or commit of the model on the hub.")
     cache_dir: str | None = option(
-        None, "Where models and data sets from a hub are kept; the hub's own place if not given.", names_place=True
+        None, "Folder for models and datasets downloaded from a hub. Default: the hub's own cache.", names_place=True
     )
     hf_hub_token: str | None = option(
-        None, "The token for private models and data sets on the Hugging Face hub.", is_secret=True
+        None, "Access token for private models and datasets on the Hugging Face hub.", is_secret=True
     )
-    ms_hub_token: str | None = option(None, "The token for private models and data sets on ModelScope.", is_secret=True)
+    ms_hub_token: str | None = option(
+        None, "Access token for private models and datasets on ModelScope.", is_secret=True
+    )
     trust_remote_code: bool = option(
         False,
-        "Run Python code that comes with the model. It can do anything you can.",
+        "Run Python code that comes with the model. Enable only for models that you trust.",
         risky="it runs code that a model brings",
     )
-    train_from_scratch: bool = option(False, "Start from random weights, drawn with seed; only the config is read.")
-    use_fast_tokenizer: bool = option(
-        True, "Use the tokenizer written in Rust.", ignored="transformers 5 always uses it"
+    train_from_scratch: bool = option(
+        False, "Initialize the weights randomly (with seed); only the model's config is read."
     )
-    add_tokens: list[str] | None = option(None, "New tokens for the tokenizer; implies resize_vocab.")
+    use_fast_tokenizer: bool = option(
+        True, "Use the fast tokenizer, written in Rust.", ignored="transformers 5 always uses it"
+    )
+    add_tokens: list[str] | None = option(None, "New tokens to add to the tokenizer. Implies resize_vocab.")
     add_special_tokens: list[str] | None = option(
-        None, "New special tokens for the tokenizer, never split and not part of text; implies resize_vocab.",
+        None, "New special tokens to add to the tokenizer; they are never split. Implies resize_vocab.",
         aliases=("new_special_tokens", "additional_special_tokens"),
     )  # fmt: skip
     new_special_tokens_config: str | dict[str, Any] | None = option(
-        None, "New special tokens with what each stands for, in words: a YAML or JSON file, {<token>: <description>}; "
-        "implies resize_vocab.", names_place=True,
+        None,
+        "YAML or JSON file with new special tokens and their descriptions: {<token>: <description>}. "
+        "Implies resize_vocab.", names_place=True,
     )  # fmt: skip
     init_special_tokens: str = option(
-        "noise_init", "How the rows of those begin: around the mean of all rows, or as the mean of the rows of the "
-        "words that describe them, with noise or without.", choices=("noise_init", "desc_init", "desc_init_w_noise"),
+        "noise_init",
+        "Initialization of the embeddings of new special tokens: noise around the mean embedding, or the "
+        "mean embedding of the words in their descriptions, with or without noise.",
+        choices=("noise_init", "desc_init", "desc_init_w_noise"),
     )  # fmt: skip
-    resize_vocab: bool = option(False, "Grow the embedding where the tokenizer has more tokens than it has rows.")
+    resize_vocab: bool = option(False, "Resize the embedding if the tokenizer has more tokens than it has rows.")
     flash_attn: str = option(
-        "auto", "How attention is computed; auto leaves the choice to the model.",
+        "auto", "Attention implementation, by LLaMA-Factory's names. auto: the model's default.",
         choices=("auto", "disabled", "sdpa", "fa2", "fa3"),
     )  # fmt: skip
     attn_implementation: str | None = option(
         None,
-        "The same by transformers' name, or a kernel of the hub: kernels-community/flash-attn2, with kernels.",
+        "Attention implementation, by transformers' names, or a kernel from the hub such as "
+        "kernels-community/flash-attn2 (requires the library kernels).",
         risky="another name is that of a kernel on the hub, which is code",
         harmless=("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"),
     )
     rope_scaling: str | None = option(
-        None, "Stretch rotary positions where cutoff_len is beyond the model's context.",
+        None, "RoPE scaling method for a cutoff_len beyond the model's context length.",
         choices=("linear", "dynamic", "yarn", "llama3"),
     )  # fmt: skip
-    upcast_layernorm: bool = option(False, "Keep the weights of norms in float32.")
-    use_cache: bool = option(False, "Keep keys and values in the forward passes of training, which do not need them.")
+    upcast_layernorm: bool = option(False, "Keep the weights of normalization layers in float32.")
+    use_cache: bool = option(
+        False, "Return the key-value cache from forward passes in training. Training does not need it."
+    )
     low_cpu_mem_usage: bool = option(
-        True, "Load without a second copy in memory.", ignored="transformers 5 always loads so"
+        True, "Load the model without a second copy of its weights in memory.", ignored="transformers 5 always loads so"
     )
 
 

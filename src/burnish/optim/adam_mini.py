@@ -41,7 +41,7 @@ _QUERY_OR_KEY = re.compile(r"(^|\.)(q_proj|k_proj|wq|wk|query|key|q_lin|k_lin)\.
 class AdamMiniOptions:
     """Adam-mini."""
 
-    use_adam_mini: bool = option(False, "AdamW with one second moment per head, neuron or token (Adam-mini).")
+    use_adam_mini: bool = option(False, "Use Adam-mini: AdamW with one second moment per head, neuron or token.")
 
 
 @check

@@ -42,24 +42,28 @@ _NOT_FOR = {
 
 @dataclass
 class BadamOptions:
-    """Block-wise AdamW."""
+    """BAdam."""
 
-    use_badam: bool = option(False, "Train block after block with AdamW, in the memory of one block.")
+    use_badam: bool = option(
+        False, "Use BAdam: train one block of layers at a time with AdamW, in the memory of one block."
+    )
     badam_mode: str = option(
-        "layer", "What is active: one layer, or a share of every tensor.", choices=("layer", "ratio")
+        "layer",
+        "What is trained at a time: one layer, or a fraction of every tensor (ratio).",
+        choices=("layer", "ratio"),
     )
-    badam_start_block: int | None = option(None, "Index of the first block; by the switch mode if not given.", ge=0)
+    badam_start_block: int | None = option(None, "Index of the first block. Default: by badam_switch_mode.", ge=0)
     badam_switch_mode: str = option(
-        "ascending", "Which block comes next.", choices=("ascending", "descending", "random", "fixed")
+        "ascending", "Order of the blocks.", choices=("ascending", "descending", "random", "fixed")
     )
-    badam_switch_interval: int = option(
-        50, "Updates of a block before the next; -1 never switches.", unit="steps", ge=-1
-    )
-    badam_update_ratio: float = option(0.05, "Share of the entries that ratio mode moves.", gt=0, le=1)
+    badam_switch_interval: int = option(50, "Number of updates per block. -1: never switch.", unit="steps", ge=-1)
+    badam_update_ratio: float = option(0.05, "Fraction of the entries that ratio mode updates.", gt=0, le=1)
     badam_mask_mode: str = option(
-        "adjacent", "Entries that ratio mode moves: side by side, or scattered.", choices=("adjacent", "scatter")
+        "adjacent", "Entries that ratio mode updates: adjacent, or scattered.", choices=("adjacent", "scatter")
     )
-    badam_verbose: int = option(0, "What is logged at a switch: nothing, the block, its parameters.", choices=(0, 1, 2))
+    badam_verbose: int = option(
+        0, "What to log at each switch: nothing, the block, or its parameters.", choices=(0, 1, 2)
+    )
 
 
 class BadamChoices(AdamChoices, Protocol):

@@ -42,15 +42,15 @@ class OptimOptions:
     """Optimizer."""
 
     optim: str = option(
-        "adamw_torch_fused", "The optimizer, by transformers' name.", choices=OPTIMIZERS.names,
+        "adamw_torch_fused", "Optimizer, by transformers' names.", choices=OPTIMIZERS.names,
         refused=lambda: [member.name for member in OPTIMIZERS if "refused" in member.traits],
     )  # fmt: skip
-    optim_args: str | None = option(None, "Further arguments of the optimizer, as name=value, comma separated.")
-    learning_rate: float = option(5e-5, "The peak of the learning rate.", gt=0, lt=math.inf, aliases=("lr",))
-    weight_decay: float = option(0.0, "Decoupled weight decay; not on biases and norms.", ge=0)
-    adam_beta1: float = option(0.9, "Decay of Adam's first moment.", ge=0, lt=1)
-    adam_beta2: float = option(0.999, "Decay of Adam's second moment.", ge=0, lt=1)
-    adam_epsilon: float = option(1e-8, "Adam's guard against division by zero.", ge=0)
+    optim_args: str | None = option(None, "Further arguments of the optimizer: comma-separated name=value pairs.")
+    learning_rate: float = option(5e-5, "Peak learning rate.", gt=0, lt=math.inf, aliases=("lr",))
+    weight_decay: float = option(0.0, "Decoupled weight decay; not applied to biases and normalization weights.", ge=0)
+    adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.", ge=0, lt=1)
+    adam_beta2: float = option(0.999, "Decay rate of Adam's second moment.", ge=0, lt=1)
+    adam_epsilon: float = option(1e-8, "Epsilon of Adam, for numerical stability.", ge=0)
 
 
 @check

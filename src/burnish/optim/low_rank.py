@@ -60,32 +60,40 @@ _IN_A_LAYER = re.compile(r"\.\d+\.")
 
 @dataclass
 class LowRankOptions:
-    """GaLore and APOLLO: moments of low rank."""
+    """GaLore and APOLLO."""
 
-    use_galore: bool = option(False, "Project gradients to low rank (GaLore); optim says what moves them there.")
-    galore_target: list[str] = option(["all"], "Names of layers that GaLore projects; all for every linear one.")
-    galore_rank: int | None = option(None, "Rank of GaLore; 16 if not given, 128 under optim: galore_*.", ge=1)
-    galore_update_interval: int = option(200, "Updates between new directions for GaLore.", ge=1, unit="steps")
+    use_galore: bool = option(
+        False, "Use GaLore: project gradients to low rank. optim selects the optimizer in that space."
+    )
+    galore_target: list[str] = option(["all"], "Names of the layers to apply GaLore to. all: every linear layer.")
+    galore_rank: int | None = option(None, "Rank of GaLore. Default: 16; 128 with optim: galore_*.", ge=1)
+    galore_update_interval: int = option(200, "Number of updates between new GaLore projections.", ge=1, unit="steps")
     galore_scale: float | None = option(
-        None, "What GaLore's step is multiplied by; 2 if not given, 0.25 under optim: galore_*.", gt=0
+        None, "Scale of the GaLore update. Default: 2; 0.25 with optim: galore_*.", gt=0
     )
     galore_proj_type: str = option(
-        "std", "Side that GaLore projects: the shorter (std), the longer, right, left, or both.",
+        "std", "Side of the GaLore projection: the shorter (std), the longer, right, left, or both.",
         choices=("std", "reverse_std", "right", "left", "full"),
     )  # fmt: skip
-    use_apollo: bool = option(False, "Scale gradients as AdamW of low rank would (APOLLO).")
-    apollo_target: list[str] = option(["all"], "Names of layers that APOLLO scales; all for every linear one.")
-    apollo_rank: int | None = option(None, "Rank of APOLLO; 16 if not given, 128 under optim: apollo_adamw.", ge=1)
-    apollo_update_interval: int = option(200, "Updates between new directions for APOLLO.", ge=1, unit="steps")
+    use_apollo: bool = option(False, "Use APOLLO: scale gradients as low-rank AdamW would.")
+    apollo_target: list[str] = option(["all"], "Names of the layers to apply APOLLO to. all: every linear layer.")
+    apollo_rank: int | None = option(None, "Rank of APOLLO. Default: 16; 128 with optim: apollo_adamw.", ge=1)
+    apollo_update_interval: int = option(200, "Number of updates between new APOLLO projections.", ge=1, unit="steps")
     apollo_scale: float | None = option(
-        None, "APOLLO's step is multiplied by its root; 32 if not given, 1 under optim: apollo_adamw.", gt=0
+        None, "Scale of the APOLLO update, applied as its square root. Default: 32; 1 with optim: apollo_adamw.", gt=0
     )
-    apollo_proj: str = option("random", "Directions: random, or the gradient's own.", choices=("svd", "random"))
-    apollo_proj_type: str = option("std", "Side that APOLLO projects.", choices=("std", "right", "left"))
-    apollo_scale_type: str = option("channel", "One scale per channel, or per matrix.", choices=("channel", "tensor"))
-    apollo_scale_front: bool = option(False, "Multiply by the root of apollo_scale before a step's growth is limited.")
+    apollo_proj: str = option(
+        "random", "APOLLO projection: random, or by the SVD of the gradient.", choices=("svd", "random")
+    )
+    apollo_proj_type: str = option("std", "Side of the APOLLO projection.", choices=("std", "right", "left"))
+    apollo_scale_type: str = option(
+        "channel", "Granularity of the scale: one per channel, or one per matrix.", choices=("channel", "tensor")
+    )
+    apollo_scale_front: bool = option(
+        False, "Apply the square root of apollo_scale before the growth of a step is limited."
+    )
     optim_target_modules: str | list[str] | None = option(
-        None, "Layers of optim: galore_* and apollo_*: names, a regular expression, or all-linear."
+        None, "Layers for optim: galore_* and apollo_*: names, a regular expression, or all-linear."
     )
 
 

@@ -24,7 +24,9 @@ from burnish.optim.low_rank import in_layers, split_groups
 class MuonOptions:
     """Muon."""
 
-    use_muon: bool = option(False, "Move the matrices of the layers with Muon, the rest with AdamW.")
+    use_muon: bool = option(
+        False, "Use Muon for the weight matrices of the layers, and AdamW for all other parameters."
+    )
 
 
 @check

@@ -38,89 +38,92 @@ from burnish.parallel.process_counts import AUTO
 
 @dataclass
 class EngineOptions:
-    """Processes, devices, number formats, seeds."""
+    """Devices, precision, parallelism and seeds."""
 
     engine: str = option(
-        "auto", "Plain torch on one device (single) or on several, each with the whole model (ddp) or a part of it "
-        "(fsdp, deepspeed); accelerate sets ddp up by that library. auto takes what is set, else ddp for several.",
+        "auto",
+        "Backend: one device (single), data parallel (ddp), sharded (fsdp, deepspeed), or ddp set up by "
+        "accelerate. auto: as configured, otherwise ddp for several processes.",
         choices=("auto", "single", "ddp", "accelerate", "fsdp", "deepspeed"),
     )  # fmt: skip
     num_processes: int | str = option(
-        AUTO, "Processes of this machine that share the run, started by burnish; auto is one for each GPU.", ge=1,
+        AUTO, "Number of processes to start on this machine. auto: one per GPU.", ge=1,
     )  # fmt: skip
-    max_restarts: int = option(
-        0, "Times that the processes of a run which fails are started again, from the newest checkpoint.", ge=0
-    )
+    max_restarts: int = option(0, "Maximum number of restarts after a failure, from the latest checkpoint.", ge=0)
     stall_timeout_s: float | None = option(
-        None, "End a run in which no step and no batch of an evaluation ends for so long, with the stacks of every "
-        "process.", unit="s", gt=0,
+        None,
+        "Stop a run in which no step and no evaluation batch finishes for this time, and print the stacks "
+        "of all processes.", unit="s", gt=0,
     )  # fmt: skip
-    use_cpu: bool = option(False, "Stay on the CPU where there is a GPU too.", aliases=("no_cuda",))
-    bf16: bool = option(False, "Forward and backward in bfloat16 under autocast; the weights stay float32.")
-    fp16: bool = option(False, "The same in float16, with a loss scale that finds its own size.")
-    pure_bf16: bool = option(False, "Weights, gradients and optimizer in bfloat16, without autocast.")
-    tf32: bool | None = option(
-        None, "float32 products on a GPU's TF32 units: a fifth of the time, 10 bits of mantissa."
-    )
-    bf16_full_eval: bool = option(False, "Evaluate with the weights in bfloat16, outside of training only.")
-    fp16_full_eval: bool = option(False, "Evaluate with the weights in float16, outside of training only.")
+    use_cpu: bool = option(False, "Use the CPU even if a GPU is available.", aliases=("no_cuda",))
+    bf16: bool = option(False, "Mixed precision training in bfloat16 (autocast); the weights stay in float32.")
+    fp16: bool = option(False, "Mixed precision training in float16 with dynamic loss scaling.")
+    pure_bf16: bool = option(False, "Keep weights, gradients and optimizer state in bfloat16, without autocast.")
+    tf32: bool | None = option(None, "Allow TF32 matrix products for float32 on Ampere and newer GPUs.")
+    bf16_full_eval: bool = option(False, "Evaluate with weights in bfloat16, for evaluations outside of training.")
+    fp16_full_eval: bool = option(False, "Evaluate with weights in float16, for evaluations outside of training.")
     gradient_checkpointing: bool = option(
-        False, "Keep each layer's input only and compute the rest again in the backward pass.",
+        False, "Recompute activations in the backward pass to save memory.",
         aliases=("activation_checkpointing",),
     )  # fmt: skip
     gradient_checkpointing_kwargs: dict[str, Any] | None = option(
         None,
-        "use_reentrant and torch.utils.checkpoint's other arguments; every_n_layers, offload; selective.",
+        "Arguments of torch.utils.checkpoint, such as use_reentrant; and every_n_layers, offload, selective.",
         aliases=("activation_checkpointing_kwargs",),
     )
     activation_offloading: bool = option(
-        False, "Keep what the backward pass needs in the memory of the machine rather than on the GPU.",
+        False, "Offload activations to CPU memory until the backward pass.",
         aliases=("use_unsloth_gc",),
     )  # fmt: skip
     torch_compile: bool = option(False, "Compile the layers of the model with torch.compile.")
     torch_compile_backend: str | None = option(
         None,
-        "torch.compile's backend; inductor where nothing is given.",
+        "Backend of torch.compile. Default: inductor.",
         risky="another package can provide it",
         harmless=("inductor", "eager", "aot_eager", "cudagraphs"),
     )
-    torch_compile_mode: str | None = option(None, 'torch.compile\'s mode, such as "reduce-overhead".')
-    ddp_backend: str | None = option(None, "nccl, gloo, ...; chosen by the device where nothing is given.")
-    ddp_timeout: int = option(1800, "How long a process waits for the others before it gives up.", unit="s", gt=0)
-    ddp_bucket_cap_mb: int | None = option(None, "Size of the parcels in which gradients are synced.", unit="MB", gt=0)
+    torch_compile_mode: str | None = option(None, 'Mode of torch.compile, such as "reduce-overhead".')
+    ddp_backend: str | None = option(None, "Communication backend: nccl, gloo, ... Default: chosen by device.")
+    ddp_timeout: int = option(1800, "Timeout of collective operations.", unit="s", gt=0)
+    ddp_bucket_cap_mb: int | None = option(None, "Size of the gradient buckets of DDP.", unit="MB", gt=0)
     ddp_broadcast_buffers: bool | None = option(
-        None, "Sync buffers at each forward pass; true where nothing is given, as in torch."
+        None, "Synchronize buffers at each forward pass. Default: true, as in torch."
     )
     ddp_find_unused_parameters: bool | None = option(
-        None, "Look for weights that a forward pass did not use; where nothing is given, unless layers are "
-        "checkpointed, as in transformers.",
+        None,
+        "Find parameters that a forward pass does not use. Default: true without gradient checkpointing, as"
+        " in transformers.",
     )  # fmt: skip
-    ddp_static_graph: bool | None = option(None, "Promise that every forward pass uses the same weights.")
+    ddp_static_graph: bool | None = option(None, "Declare that every forward pass uses the same parameters.")
     fsdp: bool | str | list[str] | None = option(
-        None, "Shard weights, gradients and optimizer over processes: true, full_shard, shard_grad_op (weights stay "
-        "whole between forward and backward), hybrid_shard (within a machine); offload keeps them on the CPU.",
+        None,
+        "Fully sharded data parallelism: true or full_shard, shard_grad_op (weights stay gathered between "
+        "forward and backward), hybrid_shard (shard within a node); offload keeps shards on the CPU.",
     )  # fmt: skip
     fsdp_config: dict[str, Any] | str | None = option(
         None,
-        "FSDP's settings, by transformers' and accelerate's names, or the JSON file that holds them.",
+        "FSDP settings, by transformers' and accelerate's names, or a JSON file with them.",
         names_place=True,
     )
     deepspeed: dict[str, Any] | str | None = option(
         None,
-        f"DeepSpeed's settings, or the JSON file that holds them, or one of {', '.join(NAMES)}.",
+        f"DeepSpeed config, or a JSON file with it, or one of {', '.join(NAMES)}.",
         names_place=True,
         risky="its settings can name programs",
         harmless=NAMES,
     )
     accelerator_config: dict[str, Any] | str | None = option(
-        None, "Settings of accelerate, or a JSON file.",
+        None, "Settings of accelerate, or a JSON file with them.",
         ignored="burnish deals rows to processes itself, which is all that they settle.", names_place=True,
     )  # fmt: skip
     seed: int = option(
-        42, "Of weights made anew, dropout, and the order of the rows where data_seed is not given.", ge=0, le=2**32 - 1
+        42,
+        "Random seed for weight initialization, dropout and (unless data_seed is set) data order.",
+        ge=0,
+        le=2**32 - 1,
     )
-    data_seed: int | None = option(None, "Of the order of the rows.", ge=0, le=2**32 - 1)
-    full_determinism: bool = option(False, "Refuse operations whose result can differ from run to run; slower.")
+    data_seed: int | None = option(None, "Random seed for the data order.", ge=0, le=2**32 - 1)
+    full_determinism: bool = option(False, "Use deterministic algorithms only. Slower.")
 
 
 @check

@@ -24,7 +24,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL_OPTIONS = {"output_dir", "dataset_dir", "cache_dir", "resume_from_checkpoint", "logging_dir", "config_name"}
 """Options that name a place on one machine and say nothing about the model."""
 _YAML_WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
-_STAGES = {"sft": "supervised fine-tuning", "pt": "continued pretraining", "training": "training"}
 _ADAPTERS = {"lora": "A LoRA adapter"}
 _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 
@@ -37,7 +36,7 @@ class CardFacts:
         name: of the model: the last part of ``output_dir``.
         base_model: ``model_name_or_path`` as given; "" when trained from scratch.
         datasets: names or files as given.
-        stage: "sft", "pt", or the name of a stage that another package brings.
+        stage: the name of the stage.
         method: ``finetuning_type``.
         is_adapter: whether an adapter was saved rather than the whole model.
         loads_in_peft: whether an adapter is in peft's format; one of another package may have its own.
@@ -47,6 +46,8 @@ class CardFacts:
         patches: a sentence per kind of what was done to the model's code while it was trained.
         has_chat_template: whether the saved tokenizer renders conversations.
         pictures: what a picture shows -> the name of its file beside the card.
+        stage_title: how a sentence names the stage; its name if empty.
+        has_prompts: whether the stage trained responses to prompts.
         license: of the weights, where it is known.
         data: a sentence for each set.
         evaluations: a table of the evaluations, in markdown.
@@ -73,6 +74,8 @@ class CardFacts:
     data: Sequence[str] = ()
     evaluations: str = ""
     loader: str = "AutoModelForCausalLM"
+    stage_title: str = ""
+    has_prompts: bool = True
     unnamed: str = "that began with random weights"
 
 
@@ -139,7 +142,7 @@ def _opening(facts: CardFacts) -> str:
     share = 100 * facts.trainable_parameters / max(facts.all_parameters, 1)
     lines = [
         f"# {facts.name}",
-        f"{product} {origin}, by {_STAGES.get(facts.stage, facts.stage)} on {_listed(facts.datasets)}. "
+        f"{product} {origin}, by {facts.stage_title or facts.stage} on {_listed(facts.datasets)}. "
         f"{facts.trainable_parameters:,} of {facts.all_parameters:,} parameters were trained ({share:.3g} %).",
     ]
     lines += [f"![{shown}]({name})" for shown, name in facts.pictures.items()]
@@ -179,7 +182,7 @@ def _use(facts: CardFacts) -> str:
         ]
     else:
         load.append(f"model = {facts.loader}.from_pretrained(folder)")
-    code = [*imports, "", *load, *(["", *_generate(facts.stage != "pt" and facts.has_chat_template)] if writes else [])]
+    code = [*imports, "", *load, *(["", *_generate(facts.has_prompts and facts.has_chat_template)] if writes else [])]
     if not writes:
         return "\n".join(["## How to use it", "", "```python", *code, "```"])
     served = serving_lines(facts.name, facts.is_adapter)

@@ -23,38 +23,40 @@ _LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 
 @dataclass
 class ReportOptions:
-    """Output and trackers."""
+    """Logging and trackers."""
 
     report_to: list[str] | None = option(
         None,
-        "Trackers that receive every log: tensorboard, wandb, mlflow, ...; all takes those that are installed.",
+        "Experiment trackers: tensorboard, wandb, mlflow, ...; all: every installed one.",
         risky="it sends figures to other machines",
         harmless=("none",),
     )
-    run_name: str | None = option(None, "The name of the run in a tracker.")
-    project: str = option("huggingface", "The project of the run in Trackio.")
-    logging_dir: str | None = option(
-        None, "The folder of TensorBoard's files; output_dir/runs if not given.", names_place=True
-    )
+    run_name: str | None = option(None, "Name of the run in trackers.")
+    project: str = option("huggingface", "Trackio project of the run.")
+    logging_dir: str | None = option(None, "Folder for TensorBoard logs. Default: output_dir/runs.", names_place=True)
     trackio_space_id: str | None = option(
-        None, "The Hugging Face Space that shows a Trackio project.", risky="it sends figures to other machines"
+        None, "Hugging Face Space that displays the Trackio project.", risky="it sends figures to other machines"
     )
     trackio_bucket_id: str | None = option(
-        None, "The Hugging Face bucket that keeps a Trackio project.", risky="it sends figures to other machines"
+        None, "Hugging Face bucket that stores the Trackio project.", risky="it sends figures to other machines"
     )
     trackio_static_space_id: str | bool | None = option(
         None,
-        "The static Space that keeps a Trackio project after the run; false for none.",
+        "Static Space that keeps the Trackio project after the run. false: none.",
         risky="it sends figures to other machines",
     )
-    hub_private_repo: bool | None = option(None, "Whether what a tracker makes on the Hugging Face hub is private.")
-    disable_tqdm: bool | None = option(None, "Print every log as a plain line instead of the live line.")
-    log_level: str = option("passive", "What libraries may say on the main process.", choices=_LEVELS)
-    log_level_replica: str = option("warning", "What libraries may say on the other processes.", choices=_LEVELS)
-    log_on_each_node: bool = option(True, "The first process of each node counts as a main process for log_level.")
-    plot_loss: bool = option(True, "Draw the loss into output_dir/training_loss.png.")
+    hub_private_repo: bool | None = option(
+        None, "Whether repositories that trackers create on the Hugging Face hub are private."
+    )
+    disable_tqdm: bool | None = option(None, "Print each log as a plain line instead of a progress bar.")
+    log_level: str = option("passive", "Log level of libraries on the main process.", choices=_LEVELS)
+    log_level_replica: str = option("warning", "Log level of libraries on the other processes.", choices=_LEVELS)
+    log_on_each_node: bool = option(
+        True, "Use log_level on the first process of each node, not only on the main process."
+    )
+    plot_loss: bool = option(True, "Save a plot of the loss to output_dir/training_loss.png.")
     include_num_input_tokens_seen: bool | str = option(
-        False, "Write the tokens seen so far into every log.", choices=(True, False, "all", "non_padding", "no")
+        False, "Log the number of tokens seen so far.", choices=(True, False, "all", "non_padding", "no")
     )
 
     def to_dict(self) -> dict[str, Any]:

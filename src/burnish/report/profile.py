@@ -39,12 +39,10 @@ _BETWEEN, _REST = "between steps: batches, logs, saves", "the rest of the step"
 
 @dataclass
 class ProfileOptions:
-    """Profiling of single steps."""
+    """Profiling."""
 
-    profile: bool = option(
-        False, "Write where the time and memory of a few steps went, and a trace of one, into output_dir/profile."
-    )
-    profile_steps: int = option(4, "Steps that profile times, after two that it leaves alone.", unit="steps", ge=1)
+    profile: bool = option(False, "Profile time and memory of a few steps, and save a trace to output_dir/profile.")
+    profile_steps: int = option(4, "Number of steps to profile, after two warmup steps.", unit="steps", ge=1)
 
 
 @notes

@@ -30,8 +30,7 @@ from burnish.loop.events import CallbackHandler
 from burnish.loop.loop import TrainOutput
 from burnish.loop.protocols import Engine
 from burnish.loop.state import TrainerControl, TrainerState
-from burnish.losses.base import StageObjective
-from burnish.losses.preference_options import PREFERENCE_STAGES
+from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.attention_choice import asked_attention
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.load import load_model, raise_if_adapter_not_finite, raise_if_empty, raise_if_not_finite
@@ -246,7 +245,7 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
         device=device,
         config=prepared.config,
         notes=notes,
-        needs_head=options.stage != "rm",
+        needs_head=prepared.objective.uses_lm_head,
     )
     raise_if_not_finite(model, options.model_name_or_path or "")
     if not options.train_from_scratch:
@@ -255,7 +254,7 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
     model = adapter.attach(model)
     if folders := adapter_folders(options):
         raise_if_adapter_not_finite(model, folders)
-    if options.stage in PREFERENCE_STAGES and options.disable_dropout and switch_off_dropout(model):
+    if prepared.objective.disables_dropout and options.disable_dropout and switch_off_dropout(model):
         notes.append("Dropout is off, LoRA's too, as a model is compared with itself (disable_dropout).")
     engine.place(model, trainable_dtype(options, model, engine))
     turns = prepared.sizes.turns.lines if prepared.sizes.turns and trains(options) else ()
@@ -335,7 +334,7 @@ def takes_own_attention(options: RunOptions) -> bool:
 
 def wants_padding_free(options: RunOptions) -> bool:
     """Tell whether rows are to be laid end to end; the model has the last word."""
-    return bool(options.padding_free or packs_rows(options, options.stage))
+    return bool(options.padding_free or packs_rows(options, OBJECTIVES[options.stage].default_packing))
 
 
 def wants_prefix_sharing(objective: StageObjective, model: Any, options: RunOptions, device: torch.device) -> bool:

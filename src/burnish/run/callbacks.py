@@ -13,6 +13,7 @@ from burnish.checkpoint.checkpoint import output_folder
 from burnish.loop.early_stopping import early_stopping_callbacks
 from burnish.loop.events import CallbackHandler, DefaultFlowCallback
 from burnish.loop.state import TrainerControl, TrainerState
+from burnish.losses.base import OBJECTIVES
 from burnish.report.jsonl import JsonlCallback
 from burnish.report.preferences import ChosenFallsCallback
 from burnish.report.progress import RunFacts, progress_callback
@@ -40,7 +41,7 @@ def callbacks_of(options: RunOptions, facts: RunFacts | None = None, added: Sequ
         *early_stopping_callbacks(options),
         *tracker_callbacks(options.report_to, options.logging_dir),
         JsonlCallback(output_folder(options)),
-        *([ChosenFallsCallback()] if options.stage in ("dpo", "kto") else []),
+        *([ChosenFallsCallback()] if OBJECTIVES[options.stage].logs_rewards else []),
         *added,
         progress_callback(options, facts),
     ]

@@ -16,7 +16,6 @@ from burnish.adapters.base import ModelState
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.errors import NotSavedError
 from burnish.loop.loop import Loop, TrainOutput
-from burnish.losses.reward import RewardObjective
 from burnish.models.save import save_model
 from burnish.report.card import CardFacts, write_card
 from burnish.report.console import note, warn
@@ -70,7 +69,7 @@ def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None
         reports.raise_if_missing()
         reports.write(write_finished, folder, run.state, prepared.fingerprints(), work_of(options))
         reports.raise_if_missing()
-        for sentence in next_steps(folder, isinstance(run.objective, RewardObjective)):
+        for sentence in next_steps(folder, not prepared.objective.uses_lm_head):
             note(sentence)
     return results
 
@@ -174,9 +173,9 @@ def count_streamed(prepared: Prepared) -> None:
 
 def margins_of(run: Loop) -> dict[str, list[float]]:
     """The margins of a reward model's pairs, by evaluation set; those of training where there is none."""
-    if not isinstance(run.objective, RewardObjective):
+    kept = getattr(run.objective, "margins", None)
+    if kept is None:
         return {}
-    kept = run.objective.margins
     own = {name or "evaluation": kept.of(batches) for name, batches in run.eval_sets.items()}
     own = own if any(own.values()) else {"training": kept.of(None)}
     of_ranks: list[dict[str, list[float]]] = run.engine.gather_objects(own)
@@ -205,7 +204,9 @@ def describe(
             name=folder.resolve().name,
             base_model="" if options.train_from_scratch else options.model_name_or_path or "",
             datasets=[str(name) for name in options.dataset or []],
-            stage=options.stage, method=options.finetuning_type, trainable_parameters=trainable, all_parameters=total,
+            stage=options.stage, stage_title=prepared.objective.title,
+            has_prompts=prepared.objective.has_prompts,
+            method=options.finetuning_type, trainable_parameters=trainable, all_parameters=total,
             is_adapter=not trained.adapter.saves_whole_model,
             loads_in_peft=(folder / "adapter_config.json").is_file(),
             options={spec.name: value for spec, value, _ in plan.changed()}, results=results,

@@ -34,6 +34,7 @@ from burnish.loop.loop import Loop
 from burnish.loop.meter import Clock
 from burnish.loop.protocols import Engine
 from burnish.loop.types import IGNORE_INDEX, Example
+from burnish.losses.base import OBJECTIVES
 from burnish.models.generate import generate, generation_config, until_stop
 from burnish.models.load import context_length
 from burnish.report.console import note
@@ -74,7 +75,7 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
     else:
         for name, batches in run.eval_sets.items():
             metrics |= run.evaluate_set(batches, f"predict_{name}" if name else "predict")
-        if options.stage == "rm":
+        if not OBJECTIVES[options.stage].uses_lm_head:
             run.set_training_mode(False)
             write_scores(run, folder)
         if run.engine.rank == 0:

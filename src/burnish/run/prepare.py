@@ -114,7 +114,7 @@ def prepare(plan: Plan) -> Prepared:
 def load_data(plan: Plan, tally: Tally) -> DataSets:
     """Load the data sets. Their problems are reported together with those of the model's files."""
     options = plan.options
-    problems = check_model(options, needs_head=options.stage != "rm")
+    problems = check_model(options, needs_head=OBJECTIVES[options.stage].uses_lm_head)
     try:
         sets = load_datasets(
             options, options.seed, tally, may_stream(options), asks_hubs=not problems, stage=options.stage,
@@ -134,7 +134,7 @@ def training_rows(
         streamed = StreamedRows(sets.train, objective.encode, partial(refuse_long, config))
         return streamed, sample_of(streamed), Origins(sets.train, streamed, None)
     plain = encode(sets.train, objective, tally, options, data=sets.fingerprint)
-    pack = partial(packed, options=options, stage=options.stage, capacity=options.cutoff_len)
+    pack = partial(packed, options=options, default=objective.default_packing, capacity=options.cutoff_len)
     rows = pack(plain)
     return rows, rows, Origins(sets.train, plain, None if rows is plain else pack)
 
@@ -143,7 +143,7 @@ def evaluation_rows(
     examples: Sequence[Example], name: str, objective: StageObjective, tally: Tally, options: RunOptions
 ) -> RowSet[Row]:
     rows = encode(examples, objective, tally, options, name)
-    return packed(rows, options, options.stage, options.cutoff_len, is_eval=True)
+    return packed(rows, options, objective.default_packing, options.cutoff_len, is_eval=True)
 
 
 def check_lengths(sets: Sequence[RowSet[Row]], config: Any, options: RunOptions) -> list[Problem]:
@@ -164,7 +164,7 @@ def encode(
         data: the ``content_hash`` of the examples, where it is known.
     """
     is_eval = eval_name is not None
-    truncate = not splits_rows(options, options.stage, is_eval)
+    truncate = not splits_rows(options, objective.default_packing, is_eval)
 
     def encoded(batch: Sequence[Example], counted: Tally) -> Sequence[Row | None]:
         refuse_endless(batch)

@@ -27,8 +27,6 @@ from burnish.kernels.probe import causal_lm, shares_prefixes
 from burnish.loop.loop import Loop
 from burnish.loop.protocols import Engine
 from burnish.losses.base import StageObjective
-from burnish.losses.kto import KtoObjective
-from burnish.losses.pairs import AnswersObjective
 from burnish.losses.reference import (
     AdapterOff,
     AsItIs,
@@ -62,14 +60,14 @@ def begin_reference(
     Args:
         is_padding_free: whether sequences lie end to end in the batches, which the reference reads too.
     """
-    if not isinstance(objective, AnswersObjective) or not objective.needs_reference:
+    if not objective.needs_reference:
         return []
     objective.reference, sentences = _reference_of(objective, model, adapter, engine, options, is_padding_free)
     return sentences
 
 
 def _reference_of(
-    objective: AnswersObjective, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions,
+    objective: StageObjective, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions,
     is_padding_free: bool,
 ) -> tuple[Reference, list[str]]:  # fmt: skip
     if options.ref_model is not None:
@@ -110,9 +108,7 @@ def with_place_for_numbers(prepared: Prepared, options: RunOptions) -> Prepared:
 
 def with_others_of_the_step(prepared: Prepared, options: RunOptions) -> Prepared:
     """The training rows, whose other answers are those of their step, where that is asked for."""
-    if not (isinstance(prepared.objective, KtoObjective) and prepared.objective.has_baseline):
-        return prepared
-    if options.kl_pairing == "neighbour":
+    if prepared.objective.mismatched_responses(options) != "step":
         return prepared
     rows: Any = RowsWithOthers(prepared.rows, options.cutoff_len)
     return replace(prepared, rows=rows, sample=rows if prepared.sample is prepared.rows else prepared.sample)
@@ -132,7 +128,7 @@ def ask_beforehand(run: Loop, prepared: Prepared, options: RunOptions) -> list[s
 
 def needs_reference(objective: StageObjective) -> bool:
     """Return whether the loss compares with a reference."""
-    return isinstance(objective, AnswersObjective) and objective.needs_reference
+    return objective.needs_reference
 
 
 def is_base(options: RunOptions) -> bool:
@@ -159,7 +155,7 @@ def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> st
 
 
 def _second(
-    objective: AnswersObjective, model: nn.Module, engine: Engine, options: RunOptions, is_padding_free: bool
+    objective: StageObjective, model: nn.Module, engine: Engine, options: RunOptions, is_padding_free: bool
 ) -> nn.Module:
     asked = replace(
         options, model_name_or_path=options.ref_model, adapter_name_or_path=options.ref_model_adapters,

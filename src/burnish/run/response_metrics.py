@@ -29,10 +29,10 @@ METRICS: Registry[AnswerMetric] = Registry("metric")
 
 @dataclass
 class MetricOptions:
-    """Metrics of generated answers."""
+    """Metrics of generated responses."""
 
     predict_metrics: list[str] = option(
-        ["exact_match", "bleu-4", "rouge"], "What predict_with_generate measures.", choices=METRICS.names
+        ["exact_match", "bleu-4", "rouge"], "Metrics of predict_with_generate.", choices=METRICS.names
     )
 
 

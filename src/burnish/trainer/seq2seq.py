@@ -41,12 +41,18 @@ USUAL_MAX_LENGTH = 20
 class Seq2SeqTrainingArguments(TrainingArguments):
     """The arguments of a ``Seq2SeqTrainer``, as in transformers 5."""
 
-    sortish_sampler: bool = option(False, "Without effect, as in transformers; see train_sampling_strategy.")
-    predict_with_generate: bool = option(False, "Evaluate and predict on what the model writes, not on logits.")
-    generation_max_length: int | None = option(None, "Its max_length; that of the model if not given.")
-    generation_num_beams: int | None = option(None, "Its num_beams; that of the model if not given.")
+    sortish_sampler: bool = option(False, "No effect, as in transformers; see train_sampling_strategy.")
+    predict_with_generate: bool = option(
+        False, "Use generated sequences instead of logits in evaluation and prediction."
+    )
+    generation_max_length: int | None = option(
+        None, "Maximum length of generated sequences in evaluation. Default: that of the model's generation config."
+    )
+    generation_num_beams: int | None = option(
+        None, "Number of beams in evaluation. Default: that of the model's generation config."
+    )
     generation_config: str | Path | GenerationConfig | None = option(
-        None, "A generation config, a file or folder with one, or the name of a model that has one."
+        None, "Generation config: an object, a file or folder with one, or the name of a model that has one."
     )
 
     def __post_init__(self) -> None:

@@ -105,7 +105,7 @@ class Trainer:
     arguments_class: type[TrainingArguments] = TrainingArguments
     """Options that transformers' arguments become, by their names."""
 
-    card_stage = "training"
+    card_stage, card_title = "training", ""
     """Name of the training in the model card."""
 
     loss_is_scaled_for_ga: bool | None = None

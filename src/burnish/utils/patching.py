@@ -31,14 +31,16 @@ T = TypeVar("T")
 
 @dataclass
 class PatchOptions:
-    """Patches of a model's code."""
+    """Patches of the model."""
 
     patches: bool = option(
-        True, "Let parts of the model run burnish's code where that was seen to compute the same; false leaves the "
-        "model as its library made it, but for what another option or a fault of the library asks for.",
+        True,
+        "Replace forward passes of the model by optimized ones that were checked to give the same result. "
+        "false leaves the model unchanged, except for patches that other options need or that fix a "
+        "library.",
     )  # fmt: skip
     leave_out: list[str] | None = option(
-        None, "Kinds of patches that are not made, by the names that explain lists: norm, linear layer, ..."
+        None, "Patches to disable, by the names that explain prints: norm, linear layer, ..."
     )
 
 

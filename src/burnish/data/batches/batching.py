@@ -32,28 +32,32 @@ from burnish.loop.types import IGNORE_INDEX, Batch, Row
 
 @dataclass
 class BatchingOptions:
-    """Batches, packing and padding."""
+    """Batching, packing and padding."""
 
-    padding_free: bool = option(True, "Lay the rows of a micro-batch end to end instead of padding them.")
+    padding_free: bool = option(True, "Concatenate the sequences of a micro-batch instead of padding them.")
     needed_tokens_only: bool | None = option(
-        None, "Compute what several rows of a micro-batch begin with (a system prompt, say) once, and no token that no "
-        "loss depends on; where nothing is given, on a CPU, if rows lie flat and the model draws nothing at random.",
+        None,
+        "Share common prefixes and skip tokens that do not affect the loss. Default: on for CPUs with "
+        "padding-free batches and no dropout.",
     )  # fmt: skip
     packing: bool | None = option(
-        None, "Put several rows into one of cutoff_len tokens; where nothing is given, for stage pt only."
+        None, "Pack several examples into sequences of cutoff_len tokens. Default: on for stage pt only."
     )
-    neat_packing: bool = option(False, "LLaMA-Factory's name for packing in which rows do not see each other.")
+    neat_packing: bool = option(False, "LLaMA-Factory's name for packing without attention between examples.")
     packing_strategy: str | None = option(
-        None, "How packs are filled: best fit (bfd), best fit with long rows split (bfd_split), or cut from one long "
-        "text (wrapped); where nothing is given, wrapped for stage pt and bfd else.",
+        None,
+        "Packing strategy: best fit (bfd), best fit with long examples split (bfd_split), or fixed-size "
+        "blocks of concatenated text (wrapped). Default: wrapped for stage pt, bfd otherwise.",
         choices=("bfd", "bfd_split", "wrapped"),
     )  # fmt: skip
-    eval_packing: bool | None = option(None, "The same for evaluation; as packing where nothing is given.")
-    drop_incomplete_block: bool = option(False, "Drop the end of a text that fills no pack, as LLaMA-Factory does.")
-    pad_to_multiple_of: int | None = option(
-        None, "Pad to a multiple of this, where rows are padded.", unit="tokens", ge=1
+    eval_packing: bool | None = option(None, "Packing of the evaluation set. Default: same as packing.")
+    drop_incomplete_block: bool = option(
+        False, "Drop the last block of a text if it is not full, as LLaMA-Factory does."
     )
-    ignore_pad_token_for_loss: bool = option(True, "Learn nothing from padding; false learns the padding token.")
+    pad_to_multiple_of: int | None = option(
+        None, "Pad sequence lengths to a multiple of this value, if sequences are padded.", unit="tokens", ge=1
+    )
+    ignore_pad_token_for_loss: bool = option(True, "Exclude padding tokens from the loss.")
 
 
 @check
@@ -90,22 +94,22 @@ class PackingChoices(Protocol):
     streaming: bool
 
 
-def packs_rows(options: PackingChoices, stage: str, is_eval: bool = False) -> bool:
-    """Return whether rows are packed: as the options say, and if they do not say, for pretraining."""
+def packs_rows(options: PackingChoices, default: str | None, is_eval: bool = False) -> bool:
+    """Return whether rows are packed. Args: default: the strategy of the objective (``default_packing``), or None."""
     if is_eval and options.eval_packing is not None:
         return bool(options.eval_packing)
     if options.packing is None:
-        return bool(options.neat_packing or (stage == "pt" and not options.streaming))
+        return bool(options.neat_packing or (default and not options.streaming))
     return bool(options.packing)
 
 
-def splits_rows(options: PackingChoices, stage: str, is_eval: bool = False) -> bool:
+def splits_rows(options: PackingChoices, default: str | None, is_eval: bool = False) -> bool:
     """Return whether packing takes rows of any length and splits them itself, so that rows need not be truncated."""
-    return packs_rows(options, stage, is_eval) and strategy_of(options, stage) != "bfd"
+    return packs_rows(options, default, is_eval) and strategy_of(options, default) != "bfd"
 
 
-def strategy_of(options: PackingChoices, stage: str) -> str:
-    return options.packing_strategy or ("wrapped" if stage == "pt" else "bfd")
+def strategy_of(options: PackingChoices, default: str | None) -> str:
+    return options.packing_strategy or default or "bfd"
 
 
 # --- rows -> batch ----------------------------------------------------------------------------------------------------
@@ -256,12 +260,12 @@ def sequences_of(row: Row) -> list[Row]:
 def _slice(row: Row, begin: int, end: int) -> Row:
     part: Row = {"input_ids": row["input_ids"][begin:end], "labels": row["labels"][begin:end]}
     for name in _FILLERS.keys() & row.keys():
-        part[name] = row[name][begin:end]  # type: ignore[literal-required]
+        part[name] = row[name][begin:end]
     return part
 
 
 def _concatenated(rows: Sequence[Row], name: str) -> list[int]:
-    return [value for row in rows for value in row[name]]  # type: ignore[literal-required]
+    return [value for row in rows for value in row[name]]
 
 
 _FILLERS: Mapping[str, float] = {"loss_weights": 1.0, "sequence": 0}
@@ -361,5 +365,5 @@ def _joined(rows: Sequence[Row]) -> Row:
         "seq_lengths": [len(row["input_ids"]) for row in rows],
     }
     for name in _columns_of_tokens(rows):
-        joined[name] = [value for row in rows for value in _column(row, name)]  # type: ignore[literal-required]
+        joined[name] = [value for row in rows for value in _column(row, name)]
     return joined

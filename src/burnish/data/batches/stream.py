@@ -29,21 +29,26 @@ from burnish.utils.sequences import OnDemand
 
 @dataclass
 class StreamOptions:
-    """Order of the rows, and workers that collate them."""
+    """Data order and data loader workers."""
 
     train_sampling_strategy: str = option(
-        "random", "The order of the rows within an epoch.", choices=("random", "sequential", "group_by_length")
+        "random", "Order of the examples within an epoch.", choices=("random", "sequential", "group_by_length")
     )
-    group_by_length: bool = option(False, "Rows of similar length beside each other: that sampling strategy.")
+    group_by_length: bool = option(
+        False, "Group examples of similar length; same as train_sampling_strategy: group_by_length."
+    )
     max_tokens_per_batch: int | None = option(
-        None, "Cut the rows of a step into as few micro-batches as there can be of at most this many tokens; what a "
-        "step learns stays the same.", unit="tokens", ge=1,
+        None,
+        "Maximum number of tokens per micro-batch. Examples of a step are split into as few micro-batches "
+        "as possible; the gradient stays the same.", unit="tokens", ge=1,
     )  # fmt: skip
-    dataloader_num_workers: int = option(0, "Processes that collate ahead of the loop; 0 collates in the loop.", ge=0)
-    dataloader_prefetch_factor: int | None = option(None, "Micro-batches each of them keeps ready.", ge=1)
-    dataloader_pin_memory: bool = option(True, "Page-locked memory for the way to a GPU.")
+    dataloader_num_workers: int = option(
+        0, "Number of worker processes that collate batches ahead. 0: collate in the main process.", ge=0
+    )
+    dataloader_prefetch_factor: int | None = option(None, "Number of batches that each worker prefetches.", ge=1)
+    dataloader_pin_memory: bool = option(True, "Use pinned memory for transfers to a GPU.")
     dataloader_persistent_workers: bool = option(
-        False, "Keep those processes between epochs.", ignored="each epoch is dealt to processes of its own."
+        False, "Keep worker processes alive between epochs.", ignored="each epoch is dealt to processes of its own."
     )
 
 

@@ -39,27 +39,32 @@ _RECORDED_OPTIONS = ("template", "default_system", "tool_format", "enable_thinki
 
 @dataclass
 class TemplateOptions(LearnOptions):
-    """Templates, and the tokens that are learned."""
+    """Chat template."""
 
     template: str | None = option(
         None,
-        "A named template, or a file with one (.yaml, .json, .jinja); by default the tokenizer's own chat template.",
+        "Chat template: a name, or a file (.yaml, .json, .jinja). Default: the tokenizer's own chat template.",
         names_place=True,
     )
     default_system: str | None = option(
-        None, "The system message where a record has none, instead of the template's; empty for no system message."
+        None, "System message for records without one, in place of the template's. Empty: no system message."
     )
     tool_format: str | None = option(
-        None, "How tools and calls are written, instead of the template's way.", choices=TOOL_FORMATS.names
+        None, "Format of tools and tool calls, in place of the template's.", choices=TOOL_FORMATS.names
     )
     enable_thinking: bool | None = option(
         True,
-        "In a reasoning template: learn an empty thought where an answer has none (true), give it without learning it "
-        "and remove all thoughts (false), or give it and keep thoughts (null).",
+        "For responses without reasoning in a reasoning template: train on an empty thought block (true); "
+        "put it in the prompt and remove all reasoning (false); put it in the prompt and keep reasoning "
+        "(null).",
     )
-    preserve_thinking: bool = option(False, "Keep the thoughts of earlier answers where only the last one is learned.")
+    preserve_thinking: bool = option(
+        False, "Keep the reasoning of earlier responses when only the last response is trained on."
+    )
     missing_control_tokens: Literal["raise", "split"] = option(
-        "raise", "When the tokenizer lacks control tokens of the template: stop, or write them as ordinary text."
+        "raise",
+        "What to do if the tokenizer lacks control tokens of the template: stop with an error, or encode "
+        "them as plain text.",
     )
 
 

@@ -113,14 +113,14 @@ class TemplateChoices(Protocol):
 
 @dataclass
 class LearnOptions:
-    """Learned tokens of a conversation."""
+    """Trained tokens."""
 
-    train_on_prompt: bool = option(False, "Learn the questions too, not only the answers.")
-    mask_history: bool = option(False, "Learn the last answer of a conversation only.")
+    train_on_prompt: bool = option(False, "Compute the loss on the prompt as well as the response.")
+    mask_history: bool = option(False, "Compute the loss on the last response of a conversation only.")
     train_on_eos: Literal["turn", "all", "last", "none"] = option(
         "turn",
-        "Which end tokens are learned: of what is learned (turn), of every message (all), of the last answer only "
-        "(last), or none.",
+        "Which EOS tokens contribute to the loss: those of trained turns (turn), all turns (all), the last "
+        "turn (last), or none.",
     )
 
 

@@ -27,15 +27,17 @@ from burnish.loop.types import Example
 
 @dataclass
 class EncodingOptions:
-    """Length of rows."""
+    """Sequence length and truncation."""
 
-    cutoff_len: int = option(2048, "The longest row.", unit="tokens", aliases=("max_seq_length",), ge=1)
+    cutoff_len: int = option(
+        2048, "Maximum sequence length in tokens.", unit="tokens", aliases=("max_seq_length",), ge=1
+    )
     truncation: Literal["content", "llamafactory"] = option(
         "content",
-        "How a longer row is cut: out of the messages, keeping headers and end tokens; or as LLaMA-Factory cuts it.",
+        "Truncation method: remove message content and keep headers and EOS tokens; or truncate as LLaMA-Factory does.",
     )
     on_too_long: Literal["truncate", "drop", "raise"] = option(
-        "truncate", "What happens to a row that is longer than cutoff_len: it is cut, left out, or the run stops."
+        "truncate", "What to do with an example longer than cutoff_len: truncate it, drop it, or stop with an error."
     )
 
 

@@ -83,8 +83,10 @@ class ListedRows(RowSet[Row]):
         return self.rows[index]
 
 
-def packed(rows: RowSet[Row], options: PackingChoices, stage: str, capacity: int, is_eval: bool = False) -> RowSet[Row]:
+def packed(
+    rows: RowSet[Row], options: PackingChoices, default: str | None, capacity: int, is_eval: bool = False
+) -> RowSet[Row]:
     """Pack ``rows`` into packs of ``capacity`` tokens if the options ask for it; else return them as they are."""
-    if not packs_rows(options, stage, is_eval):
+    if not packs_rows(options, default, is_eval):
         return rows
-    return ListedRows(pack(rows, capacity, strategy_of(options, stage), options.drop_incomplete_block))
+    return ListedRows(pack(rows, capacity, strategy_of(options, default), options.drop_incomplete_block))

@@ -10,24 +10,21 @@ hand, so that what they do beyond those replies is not known here.
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from collections.abc import Callable, Mapping
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from burnish.config.errors import Problem, UserError
+from burnish.inference.remote.openai_server import OpenAIServer
 from burnish.inference.remote.process import start_server
 from burnish.inference.types import BASE, Ask, Closed, EndReason, EngineFacts, Filled, Full, Logprob, Made, Sink, Ticket
 
 if TYPE_CHECKING:
     from burnish.inference.loaded_model import Answerer
-
-_TIMEOUT_S = 600.0
 
 
 class RemoteEngine:
@@ -53,7 +50,7 @@ class RemoteEngine:
             raise UserError(
                 f'"infer_url" is an address such as http://127.0.0.1:8000. Received: {url}.', option="infer_url"
             )
-        self._parts, self._key, self.tokenizer = parts, key, tokenizer
+        self._server, self.tokenizer = OpenAIServer(f"{url.rstrip('/')}/v1", key), tokenizer
         self.context, self.slots, self.adapters, self.name = context, slots, adapters, name
         self._limit, self._at_end = waiting, at_end
         self.note = ""
@@ -63,7 +60,7 @@ class RemoteEngine:
         self._running = 0
         self._is_closed = False
         self._sums = [0, 0]
-        self.model = model or self._first_model()
+        self.model = model or self._server.models()[0]
 
     def submit(self, ask: Ask, sink: Sink) -> Ticket:
         if self._is_closed:
@@ -91,6 +88,7 @@ class RemoteEngine:
         until = time.monotonic() + 5
         while self._open and time.monotonic() < until:
             time.sleep(0.01)
+        self._server.close()
         if self._at_end is not None:
             self._at_end()
 
@@ -112,11 +110,11 @@ class RemoteEngine:
                 reason = self._stream(ask, sink, cancelled)
                 if time.monotonic() > ask.deadline:
                     error = Problem("the answer was not ready before its deadline.")
-            except (OSError, ValueError, KeyError, http.client.HTTPException) as failure:
+            except (ValueError, KeyError, RuntimeError) as failure:
                 if cancelled.is_set():
                     reason = "cancelled"
                 else:
-                    error = Problem(f"engine_failed: {self._parts.netloc}: {failure or type(failure).__name__}")
+                    error = Problem(f"engine_failed: {failure or type(failure).__name__}")
             finally:
                 self._running -= 1
                 self._open.pop(ticket.number, None)
@@ -129,7 +127,8 @@ class RemoteEngine:
         sink(Made(filled=Filled()))
         reader = _TextReader(self.tokenizer)
         reason: EndReason = "length"
-        for choice in self._choices(ask):
+        chunks = self._server.chunks("completions", self._body(ask))
+        for choice in chain.from_iterable(chunk.get("choices", ()) for chunk in chunks):
             if cancelled.is_set() or time.monotonic() > ask.deadline:
                 return "cancelled"
             ids = choice["token_ids"] if choice.get("token_ids") is not None else reader.ids(choice.get("text") or "")
@@ -144,35 +143,10 @@ class RemoteEngine:
             sink(Made(tuple(rest)))
         return reason
 
-    def _choices(self, ask: Ask) -> Iterator[Mapping[str, Any]]:
-        """The choices of a streamed completion, one after another."""
-        connection = self._connection()
-        try:
-            connection.request(
-                "POST", f"{self._parts.path.rstrip('/')}/v1/completions", self._body(ask), self._headers()
-            )
-            response = connection.getresponse()
-            if response.status != 200:
-                raise ValueError(f"it answered {response.status}: {response.read(2000).decode('utf-8', 'replace')}")
-            for line in response:
-                text = line.decode("utf-8").strip()
-                if not text.startswith("data:"):
-                    continue
-                data = text.removeprefix("data:").strip()
-                if data == "[DONE]":
-                    return
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise ValueError(str(chunk["error"].get("message", chunk["error"])))
-                yield from chunk.get("choices", ())
-            raise ValueError("the stream broke off")
-        finally:
-            connection.close()
-
-    def _body(self, ask: Ask) -> bytes:
+    def _body(self, ask: Ask) -> dict[str, Any]:
         sampling = ask.sampling
         body: dict[str, Any] = {
-            "model": self.model if ask.adapter == BASE else ask.adapter, "prompt": list(ask.ids), "stream": True,
+            "model": self.model if ask.adapter == BASE else ask.adapter, "prompt": list(ask.ids),
             "max_tokens": min(ask.max_new_tokens, self.context - len(ask.ids)), "temperature": sampling.temperature,
             "top_p": sampling.top_p, "top_k": sampling.top_k or -1, "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty, "presence_penalty": sampling.presence_penalty,
@@ -185,31 +159,7 @@ class RemoteEngine:
             body["seed"] = (sampling.seed + ask.request) % (1 << 63)
         if ask.top_logprobs is not None:
             body["logprobs"] = ask.top_logprobs
-        return json.dumps(body).encode()
-
-    # --- the connection -----------------------------------------------------------------------------------------------
-
-    def _connection(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        return kind(self._parts.hostname or "", self._parts.port, timeout=_TIMEOUT_S)
-
-    def _headers(self) -> dict[str, str]:
-        own = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        return {"Content-Type": "application/json", **own}
-
-    def _first_model(self) -> str:
-        connection = self._connection()
-        try:
-            connection.request("GET", f"{self._parts.path.rstrip('/')}/v1/models", headers=self._headers())
-            response = connection.getresponse()
-            body = response.read(1 << 20)
-            if response.status != 200:
-                raise ValueError(f"it answered {response.status}")
-            return str(json.loads(body)["data"][0]["id"])
-        except (OSError, ValueError, KeyError, IndexError, http.client.HTTPException) as error:
-            raise UserError(f"the server at {self._parts.netloc} lists no model: {error}") from error
-        finally:
-            connection.close()
+        return body
 
     def _refuse(self, ask: Ask) -> None:
         """Raises UserError for what a remote engine does not do, or cannot for this ask."""

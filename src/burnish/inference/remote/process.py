@@ -8,7 +8,6 @@ In:  options, the folder of a model. Out: the address and key of a server that a
 from __future__ import annotations
 
 import atexit
-import http.client
 import json
 import os
 import secrets
@@ -20,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import httpx2 as httpx
 
 from burnish.config.errors import UserError
 from burnish.parallel.process_counts import free_port
@@ -77,7 +78,7 @@ def start_server(options: AnsweringOptions, folder: str, adapters: dict[str, str
         )
     child = Child(process, f"http://127.0.0.1:{port}", key, log)
     atexit.register(child.close)
-    _wait(child, port, time.monotonic() + wait_s)
+    _wait(child, time.monotonic() + wait_s)
     return child
 
 
@@ -124,19 +125,15 @@ def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
-def _wait(child: Child, port: int, until: float) -> None:
+def _wait(child: Child, until: float) -> None:
     while time.monotonic() < until:
         if child.process.poll() is not None:
             raise RuntimeError(f"The engine ended with {child.process.returncode}. {_last_lines(child.log)}")
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
         try:
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
+            if httpx.get(f"{child.url}/health", timeout=2, trust_env=False).status_code == 200:
                 return
-        except (OSError, http.client.HTTPException):
+        except httpx.HTTPError:
             time.sleep(0.2)
-        finally:
-            connection.close()
     child.close()
     raise RuntimeError(f"The engine did not answer in time. {_last_lines(child.log)}")
 

@@ -33,15 +33,16 @@ _LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 @dataclass
 class LigerOptions:
-    """Kernels of liger-kernel."""
+    """Liger kernels."""
 
     enable_liger_kernel: bool | None = option(
-        None, "Liger's kernels for norms, rotary positions and gated layers; by default on a GPU where the library "
-        "liger-kernel is installed and knows the model.",
+        None,
+        "Use Liger kernels for normalization, rotary embeddings and gated MLPs. Default: on for GPUs if "
+        "liger-kernel is installed and supports the model.",
         aliases=("use_liger_kernel",),
     )  # fmt: skip
     liger_kernel_config: dict[str, bool] | None = option(
-        None, "Which parts Liger replaces, by its names: {rope: true, rms_norm: true, swiglu: true}; all by default."
+        None, "Parts that Liger replaces: {rope: true, rms_norm: true, swiglu: true}. Default: all."
     )
 
 

@@ -46,21 +46,26 @@ _WORD = 32  # bits in which weights are packed, along inputs and along outputs
 
 @dataclass
 class QuantisedExportOptions:
-    """Export in few bits."""
+    """Quantized export."""
 
     export_quantization_bit: int | None = option(
-        None, "Export linear layers in this many bits, with gptqmodel.", choices=(2, 3, 4, 8), unit="bits"
+        None,
+        "Number of bits to quantize the exported linear layers to, with gptqmodel.",
+        choices=(2, 3, 4, 8),
+        unit="bits",
     )
     export_quantization_method: str = option(
-        "gptq", "How they are quantised; awq is for 4 bits.", choices=("gptq", "awq")
+        "gptq", "Quantization method of the export. awq supports 4 bits only.", choices=("gptq", "awq")
     )
     export_quantization_dataset: str | None = option(
         None,
-        "The data set to calibrate with, as dataset would name it; that of the training by default.",
+        "Calibration dataset, named as in dataset. Default: the training dataset.",
         names_place=True,
     )
-    export_quantization_nsamples: int = option(128, "Rows to calibrate with.", unit="rows", ge=1)
-    export_quantization_maxlen: int = option(1024, "The longest of those rows.", unit="tokens", ge=1)
+    export_quantization_nsamples: int = option(128, "Number of calibration examples.", unit="rows", ge=1)
+    export_quantization_maxlen: int = option(
+        1024, "Maximum length of a calibration example, in tokens.", unit="tokens", ge=1
+    )
 
 
 def without_bits(options: QuantisedExportOptions) -> list[str]:

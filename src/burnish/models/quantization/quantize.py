@@ -34,18 +34,18 @@ LIBRARY_OF = {"gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",), "bitsandb
 
 @dataclass
 class QuantizationOptions:
-    """Quantisation of a frozen base model."""
+    """Quantization of the base model."""
 
     quantization_bit: int | None = option(
-        None, "Load the model's linear layers in this many bits.", choices=(4, 8), unit="bits"
+        None, "Number of bits to quantize the linear layers of the base model to.", choices=(4, 8), unit="bits"
     )
     quantization_method: str = option(
-        "bnb", "The library that quantises while a model is loaded; bnb is bitsandbytes.", choices=lambda: METHODS
+        "bnb", "Library that quantizes the model on load. bnb: bitsandbytes.", choices=lambda: METHODS
     )
-    quantization_type: str = option("nf4", "The values that 4 bits stand for.", choices=("nf4", "fp4"))
-    double_quantization: bool = option(True, "With 4 bits, quantise the scales of the blocks as well.")
+    quantization_type: str = option("nf4", "Data type of 4-bit quantization.", choices=("nf4", "fp4"))
+    double_quantization: bool = option(True, "Quantize the quantization constants as well (4-bit only).")
     quantization_device_map: str | None = option(
-        None, "Where the layers of a quantised model go.",
+        None, "Placement of the layers of a quantized model.",
         ignored="a quantised model is loaded to the device that trains it",
     )  # fmt: skip
 

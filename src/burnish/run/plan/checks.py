@@ -22,6 +22,7 @@ from burnish.loop.best import metric_name, missing_metric
 from burnish.loop.meter import RATES
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import STATE_NAME
+from burnish.losses.base import OBJECTIVES
 from burnish.models.attention_choice import asked_attention, is_flash
 from burnish.optim.builtin import OPTIMIZERS, create_scheduler
 from burnish.parallel.deepspeed.settings import zero_stage
@@ -358,7 +359,7 @@ def check_streaming(options: RunOptions) -> list[Problem]:
 
 def _needs_all_rows(options: RunOptions) -> str:
     """The option that needs all rows before the first step; "" where none does."""
-    if packs_rows(options, options.stage):
+    if packs_rows(options, OBJECTIVES[options.stage].default_packing):
         return f"packing (stage {options.stage})" if options.packing is None else "packing"
     if options.group_by_length or options.train_sampling_strategy == "group_by_length":
         return "group_by_length"
@@ -380,7 +381,7 @@ def problems_in_files(options: RunOptions) -> list[Problem]:
     from burnish.data.tally import Tally
     from burnish.models.check import check_model
 
-    problems = check_model(options, asks_library=False, needs_head=options.stage != "rm")
+    problems = check_model(options, asks_library=False, needs_head=OBJECTIVES[options.stage].uses_lm_head)
     if check_data(options):  # in the list already
         return problems
     try:

@@ -19,10 +19,10 @@ _NAME_WIDTH = 34
 
 
 def list_options(options: type, word: str = "", beginnings: Sequence[str] = ("",)) -> str:
-    """Every option, or those whose name, help or other names hold ``word``.
+    """Every option, or those whose name, help or aliases contain ``word``.
 
     Args:
-        beginnings: of the names that are listed; all by default.
+        beginnings: prefixes of the names that are listed; all by default.
     """
     wanted = [
         spec
@@ -30,7 +30,7 @@ def list_options(options: type, word: str = "", beginnings: Sequence[str] = ("",
         if name.startswith(tuple(beginnings)) and _matches(spec, word.lstrip("-").replace("-", "_"))
     ]
     if not wanted:
-        return f'No option speaks of "{word}".{did_you_mean(word, specs(options))}\n'
+        return f'No option matches "{word}".{did_you_mean(word, specs(options))}\n'
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     lines: list[str] = []
     for group, members in groupby(wanted, key=lambda spec: spec.group):
@@ -48,7 +48,8 @@ def _matches(spec: Spec, word: str) -> bool:
 
 
 def _entry(spec: Spec, width: int) -> Iterator[str]:
-    text = f"{spec.help} ({'; '.join(_facts(spec))})"
+    facts = "; ".join(_facts(spec))
+    text = f"{spec.help} ({facts})" if facts else spec.help
     body = textwrap.wrap(text, max(width - _NAME_WIDTH, 30), break_long_words=False, break_on_hyphens=False)
     head = f"  --{spec.name}"
     if len(head) < _NAME_WIDTH:
@@ -60,7 +61,8 @@ def _entry(spec: Spec, width: int) -> Iterator[str]:
 
 def _facts(spec: Spec) -> Iterator[str]:
     """Facts on an option: ``default 8 rows``, ``one of full, freeze, lora``, ``at least 1``, ``also: other_name``."""
-    yield f"default {shown(spec.default)}{' ' + spec.unit if spec.unit and spec.default is not None else ''}"
+    if spec.default is not None:
+        yield f"default {shown(spec.default)}{' ' + spec.unit if spec.unit else ''}"
     if spec.choices:
         yield f"one of {', '.join(map(str, spec.choices))}"
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -72,7 +74,7 @@ def _facts(spec: Spec) -> Iterator[str]:
     if spec.aliases:
         yield f"also: {', '.join(spec.aliases)}"
     if spec.ignored:
-        yield f"accepted without effect: {spec.ignored.rstrip('.')}"
+        yield f"accepted, no effect: {spec.ignored.rstrip('.')}"
 
 
 def shown(value: Any) -> str:

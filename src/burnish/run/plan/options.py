@@ -57,14 +57,13 @@ class TaskOptions:
 
     stage: str = option(
         "sft",
-        "What is learned: answers to instructions (sft), plain text (pt), or which of two answers is better (dpo).",
+        "Training stage: supervised fine-tuning (sft), pretraining (pt), preference optimization (dpo, kto)"
+        " or reward modeling (rm).",
         choices=OBJECTIVES.names,
     )
-    do_train: bool | None = option(
-        None, "Train; where it is left out, a run trains unless it only evaluates (do_eval) or predicts (do_predict)."
-    )
-    do_eval: bool = option(False, "Evaluate, after training where the run trains.")
-    do_predict: bool = option(False, "Predict on the evaluation set, after training where the run trains.")
+    do_train: bool | None = option(None, "Train the model. Default: true, unless only do_eval or do_predict is set.")
+    do_eval: bool = option(False, "Evaluate on the evaluation set, after training if the run trains.")
+    do_predict: bool = option(False, "Predict on the evaluation set, after training if the run trains.")
 
 
 GROUPS: tuple[type, ...] = (

@@ -40,10 +40,10 @@ TIME_IS_UP = 124
 
 @dataclass
 class ClockOptions:
-    """Time limit of a training."""
+    """Time limit."""
 
     max_train_seconds: float | None = option(
-        None, "End the training after the step in which so much time has passed, with a checkpoint.", unit="s", gt=0
+        None, "Maximum training time. The run stops after the current step, with a checkpoint.", unit="s", gt=0
     )
 
 

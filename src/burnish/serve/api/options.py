@@ -30,38 +30,45 @@ LEAST_KEY = 8
 
 @dataclass
 class ApiOptions:
-    """Server."""
+    """API server."""
 
-    api_host: str = option("127.0.0.1", "The address to listen on. Anything but loopback needs a key.")
-    api_port: int = option(8000, "The port to listen on; 0 takes a free one.", ge=0, le=65535)
+    api_host: str = option("127.0.0.1", "Address to listen on. Any address but localhost requires a key.")
+    api_port: int = option(8000, "Port to listen on. 0: any free port.", ge=0, le=65535)
     api_socket: str | None = option(
-        None, "A Unix socket to listen on instead of a port, for its owner alone.", names_place=True
+        None, "Unix socket to listen on instead of a port; accessible to its owner only.", names_place=True
     )
     api_key: str | None = option(
-        None, "What a request must show; made and printed once where the address is not loopback. Given in a file or "
-        "in the environment as API_KEY.", is_secret=True,
+        None,
+        "API key required from clients, also read from a file or from API_KEY. Generated and printed once "
+        "if the server is not on localhost.", is_secret=True,
     )  # fmt: skip
-    api_model_name: str | None = option(None, "The model's name in requests; by default its folder's.")
+    api_model_name: str | None = option(None, "Model name in requests. Default: the name of its folder.")
     api_aliases: list[str] = option([], "Further names of the model, such as gpt-3.5-turbo for older clients.")
-    api_origins: list[str] = option([], "Pages that may ask from a browser, such as https://chat.example.org.")
-    api_hosts: list[str] = option([], "Names under which the server is reached besides localhost and api_host.")
-    api_root_path: str = option("", "The path under which a proxy shows the server, such as /llm.")
-    api_max_body: int = option(4 * 2**20, "The longest body of a request.", unit="bytes", ge=1024)
-    api_max_waiting: int = option(64, "Answers that may wait for a seat; more are told to come again.", ge=0)
-    api_max_choices: int = option(8, "The most answers to one request (n).", ge=1, le=128)
+    api_origins: list[str] = option([], "Allowed origins of browser requests (CORS), such as https://chat.example.org.")
+    api_hosts: list[str] = option([], "Allowed host names besides localhost and api_host.")
+    api_root_path: str = option("", "Path prefix under which a proxy serves the API, such as /llm.")
+    api_max_body: int = option(4 * 2**20, "Maximum size of a request body.", unit="bytes", ge=1024)
+    api_max_waiting: int = option(64, "Maximum number of queued requests. Further requests get HTTP 429.", ge=0)
+    api_max_choices: int = option(8, "Maximum number of choices per request (n).", ge=1, le=128)
     api_max_tokens: int = option(
-        4096, "The longest answer, and its length where a request says none.", unit="tokens", ge=1
+        4096, "Maximum number of generated tokens, and the default if a request sets none.", unit="tokens", ge=1
     )
-    api_timeout: float = option(600.0, "The longest time a request may take, waiting included.", unit="s", gt=0)
-    api_drain: float = option(10.0, "At the end, the time that answers under way still have.", unit="s", ge=0)
+    api_timeout: float = option(
+        600.0, "Maximum duration of a request, including the time in the queue.", unit="s", gt=0
+    )
+    api_drain: float = option(
+        10.0, "Time that running requests have to finish when the server shuts down.", unit="s", ge=0
+    )
     api_reasoning: Literal["field", "inline", "drop"] = option(
-        "field", "Thoughts of a model: in reasoning_content (field), in the text (inline), or left out (drop)."
+        "field",
+        "Where the model's reasoning is returned: in reasoning_content (field), in the text (inline), or "
+        "nowhere (drop).",
     )
-    api_strict: bool = option(False, "Refuse fields that are not known, instead of naming them in a header.")
+    api_strict: bool = option(False, "Reject requests with unknown fields instead of naming these fields in a header.")
     api_log: Literal["lines", "content"] = option(
-        "lines", "A line per request without its content, or with it (content)."
+        "lines", "Log a line per request without its content, or with it (content)."
     )
-    api_metrics: bool = option(True, "Serve /metrics for Prometheus.")
+    api_metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
 
 
 def from_environment(given: Mapping[str, Given], environment: Mapping[str, str] = os.environ) -> dict[str, Given]:

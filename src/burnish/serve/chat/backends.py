@@ -11,6 +11,7 @@ import os
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -209,13 +210,14 @@ class UrlPartner:
     def __init__(self, url: str, model: str = "") -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"--url begins with http:// or https://. Received: {url}.")
-        self.url = url.rstrip("/")
+        from burnish.inference.remote.openai_server import OpenAIServer
+
+        self.server = OpenAIServer(url, os.environ.get("OPENAI_API_KEY", ""), uses_proxy=True)
+        self.url = self.server.url
         self.adapters: tuple[str, ...] = ()
-        listed = [entry["id"] for entry in json.loads(self._open("GET", "/models").read()).get("data", [])]
+        listed = self.server.models()
         if model and model not in listed:
             raise UserError(f'the server has no model "{model}".', remedy=f"It has: {', '.join(listed)}.")
-        if not (model or listed):
-            raise UserError(f"{self.url}/models lists no model.")
         self.name = model or listed[0]
 
     def defaults(self) -> dict[str, Any]:
@@ -224,7 +226,7 @@ class UrlPartner:
     def answer(self, request: Request) -> Iterator[Event]:
         settings = {_NAMES.get(name, name): value for name, value in request.settings.items()}
         body: dict[str, Any] = {
-            "model": request.adapter or self.name, "messages": list(request.messages), "stream": True,
+            "model": request.adapter or self.name, "messages": list(request.messages),
             "stream_options": {"include_usage": True}, **settings,
         }  # fmt: skip
         if request.tools:
@@ -233,8 +235,8 @@ class UrlPartner:
             body["chat_template_kwargs"] = {"enable_thinking": request.thinks}
         began, first, reason, tokens = time.monotonic(), 0.0, "", None
         calls: dict[int, dict[str, str]] = {}
-        with self._open("POST", "/chat/completions", body) as response:
-            for chunk in _chunks(response):
+        with closing(self.server.chunks("chat/completions", body)) as chunks:
+            for chunk in chunks:
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
                 for choice in chunk.get("choices", []):
                     delta = choice.get("delta") or {}
@@ -251,46 +253,8 @@ class UrlPartner:
             yield Event("call", call=call)
         yield Event("end", end=AnswerEnded(reason, tokens, first - began if first else 0.0, time.monotonic() - began))
 
-    def _open(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        from urllib.error import HTTPError
-        from urllib.request import Request as HttpRequest
-        from urllib.request import urlopen
-
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = HttpRequest(self.url + path, data, headers, method=method)  # noqa: S310 (the address that was given)
-        try:
-            return urlopen(request, timeout=600)  # noqa: S310
-        except HTTPError as error:
-            raise UserError(f"{self.url} answered {error.code}: {_said(error.read())}") from error
-        except OSError as error:
-            raise UserError(f"{self.url} cannot be reached: {getattr(error, 'reason', error)}.") from error
-
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
         return []
 
-    def close(self) -> None: ...
-
-
-def _chunks(response: Any) -> Iterator[dict[str, Any]]:
-    """The JSON of each event of a stream, up to ``[DONE]``."""
-    for line in response:
-        text = line.decode("utf-8").strip()
-        if not text.startswith("data:"):
-            continue
-        text = text.removeprefix("data:").strip()
-        if text == "[DONE]":
-            return
-        chunk = json.loads(text)
-        if "error" in chunk:
-            raise UserError(f"the server ended the answer: {chunk['error'].get('message', chunk['error'])}")
-        yield chunk
-
-
-def _said(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body.decode("utf-8", "replace")[:200].strip() or "nothing more"
+    def close(self) -> None:
+        self.server.close()

@@ -37,22 +37,21 @@ HARNESS = "lm_eval:"
 
 @dataclass
 class EvalOptions:
-    """Options of what ``burnish eval`` measures."""
+    """Evaluation with ``burnish eval``."""
 
     task: str | None = option(
-        None, "A task of local files and its split (mmlu_test), or lm_eval: and names of lm-evaluation-harness."
+        None,
+        "Task and split, such as mmlu_test, from local files; or lm_eval: and task names of lm-evaluation-harness.",
     )
-    task_dir: str = option("evaluation", "The folder with the files of tasks; none is fetched.", names_place=True)
-    lang: Literal["en", "zh"] = option("en", "The language of the lines around a question.")
-    n_shot: int = option(5, "Examples before each question.", ge=0)
+    task_dir: str = option("evaluation", "Folder with the files of the tasks. Nothing is downloaded.", names_place=True)
+    lang: Literal["en", "zh"] = option("en", "Language of the prompts around the questions.")
+    n_shot: int = option(5, "Number of few-shot examples.", ge=0)
     shots: Literal["first", "random"] = option(
-        "first", "Which: the first ones, or drawn by seed, subject and question."
+        "first", "Choice of few-shot examples: the first ones, or random by seed, subject and question."
     )
-    batch_size: int | None = option(None, "Questions at once; by default as many as there are seats.", ge=1)
-    save_dir: str | None = option(
-        None, "The folder for what is written; nothing is written without it.", names_place=True
-    )
-    limit: int | None = option(None, "So many questions of each subject alone, for a trial.", ge=1)
+    batch_size: int | None = option(None, "Number of questions evaluated at once. Default: the number of slots.", ge=1)
+    save_dir: str | None = option(None, "Folder for the results. Nothing is written without it.", names_place=True)
+    limit: int | None = option(None, "Evaluate only the first N questions per subject, for a quick test.", ge=1)
 
 
 OWN = tuple(field.name for field in fields(EvalOptions))

@@ -15,6 +15,7 @@ from burnish.config.errors import UserError
 from burnish.config.options import Given, build, changed_options, option, raise_if
 from burnish.data.chat.choose import RECORDED
 from burnish.inference.loading import writes_answers
+from burnish.losses.base import OBJECTIVES
 from burnish.report.console import note
 from burnish.run.build import train_run
 from burnish.run.plan.plan import placing, plan
@@ -32,10 +33,10 @@ FREE_SOME_SPACE = "Free some space, or name another save_dir, and give the comma
 
 @dataclass
 class PredictOptions:
-    """Options of ``burnish predict`` besides those of data and of answers."""
+    """Predictions with ``burnish predict``."""
 
     save_dir: str | None = option(
-        None, "The folder for what is written; predictions in the run's folder by default.", names_place=True
+        None, "Folder for the results. Default: the folder of the run, for predictions.", names_place=True
     )
 
 
@@ -67,7 +68,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
         folder = Path(save_dir or _apart(serving.options)) / (serving.name if len(servings) > 1 else "")
         given = {name: Given(value, HERE) for name, value in changed_options(serving.options).items()}
         writes, stage = writes_answers(serving.options), serving.options.stage
-        if not writes or (predicts and stage in ("dpo", "kto", "rm")):
+        if not writes or (predicts and OBJECTIVES[stage].records != "answers"):
             stage = "sft" if writes else "rm"
         generates = writes and (predicts or serving.options.predict_with_generate)
         given |= {

@@ -17,22 +17,23 @@ LEAST_KEY = 16
 
 @dataclass
 class WebOptions:
-    """Web page."""
+    """Web UI."""
 
-    web_host: str = option("127.0.0.1", "The address to listen on.")
-    web_port: int = option(7860, "The port to listen on; 0 takes a free one.", ge=0, le=65535)
+    web_host: str = option("127.0.0.1", "Address to listen on.")
+    web_port: int = option(7860, "Port to listen on. 0: any free port.", ge=0, le=65535)
     web_key: str | None = option(
-        None, "What a visitor must show; by default one that is made once and kept. Given in a file, or in the "
-        "environment as BURNISH_KEY.", is_secret=True,
+        None,
+        "Key required from visitors, also read from a file or from BURNISH_KEY. Default: generated once and"
+        " stored.", is_secret=True,
     )  # fmt: skip
-    web_no_key: bool = option(
-        False, "Let everybody in who reaches the address; for loopback in a container of one's own."
+    web_no_key: bool = option(False, "Disable authentication. Use only on localhost or inside a private container.")
+    web_roots: list[str] = option(
+        ["."], "Folders in which runs, models and datasets are found. Nothing outside is accessible.", names_place=True
     )
-    web_roots: list[str] = option(["."], "Folders below which runs, models and data are looked for.", names_place=True)
-    web_hosts: list[str] = option([], "Names under which the page is reached besides localhost and web_host.")
-    web_allow: list[str] = option([], "Options that a page may not set unless they are named here.")
-    web_root_path: str = option("", "The path under which a proxy shows the page, such as /proxy/7860.")
-    web_home: str | None = option(None, "Where the page keeps its key, presets and conversations.", names_place=True)
+    web_hosts: list[str] = option([], "Allowed host names besides localhost and web_host.")
+    web_allow: list[str] = option([], "Risky options that the page may set.")
+    web_root_path: str = option("", "Path prefix under which a proxy serves the page, such as /proxy/7860.")
+    web_home: str | None = option(None, "Folder for the page's key, presets and conversations.", names_place=True)
     web_open: bool = option(False, "Open a browser.")
 
 

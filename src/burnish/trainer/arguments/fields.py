@@ -57,96 +57,145 @@ class Fields(Groups):
     declared: ClassVar[dict[str, Any]] = {}
 
     # --- defaults that differ from burnish's own, because a script that only changes its import expects them
-    resume: str = option("never", "Continue from output_dir without being told to: auto, never or must.")
-    resume_from_checkpoint: str | None = option(None, "For the script to hand to train(); not read by the Trainer.")
-    save_in_background: bool = option(False, "Train on while a checkpoint is written; on_save may come before its end.")
-    on_non_finite: str = option("skip", "A step that is not finite is never applied; then stop, or skip it and go on.")
+    resume: str = option("never", "Whether train() resumes from output_dir on its own: auto, never or must.")
+    resume_from_checkpoint: str | None = option(
+        None, "Not used by the Trainer; a script may pass it to train(resume_from_checkpoint=...)."
+    )
+    save_in_background: bool = option(
+        False, "Continue training while a checkpoint is written; on_save may be called before it is complete."
+    )
+    on_non_finite: str = option(
+        "skip",
+        "What to do after a step whose loss or gradient is not finite: stop, or skip it and continue. Such "
+        "a step is never applied.",
+    )
     needed_tokens_only: bool | None = option(
-        None, "Compute the tokens of a micro-batch that its loss depends on, laid flat, and no others; where nothing "
-        "is given, on a CPU, if model, loss and batch allow it. False gives the model the padded batch.",
+        None,
+        "Compute only the tokens of a micro-batch that affect its loss, without padding. Default: on for "
+        "CPUs if model, loss and batch allow it. False passes the padded batch to the model.",
     )  # fmt: skip
-    save_hf_format: bool = option(False, "Checkpoints that transformers can continue too: optimizer.pt and its like.")
+    save_hf_format: bool = option(
+        False,
+        "Write checkpoints that transformers can resume from as well (optimizer.pt, scheduler.pt, rng_state.pth).",
+    )
 
     # --- types that differ
-    lr_scheduler_type: SchedulerType | str = option("linear", "The curve of the learning rate.")
-    lr_scheduler_kwargs: dict | str | None = option(None, "Arguments of that curve.")  # type: ignore[type-arg, assignment]
+    lr_scheduler_type: SchedulerType | str = option("linear", "Learning rate schedule.")
+    lr_scheduler_kwargs: dict | str | None = option(  # type: ignore[type-arg, assignment]
+        None, "Arguments of the learning rate schedule, such as num_cycles or min_lr."
+    )
     default_optim = "adamw_torch_fused"  # no field: scripts read it from the class
-    optim: OptimizerNames | str = option(default_optim, "The optimizer.")
+    optim: OptimizerNames | str = option(default_optim, "Optimizer, by transformers' names.")
     logging_strategy: IntervalStrategy | str = option("steps", "When to log.")
     eval_strategy: IntervalStrategy | str = option("no", "When to evaluate.")
-    save_strategy: SaveStrategy | str = option("steps", "When to save a checkpoint.")
-    num_processes: str = option("auto", "Read by burnish train; a script is started by torchrun.")
+    save_strategy: SaveStrategy | str = option("steps", "When to save checkpoints.")
+    num_processes: str = option("auto", "Used by burnish train only; start scripts with torchrun or accelerate launch.")
     gradient_checkpointing: bool | None = option(  # type: ignore[assignment]
-        None, "The older name of activation_checkpointing."
+        None, "Older name of activation_checkpointing."
     )
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = option(  # type: ignore[assignment]
-        None, "The older name, with _kwargs."
+        None, "Older name of activation_checkpointing_kwargs."
     )
-    fsdp: str | None = option(None, "Shard the model over processes: full_shard, shard_grad_op.")
-    fsdp_config: dict[str, Any] | str | None = option(None, "FSDP's settings, or a JSON file; taken with it.")
-    deepspeed: dict | str | None = option(None, "ZeRO 1 to 3: a JSON file, or zero2.")  # type: ignore[type-arg]
-    accelerator_config: dict | str | None = option(None, "Settings of accelerate.")  # type: ignore[type-arg]
+    fsdp: str | None = option(
+        None,
+        "Fully sharded data parallelism: true or full_shard, shard_grad_op (weights stay gathered between "
+        "forward and backward), hybrid_shard (shard within a node); offload keeps shards on the CPU.",
+    )
+    fsdp_config: dict[str, Any] | str | None = option(
+        None, "FSDP settings, by transformers' and accelerate's names, or a JSON file with them."
+    )
+    deepspeed: dict | str | None = option(  # type: ignore[type-arg]
+        None,
+        "DeepSpeed config, or a JSON file with it, or one of zero0, zero1, zero2, zero3, zero2_offload, zero3_offload.",
+    )
+    accelerator_config: dict | str | None = option(None, "Settings of accelerate, or a JSON file with them.")  # type: ignore[type-arg]
 
     # --- bounds that differ: scripts use 0 for a run that learns nothing, or has no step
-    learning_rate: float = option(5e-5, "The peak of the learning rate.", ge=0, lt=math.inf)
-    num_train_epochs: float = option(3.0, "Passes over the training set.", unit="epochs", ge=0, lt=math.inf)
+    learning_rate: float = option(5e-5, "Peak learning rate.", ge=0, lt=math.inf)
+    num_train_epochs: float = option(3.0, "Number of training epochs.", unit="epochs", ge=0, lt=math.inf)
 
     # --- fields that only TrainingArguments has
-    optim_target_modules: None | str | list[str] = option(None, "Layers of an optimizer that takes some (GaLore).")
-    average_tokens_across_devices: bool = option(True, "The mean of a step is over the items of all processes.")
-    label_smoothing_factor: float = option(0.0, "The share of probability spread over all labels.", ge=0, le=1)
-    activation_checkpointing: bool | None = option(None, "Keep layer inputs only; compute the rest again backwards.")
-    activation_checkpointing_kwargs: dict[str, Any] | str | None = option(None, "Its arguments.")
-    use_liger_kernel: bool = option(False, "Replace layers by Liger's kernels.")
-    liger_kernel_config: dict[str, bool] | None = option(None, "Which of them.")
-    use_cache: bool = option(False, "What model.config.use_cache is set to.")
-    neftune_noise_alpha: float | None = option(None, "Strength of the noise on embeddings in training (NEFTune).", ge=0)
-    torch_empty_cache_steps: int | None = option(None, "Steps between two calls of torch's empty_cache.")
-    auto_find_batch_size: bool = option(False, "Halve the micro-batch where memory runs out; the step stays the same.")
-    include_num_input_tokens_seen: str | bool = option("no", "Log the tokens seen: no, all, non_padding.")
-    log_level: str = option("passive", "What libraries may say on the main process.", choices=_LEVELS)
-    log_level_replica: str = option("warning", "What they may say on the others.", choices=_LEVELS)
-    log_on_each_node: bool = option(True, "The first process of every node is a main process for logs.")
-    disable_tqdm: bool | None = option(None, "Print logs instead of the progress bar.")
-    report_to: None | str | list[str] = option("none", "Trackers that receive every log.")
-    run_name: str | None = option(None, "The name of the run in a tracker.")
-    project: str = option("huggingface", "The project in Trackio.")
-    trackio_space_id: str | None = option(None, "The Space of a Trackio project.")
-    trackio_bucket_id: str | None = option(None, "The bucket of a Trackio project.")
-    trackio_static_space_id: str | None | Literal[False] = option(None, "The static Space of a Trackio project.")
-    prediction_loss_only: bool = option(False, "Evaluate the loss alone.")
-    eval_do_concat_batches: bool = option(True, "Predictions of all batches in one array; else a list of arrays.")
-    eval_use_gather_object: bool = option(False, "Gather nested objects between processes.")
-    eval_accumulation_steps: int | None = option(None, "Batches whose predictions stay on the device.", ge=1)
-    include_for_metrics: list[str] = option([], 'What compute_metrics gets besides: "inputs", "loss".')
-    batch_eval_metrics: bool = option(False, "Call compute_metrics batch by batch.")
-    save_on_each_node: bool = option(False, "Save on the first process of every node.")
-    enable_jit_checkpoint: bool = option(False, "Save and stop when the process is told to end (SIGTERM).")
-    push_to_hub: bool = option(False, "Push the model when it is saved.")
-    hub_token: str | None = option(None, "The token for it.", is_secret=True)
-    hub_private_repo: bool | None = option(None, "Whether the repository is made private.")
-    hub_model_id: str | None = option(None, "The repository; output_dir's name if not given.")
-    hub_strategy: HubStrategy | str = option("every_save", "When to push.")
-    hub_always_push: bool = option(False, "Push even where the last push goes on.")
-    hub_revision: str | None = option(None, "The branch to push to.")
-    ignore_data_skip: bool = option(False, "Continue at the start of the epoch instead of where it stood.")
-    restore_callback_states_from_checkpoint: bool = option(False, "Callbacks continue with their state.")
-    parallelism_config: Any = option(None, "accelerate's parallelism.")
+    optim_target_modules: None | str | list[str] = option(
+        None, "Layers for optim: galore_* and apollo_*: names, a regular expression, or all-linear."
+    )
+    average_tokens_across_devices: bool = option(True, "Average the loss over the tokens of all processes.")
+    label_smoothing_factor: float = option(0.0, "Label smoothing factor.", ge=0, le=1)
+    activation_checkpointing: bool | None = option(None, "Recompute activations in the backward pass to save memory.")
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = option(
+        None, "Arguments of activation checkpointing."
+    )
+    use_liger_kernel: bool = option(False, "Use Liger kernels.")
+    liger_kernel_config: dict[str, bool] | None = option(
+        None, "Parts that Liger replaces: {rope: true, rms_norm: true, swiglu: true}. Default: all."
+    )
+    use_cache: bool = option(False, "Value for model.config.use_cache.")
+    neftune_noise_alpha: float | None = option(None, "Alpha of NEFTune noise on the embeddings in training.", ge=0)
+    torch_empty_cache_steps: int | None = option(None, "Number of steps between calls of torch's empty_cache.")
+    auto_find_batch_size: bool = option(
+        False, "Halve the micro-batch size when memory runs out. The effective batch size stays the same."
+    )
+    include_num_input_tokens_seen: str | bool = option(
+        "no", "Log the number of tokens seen so far: no, all, non_padding."
+    )
+    log_level: str = option("passive", "Log level of libraries on the main process.", choices=_LEVELS)
+    log_level_replica: str = option("warning", "Log level of libraries on the other processes.", choices=_LEVELS)
+    log_on_each_node: bool = option(
+        True, "Use log_level on the first process of each node, not only on the main process."
+    )
+    disable_tqdm: bool | None = option(None, "Print logs instead of a progress bar.")
+    report_to: None | str | list[str] = option(
+        "none", "Experiment trackers: tensorboard, wandb, mlflow, ...; all: every installed one."
+    )
+    run_name: str | None = option(None, "Name of the run in trackers.")
+    project: str = option("huggingface", "Trackio project of the run.")
+    trackio_space_id: str | None = option(None, "Hugging Face Space that displays the Trackio project.")
+    trackio_bucket_id: str | None = option(None, "Hugging Face bucket that stores the Trackio project.")
+    trackio_static_space_id: str | None | Literal[False] = option(
+        None, "Static Space that keeps the Trackio project after the run. false: none."
+    )
+    prediction_loss_only: bool = option(False, "Return only the loss from evaluation and prediction.")
+    eval_do_concat_batches: bool = option(
+        True, "Concatenate the predictions of all batches; false returns a list of arrays."
+    )
+    eval_use_gather_object: bool = option(False, "Gather nested objects from all processes.")
+    eval_accumulation_steps: int | None = option(
+        None, "Number of batches whose predictions are kept on the device before they are moved to the CPU.", ge=1
+    )
+    include_for_metrics: list[str] = option([], 'Additional inputs of compute_metrics: "inputs", "loss".')
+    batch_eval_metrics: bool = option(False, "Call compute_metrics after each batch.")
+    save_on_each_node: bool = option(False, "Save on the first process of each node.")
+    enable_jit_checkpoint: bool = option(False, "Save a checkpoint and stop on SIGTERM.")
+    push_to_hub: bool = option(False, "Push the model to the hub when it is saved.")
+    hub_token: str | None = option(None, "Access token for the hub.", is_secret=True)
+    hub_private_repo: bool | None = option(None, "Whether the hub repository is private.")
+    hub_model_id: str | None = option(None, "Hub repository. Default: the name of output_dir.")
+    hub_strategy: HubStrategy | str = option("every_save", "When to push to the hub.")
+    hub_always_push: bool = option(False, "Push even if the previous push is still running.")
+    hub_revision: str | None = option(None, "Branch to push to.")
+    ignore_data_skip: bool = option(
+        False, "Resume at the start of the epoch instead of the position of the checkpoint."
+    )
+    restore_callback_states_from_checkpoint: bool = option(
+        False, "Restore the states of callbacks from the checkpoint."
+    )
+    parallelism_config: Any = option(None, "Parallelism config of accelerate.")
     dataloader_multiprocessing_context: str | None = option(
-        None, "How loader processes are started.", choices=("fork", "spawn", "forkserver")
+        None, "Multiprocessing start method of data loader workers.", choices=("fork", "spawn", "forkserver")
     )
-    dataloader_in_order: bool = option(True, "Batches in order although several processes make them.")
-    remove_unused_columns: bool = option(True, "Leave out the columns that the model does not take.")
-    label_names: list[str] | None = option(None, "The arguments of the model that are labels.")
+    dataloader_in_order: bool = option(True, "Return batches in order with several workers.")
+    remove_unused_columns: bool = option(True, "Remove the dataset columns that the model's forward does not accept.")
+    label_names: list[str] | None = option(None, "Names of the model's arguments that are labels.")
     train_sampling_strategy: str = option(
-        "random", "The order of rows.", choices=("random", "sequential", "group_by_length", "batch_rebalance")
+        "random",
+        "Order of the examples within an epoch.",
+        choices=("random", "sequential", "group_by_length", "batch_rebalance"),
     )
-    length_column_name: str = option("length", "The column that holds lengths.")
-    debug: str | list[DebugOption] = option("", "underflow_overflow to watch activations.")
-    skip_memory_metrics: bool = option(True, "No memory in the metrics.")
-    do_train: bool = option(False, "For the script; not read by the Trainer.")
-    do_eval: bool = option(False, "For the script; not read by the Trainer.")
-    do_predict: bool = option(False, "For the script; not read by the Trainer.")
-    overwrite_output_dir: bool = option(False, "For the script, before it writes; not read by the Trainer.")
-    logging_dir: str | None = option(None, "The older way to say where TensorBoard's files go.")
-    local_rank: int = option(-1, "This process on its node; the launcher says it.")
+    length_column_name: str = option("length", "Column that contains precomputed lengths.")
+    debug: str | list[DebugOption] = option("", "Debugging tools: underflow_overflow.")
+    skip_memory_metrics: bool = option(True, "Exclude memory from the metrics.")
+    do_train: bool = option(False, "Not used by the Trainer; for scripts.")
+    do_eval: bool = option(False, 'Not used by the Trainer; for scripts. True if eval_strategy is not "no".')
+    do_predict: bool = option(False, "Not used by the Trainer; for scripts.")
+    overwrite_output_dir: bool = option(False, "Not used by the Trainer; for scripts.")
+    logging_dir: str | None = option(None, "Older name of the TensorBoard log folder.")
+    local_rank: int = option(-1, "Rank of this process on its node, set by the launcher.")

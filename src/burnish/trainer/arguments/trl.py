@@ -42,31 +42,42 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
     """Fields that every config of TRL has besides ``TrainingArguments``."""
 
     # --- defaults that differ from those of TrainingArguments
-    logging_steps: float = option(10, "Steps between two logs; a share of all steps if below 1.", unit="steps", gt=0)
-    gradient_checkpointing: bool = option(True, "Keep layer inputs only; compute the rest again backwards.")
+    logging_steps: float = option(
+        10, "Number of steps between logs. Below 1: a fraction of all steps.", unit="steps", gt=0
+    )
+    gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
     bf16: bool | None = option(  # type: ignore[assignment]
-        None, "Forward and backward in bfloat16; by default where the device is made for it."
+        None, "Mixed precision training in bfloat16. Default: on if the device supports it."
     )
 
     # --- the model
-    model_init_kwargs: dict[str, Any] | str | None = option(None, "For from_pretrained, where the model is a name.")
-    trust_remote_code: bool = option(False, "Run code that comes with a model or tokenizer.")
-    router_aux_loss_coef: float | None = option(
-        None, "Weight of the load-balancing loss of a mixture of experts.", ge=0
+    model_init_kwargs: dict[str, Any] | str | None = option(
+        None, "Arguments of from_pretrained, if the model is given by name."
     )
-    chat_template_path: str | None = option(None, "A Jinja file, or a tokenizer whose chat template is taken.")
+    trust_remote_code: bool = option(
+        False, "Run Python code that comes with the model. Enable only for models that you trust."
+    )
+    router_aux_loss_coef: float | None = option(
+        None, "Weight of the load balancing loss of a mixture of experts. Default: as in the model's config.", ge=0
+    )
+    chat_template_path: str | None = option(None, "Jinja file, or a tokenizer whose chat template is used.")
 
     # --- the data
-    dataset_num_proc: int | None = option(None, "Processes that prepare the data.", ge=1)
-    eos_token: str | None = option(None, "The token that ends a text; the tokenizer's own by default.")
-    pad_token: str | None = option(None, "The token that fills up rows; deprecated: set tokenizer.pad_token.")
-    max_length: int | None = option(1024, "Rows are cut to it; None cuts nothing.", unit="tokens", ge=1)
-    truncation_mode: str = option("keep_start", "Which part of a long row is kept.", choices=("keep_start", "keep_end"))
-    padding_free: bool = option(False, "Lay the rows of a micro-batch end to end instead of padding them.")
-    pad_to_multiple_of: int | str | None = option(
-        "auto", "Pad to a multiple of it; auto pads no further than needed.", unit="tokens", ge=1
+    dataset_num_proc: int | None = option(None, "Number of processes for dataset preparation.", ge=1)
+    eos_token: str | None = option(None, "EOS token. Default: the tokenizer's.")
+    pad_token: str | None = option(None, "Padding token. Deprecated: set tokenizer.pad_token.")
+    max_length: int | None = option(1024, "Maximum sequence length in tokens.", unit="tokens", ge=1)
+    truncation_mode: str = option(
+        "keep_start", "Which end of a sequence longer than max_length is kept.", choices=("keep_start", "keep_end")
     )
-    activation_offloading: bool = option(False, "Keep what the backward pass needs in the memory of the machine.")
+    padding_free: bool = option(False, "Concatenate the sequences of a micro-batch instead of padding them.")
+    pad_to_multiple_of: int | str | None = option(
+        "auto",
+        "Pad sequence lengths to a multiple of this value. auto: pad no further than the longest sequence.",
+        unit="tokens",
+        ge=1,
+    )
+    activation_offloading: bool = option(False, "Offload activations to CPU memory until the backward pass.")
 
     def __post_init__(self) -> None:
         if self.activation_checkpointing is None:  # said here, so that the default of the old name is no warning

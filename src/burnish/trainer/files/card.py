@@ -59,6 +59,7 @@ def _facts(trainer: Any, found: TrainingSummary) -> CardFacts:
     tokenizer = trainer.processing_class
     return CardFacts(
         name=found.model_name or "model", base_model=base, datasets=sets, stage=trainer.card_stage,
+        stage_title=trainer.card_title,
         method=", ".join(str(plain(config.peft_type)).lower() for config in adapters.values()) or "full",
         trainable_parameters=inspection.num_trainable(trainer.model),
         all_parameters=sum(p.numel() for p in trainer.model.parameters()), is_adapter=bool(adapters),

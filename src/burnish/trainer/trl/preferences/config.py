@@ -69,10 +69,13 @@ class PreferenceConfig(TrlArguments):
     }  # fmt: skip
     led: ClassVar[Mapping[str, str]] = {}  # field -> the option of burnish that it is, where that has no such alias
 
-    learning_rate: float = option(1e-6, "The first learning rate.", ge=0, lt=math.inf)
-    disable_dropout: bool = option(True, "No dropout in the model, and none in its adapter.")
+    learning_rate: float = option(1e-6, "Peak learning rate.", ge=0, lt=math.inf)
+    disable_dropout: bool = option(True, "Disable dropout in preference training, including LoRA dropout.")
     on_bad_record: str = option(
-        "raise", "A record that breaks its format: stop and name it, or drop and count it.", choices=("raise", "drop")
+        "raise",
+        "What to do with a record that does not match its format: stop with an error that names it, or drop"
+        " and count it.",
+        choices=("raise", "drop"),
     )
 
     def __post_init__(self) -> None:
@@ -119,12 +122,26 @@ class PreferenceConfig(TrlArguments):
 
 @dataclass
 class WithReference(PreferenceConfig):
-    precompute_ref_log_probs: bool = option(False, "Compute the reference's numbers once, before training.")
-    precompute_ref_batch_size: int | None = option(None, "Rows at a time for that; as in evaluation by default.", ge=1)
-    sync_ref_model: bool = option(False, "Move the reference towards the policy every ref_model_sync_steps (TR-DPO).")
-    ref_model_mixup_alpha: float = option(0.6, "The policy's share when it moves.", gt=0, le=1)
-    ref_model_sync_steps: int = option(512, "Steps between two moves.", ge=1, unit="steps")
-    beta: float = option(0.1, "How far the policy may go from the reference.", gt=0)
+    precompute_ref_log_probs: bool = option(
+        False,
+        "Compute the reference log-probabilities of all examples once before training. Steps are faster, "
+        "and full fine-tuning keeps no copy of the initial weights.",
+    )
+    precompute_ref_batch_size: int | None = option(
+        None, "Batch size for precomputing reference log-probabilities. Default: as in evaluation.", ge=1
+    )
+    sync_ref_model: bool = option(
+        False, "Update the reference model towards the policy every ref_model_sync_steps steps (TR-DPO)."
+    )
+    ref_model_mixup_alpha: float = option(
+        0.6, "Weight of the policy in each update of the reference model.", gt=0, le=1
+    )
+    ref_model_sync_steps: int = option(
+        512, "Number of steps between updates of the reference model.", ge=1, unit="steps"
+    )
+    beta: float = option(
+        0.1, "β of the preference loss. A larger β keeps the policy closer to the reference model.", gt=0
+    )
 
     def _contradictions(self, choices: Choices) -> list[Problem]:
         return check_reference(choices, streams=False)
@@ -134,14 +151,18 @@ class WithReference(PreferenceConfig):
 class DPOConfig(WithReference):
     """The arguments of a ``DPOTrainer``, as in TRL 1."""
 
-    loss_type: list[str] = option(["sigmoid"], "The loss of a pair; several are added.", choices=tuple(PAIR_LOSSES))
-    loss_weights: list[float] | None = option(None, "What each of several losses counts; 1 each by default.")
-    label_smoothing: float = option(0.0, "The share of pairs whose answers are taken to be swapped.", ge=0, lt=0.5)
-    f_divergence_type: str = option("reverse_kl", "What the distance is measured by.", choices=DIVERGENCES)
-    f_alpha_divergence_coef: float = option(0.5, "The coefficient of alpha_divergence.")
-    use_weighting: bool = option(False, "Weigh each pair by how likely the policy is to write it (WPO).")
-    ld_alpha: float | None = option(None, "What tokens beyond the shorter answer's length count.", ge=0, le=1)
-    discopop_tau: float = option(0.05, "The temperature of discopop.", gt=0)
+    loss_type: list[str] = option(
+        ["sigmoid"], "Preference loss. Several losses are summed.", choices=tuple(PAIR_LOSSES)
+    )
+    loss_weights: list[float] | None = option(None, "Weights of several preference losses. Default: 1 each.")
+    label_smoothing: float = option(0.0, "Assumed fraction of pairs with swapped labels.", ge=0, lt=0.5)
+    f_divergence_type: str = option("reverse_kl", "f-divergence used in place of the reverse KL.", choices=DIVERGENCES)
+    f_alpha_divergence_coef: float = option(0.5, "Coefficient of alpha_divergence.")
+    use_weighting: bool = option(False, "Weight each pair by its probability under the policy (WPO).")
+    ld_alpha: float | None = option(
+        None, "Weight of the tokens beyond the length of the shorter response (LD-DPO).", ge=0, le=1
+    )
+    discopop_tau: float = option(0.05, "Temperature of the DiscoPOP loss.", gt=0)
 
     def __post_init__(self) -> None:
         given: Any = self.loss_type
@@ -163,15 +184,20 @@ class KTOConfig(WithReference):
     led: ClassVar[Mapping[str, str]] = {"loss_type": "kto_loss"}
 
     train_sampling_strategy: str = option(
-        "sequential", "The order of rows; any will do, the other answers were chosen before.",
+        "sequential",
+        "Order of the examples within an epoch. Any order is possible: the mismatched completions are "
+        "selected beforehand.",
         choices=("random", "sequential", "group_by_length"),
     )  # fmt: skip
-    loss_type: str = option("kto", "KTO, or the same without a baseline.", choices=("kto", "apo_zero_unpaired"))
-    desirable_weight: float = option(1.0, "What a desirable answer counts.", ge=0)
-    undesirable_weight: float = option(1.0, "What another answer counts.", ge=0)
+    loss_type: str = option(
+        "kto", "KTO loss, or its variant without a KL term (apo_zero_unpaired).", choices=("kto", "apo_zero_unpaired")
+    )
+    desirable_weight: float = option(1.0, "Loss weight of desirable examples.", ge=0)
+    undesirable_weight: float = option(1.0, "Loss weight of undesirable examples.", ge=0)
     kl_pairing: str = option(
-        "neighbour", "Where other answers come from: the record before in the set, or (group) the row before in the "
-        "same step, anew in each epoch.",
+        "neighbour",
+        "Source of the mismatched completions for KTO's KL term: the previous record of the dataset, or the"
+        " previous example of the same step (group).",
         choices=("neighbour", "group"),
     )  # fmt: skip
 
@@ -187,9 +213,9 @@ class KTOConfig(WithReference):
 class RewardConfig(PreferenceConfig):
     """The arguments of a ``RewardTrainer``, as in TRL 1."""
 
-    learning_rate: float = option(1e-4, "The first learning rate.", ge=0, lt=math.inf)
+    learning_rate: float = option(1e-4, "Peak learning rate.", ge=0, lt=math.inf)
     center_rewards_coefficient: float | None = option(
-        None, "Weight of the square of a pair's summed scores, which keeps their mean near 0.", ge=0
+        None, "Weight of a penalty on the squared sum of the scores of a pair, which centers them at 0.", ge=0
     )
 
 
@@ -197,7 +223,7 @@ class RewardConfig(PreferenceConfig):
 class ORPOConfig(PreferenceConfig):
     """The arguments of an ``ORPOTrainer``. What is learned of a chosen answer is the answer, not its prompt."""
 
-    beta: float = option(0.1, "The weight of the odds ratio: the paper's λ.", gt=0)
+    beta: float = option(0.1, "Weight of the odds ratio loss (λ in the paper).", gt=0)
 
     def choices(self) -> Any:
         made = super().choices()
@@ -215,12 +241,14 @@ class CPOConfig(PreferenceConfig):
 
     led: ClassVar[Mapping[str, str]] = {"alpha": "alphapo_alpha"}
 
-    beta: float = option(0.1, "How steep the loss of a pair is.", gt=0)
-    loss_type: str = option("sigmoid", "The loss of a pair.", choices=(*_CPO, "alphapo"))
-    label_smoothing: float = option(0.0, "The share of pairs whose answers are taken to be swapped.", ge=0, lt=0.5)
-    cpo_alpha: float = option(1.0, "Weight of the chosen answers' loss, a mean over the tokens of the step.", ge=0)
-    simpo_gamma: float = option(0.5, "The margin between two answers that simpo asks for.", ge=0)
-    alpha: float = option(0.0, "The exponent of AlphaPO; 0 is none.")
+    beta: float = option(0.1, "β of the preference loss.", gt=0)
+    loss_type: str = option("sigmoid", "Preference loss.", choices=(*_CPO, "alphapo"))
+    label_smoothing: float = option(0.0, "Assumed fraction of pairs with swapped labels.", ge=0, lt=0.5)
+    cpo_alpha: float = option(
+        1.0, "Weight of the supervised loss on chosen responses in CPO (mean over the tokens of the step).", ge=0
+    )
+    simpo_gamma: float = option(0.5, "Target reward margin of SimPO.", ge=0)
+    alpha: float = option(0.0, "Alpha of AlphaPO. 0: off.")
 
     def __post_init__(self) -> None:
         if self.loss_type == "alphapo":  # as TRL writes it

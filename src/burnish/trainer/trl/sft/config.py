@@ -23,24 +23,31 @@ class SFTConfig(TrlArguments):
         "dataset_batch_size": _PACKS, "num_of_sequences": _PACKS, "chars_per_token": "packs are filled by tokens."
     }  # fmt: skip
 
-    learning_rate: float = option(2e-5, "The first learning rate.", ge=0, lt=math.inf)
+    learning_rate: float = option(2e-5, "Peak learning rate.", ge=0, lt=math.inf)
 
     # --- the data
-    dataset_text_field: str = option("text", "The column of plain text.")
-    dataset_kwargs: dict[str, Any] | str | None = option(None, "skip_prepare_dataset: the rows are ready as they are.")
-    max_length: int | None = option(
-        1024, "Rows are cut to it, and packs filled up to it; None cuts nothing.", unit="tokens", ge=1
+    dataset_text_field: str = option("text", "Column with plain text.")
+    dataset_kwargs: dict[str, Any] | str | None = option(
+        None, "skip_prepare_dataset: the dataset is already tokenized."
     )
-    shuffle_dataset: bool = option(False, "Shuffle the data once, when it is prepared.")
-    packing: bool = option(False, "Put several rows into one of max_length tokens.")
-    packing_strategy: str = option("bfd", "How packs are filled.", choices=("bfd", "bfd_split", "wrapped"))
-    eval_packing: bool | None = option(None, "Pack evaluation sets; as packing by default.")
+    max_length: int | None = option(1024, "Maximum sequence length in tokens.", unit="tokens", ge=1)
+    shuffle_dataset: bool = option(False, "Shuffle the dataset once during preparation.")
+    packing: bool = option(False, "Pack several examples into sequences of max_length tokens.")
+    packing_strategy: str = option(
+        "bfd",
+        "Packing strategy: best fit (bfd), best fit with long examples split (bfd_split), or fixed-size "
+        "blocks of concatenated text (wrapped).",
+        choices=("bfd", "bfd_split", "wrapped"),
+    )
+    eval_packing: bool | None = option(None, "Packing of the evaluation set. Default: same as packing.")
 
     # --- what is learned
-    completion_only_loss: bool | None = option(None, "Learn completions only; by default where there are prompts.")
-    assistant_only_loss: bool = option(False, "Learn what the assistant says, and nothing else.")
+    completion_only_loss: bool | None = option(
+        None, "Compute the loss on completions only. Default: true for datasets with prompts."
+    )
+    assistant_only_loss: bool = option(False, "Compute the loss on assistant messages only.")
     loss_type: str = option(
-        "nll", "dft weights each token's loss by its probability (arXiv 2508.05629).",
+        "nll", "nll: cross entropy. dft: weight the loss of each token by its probability (arXiv 2508.05629).",
         choices=("nll", "dft", "chunked_nll"),
     )  # fmt: skip
 

@@ -78,7 +78,7 @@ class SFTTrainer(TrlTrainer):
 
     args: SFTConfig
     _counter = CountAlways
-    card_stage = "sft"
+    card_stage, card_title = "sft", "supervised fine-tuning"
 
     def __init__(
         self, model: Any, args: object = None, data_collator: Callable[[list[Any]], Any] | None = None,

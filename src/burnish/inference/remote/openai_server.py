@@ -1,0 +1,88 @@
+"""A server that speaks OpenAI's API, over httpx: its models, and the chunks of a streamed completion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import httpx2 as httpx
+
+from burnish.config.errors import UserError
+
+TIMEOUT_S = 600.0
+
+
+class OpenAIServer:
+    """A server at an address. The key is sent to it alone: no redirect is followed.
+
+    Args:
+        url: ending in ``/v1``.
+        key: sent as a bearer token; "" for none.
+        uses_proxy: honour the proxies of the environment.
+    """
+
+    def __init__(self, url: str, key: str = "", uses_proxy: bool = False) -> None:
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=TIMEOUT_S, trust_env=uses_proxy)
+
+    def models(self) -> list[str]:
+        """The names of its models.
+
+        Raises:
+            UserError: if it cannot be reached, or lists no model.
+        """
+        try:
+            response = self._client.get(f"{self.url}/models")
+            names = [str(entry["id"]) for entry in response.raise_for_status().json()["data"]]
+        except httpx.HTTPStatusError as error:
+            raise UserError(f"{self.url} answered {error.response.status_code}: {_message(error.response)}") from error
+        except httpx.HTTPError as error:
+            raise UserError(f"{self.url} cannot be reached: {error}.") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.url}/models lists no model: {error}") from error
+        if not names:
+            raise UserError(f"{self.url}/models lists no model.")
+        return names
+
+    def chunks(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
+        """The chunks of a streamed completion. Closing the iterator closes the connection.
+
+        Raises:
+            UserError: if it cannot be reached, refuses, or ends the stream early.
+        """
+        try:
+            with self._client.stream("POST", f"{self.url}/{path}", json={**body, "stream": True}) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise UserError(f"{self.url} answered {response.status_code}: {_message(response)}")
+                for line in response.iter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    data = line.removeprefix("data:").strip()
+                    if data == "[DONE]":
+                        return
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise UserError(f"{self.url} ended the answer: {_sentence(chunk['error'])}")
+                    yield chunk
+        except (httpx.HTTPError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{self.url} cannot be reached: {error or type(error).__name__}.") from error
+        raise UserError(f"{self.url}: the stream broke off.")
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return _sentence(response.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200].strip() or "without a message"
+
+
+def _sentence(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)
