@@ -18,6 +18,10 @@ from burnish.config.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+TOKEN_COLUMNS: dict[str, float] = {"loss_weights": 1.0, "sequence": 0, "content_hashes": 0}
+"""Columns of a row, and keys of a batch, with a value per token -> the value where a row has none. Objectives add
+theirs (``StageObjective.token_columns``)."""
+
 IGNORE_INDEX = -100
 """The label of a position that is not learned (torch's default ``ignore_index``)."""
 
