@@ -205,7 +205,7 @@ IN_THE_WAY: dict[str, Any] = {
 def test_another_thing_in_the_place_of_a_file_that_a_run_writes(
     name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = next((here / "cache" / "rows").glob("*/labels.values")) if name == "rows" else here / name
+    found = next((here / "cache" / "rows").glob("*/rows.arrow")) if name == "rows" else here / name
     found.unlink(missing_ok=True)
     IN_THE_WAY[kind](found)
     faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)

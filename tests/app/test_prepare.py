@@ -135,7 +135,7 @@ def test_one_of_several_processes_overwrites(monkeypatch):
 
 def test_a_cache_entry_that_lost_bytes_is_encoded_again(tmp_path):
     expected = list(prepared())
-    (values,) = (tmp_path / "cache" / "rows").glob("*/input_ids.values")
+    (values,) = (tmp_path / "cache" / "rows").glob("*/rows.arrow")
     os.truncate(values, 40)
     encode = Encoder()
     assert list(prepared(encode=encode)) == expected
@@ -299,7 +299,7 @@ def test_encoded_rows_can_be_used_without_the_data_they_came_from():
 
 def test_a_torn_tokenized_path_is_refused_and_not_repaired_in_silence():
     prepared(tokenized_path="rows")
-    os.truncate("rows/train/labels.values", 8)
+    os.truncate("rows/train/rows.arrow", 8)
     with pytest.raises(UserError, match="not whole"):
         prepared(tokenized_path="rows")
 

@@ -6,7 +6,7 @@ import pytest
 
 from bad_inputs import change, told
 from burnish import cli
-from burnish.data.rows.store import MANIFEST
+from burnish.data.rows.store import BLOCKS, MANIFEST, read_rows_manifest
 
 pytestmark = pytest.mark.run
 
@@ -23,36 +23,48 @@ def flip(path: Path, place: int = -5) -> None:
     path.write_bytes(content)
 
 
-def column_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix in (".values", ".ends") or path.name == "origins")
-
-
-def test_a_damaged_cache_is_encoded_again(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def kept(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BURNISH_CACHE", "cache")
     assert cli.main([*WORDS, "output_dir=first"]) == 0
-    files = column_files(Path("cache/rows"))
-    assert len(files) == 5
-    for number, path in enumerate([*files, next(Path("cache/rows").rglob(MANIFEST))]):
-        before = path.read_bytes()
-        flip(path)
-        assert cli.main([*WORDS, f"output_dir=out{number}"]) == 0
-        assert weights(f"out{number}") == weights("first")
-        assert path.name == MANIFEST or path.read_bytes() == before
+    assert cli.main([*WORDS, "tokenized_path=kept", "output_dir=second"]) == 0
 
 
-def test_damaged_rows_of_a_tokenized_path_are_refused_by_name(
-    user_folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", [MANIFEST, "the index"])
+@pytest.mark.usefixtures("kept")
+def test_a_cache_with_a_damaged_index_is_encoded_again(name: str) -> None:
+    (folder,) = Path("cache/rows").glob("*/")
+    path, place = (folder / MANIFEST, -5) if name == MANIFEST else (folder / BLOCKS, -40)
+    flip(path, place)
+    assert cli.main([*WORDS, "output_dir=again"]) == 0
+    assert weights("again") == weights("first")
+    read_rows_manifest(folder)
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_cache_with_a_damaged_block_is_refused_and_the_same_command_encodes_it_again(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [*WORDS, "tokenized_path=kept"]
-    assert cli.main([*words, "output_dir=first"]) == 0
-    for path in column_files(Path("kept")):
-        flip(path)
+    (path,) = Path("cache/rows").glob(f"*/{BLOCKS}")
+    block = read_rows_manifest(path.parent)["blocks"][0]
+    flip(path, block["end"] - 20)
+    told(capsys)
+    assert cli.main([*WORDS, "output_dir=again"]) == 2
+    assert "The same command encodes the rows again" in told(capsys)[1]
+    assert cli.main([*WORDS, "output_dir=again"]) == 0
+    assert weights("again") == weights("first")
+
+
+@pytest.mark.usefixtures("kept")
+def test_damaged_rows_of_a_tokenized_path_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS, "tokenized_path=kept", "output_dir=again"]
+    path = Path("kept/train", BLOCKS)
+    for number, block in enumerate(read_rows_manifest(path.parent)["blocks"]):
+        flip(path, block["end"] - 20)
         told(capsys)
-        assert cli.main([*words, "output_dir=second"]) == 2
-        err = told(capsys)[1]
-        assert f'kept/train: "{path.name}" of the encoded rows was changed after it was written' in err
-        flip(path)
+        assert cli.main(words) == 2
+        assert f'kept/train: block {number} of "{BLOCKS}" of the encoded rows was changed' in told(capsys)[1]
+        flip(path, block["end"] - 20)
     change("kept/train/rows.json", rows=7)
-    assert cli.main([*words, "output_dir=second"]) == 2
+    assert cli.main(words) == 2
     assert '"rows.json" of the encoded rows was changed' in told(capsys)[1]
-    assert not Path("second").exists()

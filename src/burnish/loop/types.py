@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from burnish.config.errors import UserError
 
@@ -115,28 +115,23 @@ class Example:
         return f"{self.source}, record {self.number}"
 
 
-class Row(TypedDict, total=False):
-    """One encoded example: columns of the same length T, or of several sequences those of each. They are arrays on
-    their way from the template to the row store, and lists from there on (``as_lists``)."""
+Row: TypeAlias = dict[str, Any]
+"""One encoded example: column -> value. An objective may add columns of its own: numbers, booleans, texts, lists.
 
-    input_ids: Sequence[int]
-    labels: Sequence[int]  # IGNORE_INDEX where nothing is learned; not shifted: labels[t] belongs to input_ids[t]
-    loss_weights: Sequence[float]  # only where a message carried a weight other than 1
-    content_hashes: Sequence[int]  # only with pictures: their hash at each of their positions, 0 elsewhere
-    seq_lengths: Sequence[int]  # only in a pack: the lengths of the rows that were concatenated to it
-    sequence: Sequence[int]  # only where sums are wanted of each sequence in a batch: which one a token belongs to
-    chosen_input_ids: Sequence[int]  # a pair is a row of two sequences, each with labels of its own
-    chosen_labels: Sequence[int]
-    rejected_input_ids: Sequence[int]
-    rejected_labels: Sequence[int]
-    margin: float
-    reference_logps: float
-    reference_kl_logps: float
-    reference_chosen_logps: float  # in nats, where the reference's were computed before
-    reference_rejected_logps: float
-    tag: bool  # the verdict on an answer, and beside it the same prompt with another record's answer
-    kl_input_ids: Sequence[int]
-    kl_labels: Sequence[int]
+Columns of token ids are arrays on their way from the template to the row store, and lists from there on (``as_lists``).
+Those that burnish knows:
+
+- ``input_ids``, ``labels``: T numbers each; a label is IGNORE_INDEX where nothing is learned, and not shifted:
+  ``labels[t]`` belongs to ``input_ids[t]``.
+- ``loss_weights``: T floats, only where a message has a weight other than 1.
+- ``content_hashes``: only with pictures, their hash at each of their positions, 0 elsewhere.
+- ``seq_lengths``: only in a pack, the lengths of the rows that were concatenated to it.
+- ``sequence``: T numbers, only where sums are needed of each sequence in a batch: which one a token belongs to.
+- ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``: the two sequences of a pair.
+- ``margin``: how much better the chosen answer is.
+- ``tag``, ``kl_input_ids``, ``kl_labels``: the label of KTO, and the prompt with another record's answer.
+- ``reference_logps`` and its like: in nats, where the reference's log-probabilities were computed before.
+"""
 
 
 def as_lists(row: Row | None) -> Row | None:

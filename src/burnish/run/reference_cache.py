@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 import burnish
 from burnish.config.errors import NotSavedError, UserError
-from burnish.data.rows.encode import alone, begin_place, cache_home, is_whole, replacing
+from burnish.data.rows.encode import alone, begin_place, cache_home, replacing
 from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.data.rows.store import RowWriter, open_rows
 from burnish.kernels.probe import causal_lm
 from burnish.loop.protocols import Engine
-from burnish.loop.types import Batch
+from burnish.loop.types import Batch, Row
 from burnish.losses.reference import AdapterOff
 from burnish.utils.patching import patch_summary
 
@@ -41,12 +41,20 @@ def fill(
         anew: ask even where an earlier run has kept the numbers.
     """
     folder = cache_home() / "reference" / key_of(rows, objective, module, engine, size)
-    is_there = (folder / "rows.json").is_file() and is_whole(folder)
-    if not anew and all(engine.gather_objects(is_there)):
-        rows.restore(list(open_rows(folder)))
+    kept = None if anew else _kept(folder)
+    if all(engine.gather_objects(kept is not None)):
+        rows.restore(kept or [])
         return [f"The reference's numbers of {len(rows):,} rows are those that an earlier run kept: {folder}."]
     rows.fill(objective, module, engine, size)
     return [] if engine.rank else _keep(rows, folder)
+
+
+def _kept(folder: Path) -> list[Row] | None:
+    """The numbers that an earlier run kept; None where there are none, or they are damaged."""
+    try:
+        return list(open_rows(folder))
+    except UserError:
+        return None
 
 
 def _keep(rows: RowsWithReference, folder: Path) -> list[str]:
@@ -55,7 +63,7 @@ def _keep(rows: RowsWithReference, folder: Path) -> list[str]:
         with alone(folder), replacing(folder) as partial:
             writer = RowWriter(partial)
             for number in range(len(rows)):
-                writer.add(number, rows.numbers(number))  # type: ignore[arg-type]
+                writer.add(number, rows.numbers(number))
             writer.close()
     except (UserError, NotSavedError, OSError) as error:
         return [f"The reference's numbers are not kept for another run: {error}"]

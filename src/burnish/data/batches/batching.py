@@ -260,12 +260,12 @@ def sequences_of(row: Row) -> list[Row]:
 def _slice(row: Row, begin: int, end: int) -> Row:
     part: Row = {"input_ids": row["input_ids"][begin:end], "labels": row["labels"][begin:end]}
     for name in _FILLERS.keys() & row.keys():
-        part[name] = row[name][begin:end]  # type: ignore[literal-required]
+        part[name] = row[name][begin:end]
     return part
 
 
 def _concatenated(rows: Sequence[Row], name: str) -> list[int]:
-    return [value for row in rows for value in row[name]]  # type: ignore[literal-required]
+    return [value for row in rows for value in row[name]]
 
 
 _FILLERS: Mapping[str, float] = {"loss_weights": 1.0, "sequence": 0}
@@ -365,5 +365,5 @@ def _joined(rows: Sequence[Row]) -> Row:
         "seq_lengths": [len(row["input_ids"]) for row in rows],
     }
     for name in _columns_of_tokens(rows):
-        joined[name] = [value for row in rows for value in _column(row, name)]  # type: ignore[literal-required]
+        joined[name] = [value for row in rows for value in _column(row, name)]
     return joined

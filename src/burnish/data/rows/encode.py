@@ -81,7 +81,7 @@ def encode_rows(
             _make(folder, examples, encode, made_from, options, title)
         _refuse_others(folder, made_from, options, has_data=bool(examples))
         tally.merge(Tally.from_json(read_rows_manifest(folder)["tally"]))
-        return open_rows(folder)
+        return open_rows(folder, is_cache=options.tokenized_path is None)
 
 
 def _make(
@@ -145,7 +145,7 @@ def _is_stale(folder: Path, options: DataOptions) -> bool:
 
 def is_whole(folder: Path) -> bool:
     try:
-        read_rows_manifest(folder, contents=True)
+        open_rows(folder)
     except UserError:
         return False
     return True
@@ -156,7 +156,7 @@ def _refuse_others(folder: Path, made_from: Mapping[str, Any], options: DataOpti
     settings."""
     if options.tokenized_path is None:
         return
-    before = read_rows_manifest(folder, contents=True)["made_from"]
+    before = read_rows_manifest(folder)["made_from"]
     keys = dict.fromkeys([*before, *made_from])
     changed = [key for key in keys if before.get(key) != made_from.get(key) and (has_data or key != "data")]
     if changed:

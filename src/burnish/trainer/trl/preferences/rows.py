@@ -76,7 +76,7 @@ def _verdict_columns(row: Row) -> dict[str, Any]:
 
 
 def _score_columns(row: Row) -> dict[str, Any]:
-    ids = {f"{side}_ids": row[f"{side}_input_ids"] for side in ("chosen", "rejected")}  # type: ignore[literal-required]
+    ids = {f"{side}_ids": row[f"{side}_input_ids"] for side in ("chosen", "rejected")}
     return {**ids, "margin": float(row.get("margin") or 0.0)}
 
 
@@ -148,7 +148,7 @@ class VerdictsOfSteps:
 
 def pair_row(row: Mapping[str, Any]) -> Row:
     """The two sequences of a pair; one that is scored has no prompt."""
-    return {**_sequence(row, "chosen"), **_sequence(row, "rejected"), "margin": row.get("margin", 0.0)}  # type: ignore[typeddict-item]
+    return {**_sequence(row, "chosen"), **_sequence(row, "rejected"), "margin": row.get("margin", 0.0)}
 
 
 def verdict_row(row: Mapping[str, Any], limit: int | None) -> Row:

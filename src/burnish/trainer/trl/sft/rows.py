@@ -187,7 +187,7 @@ class Pack:
         rows = [row for row in rows if row["input_ids"]]
         if self.strategy == "bfd":
             rows = [{name: row[name][: self.limit] for name in _ROWS} for row in rows]
-        packs: Any = pack(rows, self.limit, self.strategy)  # type: ignore[arg-type]
+        packs: Any = pack(rows, self.limit, self.strategy)
         kept = _ROWS if self.strategy == "wrapped" else (*_ROWS, "seq_lengths")
         return {name: [row[name] for row in packs] for name in kept}
 
