@@ -3,13 +3,13 @@
 import random
 
 import torch
+from burnish.models.patches.capabilities import fit
 
 from burnish.config.options import union
 from burnish.data.batches.batching import BatchingOptions, collator
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.lm import LmOptions, SftObjective
 from burnish.models.patches.attention import make_padding_free
-from burnish.models.patches.fitted import fit
 from burnish.parallel.options import EngineOptions
 from burnish.utils.patching import PatchOptions
 

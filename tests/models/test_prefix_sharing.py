@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from burnish.models.patches.capabilities import fit
 
 from burnish.adapters.lora import LoraAdapter, LoraOptions
 from burnish.cli import main
@@ -18,7 +19,6 @@ from burnish.kernels.shared_prefix import laid_out
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.lm import LmOptions, SftObjective
 from burnish.models.patches.attention import make_padding_free
-from burnish.models.patches.fitted import fit
 from burnish.parallel.options import EngineOptions
 from burnish.run.build import wants_prefix_sharing
 from burnish.utils.patching import PatchOptions
@@ -257,7 +257,7 @@ def test_only_flat_batches_leave_tokens_out():
 def test_a_run_ends_in_the_same_weights(tmp_path, method):
     from safetensors.torch import load_file
 
-    system = "You are a helpful assistant who knows the colours of stones and rivers, and answers in one word."
+    system = "You are a helpful assistant who knows the colors of stones and rivers, and answers in one word."
     given = make_user(tmp_path, default_system=system, finetuning_type=method, include_num_input_tokens_seen=True)
     made = {}
     for shares in (True, False):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from burnish.models.patches.capabilities import fit
 
 from burnish.config.options import union
 from burnish.data.batches.batching import BatchingOptions, collator
@@ -13,7 +14,6 @@ from burnish.losses.preference_options import PairOptions, PreferenceOptions
 from burnish.losses.reference import SecondModel
 from burnish.losses.reward import RewardObjective, RewardOptions
 from burnish.models.patches.attention import make_padding_free
-from burnish.models.patches.fitted import fit
 from burnish.parallel.options import EngineOptions
 from burnish.parallel.single import SingleEngine
 from burnish.utils.patching import PatchOptions

@@ -1,6 +1,7 @@
 """Five steps as LLaMA-Factory and TRL take them: the same losses, logs and weights (tests/golden)."""
 
 import pytest
+from burnish.models.patches.capabilities import fit
 from golden_run import golden, make_material, run
 from transformers import AutoModelForCausalLM
 
@@ -11,7 +12,6 @@ from burnish.losses.lm import LmOptions
 from burnish.losses.preference_options import PreferenceOptions
 from burnish.losses.reference import SecondModel
 from burnish.models.patches.attention import make_padding_free
-from burnish.models.patches.fitted import fit
 from burnish.parallel.options import EngineOptions
 from burnish.parallel.single import SingleEngine
 from burnish.utils.patching import PatchOptions

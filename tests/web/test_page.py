@@ -15,10 +15,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from burnish.report.metadata import launched
 
 import burnish
 from burnish.config.errors import UserError
-from burnish.report.journal import launched
 from burnish.serve.http.errors import Refusal
 from burnish.serve.page.command import read_options
 from burnish.serve.page.home import Home

@@ -25,7 +25,7 @@ from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
 from burnish.kernels.cross_entropy import TokenLoss, TokenSums
 from burnish.kernels.head_kernels import BACKENDS, LIBRARIES, head_obstacle
-from burnish.kernels.probe import Fitted, Head, causal_lm
+from burnish.kernels.probe import Capabilities, Head, causal_lm
 from burnish.kernels.tied import TIED, TiedEmbedding
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Row
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
@@ -155,7 +155,7 @@ class LmObjective(StageObjective):
         accuracy, entropy = self.options.compute_accuracy, self.options.compute_entropy
         return ["loss", *["accuracy"] * accuracy, *["entropy"] * entropy, "aux_loss"]
 
-    def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
+    def fit(self, fitted: Capabilities, collate: Collate) -> list[str]:
         """Take over how the model makes its logits.
 
         Args:
@@ -214,9 +214,9 @@ class SftObjective(LmObjective):
 
     title = "supervised fine-tuning"
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[Row | None]:
+    def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> list[Row | None]:
         """Encode conversations. Args: truncate: without effect: they are always truncated, turn by turn."""
-        return self.template.encode_flat(examples, tally)
+        return self.template.encode_flat(examples, stats)
 
 
 @OBJECTIVES.register("pt", options=LmOptions)
@@ -227,9 +227,9 @@ class PretrainObjective(LmObjective):
     has_prompts = False
     title = "continued pretraining"
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[Row | None]:
+    def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> list[Row | None]:
         """Encode texts. Args: truncate: to ``cutoff_len``; false where packing splits rows (``splits_rows``)."""
-        return self.template.encode_text(examples, tally, truncate=truncate)
+        return self.template.encode_text(examples, stats, truncate=truncate)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The layout of a data set: as described with LLaMA-Factory's keys, or recognised from its first records.
+"""The layout of a data set: as described with LLaMA-Factory's keys, or recognized from its first records.
 
 In: format, columns and tags as given, and the first records. Out: a ``Layout``, checked against those records, so that
 a name which does not fit is one problem and not one per record. Refused: columns that are not there, records that fit
@@ -37,7 +37,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, stage: 
 
     Where an entry of ``dataset_info.json`` names no columns, LLaMA-Factory's names are taken, and nothing else is read;
     such an entry is also refused if there is a column of images or other media. Without a description the format is
-    recognised, and optional columns are read if they are there.
+    recognized, and optional columns are read if they are there.
 
     Args:
         stage: what is learned from the records: single answers, pairs of them, or verdicts on one.
@@ -56,7 +56,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, stage: 
             layout = replace(layout, media=tuple(column for column in _columns_of(records) if column in MEDIA))
         _check(layout, records, where, is_given=source.columns is not None)
         return layout
-    return _recognised(records, where, source)
+    return _recognized(records, where, source)
 
 
 def named_layout(
@@ -125,8 +125,8 @@ def _has_required(name: str, records: Sequence[Values]) -> bool:
     return all(any(layout.columns[part] in values for values in records) for part in layout.required)
 
 
-def _recognised(records: Sequence[Values], where: str, source: DataSource) -> Layout:
-    """Recognise the layout from the first record of a known shape; only of the source's format, if it names one."""
+def _recognized(records: Sequence[Values], where: str, source: DataSource) -> Layout:
+    """Recognize the layout from the first record of a known shape; only of the source's format, if it names one."""
     for values in records:
         known = (member for member in FORMATS if not member.traits.get("holds_pairs"))
         claims = {member.name: columns for member in known if (columns := _claim(member.traits, values))}
@@ -164,7 +164,7 @@ def _claim(traits: Mapping[str, Any], values: Values) -> Mapping[str, str] | Non
 def _with_optional(
     name: str, columns: Mapping[str, str], tags: Mapping[str, str | None] | None, records: Sequence[Values]
 ) -> Layout:
-    """The layout with all optional columns, which any record may have, and a note of what was recognised."""
+    """The layout with all optional columns, which any record may have, and a note of what was recognized."""
     traits, found = FORMATS.get(name).traits, _columns_of(records)
     optional = {**traits.get("optional", {}), **{column: column for column in MEDIA}}
     layout = named_layout(name, {**traits["columns"], **optional, **columns}, tags)

@@ -25,7 +25,7 @@ from pathlib import Path
 from burnish.config.errors import NonFiniteError, NotSavedError, Problem, UserError, is_out_of_memory
 from burnish.config.secrets import without_secrets
 from burnish.report import console
-from burnish.report.journal import is_of_this_process, write_failure
+from burnish.report.metadata import is_of_this_process, write_failure
 from burnish.report.streams import OutputError, let_go, say
 from burnish.utils.activity import Activity, interrupted_by
 from burnish.utils.files import error_number
@@ -315,7 +315,7 @@ def write_traceback(error: BaseException, output_dir: str | None) -> str:
     both fail."""
     text = without_secrets("".join(traceback.format_exception(error)))
     is_there = output_dir and os.path.isdir(output_dir)  # false for a name too long
-    folders = [Path(output_dir)] if output_dir and is_there and console.is_speaker() else []
+    folders = [Path(output_dir)] if output_dir and is_there and console.is_main_process() else []
     for folder in [*folders, Path(tempfile.gettempdir())]:
         name = TRACEBACK_NAME if folder in folders else f"burnish-{os.getpid()}-{TRACEBACK_NAME}"
         try:

@@ -231,7 +231,7 @@ def _note(told: Told, answer: RequestAnswer, num_prompt_tokens: int) -> None:
 
 
 def prepared_chat(desk: Desk, request: ChatRequest) -> PreparedRequest:
-    """A chat completion up to its answer. Tokenises: called in a thread.
+    """A chat completion up to its answer. Tokenizes: called in a thread.
 
     Raises:
         Refusal: for a model, a prompt or a grammar that cannot be had.
