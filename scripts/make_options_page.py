@@ -34,7 +34,7 @@ CHOSEN_BY: dict[str, Registry[Any]] = {
     "finetuning_type": ADAPTERS, "stage": OBJECTIVES, "optim": OPTIMIZERS, "report_to": TRACKERS,
 }  # fmt: skip
 OTHER_MEANING = {
-    "max_length": "In TRL, the maximum sequence length, which is `cutoff_len` here. As in LLaMA-Factory: length of prompt and response."
+    "max_length": "In TRL, the maximum sequence length (`cutoff_len` here). As in LLaMA-Factory: prompt and response."
 }
 
 INTRODUCTION = """\

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from burnish.data.stats import DataStats
 
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue, build
 from burnish.data.options import DataOptions
 from burnish.data.sets.sources import DataSets, load_datasets
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example
 
 

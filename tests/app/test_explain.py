@@ -385,5 +385,5 @@ def test_a_system_that_does_not_tell_its_memory_is_no_fault(monkeypatch: pytest.
         raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
 
     monkeypatch.setattr(psutil, "virtual_memory", unknown)
-    assert available_memory(plan({"use_cpu": RawValue(True), "output_dir": RawValue("o"), "model_name_or_path": RawValue("m"),
-                                  "dataset": RawValue("d")}).options) == 0  # fmt: skip
+    given = {"use_cpu": True, "output_dir": "o", "model_name_or_path": "m", "dataset": "d"}
+    assert available_memory(plan({name: RawValue(value) for name, value in given.items()}).options) == 0

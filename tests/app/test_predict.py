@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from burnish.data.stats import DataStats
 from transformers import AutoModelForCausalLM
 
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.data.sets.sources import load_datasets
+from burnish.data.stats import DataStats
 from burnish.inference.batch import answer_many
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
 from burnish.parallel.create import create_engine

@@ -7,11 +7,11 @@ import pickle
 from pathlib import Path
 
 import pytest
-from burnish.data.stats import DataStats
 
 from burnish.config.errors import Problem, UserError
 from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.store import MANIFEST
+from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example, Message
 from burnish.utils.work import watch_with
 from data_sets import data_options

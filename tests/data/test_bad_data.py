@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from burnish.data.stats import DataStats
 
 from burnish.config.errors import UserError
 from burnish.data.rows.encode import encode_rows
 from burnish.data.sets.sources import load_datasets
+from burnish.data.stats import DataStats
 from data_sets import chat, data_options, load, qa, refusal, said, talk, write
 
 GOOD = [qa(number) for number in range(24)]

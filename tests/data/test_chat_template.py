@@ -4,12 +4,12 @@ import json
 import re
 
 import pytest
-from burnish.data.stats import DataStats
 from transformers import ByT5Tokenizer
 
 from burnish.config.errors import UserError
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.table import table
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from template_cases import CALL, WEATHER, byte_tokenizer, chat_of, template_options
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from burnish.data.stats import DataStats
 
 from burnish.data.sets.formats import FORMATS
+from burnish.data.stats import DataStats
 from burnish.loop.types import Message
 from data_sets import chat, described, load, qa, refusal, said, talk, write
 

@@ -5,10 +5,10 @@ import random
 from itertools import product
 
 import pytest
-from burnish.data.stats import DataStats
 
 from burnish.data.batches.batching import pack, sequences_of
 from burnish.data.chat.choose import fit_tokenizer, load_template
+from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example, Message
 from few import few
 from small_run import CHAT_TEMPLATE

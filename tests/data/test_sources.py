@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy
 import pytest
-from burnish.data.stats import DataStats
 
 from burnish.config.errors import MissingExtraError, UserError
 from burnish.data.sets.examples import content_hash
 from burnish.data.sets.mixing import merged_order, sampled, split_rows
+from burnish.data.stats import DataStats
 from data_sets import chat, load, qa, refusal, said, talk, write
 from few import few
 

@@ -7,7 +7,6 @@ import json
 import pyarrow
 import pyarrow.ipc
 import pytest
-from burnish.data.stats import DataStats
 
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded
@@ -17,6 +16,7 @@ from burnish.data.reading.record_index import open_table
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.examples import ListedExamples
 from burnish.data.sets.sources import load_datasets
+from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example
 from data_sets import data_options, load, qa, write
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from burnish.data.stats import DataStats
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -11,6 +10,7 @@ from burnish.config.errors import UserError
 from burnish.config.options import RawValue, build, union
 from burnish.data.chat.choose import TemplateOptions, check_template, fit_tokenizer, load_template
 from burnish.data.chat.truncate import EncodingOptions
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message, as_lists
 from template_cases import WEATHER, byte_tokenizer, template_options
 

@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from burnish.data.stats import DataStats
 from transformers import AutoTokenizer
 
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.table import Token, table
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from few import few
 from template_cases import FEW_TEMPLATES, chat_of, template_options

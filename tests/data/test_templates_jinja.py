@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from burnish.data.stats import DataStats
 
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.table import table
 from burnish.data.chat.tools.tools import ToolError, function_schema
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from few import few
 from template_cases import CONVERSATIONS, FEW_TEMPLATES, byte_tokenizer, chat_of, example, template_options

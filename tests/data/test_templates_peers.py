@@ -7,12 +7,12 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from burnish.data.stats import DataStats
 
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.table import table
 from burnish.data.chat.tools.tool_calls import Call
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from few import few
 from template_cases import (

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from burnish.data.stats import DataStats
 
 from burnish.config.errors import UserError
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.tools.tool_calls import Call
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, describe_tools, exact_jinja
 from burnish.data.chat.tools.tools import ToolError, read_calls
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from template_cases import CALL, CALLS, TOOLS, WEATHER, byte_tokenizer, example, template_options
 

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from burnish.data.stats import DataStats
 
 from burnish.config.errors import UserError
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.truncate import infer_seqlen
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message, as_lists
 from template_cases import CALL, WEATHER, byte_tokenizer, template_options
 

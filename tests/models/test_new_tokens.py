@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 import yaml
-from burnish.data.stats import DataStats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli import main
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from burnish.models.load import load_model
 from burnish.models.options import ModelOptions

@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from burnish.data.stats import DataStats
 from transformers import AutoTokenizer
 
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.sets.sources import load_datasets
+from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX
 from data_sets import data_options
 from few import few

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from burnish.report.metadata import RunMetadata, boot_id, given_yaml, launched, start_ticks
 
 import burnish
 from burnish.cli import main
+from burnish.report.metadata import RunMetadata, boot_id, given_yaml, launched, start_ticks
 from burnish.serve.page.runs.runs import find, is_alive, read_run, run_folders, tail_lines
 from small_run import make_model, records
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from burnish.data.stats import DataStats
 
 from burnish.config.errors import UserError
 from burnish.data.options import DataOptions
 from burnish.data.sets.sources import load_datasets
+from burnish.data.stats import DataStats
 from burnish.serve.page.planner_process import columns_of_file
 
 RECORDS = [{"frage": "1+1", "antwort": "2", "n": 3}, {"frage": "Hot?", "antwort": "cold"}]

@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from burnish.data.stats import DataStats
 
 import burnish
 from burnish.config.errors import UserError
 from burnish.data.sets.sources import load_datasets
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from burnish.serve.page.planner_process import held_out, question_of
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from burnish.report.metadata import launched
 
 from burnish.cli import main
+from burnish.report.metadata import launched
 
 HUGE = "9" * 400
 ALIVE = {**launched([]), "time": 1.79e9}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from burnish.report.metadata import launched
 
 TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567"

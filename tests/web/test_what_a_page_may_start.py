@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from burnish.report.metadata import launched
 
 import burnish
 from burnish.config.options import specs
+from burnish.report.metadata import launched
 from burnish.run.plan.options import RunOptions
 
 OPTIONS = specs(RunOptions)

@@ -4,7 +4,7 @@ A member is a class ``(options, template, tokenizer) -> Objective``. A run calls
 
     objective.encode(examples, stats)         rows, before a weight is read
     objective.inspect(rows, rows_per_step)    remarks on the training rows
-    objective.fit(fitted, collate)            takes over what the model can do; sentences for the user
+    objective.fit(capabilities, collate)            takes over what the model can do; sentences for the user
     objective.module(model)                   the model and its loss as one module, for the engine to wrap
     objective.setup(module)                   once, with the module as the engine prepared it
     objective.collate(rows)                   a micro-batch
@@ -117,7 +117,7 @@ class StageObjective(Objective, Protocol):
         """Tell whether tokens that no loss depends on may be left out. Args: model: need have no weights."""
         return False
 
-    def fit(self, fitted: Capabilities, collate: Collate) -> list[str]: ...
+    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]: ...
 
 
 OBJECTIVES: Registry[type[StageObjective]] = Registry("stage")

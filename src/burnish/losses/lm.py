@@ -155,11 +155,11 @@ class LmObjective(StageObjective):
         accuracy, entropy = self.options.compute_accuracy, self.options.compute_entropy
         return ["loss", *["accuracy"] * accuracy, *["entropy"] * entropy, "aux_loss"]
 
-    def fit(self, fitted: Capabilities, collate: Collate) -> list[str]:
+    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Take over how the model makes its logits.
 
         Args:
-            fitted: what the model was asked (``models.fitted``).
+            capabilities: what the model was asked (``models.patches.capabilities``).
             collate: rows -> micro-batch, padding-free or padded (``data.batches.batching.collator``).
         Returns:
             Sentences for the user.
@@ -167,12 +167,12 @@ class LmObjective(StageObjective):
             UserError: where ``fused_loss`` is asked for and the head of the model does not allow it, and where the loss
                 of a router would have no gradient.
         """
-        self.collate, inner = partial(collate_learned, collate), causal_lm(fitted.model)
+        self.collate, inner = partial(collate_learned, collate), causal_lm(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
             raise UserError(ROUTER_WITHOUT_GRADIENT)
         if self.options.fused_loss is False:
             return []
-        self.head, self.makes_some_logits = fitted.head, fitted.makes_some_logits
+        self.head, self.makes_some_logits = capabilities.head, capabilities.makes_some_logits
         if self.head is not None:
             bias, weight = self.head.linear.bias, self.head.linear.weight
             what = head_obstacle(way_of(self.options), weight.device, token_loss(self.options), bias is not None)

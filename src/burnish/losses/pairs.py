@@ -133,12 +133,12 @@ class AnswersObjective(StageObjective):
         if self.reference is not None:
             self.reference.setup(module)
 
-    def fit(self, fitted: Capabilities, collate: Collate) -> list[str]:
+    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Take over how the model makes its logits. As ``LmObjective.fit``."""
-        self.collate, inner = partial(self._collated, collate), causal_lm(fitted.model)
+        self.collate, inner = partial(self._collated, collate), causal_lm(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
             raise UserError(ROUTER_WITHOUT_GRADIENT)
-        self.head, self.makes_some_logits = fitted.head, fitted.makes_some_logits
+        self.head, self.makes_some_logits = capabilities.head, capabilities.makes_some_logits
         if self.head is not None or self.options.fused_loss is False:
             return []
         name = type(inner).__name__

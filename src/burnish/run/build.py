@@ -35,7 +35,7 @@ from burnish.models.attention_choice import asked_attention
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.load import load_model, raise_if_adapter_not_finite, raise_if_empty, raise_if_not_finite
 from burnish.models.patches.attention import PADDING_FREE
-from burnish.models.patches.capabilities import fit
+from burnish.models.patches.capabilities import find_capabilities
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.patches.liger import LIGER, apply_liger, takes_liger
 from burnish.models.quantization.quantize import quantization_of
@@ -186,14 +186,14 @@ def build_loop(
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     model = trained_model(prepared, adapter, engine, options)
-    fitted, notes = fit_objective(objective, model, prepared.tokenizer, options)
+    capabilities, notes = fit_objective(objective, model, prepared.tokenizer, options)
     notes += begin_head(objective, options, engine)
-    notes += begin_reference(objective, model, adapter, engine, options, fitted.is_padding_free)
+    notes += begin_reference(objective, model, adapter, engine, options, capabilities.is_padding_free)
     for sentence in notes:
         note(sentence)
 
     accumulation = accumulation_for(found, options, engine.world_size)
-    pads, most = not fitted.is_padding_free, options.max_tokens_per_batch
+    pads, most = not capabilities.is_padding_free, options.max_tokens_per_batch
     budget = Budget(most, pads) if most else None
     stream = row_stream(prepared, options, engine, accumulation, budget)
 
@@ -315,16 +315,16 @@ def fit_objective(
         said = apply_liger(model, options.liger_kernel_config, is_asked=is_asked)
     if not options.torch_compile:  # a compiler fuses by itself
         patch_forwards(model, options)
-    fitted = fit(
+    capabilities = find_capabilities(
         model, padding_free=wants_padding_free(options), own_attention=takes_own_attention(options),
         prefix_sharing=wants_prefix_sharing(objective, model, options, device),
         head_of=None if options.fused_loss is False else model,
     )  # fmt: skip
-    if options.needed_tokens_only and not fitted.shares_prefixes:
+    if options.needed_tokens_only and not capabilities.shares_prefixes:
         what = "rows are padded, or model or loss draw at random, or go over all of them"
         said = [*said, f"All tokens are computed, needed or not: {what}."]
-    collate = collator(options, tokenizer.pad_token_id, fitted.is_padding_free, fitted.shares_prefixes)
-    return fitted, [*fitted.notes, *said, *objective.fit(fitted, collate)]
+    collate = collator(options, tokenizer.pad_token_id, capabilities.is_padding_free, capabilities.shares_prefixes)
+    return capabilities, [*capabilities.notes, *said, *objective.fit(capabilities, collate)]
 
 
 def takes_own_attention(options: RunOptions) -> bool:

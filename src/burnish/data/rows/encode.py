@@ -1,7 +1,7 @@
 """Examples -> rows, once: encoded in batches, cached on disk under a hash of everything that they depend on.
 
 In: examples, a function that encodes a batch of them, and everything else that the rows depend on (``fingerprint``).
-Out: ``Rows``. The stats of what was dropped or cut is kept with the rows, and read again with them.
+Out: ``Rows``. Statistics of dropped and truncated examples are stored with the rows.
 
 The cache is $BURNISH_CACHE or ~/.cache/burnish. An entry is a folder, written under another name and renamed when it is
 whole; of several processes that need the same rows one encodes, and the others wait for it. ``tokenized_path`` keeps
@@ -73,7 +73,7 @@ def encode_rows(
         _encode_all(examples, encode, stats, writer, BATCH_SIZE, 1, title)
         return writer.in_memory()
     made_from = _made_from(data or content_hash(examples), fingerprint)
-    if places is None:  # the stats names them
+    if places is None:  # the statistics name them
         places = "\n".join(f"{example.source}:{example.number}" for example in examples)
     folder = _folder(options, name, made_from, places)
     with alone(folder, "Name another tokenized_path." if options.tokenized_path else IN_CACHE):

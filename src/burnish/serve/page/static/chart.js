@@ -1,4 +1,4 @@
-// Curves: uPlot (carried) with one cursor through all, smoothing, and marks for what is no number.
+// Curves: uPlot (bundled) with one cursor through all, smoothing, and marks for what is no number.
 import { $, bytes, el, short, t } from "./base.js";
 
 /* global uPlot */
