@@ -1,6 +1,9 @@
 """``burnish export``: one folder with everything in it, that renders what was trained and computes what was merged."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -215,6 +218,53 @@ def test_of_an_earlier_export_nothing_is_left_once_the_new_one_is_there(made, tm
     assert not [path.name for path in out.iterdir() if "-of-" in path.name or path.suffix == ".gguf"]
     with only_writer(out), pytest.raises(UserError, match="another run is writing"):
         run(made, out, overwrite_output_dir="true")
+
+
+KILL = """
+import os, signal
+import {module} as module
+from burnish import cli
+whole = module.{name}
+def killed(*given, **named):
+    whole(*given, **named)
+    os.kill(os.getpid(), signal.SIGKILL)
+module.{name} = killed
+cli.main({words!r})
+"""
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("burnish.utils.files", "open_lock"), ("burnish.run.recovery.clearing", "left_by_a_run"),
+     ("burnish.models.save", "save_config"), ("burnish.export.export", "modelfile"),
+     ("burnish.export.export", "compare_templates")],
+)  # fmt: skip
+def test_a_killed_export_is_finished_by_the_same_command(made, tmp_path, module, name, overwrites):
+    words = ["export", "--model_name_or_path", str(made / "model"), "--adapter_name_or_path", str(made / "one"),
+             "--template", "qwen"]  # fmt: skip
+    assert cli.main([*words, "--export_dir", str(tmp_path / "whole")]) == 0
+    out = tmp_path / "out"
+    words += ["--export_dir", str(out)]
+    if overwrites:
+        assert cli.main(words) == 0
+        words += ["--overwrite_output_dir", "true"]
+    code = KILL.format(module=module, name=name, words=words)
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (out / ".lock").exists()
+    assert cli.main(words) == 0
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+def test_files_of_others_beside_a_killed_export_are_refused(made, tmp_path):
+    (tmp_path / "out" / ".earlier-run").mkdir(parents=True)
+    for name in (".lock", "model.safetensors", "thesis.tex"):
+        (tmp_path / "out" / name).write_text("")
+    with pytest.raises(UserError, match=r"is not empty: thesis\.tex\."):
+        run(made, tmp_path / "out")
 
 
 def test_the_base_is_never_written_over(made):

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -295,6 +296,38 @@ def test_a_failure_makes_no_output_folder(tmp_path, capsys):
     place = text.split("The traceback is in ")[1].split(";")[0]
     assert "by zero" in Path(place).read_text()
     Path(place).unlink()
+
+
+def test_a_temporary_traceback_is_a_new_file_that_others_cannot_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f"burnish-{os.getpid()}-{TRACEBACK_NAME}").symlink_to(victim)
+    text = told(capsys, ZeroDivisionError("by zero"))[1]
+    place = Path(text.split("The traceback is in ")[1].split(";")[0])
+    assert victim.read_text() == "mine"
+    assert "by zero" in place.read_text()
+    assert not place.is_symlink()
+    assert place.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_traceback_in_the_folder_of_the_run_replaces_a_link(tmp_path, capsys):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / TRACEBACK_NAME).symlink_to(victim)
+    told(capsys, ZeroDivisionError("by zero"), folder)
+    assert victim.read_text() == "mine"
+    assert "by zero" in (folder / TRACEBACK_NAME).read_text()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_missing_permission_writes_no_traceback(tmp_path, capsys, monkeypatch, number):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    text = told(capsys, OSError(number, os.strerror(number), str(tmp_path / "x")))[1]
+    assert "traceback" not in text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_debug_prints_the_traceback_and_writes_none(tmp_path, capsys):

@@ -12,6 +12,7 @@ from burnish.config.errors import MissingExtraError, UserError
 from burnish.data.sets.examples import content_hash
 from burnish.data.sets.mixing import merged_order, sampled, split_rows
 from burnish.data.stats import DataStats
+from burnish.loop.types import ContentPart, Example, Message
 from data_sets import chat, load, qa, refusal, said, talk, write
 from few import few
 
@@ -391,3 +392,15 @@ def test_four_real_files_load_together(golden_folder):
     sets = load(42, dataset=names, val_size=0.1)
     assert (len(sets.train), len(sets.eval[""])) == (216, 24)
     assert sum(bool(example.tools) for example in [*sets.train, *sets.eval[""]]) > 20
+
+
+def test_the_hash_of_examples_sees_every_part_of_a_message():
+    def hashed(content, **more):
+        return content_hash([Example(messages=(Message("user", content, **more),))])
+
+    picture = [(ContentPart("text", "look"), ContentPart("image", path)) for path in ("a.png", "b.png")]
+    found = {
+        hashed("look"), hashed("parts"), *map(hashed, picture), hashed((ContentPart("text", "look"),)),
+        hashed("look", raw={"role": "user", "content": "look"}), hashed(str(picture[0])),
+    }  # fmt: skip
+    assert len(found) == 7

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from burnish.cli import main
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.parallel.options import EngineOptions, check_engine
@@ -91,7 +92,8 @@ def test_one_process_does_the_work_itself(program, monkeypatch):
     assert launch([], {"num_processes": RawValue("1")}) is None
     assert launch([], {"num_processes": RawValue("2"), "engine": RawValue("single")}) is None
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     assert launch([], TWO) is None
 
 
@@ -225,3 +227,32 @@ def test_a_number_of_processes_is_a_number_or_auto():
     assert 'Received: "many"' in str(problem)
     (problem,) = check_engine(EngineOptions(num_processes=2, engine="single"))
     assert '"engine" is single' in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and not set: RANK, MASTER_ADDR, MASTER_PORT."),
+        ({"WORLD_SIZE": "two"}, 'WORLD_SIZE must be a whole number. Received: "two".'),
+        ({"WORLD_SIZE": "2", "RANK": "x"}, 'RANK must be a whole number. Received: "x".'),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE is 0, and RANK is 0; ranks are numbered from 0."),
+        ({"RANK": "1"}, "WORLD_SIZE is not set, and RANK is 1; ranks are numbered from 0."),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "WORLD_SIZE is 2, and RANK is 2; ranks are numbered from 0.",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "explain"])
+def test_half_of_a_launchers_variables_is_refused(command, variables, words, monkeypatch, capsys, tmp_path):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    given = make_user(tmp_path)
+    capsys.readouterr()
+    assert main([command, *as_words(given)]) == 2
+    err = capsys.readouterr().err
+    assert f"error: {words}\n" in err
+    assert "burnish train or torchrun" in err or "whole number" in err
+    assert not (tmp_path / "out").exists()

@@ -921,3 +921,17 @@ def test_rows_come_from_the_cache_of_encoded_rows_unless_something_changed(tmp_p
     for rows, given in ((CHATS, {"max_length": 9}), (CHATS[1:], {"max_length": 8})):
         with pytest.raises(AssertionError, match="encoded again"):
             make(tmp_path, rows, **given)
+
+
+def test_a_padding_batch_counts_nothing(tmp_path):
+    """A rank that has run out of rows computes one for the others' sake."""
+    trainer = make(tmp_path, [{"text": "One two three."}] * 2, max_steps=1)
+    loop = trainer._make_loop(None)
+    batch = next(iter(trainer.get_train_dataloader()))
+    own, padding = loop.loss(batch), loop.loss(trainer._padding_batch(batch))
+    assert own.sums["entropy"] > 0
+    assert loop.objective.num_items(batch) > 0
+    assert own.sums.keys() == padding.sums.keys()
+    assert padding.total == loop.objective.num_items(trainer._padding_batch(batch)) == 0
+    assert all(value == 0 for value in padding.sums.values())
+    padding.total.backward()  # the graph is there, so that ranks can sync

@@ -400,7 +400,7 @@ def test_a_bad_record_is_named_by_its_number_or_left_out(rows, words, folder, tm
 @pytest.mark.parametrize(
     ("kind", "rows", "words"),
     [
-        ("DPOTrainer", verdicts(), "Single answers with a label are for KTOTrainer"),
+        ("DPOTrainer", verdicts(), "single answers with a label are for KTOTrainer"),
         ("KTOTrainer", [{"text": "red"}], "needs prompt and completion and label"),
         ("KTOTrainer", [{**row, "label": True} for row in verdicts()], "KTO needs both kinds"),
         ("KTOTrainer", [{**row, "label": "perhaps"} for row in verdicts()], '"label" must be true or false'),

@@ -80,7 +80,7 @@ def test_what_was_given_can_be_run_again_and_is_the_same_run(workplace):
 
 
 def test_a_run_that_fails_says_why_in_its_outcome(workplace, monkeypatch):
-    monkeypatch.setattr("burnish.run.recovery.spikes.train", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+    monkeypatch.setattr("burnish.loop.loop.Loop.train", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
     assert main(["train", "run.yaml"]) == 1
     outcome = json.loads(Path("saves/first/outcome.json").read_text())
     assert outcome["state"] == "failed"

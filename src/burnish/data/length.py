@@ -11,7 +11,7 @@ from typing import Any
 from burnish.config.bounds import LONGEST_RECORD
 from burnish.config.errors import Problem
 from burnish.config.options import raise_if
-from burnish.loop.types import Example
+from burnish.loop.types import Example, Message
 
 REMEDY = "Cut it into several records, at the ends of its chapters or paragraphs."
 
@@ -19,8 +19,15 @@ REMEDY = "Cut it into several records, at the ends of its chapters or paragraphs
 def num_characters(example: Example) -> int:
     """The characters of all its texts."""
     turns = (part for part in (example.messages, example.chosen, example.rejected, example.other) if part)
-    contents = (part if isinstance(part, str) else [turn.text for turn in part] for part in turns)
+    contents = map(texts_in, turns)
     return _num_in([example.text, example.prompt, example.completion, example.system, example.tools, *contents])
+
+
+def texts_in(part: str | Iterable[Message]) -> list[str]:
+    """A text, or the texts of messages: those of their parts that are text."""
+    if isinstance(part, str):
+        return [part]
+    return [piece.value for message in part for piece in message.parts if piece.kind == "text"]
 
 
 def refuse_endless(examples: Iterable[Example]) -> None:

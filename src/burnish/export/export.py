@@ -55,7 +55,7 @@ from burnish.report.console import note
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import aliases
 from burnish.run.plan.unsupported import take_absent
-from burnish.run.recovery.clearing import BackupOnOverwrite
+from burnish.run.recovery.clearing import BackupOnOverwrite, left_by_a_killed_process
 from burnish.utils.files import named_where_full, only_writer
 
 
@@ -87,7 +87,7 @@ def export(given: Mapping[str, RawValue]) -> Path:
     folder = Path(options.export_dir or "")
     with (
         only_writer(folder),
-        BackupOnOverwrite(folder, also=("*.gguf", "Modelfile", "quantize_config.json")),
+        BackupOnOverwrite(folder, also=_OWN_FILES),
         named_where_full(folder, "Free some space, or name an export_dir on another disk, and export again."),
         _place_of_weights(folder, using is not None) as place,
     ):
@@ -114,6 +114,8 @@ def export(given: Mapping[str, RawValue]) -> Path:
     return folder
 
 
+_OWN_FILES = ("*.gguf", "Modelfile", "quantize_config.json")
+"""Files of an export, beside those that a run writes."""
 _NO_HEAD = Problem(
     "a reward model gives scores, for which GGUF, GPTQ and AWQ have no place.",
     remedy="Leave export_format and export_quantization_bit out: safetensors.",
@@ -142,7 +144,11 @@ def export_options(given: Mapping[str, RawValue]) -> RunOptions:
     problems += [] if problems else quantized_base(options) or check_model(options, needs_head=writes_answers(options))
     if not problems:
         folders = [find_source(options.model_name_or_path, options).folder, *adapter_folders(options)]
-        problems += problems_of_export(options, [folder for folder in folders if folder is not None])
+        problems += problems_of_export(
+            options,
+            [folder for folder in folders if folder is not None],
+            left_by_a_killed_process(Path(options.export_dir or ""), _OWN_FILES),
+        )
     if not problems and options.export_quantization_bit and options.export_format == "gguf":
         what = '"export_quantization_bit" is for GPTQ and AWQ, and "export_format" is gguf.'
         problems.append(

@@ -18,6 +18,10 @@ from burnish.config.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+TOKEN_COLUMNS: dict[str, float] = {"loss_weights": 1.0, "sequence": 0, "content_hashes": 0}
+"""Columns of a row, and keys of a batch, with a value per token -> the value where a row has none. Objectives add
+theirs (``StageObjective.token_columns``)."""
+
 IGNORE_INDEX = -100
 """The label of a position that is not learned (torch's default ``ignore_index``)."""
 
@@ -40,7 +44,7 @@ class ContentPart:
 
 
 Content: TypeAlias = "str | tuple[ContentPart, ...]"
-"""The content of a message: a text, or parts in their order where some are none."""
+"""The content of a message: a text, or parts in their order where some are not text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +60,21 @@ class Message:
     content: Content
     train: bool | None = None
     weight: float = 1.0
-    raw: Mapping[str, Any] | None = None
+    raw: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def parts(self) -> tuple[ContentPart, ...]:
+        """The content as parts; a text is one part."""
+        return (ContentPart("text", self.content),) if isinstance(self.content, str) else self.content
 
     @property
     def text(self) -> str:
-        """The content as one text. Raises UserError where a part is none."""
+        """The content as one text. Raises UserError where a part is not text."""
         if isinstance(self.content, str):
             return self.content
         if others := sorted({part.kind for part in self.content} - {"text"}):
-            what = f"a message holds {', '.join(others)}, and text alone is learned here."
-            raise UserError(what, remedy="Leave these parts out, or write an objective that encodes them.")
+            what = f"a message holds {', '.join(others)}; only text is supported here."
+            raise UserError(what, remedy="Remove these parts, or write an objective that encodes them.")
         return "".join(part.value for part in self.content)
 
 

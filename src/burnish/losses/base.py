@@ -27,7 +27,7 @@ from burnish.config.errors import Problem
 from burnish.config.registry import Registry
 from burnish.kernels.probe import Capabilities
 from burnish.loop.protocols import Engine, Objective
-from burnish.loop.types import IGNORE_INDEX, Batch, Example, Row
+from burnish.loop.types import IGNORE_INDEX, TOKEN_COLUMNS, Batch, Example, Row
 
 Collate: TypeAlias = Callable[[Sequence[Row]], Batch]
 
@@ -81,6 +81,14 @@ class StageObjective(Objective, Protocol):
     reference: Any = None
     collate: Collate
     template: RowEncoder
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, filler in cls.token_columns.items():
+            if TOKEN_COLUMNS.setdefault(name, filler) != filler:
+                raise ValueError(
+                    f"{cls.__name__}: token column {name!r} has the value {TOKEN_COLUMNS[name]} elsewhere."
+                )
 
     def __init__(self, choices: Any, template: RowEncoder, tokenizer: Any = None, /) -> None: ...
 

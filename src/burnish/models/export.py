@@ -6,6 +6,7 @@ Refuses: a folder that is not empty, and one that the export reads from.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -77,11 +78,12 @@ OF_A_RUN = ("adapter_config.json", "trainer_state.json", "launch.json", "checkpo
 """Files by which the folder of a training is known, of an adapter, or of a training that goes on now."""
 
 
-def problems_of_export(options: ExportChoices, others: list[Path]) -> list[Problem]:
+def problems_of_export(options: ExportChoices, others: list[Path], left_over: Collection[str] = ()) -> list[Problem]:
     """Find what is wrong with the folder of the export.
 
     Args:
         others: the folders of the model and its adapters.
+        left_over: names of files that an interrupted export left in the folder; they are overwritten.
     """
     if not options.export_dir:
         return [
@@ -100,7 +102,7 @@ def problems_of_export(options: ExportChoices, others: list[Path]) -> list[Probl
     if held := [path.name for name in OF_A_RUN for path in folder.glob(name)]:
         what = f'export_dir "{folder}" holds a run ({held[0]}), whose files would be taken for those of the export.'
         return [Problem(what, remedy="Name another export_dir.", option="export_dir")]
-    inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    inside = sorted({path.name for path in folder.iterdir()} - {*left_over}) if folder.is_dir() else []
     if not inside or options.overwrite_output_dir:
         return []
     what = f'export_dir "{folder}" is not empty: {", ".join(inside[:3])}{", ..." if len(inside) > 3 else ""}.'

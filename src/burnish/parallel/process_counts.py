@@ -83,6 +83,26 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def launcher_problems() -> list[Problem]:
+    """Problems with the variables by which a launcher tells a process its place among several."""
+    given = {name: os.environ.get(name, "").strip() for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    unread = [name for name, text in given.items() if text and count_in(text, -1) < 0]
+    if unread:
+        return [Problem(f'{name} must be a whole number. Received: "{given[name]}".') for name in unread]
+    size, rank = count_in(given["WORLD_SIZE"], 1), count_in(given["RANK"], 0)
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and not os.environ.get(name)]
+    if not missing and size > rank:
+        return []
+    what = f"and not set: {', '.join(missing)}" if missing else f"and RANK is {rank}; ranks are numbered from 0"
+    return [
+        Problem(
+            f"WORLD_SIZE is {given['WORLD_SIZE'] or 'not set'}, {what}.",
+            remedy="Start the processes with burnish train or torchrun, which set these variables; or unset WORLD_SIZE "
+            "and RANK for a run in one process.",
+        )
+    ]
+
+
 def problems_of_machines() -> list[Problem]:
     """Find what is missing for a run over several machines."""
     if is_launched():

@@ -279,6 +279,7 @@ def row_stream(
         seed=options.seed if options.data_seed is None else options.data_seed,
         lengths=None if prepared.rows.is_streamed else prepared.rows.lengths,
         buffer_size=options.buffer_size if options.streaming else None,
+        blank_row=dict(prepared.objective.row_columns),
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from burnish.config.options import RawValue, raise_if
 from burnish.parallel.process_counts import (
     AUTO,
     free_port,
+    launcher_problems,
     machine_rank,
     needs_launcher,
     num_machines,
@@ -63,7 +64,7 @@ def launch(words: Sequence[str], given: Mapping[str, RawValue]) -> int | None:
         UserError: where there are several machines and a variable about them is missing.
     """
     asked = Asked.of(given)
-    raise_if(problems_of_machines())
+    raise_if([*launcher_problems(), *problems_of_machines()])
     if not needs_launcher(asked):
         return None
     words, restarts = list(words), 0

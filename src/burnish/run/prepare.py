@@ -35,7 +35,7 @@ from burnish.models.load import check_context, load_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenizer
 from burnish.parallel.single import set_seed
-from burnish.run.plan.checks import check_deciding_metric, evaluates, may_stream, step_notes, trains
+from burnish.run.plan.checks import check_deciding_metric, evaluates, may_stream, record_needs, step_notes, trains
 from burnish.run.plan.memory import Formats
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
@@ -117,8 +117,8 @@ def load_data(plan: Plan, stats: DataStats) -> DataSets:
     problems = check_model(options, needs_head=OBJECTIVES[options.stage].uses_lm_head)
     try:
         sets = load_datasets(
-            options, options.seed, stats, may_stream(options), asks_hubs=not problems, stage=options.stage,
-            looks_back=options.kl_pairing == "neighbour",
+            options, options.seed, stats, may_stream(options), asks_hubs=not problems, needs=record_needs(options),
+            looks_back=OBJECTIVES[options.stage].mismatched_responses(options) == "set",
         )  # fmt: skip
     except UserError as error:
         raise UserError([*problems, *error.problems]) from error

@@ -16,7 +16,7 @@ from typing import BinaryIO, TextIO
 
 from burnish.config.errors import NotSavedError, Problem, UserError
 
-_LOCK = ".lock"
+LOCK = ".lock"
 ROOTS = "BURNISH_ROOTS"
 """Environment variable of processes that the web page starts: the folders below which they may read data."""
 _KINDS = (
@@ -113,7 +113,7 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with open_lock(folder / _LOCK) as lock:
+    with open_lock(folder / LOCK) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_held = os.fstat(lock.fileno()).st_nlink > 0  # 0: the run that held it took it away just now
@@ -125,14 +125,14 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            leaves = {_LOCK, *(traces if isinstance(error, UserError) else ())}
+            leaves = {LOCK, *(traces if isinstance(error, UserError) else ())}
             with suppress(OSError):  # the folder may have gone, or be something else by now
                 if is_new and set(os.listdir(folder)) <= leaves:
                     shutil.rmtree(folder)
             raise
         finally:
             with suppress(OSError):
-                (folder / _LOCK).unlink(missing_ok=True)  # while it is held: who opened it before finds it gone
+                (folder / LOCK).unlink(missing_ok=True)  # while it is held: who opened it before finds it gone
 
 
 def broken_link(path: Path) -> Path | None:

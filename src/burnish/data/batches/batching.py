@@ -27,7 +27,7 @@ from burnish.config.checks import check
 from burnish.config.errors import Problem
 from burnish.config.options import option
 from burnish.data.batches.prefix_sharing import segments
-from burnish.loop.types import IGNORE_INDEX, Batch, Row
+from burnish.loop.types import IGNORE_INDEX, TOKEN_COLUMNS, Batch, Row
 
 
 @dataclass
@@ -230,7 +230,7 @@ def collate_padded(
         "labels": filled((s["labels"] for s in sequences), pad_id if learns_padding else IGNORE_INDEX),
     }
     for name in _columns_of_tokens(rows):
-        batch[name] = filled((_column(sequence, name) for sequence in sequences), _FILLERS[name])
+        batch[name] = filled((_column(sequence, name) for sequence in sequences), TOKEN_COLUMNS[name])
     return batch
 
 
@@ -259,7 +259,7 @@ def sequences_of(row: Row) -> list[Row]:
 
 def _slice(row: Row, begin: int, end: int) -> Row:
     part: Row = {"input_ids": row["input_ids"][begin:end], "labels": row["labels"][begin:end]}
-    for name in _FILLERS.keys() & row.keys():
+    for name in TOKEN_COLUMNS.keys() & row.keys():
         part[name] = row[name][begin:end]
     return part
 
@@ -268,17 +268,13 @@ def _concatenated(rows: Sequence[Row], name: str) -> list[int]:
     return [value for row in rows for value in row[name]]
 
 
-_FILLERS: Mapping[str, float] = {"loss_weights": 1.0, "sequence": 0}
-"""Columns with a value per token that not every row has, and the value of a token that has none."""
-
-
 def _columns_of_tokens(rows: Sequence[Row]) -> list[str]:
-    return [name for name in _FILLERS if any(name in row for row in rows)]
+    return [name for name in TOKEN_COLUMNS if any(name in row for row in rows)]
 
 
 def _column(row: Row, name: str) -> Sequence[float]:
     values: Any = row.get(name)
-    return values or [_FILLERS[name]] * len(row["input_ids"])
+    return values or [TOKEN_COLUMNS[name]] * len(row["input_ids"])
 
 
 # --- rows -> packs ----------------------------------------------------------------------------------------------------

@@ -202,12 +202,13 @@ class RowStream:
         buffer_size: see ``order_of``.
         lengths: tokens of each item, for "group_by_length" and for a budget.
         keys: all items of a step -> the key of each in ``items``, if a row depends on the others of its step.
+        blank_row: the row of a blank micro-batch, with the columns that ``collate`` needs.
     """
 
     def __init__(
         self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], cut: StepPartition, *, seed: int,
         options: StreamOptions | None = None, lengths: Sequence[int] | None = None, buffer_size: int | None = None,
-        keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None,
+        keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None, blank_row: Row | None = None,
     ) -> None:  # fmt: skip
         self.items = items
         self.buffer_size = buffer_size
@@ -215,6 +216,7 @@ class RowStream:
         self.seed = seed
         self.options = options or StreamOptions()
         self.keys = keys
+        self.blank_row = blank_row or BLANK_ROW
         self.collate = collate
         self.lengths = lengths
         self.epoch = 0
@@ -256,7 +258,7 @@ class RowStream:
         items = self.items
         if self.options.dataloader_num_workers == 0 or getattr(items, "is_streamed", False):
             taken = items.some if isinstance(items, OnDemand) else lambda part: [items[index] for index in part]
-            return (collate_present(taken(part), self.collate) for part in parts)
+            return (collate_present(taken(part), self.collate, self.blank_row) for part in parts)
         from torch.utils.data import DataLoader
 
         return iter(
@@ -312,20 +314,17 @@ class RowStream:
         self.leave_out(state.get("left_out", ()))
 
 
-_SEQUENCE: tuple[list[int], list[int]] = ([0, 0], [IGNORE_INDEX, 0])
-_NOTHING: Row = {
-    "input_ids": _SEQUENCE[0], "labels": _SEQUENCE[1], "tag": False,
-    "chosen_input_ids": _SEQUENCE[0], "chosen_labels": _SEQUENCE[1],
-    "rejected_input_ids": _SEQUENCE[0], "rejected_labels": _SEQUENCE[1],
-}  # fmt: skip
-"""The row of a blank micro-batch, of any stage; its weight is set to 0. One position has a label, because every rank
-has to take part in a backward pass, and without a label there would be none."""
+BLANK_ROW: Row = {"input_ids": [0, 0], "labels": [IGNORE_INDEX, 0]}
+"""The row of a blank micro-batch; its weight is set to 0. One position has a label, because every rank has to take part
+in a backward pass, and without a label there would be none."""
 
 
-def collate_present(rows: Sequence[Row | None], collate: Callable[[Sequence[Any]], Batch]) -> Batch:
+def collate_present(
+    rows: Sequence[Row | None], collate: Callable[[Sequence[Any]], Batch], blank_row: Row = BLANK_ROW
+) -> Batch:
     """Collate the rows that are not None; make a blank micro-batch where all are."""
     present = [row for row in rows if row is not None]
-    return collate(present) if present else _blank(collate([_NOTHING]))
+    return collate(present) if present else _blank(collate([blank_row]))
 
 
 class EvalBatches:
@@ -364,8 +363,9 @@ def num_tokens(batch: Batch) -> int:
 
 
 def _blank(batch: Batch) -> Batch:
-    """A batch of the same shape from which nothing is learned."""
+    """A batch of the same shape from which nothing is learned; so are the batches within it."""
     blank = {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
-    if "kl" in batch:
-        blank["kl"] = _blank(batch["kl"])
+    for name, value in batch.items():
+        if isinstance(value, dict) and "labels" in value:
+            blank[name] = _blank(value)
     return blank | {"items": torch.zeros_like(batch["items"])} if "items" in batch else blank

@@ -71,6 +71,7 @@ class PlainTemplate(ConversationEncoder):
         self._templates = dict(template) if isinstance(template, dict) else {"default": template or ""}
         self._is_marked = any(_MARK.search(text) for text in self._templates.values())
         self._renderers: dict[str, Renderer] = {}
+        self._asked: dict[tuple[str, int], Ids] | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -80,7 +81,10 @@ class PlainTemplate(ConversationEncoder):
 
     def encode_pairs(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         if not any("chosen_ids" in example.extra for example in examples):
-            return super().encode_pairs(examples, stats)
+            self._asked = {}  # the prompts of this batch, which both answers follow
+            rows = super().encode_pairs(examples, stats)
+            self._asked = None
+            return rows
         chosen, rejected = ([_of_ids(one.extra, f"{side}_ids") for one in examples] for side in ("chosen", "rejected"))
         return pair_rows(examples, chosen, rejected, self.options, self.cutoff_len, stats)
 
@@ -135,10 +139,16 @@ class PlainTemplate(ConversationEncoder):
     def _prompts(self, examples: Sequence[Example]) -> Iterator[Ids | None]:
         """The ids of what precedes the response, None where everything is trained."""
         contexts = [_context(example.messages) for example in examples]
-        some = [(one, size) for one, size in zip(examples, contexts, strict=True) if size]
-        given = [replace(_conversation(one), parts=[(size, True)]) for one, size in some]
-        prompts = iter(self._chat_ids([one for one, _ in some], given))
-        return (next(prompts) if size else None for size in contexts)
+        known = {} if self._asked is None else self._asked
+        new = [
+            (one, size)
+            for one, size in zip(examples, contexts, strict=True)
+            if size and (one.source, one.number) not in known
+        ]
+        given = [replace(_conversation(one), parts=[(size, True)]) for one, size in new]
+        prompts = self._chat_ids([one for one, _ in new], given)
+        known |= {(one.source, one.number): ids for (one, _), ids in zip(new, prompts, strict=True)}
+        return (known[one.source, one.number] if size else None for one, size in zip(examples, contexts, strict=True))
 
     def _chat_ids(self, examples: Sequence[Example], given: Sequence[Conversation]) -> list[Ids]:
         try:

@@ -15,13 +15,14 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from burnish.config.errors import Problem, UserError
+from burnish.data.length import texts_in
 from burnish.data.reading.json_files import Values
 from burnish.data.reading.record_index import Table
 from burnish.data.sets.formats import Bad, bad_records, converted, place, same_in
 from burnish.data.sets.preferences import last_answer, said
 from burnish.data.sets.records import Layout
 from burnish.data.stats import DataStats
-from burnish.loop.types import Example
+from burnish.loop.types import Example, Message
 from burnish.utils.sequences import OnDemand
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def content_hash(examples: Sequence[Example]) -> str:
     for example in examples:
         parts = [example.system, example.tools, example.text, example.prompt, example.completion]
         for turn in example.messages:
-            parts += (turn.role, str(turn.content), str(turn.train), str(turn.weight))
+            parts += (turn.role, *_hashed_content(turn), str(turn.train), str(turn.weight))
         if example.chosen is not None or example.tag is not None:
             parts += [repr((example.chosen, example.rejected, example.tag, example.other, example.margin))]
         if example.extra:
@@ -51,6 +52,15 @@ def content_hash(examples: Sequence[Example]) -> str:
         sized = ["-" if part is None else f"{len(part)}:{part}" for part in (str(len(parts)), *parts)]
         hashed.update("".join(sized).encode(errors="surrogatepass"))
     return hashed.hexdigest()
+
+
+def _hashed_content(message: Message) -> list[str]:
+    """What a message says: its text; or the kind and the value of each part. And the message as its record has it."""
+    if isinstance(message.content, str):
+        found = [message.content]
+    else:
+        found = ["parts", *(text for part in message.content for text in (part.kind, part.value))]
+    return found if message.raw is None else [*found, json.dumps(message.raw, sort_keys=True, default=str)]
 
 
 # --- examples in memory, and examples made when they are used ---------------------------------------------------------
@@ -285,15 +295,10 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, stats
 def marks_in(example: Example) -> list[str]:
     """The marks of images, videos and sounds in a conversation, or in a prompt and its answers."""
     parts = [
-        example.text,
-        example.system,
-        example.prompt,
-        example.completion,
-        example.messages,
-        example.chosen,
+        example.text, example.system, example.prompt, example.completion, example.messages, example.chosen,
         example.rejected,
-    ]
-    texts = [part if isinstance(part, str) else "\n".join(turn.text for turn in part) for part in parts if part]
+    ]  # fmt: skip
+    texts = [text for part in parts if part for text in texts_in(part)]
     return [mark for mark in MARKS if any(mark in text for text in texts)]
 
 

@@ -8,7 +8,7 @@ A format is one function from a record to an example:
 
     @FORMATS.register("qa", columns={"prompt": "question", "response": "answer"})
     def qa(record: Record) -> Example:
-        return record.example(prompt=record.text("prompt"), completion=record.text("response"))
+        return record.example(prompt=record.text("prompt"), completion=_response(record))
 
 alpaca, sharegpt and openai are LLaMA-Factory's (src/llamafactory/data/converter.py, August 2026) but for three points.
 Its ``openai`` adds "detailed thinking off" to the system message; here nothing is added. It loses the arguments'
@@ -43,7 +43,7 @@ FORMATS: Registry[Format] = Registry("format")
 - ``columns``: part -> column, for data sets that name none;
 - ``optional``: the same, for parts that a record may lack;
 - ``tags``: names of roles and keys, for data sets that do not give them;
-- ``holds_pairs``: its records are nothing but pairs of answers;
+- ``holds``: the kind of its records (``RecordNeeds.kind``), if not answers: "pairs", or a kind of a stage;
 - ``finds``: a record -> its columns by part if it is of this format, else None; by default, if all of ``columns`` that
   are not optional are there.
 """
@@ -56,7 +56,7 @@ FORMATS: Registry[Format] = Registry("format")
 )
 def alpaca(record: Record) -> Example:
     """An instruction, its input and the output; earlier turns in the history."""
-    if set(record.layout.columns) == {"prompt"}:
+    if set(record.layout.columns) == {"prompt"} and record.layout.needs.kind != "prompts":
         return record.example(text=record.text("prompt"))  # LLaMA-Factory's way to name a column of plain text
     question = "\n".join(filter(None, (record.text_or_none("prompt"), record.text_or_none("query"))))
     answer = record.text_or_none("response")
@@ -115,9 +115,14 @@ def openai(record: Record) -> Example:
 def prompt_completion(record: Record) -> Example:
     """A prompt and what follows it, both text or both lists of messages; the completion is learned."""
     if isinstance(record.value("prompt"), str) and record.turns_or_none("prompt") is None:
-        return record.example(prompt=record.text("prompt"), completion=record.text("response"))
+        return record.example(prompt=record.text("prompt"), completion=_response(record))
     before = map(as_context, messages_of(record, "prompt"))
-    return conversation(record, [*before, *messages_of(record, "response")])
+    is_asked = record.layout.needs.kind == "prompts" and not record.value("response")
+    return conversation(record, [*before, *([] if is_asked else messages_of(record, "response"))])
+
+
+def _response(record: Record) -> str | None:
+    return record.text_or_none("response") if record.layout.needs.kind == "prompts" else record.text("response")
 
 
 @FORMATS.register(
@@ -125,7 +130,7 @@ def prompt_completion(record: Record) -> Example:
     columns={"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
     optional={"prompt": "prompt", "system": "system", "tools": "tools", "margin": "margin"},
     tags=OPENAI_TAGS,
-    holds_pairs=True,
+    holds="pairs",
 )
 def preference(record: Record) -> Example:
     """Two answers, text or messages, to a prompt of the same kind; or two that begin with it."""
@@ -174,6 +179,8 @@ def converted(
         try:
             record.refuse_media()
             example = judged(record, read(record))
+            if layout.needs.columns:
+                example = replace(example, extra={name: values.get(name) for name in layout.needs.columns})
         except BadRecord as error:
             bad.append((record, error))
             if on_bad_record == "drop":

@@ -17,22 +17,16 @@ from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.data.reading.json_files import Values
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import FORMATS
-from burnish.data.sets.preferences import RecordKind, verdict_words
-from burnish.data.sets.records import Layout, listed
+from burnish.data.sets.preferences import verdict_words
+from burnish.data.sets.records import ANSWERS, Layout, RecordNeeds, listed
 
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 PREFERENCE = ("chosen", "rejected", "kto_tag", "margin")
 _PAIR = ("chosen", "rejected")
 _VERDICTS = ("kto_tag", "label")
-_KINDS: Mapping[str, RecordKind] = {"rm": "pairs", "dpo": "pairs", "kto": "verdicts"}
 
 
-def record_kind(stage: str) -> RecordKind:
-    """The kind of records that a stage learns from."""
-    return _KINDS.get(stage, "answers")
-
-
-def layout_of(source: DataSource, records: Sequence[Values], where: str, stage: str = "sft") -> Layout:
+def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds | None = None) -> Layout:
     """The layout for the records of a data set, from its description and its first records.
 
     Where an entry of ``dataset_info.json`` names no columns, LLaMA-Factory's names are taken, and nothing else is read;
@@ -40,23 +34,39 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, stage: 
     recognized, and optional columns are read if they are there.
 
     Args:
-        stage: what is learned from the records: single answers, pairs of them, or verdicts on one.
+        needs: what the stage needs of the records; by default single answers.
     Raises:
         UserError: where the records do not fit.
     """
-    if record_kind(stage) != "answers":
-        return _preferred(source, records, where, stage)
+    needs = needs or ANSWERS
+    found = _columns_of(records)
+    if missing := [column for column in needs.columns if column not in found]:
+        what = f"stage: {needs.stage} needs the column {_quoted(missing)}. Found: {listed(found)}."
+        raise UserError(what, where=where, option="stage")
+    layout = _preferred(source, records, where, needs) if needs.compares else _plain(source, records, where, needs)
+    media = tuple(column for column in layout.media if column not in needs.columns)
+    return replace(layout, needs=needs, media=media, required=layout.required - _optional_in(needs))
+
+
+def _plain(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:
+    """The layout of a set whose records are not preferences."""
     preferred = [part for part in PREFERENCE if (source.columns or {}).get(part)] or ["ranking"] * source.ranking
     if preferred:
-        raise UserError(preference_problem(source.name, preferred, stage))
-    is_default = source.is_described and (source.formatting is not None or _has_required("alpaca", records))
+        raise UserError(preference_problem(source.name, preferred, needs.stage))
+    usual = next((member.name for member in FORMATS if _holds(member.traits, needs)), "alpaca")
+    is_default = source.is_described and (source.formatting is not None or _has_required(usual, records, needs))
     if source.columns is not None or is_default:
-        layout = named_layout(source.formatting or "alpaca", source.columns, source.tags)
+        layout = named_layout(source.formatting or usual, source.columns, source.tags)
         if source.columns is None:
             layout = replace(layout, media=tuple(column for column in _columns_of(records) if column in MEDIA))
-        _check(layout, records, where, is_given=source.columns is not None)
+        _check(layout, records, where, needs, is_given=source.columns is not None)
         return layout
-    return _recognized(records, where, source)
+    return _recognized(records, where, source, needs)
+
+
+def _holds(traits: Mapping[str, Any], needs: RecordNeeds) -> bool:
+    """Whether a format is one of records of the kind that is needed."""
+    return bool(traits.get("holds", "answers") == ("answers" if needs.kind == "prompts" else needs.kind))
 
 
 def named_layout(
@@ -72,7 +82,7 @@ def named_layout(
     return Layout(name, parts, required, {**traits.get("tags", {}), **spoken}, media)
 
 
-def _check(layout: Layout, records: Sequence[Values], where: str, is_given: bool) -> None:
+def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordNeeds, is_given: bool) -> None:
     """Hold a layout against the first records of its data set.
 
     Args:
@@ -86,7 +96,8 @@ def _check(layout: Layout, records: Sequence[Values], where: str, is_given: bool
     if first not in layout.columns:
         what = f'"columns" must name the column of "{first}" for the format {layout.format}. Found: {listed(found)}.'
         raise UserError(what, where=where, option="columns")
-    missing = [column for part, column in layout.columns.items() if part in layout.required and column not in found]
+    required = layout.required - _optional_in(needs)
+    missing = [column for part, column in layout.columns.items() if part in required and column not in found]
     if missing:
         raise UserError(missing_columns(layout, missing, records, where))
     if is_given:
@@ -96,6 +107,11 @@ def _check(layout: Layout, records: Sequence[Values], where: str, is_given: bool
     for part, column in known.items():
         if column in found and part not in layout.columns and column not in layout.media:
             layout.notes[f'the column "{column}" is not used: "columns" has no "{part}"'] = None
+
+
+def _optional_in(needs: RecordNeeds) -> set[str]:
+    """The parts that a record may lack whatever its format says."""
+    return {"response"} if needs.kind == "prompts" else set()
 
 
 def _columns_of(records: Iterable[Values]) -> list[str]:
@@ -119,17 +135,18 @@ def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Va
     )
 
 
-def _has_required(name: str, records: Sequence[Values]) -> bool:
+def _has_required(name: str, records: Sequence[Values], needs: RecordNeeds = ANSWERS) -> bool:
     """Return whether the required columns of a format, under their usual names, are in the first records."""
     layout = named_layout(name)
-    return all(any(layout.columns[part] in values for values in records) for part in layout.required)
+    required = layout.required - _optional_in(needs)
+    return all(any(layout.columns[part] in values for values in records) for part in required)
 
 
-def _recognized(records: Sequence[Values], where: str, source: DataSource) -> Layout:
+def _recognized(records: Sequence[Values], where: str, source: DataSource, needs: RecordNeeds) -> Layout:
     """Recognize the layout from the first record of a known shape; only of the source's format, if it names one."""
     for values in records:
-        known = (member for member in FORMATS if not member.traits.get("holds_pairs"))
-        claims = {member.name: columns for member in known if (columns := _claim(member.traits, values))}
+        known = (member for member in FORMATS if _holds(member.traits, needs))
+        claims = {member.name: columns for member in known if (columns := _claim(member.traits, values, needs))}
         if source.formatting is not None:
             claims = {name: columns for name, columns in claims.items() if name == source.formatting}
         elif claims and is_preference(values):
@@ -141,10 +158,10 @@ def _recognized(records: Sequence[Values], where: str, source: DataSource) -> La
             what = f"the records can be read in more than one way: {readings}. Found: {listed(values)}."
             raise UserError(what, where=where, remedy=f"Choose one, for example formatting: {next(iter(claims))}")
         for name, columns in claims.items():
-            return _with_optional(name, columns, source.tags, records)
+            return _with_optional(name, columns, source.tags, records, needs)
     if source.formatting is not None:
         layout = named_layout(source.formatting, None, source.tags)
-        _check(layout, records, where, is_given=False)
+        _check(layout, records, where, needs, is_given=False)
         return layout
     preference = next(filter(is_preference, records), None)
     if preference:
@@ -152,23 +169,25 @@ def _recognized(records: Sequence[Values], where: str, source: DataSource) -> La
     raise UserError(_unknown(where, records, source.is_described))
 
 
-def _claim(traits: Mapping[str, Any], values: Values) -> Mapping[str, str] | None:
+def _claim(traits: Mapping[str, Any], values: Values, needs: RecordNeeds) -> Mapping[str, str] | None:
     if "finds" in traits:
         found: Mapping[str, str] | None = traits["finds"](values)
         return found
-    optional = traits.get("optional", {})
+    optional = {*traits.get("optional", {}), *_optional_in(needs)}
     needed = {part: column for part, column in traits["columns"].items() if part not in optional}
     return needed if all(column in values for column in needed.values()) else None
 
 
 def _with_optional(
-    name: str, columns: Mapping[str, str], tags: Mapping[str, str | None] | None, records: Sequence[Values]
-) -> Layout:
+    name: str, columns: Mapping[str, str], tags: Mapping[str, str | None] | None, records: Sequence[Values],
+    needs: RecordNeeds,
+) -> Layout:  # fmt: skip
     """The layout with all optional columns, which any record may have, and a note of what was recognized."""
     traits, found = FORMATS.get(name).traits, _columns_of(records)
     optional = {**traits.get("optional", {}), **{column: column for column in MEDIA}}
     layout = named_layout(name, {**traits["columns"], **optional, **columns}, tags)
-    unused = [column for column in found if column not in (*layout.columns.values(), *layout.media)]
+    used = (*layout.columns.values(), *layout.media, *needs.columns)
+    unused = [column for column in found if column not in used]
     rest = f"; not used: {listed(unused)}" if unused else ""
     read = [column for column in layout.columns.values() if column in found]
     layout.notes[f"read as {name} ({listed(read)}){rest}"] = None
@@ -198,13 +217,13 @@ def preference_problem(name: str, columns: Iterable[str], stage: str, readable_a
 # --- preferences ------------------------------------------------------------------------------------------------------
 
 
-def _preferred(source: DataSource, records: Sequence[Values], where: str, stage: str) -> Layout:
+def _preferred(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:
     """The layout of a set whose records hold two answers, or a verdict on one."""
     found = _columns_of(records)
     columns = dict(source.columns) if source.columns is not None else _preferred_columns(source, records, found)
     has_pairs, has_verdicts = all(columns.get(part) for part in _PAIR), bool(columns.get("kto_tag"))
-    if not has_pairs and not (record_kind(stage) == "verdicts" and has_verdicts):
-        raise UserError(_no_preference(source, stage, has_verdicts))
+    if not has_pairs and not (needs.kind == "verdicts" and has_verdicts):
+        raise UserError(_no_preference(source, needs, has_verdicts))
     if has_pairs:
         columns = {part: column for part, column in columns.items() if part not in ("response", "kto_tag")}
     layout = named_layout(_preferred_format(source, records), columns, source.tags)
@@ -212,7 +231,7 @@ def _preferred(source: DataSource, records: Sequence[Values], where: str, stage:
         optional = {"margin", *FORMATS.get(layout.format).traits.get("optional", {})}
         layout = replace(layout, required=layout.required - optional)
         layout.notes[f"read as {layout.format} ({listed(c for c in layout.columns.values() if c in found)})"] = None
-    _check(layout, records, where, is_given=source.columns is not None)
+    _check(layout, records, where, needs, is_given=source.columns is not None)
     if "kto_tag" in layout.columns:
         layout.verdicts = verdict_words(records, layout.columns["kto_tag"])
         if layout.verdicts:
@@ -241,8 +260,8 @@ def _preferred_columns(source: DataSource, records: Sequence[Values], found: Seq
     return {part: column for part, column in named.items() if column in found}
 
 
-def _no_preference(source: DataSource, stage: str, has_verdicts: bool) -> Problem:
-    if record_kind(stage) == "verdicts":
+def _no_preference(source: DataSource, needs: RecordNeeds, has_verdicts: bool) -> Problem:
+    if needs.kind == "verdicts":
         return Problem(
             f'dataset {source.name} has no verdict ("kto_tag"), and no "chosen" and "rejected"; stage: kto learns from '
             "answers that are tagged true or false.",
@@ -252,7 +271,7 @@ def _no_preference(source: DataSource, stage: str, has_verdicts: bool) -> Proble
     if has_verdicts:
         remedy = "It has a tag on single answers: use stage: kto."
     return Problem(
-        f'dataset {source.name} has no "chosen" and "rejected"; stage: {stage} learns from pairs.', remedy=remedy
+        f'dataset {source.name} has no "chosen" and "rejected"; stage: {needs.stage} learns from pairs.', remedy=remedy
     )
 
 

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from burnish.data.reading.json_files import Values, shortened
 from burnish.data.sets.records import BadRecord, Record, as_text
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, message_of
 from burnish.loop.types import Answer, Example, Message
 from burnish.utils.sequences import shared_beginning
-
-RecordKind: TypeAlias = Literal["answers", "pairs", "verdicts"]
-"""The kind of records of a stage: answers (sft, pt), pairs of them (rm, dpo), verdicts on one (kto)."""
 
 ANSWERING = ("assistant", "function")
 _WORDS = {"true": True, "false": False}

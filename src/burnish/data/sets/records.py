@@ -45,6 +45,30 @@ class BadRecord(ValueError):
         return re.sub(r"\d+", "", self.what.split(" Received:")[0])
 
 
+@dataclass(frozen=True)
+class RecordNeeds:
+    """What a stage needs of the records of a data set; its objective declares it.
+
+    Args:
+        kind: "answers"; "pairs" (two answers to compare); "verdicts" (an answer with a label); "prompts" (an answer is
+            optional); or another word: records of formats that are registered with ``holds`` and that word.
+        columns: further columns, which ``Example.extra`` then holds.
+        stage: the name of the stage, for error messages.
+    """
+
+    kind: str = "answers"
+    columns: tuple[str, ...] = ()
+    stage: str = "sft"
+
+    @property
+    def compares(self) -> bool:
+        """Whether records hold preferences: pairs or verdicts."""
+        return self.kind in ("pairs", "verdicts")
+
+
+ANSWERS = RecordNeeds()
+
+
 @dataclass
 class Layout:
     """Format and columns of the records of one data set.
@@ -59,6 +83,7 @@ class Layout:
         notes: choices made for the user, each once, in the order in which they were made.
         dropped_parts: parts of the record just read that were left out; the caller that converts it counts them.
         verdicts: how verdicts are written, where not as true and false.
+        needs: what the stage needs of the records.
         verbatim: messages go to the chat template unchanged: with any role, further keys, and the system message in
             its place (``Message.raw``).
     """
@@ -72,6 +97,7 @@ class Layout:
     notes: dict[str, None] = field(default_factory=dict)
     dropped_parts: list[str] = field(default_factory=list)
     verdicts: Mapping[Any, bool] = field(default_factory=dict)
+    needs: RecordNeeds = ANSWERS
     verbatim: bool = False
 
     def __post_init__(self) -> None:

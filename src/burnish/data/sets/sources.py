@@ -27,10 +27,10 @@ from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.dataset_info import INFO_NAME, REMOTE, find_sources
 from burnish.data.sets.examples import Examples, ListedExamples, Located, StreamedExamples, StreamedSet
 from burnish.data.sets.formats import convert_records
-from burnish.data.sets.layouts import layout_of, missing_columns, record_kind
+from burnish.data.sets.layouts import layout_of, missing_columns
 from burnish.data.sets.mixing import merged_order, sampled, split_rows
 from burnish.data.sets.preferences import unpaired, with_other_answers
-from burnish.data.sets.records import Layout
+from burnish.data.sets.records import Layout, RecordNeeds
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example
 from burnish.utils.files import check_below_roots
@@ -65,7 +65,7 @@ class DataSets:
 
 def load_datasets(
     options: DataOptions, seed: int, stats: DataStats, may_stream: bool = False, asks_hubs: bool = True,
-    stage: str = "sft", looks_back: bool = True,
+    needs: RecordNeeds | None = None, looks_back: bool = True,
 ) -> DataSets:  # fmt: skip
     """The training and evaluation examples that the options name.
 
@@ -73,20 +73,21 @@ def load_datasets(
         seed: decides the rows of ``num_samples``, the order of interleaved sets, and the split.
         may_stream: with ``streaming``, training records stay in their files (``StreamedExamples``).
         asks_hubs: false leaves out the sets that are not on this machine: an unreachable hub takes a minute to fail.
-        stage: what is learned, which says whether records hold answers, pairs of them or verdicts.
+        needs: what the stage needs of the records; by default single answers.
         looks_back: verdicts of training get the answer of the record before them.
 
     Raises:
         UserError: with the problems of all data sets.
     """
     raise_if(check_data(options))
-    loading = _Loading(options, seed, stats, asks_hubs, stage)
+    needs = needs or RecordNeeds()
+    loading = _Loading(options, seed, stats, asks_hubs, needs)
     is_streamed = may_stream and options.streaming
     train = loading.named("dataset", is_streamed)
     others = loading.named("eval_dataset")
     raise_if(loading.problems)
 
-    looks_back = looks_back and record_kind(stage) == "verdicts"
+    looks_back = looks_back and needs.kind == "verdicts"
     merge = partial(_streamed, looks_back=looks_back) if is_streamed else _merge
     sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes)
     if options.val_size and train:
@@ -100,7 +101,7 @@ def load_datasets(
         sets.eval[""] = _merge(list(others.values()), options, seed)
     sets.train = sets.train.answered(options.on_empty_target, stats)
     sets.eval = {name: examples.answered(options.on_empty_target, stats) for name, examples in sets.eval.items()}
-    if record_kind(stage) == "verdicts":
+    if needs.kind == "verdicts":
         if looks_back and not is_streamed:
             sets.train = ListedExamples(with_other_answers(sets.train))
         sets.eval = {name: ListedExamples(with_other_answers(examples)) for name, examples in sets.eval.items()}
@@ -127,13 +128,13 @@ def _streamed(
 class _Loading:
     """Loads one data set after the other, and collects the problems of all."""
 
-    def __init__(self, options: DataOptions, seed: int, stats: DataStats, asks_hubs: bool, stage: str) -> None:
+    def __init__(self, options: DataOptions, seed: int, stats: DataStats, asks_hubs: bool, needs: RecordNeeds) -> None:
         import numpy
 
         self.options = options
         self.stats = stats
         self.asks_hubs = asks_hubs
-        self.stage = stage
+        self.needs = needs
         self.generator = numpy.random.RandomState(seed)
         self.problems: list[Problem] = []
         self.notes: list[str] = []
@@ -176,16 +177,14 @@ class _Loading:
         first = list(islice(records, PEEKED))
         if not first:
             raise UserError("the data set holds no records.", where=_named(source))
-        layout = layout_of(source, [values for values, _, _ in first], _named(source), self.stage)
+        layout = layout_of(source, [values for values, _, _ in first], _named(source), self.needs)
         examples = convert_records(chain(first, records), layout, self.stats, self.options.on_bad_record)
         if layout.awaited:
             raise UserError(missing_columns(layout, layout.awaited, [values for values, _, _ in first], _named(source)))
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
         if source.kind == "file":
             self.notes += [note for path in data_files(source.location) if (note := json_in_text(path))]
-        return ListedExamples(
-            self._with_verdicts(examples, source) if record_kind(self.stage) == "verdicts" else examples
-        )
+        return ListedExamples(self._with_verdicts(examples, source) if self.needs.kind == "verdicts" else examples)
 
     def _with_verdicts(self, examples: list[Example], source: DataSource) -> list[Example]:
         """A verdict on each answer: as it is given, or of pairs, that one is better."""
@@ -205,8 +204,8 @@ class _Loading:
             chosen = sampled(total, source.num_samples, self.generator)
         found = StreamedSet(files, chosen[: self.options.max_samples], Layout("", {}))
         first = [found.located(index)[0] for index in range(min(PEEKED, len(found)))]
-        layout = layout_of(source, first, _named(source), self.stage)
-        if record_kind(self.stage) == "verdicts" and "chosen" in layout.columns:  # a record is two answers
+        layout = layout_of(source, first, _named(source), self.needs)
+        if self.needs.kind == "verdicts" and "chosen" in layout.columns:  # a record is two answers
             return self._examples(source)
         never = layout.awaited.difference(*(found.located(index)[0] for index in range(min(LOOKED_AT, len(found)))))
         layout.notes |= {f'none of the first {LOOKED_AT:,} records has the column "{name}"': None for name in never}

@@ -53,43 +53,28 @@ def trl_layout(kind: Kind, sample: Mapping[str, Any], text_field: str = "text") 
     if set(IDS[kind]) <= sample.keys():
         names = [name for name in (*IDS[kind], *_BESIDE_IDS[kind]) if name in sample]
         return Layout(OF_IDS, {name: name for name in names}, verbatim=True)
-    columns = {"tools": "tools"} if "tools" in sample else {}
-    named = "preference"
-    if kind == "texts" or (kind == "verdicts" and not {"chosen", "rejected"} <= sample.keys()):
-        named, own = _single(kind, sample, text_field)
+    messages = next((name for name in _MESSAGES if has_turns(sample.get(name))), None)
+    if kind in ("pairs", "scores") or (kind == "verdicts" and {"chosen", "rejected"} <= sample.keys()):
+        named, columns = "preference", {"chosen": "chosen", "rejected": "rejected"}
+    elif kind == "verdicts":
+        named, columns = "prompt_completion", {"prompt": "prompt", "response": "completion", "kto_tag": "label"}
+    elif "prompt" in sample:
+        named, columns = "prompt_completion", {"prompt": "prompt", "response": "completion"}
     else:
-        own = {part: part for part in ("prompt", "chosen", "rejected", "margin") if part in sample}
-    required = frozenset(own.keys() - {"prompt", "margin"}) if named == "preference" else frozenset(own)
-    if missing := [column for column in _needed(kind, own, named) if column not in sample]:
-        raise ValueError(_lacking(kind, sample, text_field, missing))
-    return Layout(named, own | columns, required, OPENAI_TAGS, verdicts=_LABELS, verbatim=True)
+        named, columns = ("text", {"text": text_field}) if messages is None else ("openai", {"messages": messages})
+    if not set(columns.values()) <= sample.keys():
+        expected = _EXPECTED[kind].format(text_field=text_field)
+        raise ValueError(f"The dataset needs {expected}. Received the columns: {', '.join(sample)}.")
+    optional = {part: part for part in ("prompt", "margin", "tools") if part in sample and part not in columns}
+    return Layout(named, columns | optional, frozenset(columns), OPENAI_TAGS, verdicts=_LABELS, verbatim=True)
 
 
-def _single(kind: Kind, sample: Mapping[str, Any], text_field: str) -> tuple[str, dict[str, str]]:
-    """Format and columns of a set with one text or conversation per record."""
-    if kind == "verdicts":
-        return "prompt_completion", {"prompt": "prompt", "response": "completion", "kto_tag": "label"}
-    if "prompt" in sample:
-        return "prompt_completion", {"prompt": "prompt", "response": "completion"}
-    column = next((name for name in _MESSAGES if has_turns(sample.get(name))), None)
-    return ("text", {"text": text_field}) if column is None else ("openai", {"messages": column})
-
-
-def _needed(kind: Kind, own: Mapping[str, str], named: str) -> Sequence[str]:
-    return ("chosen", "rejected") if named == "preference" else tuple(own.values())
-
-
-def _lacking(kind: Kind, sample: Mapping[str, Any], text_field: str, missing: Sequence[str]) -> str:
-    found = f"Received the columns: {', '.join(sample)}."
-    if kind == "texts":
-        return (
-            f"A dataset has texts (`dataset_text_field`: `{text_field}`), `messages`, `prompt` and `completion`, or "
-            f"`input_ids`. {found}"
-        )
-    if kind == "verdicts":
-        return f"The dataset needs prompt and completion and label, or chosen and rejected. {found}"
-    hint = " Single answers with a label are for KTOTrainer." if {"completion", "label"} <= sample.keys() else ""
-    return f"The dataset needs chosen and rejected, with or without a prompt. {found}{hint}"
+_EXPECTED: Mapping[Kind, str] = {
+    "texts": "`{text_field}` (`dataset_text_field`), `messages`, `prompt` and `completion`, or `input_ids`",
+    "pairs": "chosen and rejected, with or without a prompt; single answers with a label are for KTOTrainer",
+    "verdicts": "prompt and completion and label, or chosen and rejected",
+    "scores": "chosen and rejected, with or without a prompt",
+}
 
 
 def has_turns(value: Any, *keys: str) -> bool:
@@ -102,42 +87,34 @@ class TrlRecords(OnDemand[Located]):
     """The records of a set, read where they are used: values, name of the set, number from 1.
 
     Args:
-        splits_pairs: each pair comes twice, first for its chosen answer and ``BLOCK`` records later for the other.
+        splits_pairs: each pair comes twice: ``BLOCK`` pairs for their chosen answers, then the same for the others.
     """
 
     BLOCK = 1000
 
     def __init__(self, dataset: Any, source: str, splits_pairs: bool = False) -> None:
-        self.dataset, self.source, self.splits_pairs = dataset, source, splits_pairs
+        self.dataset, self.source, self.sides = dataset, source, ("chosen", "rejected") if splits_pairs else ("",)
 
     def __len__(self) -> int:
-        return len(self.dataset) * (2 if self.splits_pairs else 1)
+        return len(self.dataset) * len(self.sides)
 
     def made(self, index: int) -> Located:
         return self.some([index])[0]
 
     def some(self, indices: Sequence[int]) -> list[Located]:
-        places = [self.place(index)[0] for index in indices]
-        if not places:
-            return []
-        is_range = places == list(range(places[0], places[0] + len(places)))
-        columns = self.dataset[slice(places[0], places[-1] + 1) if is_range else places]
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        places, sides = zip(*map(self._place, indices), strict=True) if indices else ((), ())
+        columns = self.dataset[list(places)]
+        rows = zip(*columns.values(), strict=True)
         return [
-            (self._side(row, self.place(index)[1]), self.source, place + 1)
-            for row, place, index in zip(rows, places, indices, strict=True)
+            ({**dict(zip(columns, values, strict=True)), **({SIDE: side} if side else {})}, self.source, place + 1)
+            for values, place, side in zip(rows, places, sides, strict=True)
         ]
 
-    def place(self, index: int) -> tuple[int, str]:
+    def _place(self, index: int) -> tuple[int, str]:
         """The record at ``index``, and the answer of it that counts; "" for all of it."""
-        if not self.splits_pairs:
-            return index, ""
-        block, within = divmod(index, 2 * self.BLOCK)
+        block, within = divmod(index, len(self.sides) * self.BLOCK)
         size = min(self.BLOCK, len(self.dataset) - block * self.BLOCK)
-        return block * self.BLOCK + within % size, "chosen" if within < size else "rejected"
-
-    def _side(self, row: dict[str, Any], side: str) -> dict[str, Any]:
-        return {**row, SIDE: side} if side else row
+        return block * self.BLOCK + within % size, self.sides[within // size]
 
 
 SIDE = "burnish_side"

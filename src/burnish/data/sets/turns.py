@@ -33,7 +33,7 @@ def conversation(record: Record, messages: Sequence[Message]) -> Example:
     has_system = bool(messages) and messages[0].role == "system" and not record.layout.verbatim
     return record.example(
         messages=tuple(messages[1:] if has_system else messages),
-        system=messages[0].content if has_system else record.text_or_none("system"),
+        system=messages[0].text if has_system else record.text_or_none("system"),
         tools=record.json_text("tools"),
     )
 

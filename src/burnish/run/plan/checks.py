@@ -18,6 +18,7 @@ from torch.optim import SGD
 from burnish.config.checks import check
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import packs_rows
+from burnish.data.sets.records import RecordNeeds
 from burnish.loop.best import metric_name, missing_metric
 from burnish.loop.meter import RATES
 from burnish.loop.schedule import StepPlan
@@ -373,6 +374,12 @@ def _needs_all_rows(options: RunOptions) -> str:
 _PEEKED = 1000
 
 
+def record_needs(options: RunOptions) -> RecordNeeds:
+    """What the objective of the run needs of the records of its data sets."""
+    objective = OBJECTIVES[options.stage]
+    return RecordNeeds(objective.records, tuple(objective.record_columns), options.stage)
+
+
 def problems_in_files(options: RunOptions) -> list[Problem]:
     """Find what is wrong with the files of the model and the data. ``prepare`` finds the same and more; this quickly
     completes a list of problems, so that a misspelled option is reported without transformers or a hub."""
@@ -387,7 +394,7 @@ def problems_in_files(options: RunOptions) -> list[Problem]:
     try:
         first = min(options.max_samples or _PEEKED, _PEEKED)
         some = replace(options, max_samples=first, val_size=0.0)
-        load_datasets(some, options.seed, DataStats(), asks_hubs=False, stage=options.stage)
+        load_datasets(some, options.seed, DataStats(), asks_hubs=False, needs=record_needs(options))
     except UserError as error:
         problems += error.problems
     return problems

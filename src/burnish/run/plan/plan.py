@@ -20,7 +20,8 @@ from typing import Any
 
 from burnish.config.checks import CHECKS, NOTES, Check, Notes
 from burnish.config.errors import Problem, UserError
-from burnish.config.options import OptionSpec, RawValue, build, changed_options, convert, specs
+from burnish.config.options import OptionSpec, RawValue, build, changed_options, convert, raise_if, specs
+from burnish.parallel.process_counts import launcher_problems
 from burnish.run.plan import checks as _cross_checks
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.unsupported import take_absent
@@ -64,6 +65,7 @@ def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
     Raises:
         UserError: with every problem that the options alone can show.
     """
+    raise_if(launcher_problems())
     present, problems, foreign = take_absent(given, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     provenance = provenance_of(present)

@@ -22,7 +22,7 @@ from burnish.config.errors import Problem
 from burnish.data.sets.dataset_info import local_files
 from burnish.loop.events import TrainerCallback
 from burnish.run.plan.options import RunOptions
-from burnish.utils.files import expanded, remove
+from burnish.utils.files import LOCK, expanded, remove
 
 EARLIER_RUN = ".earlier-run"
 SOURCES = (
@@ -48,6 +48,15 @@ def left_by_a_run(folder: Path) -> list[Path]:
         return []
     files = {path for pattern in LEFT_BY_A_RUN for path in folder.glob(pattern) if path.is_file() or path.is_symlink()}
     return [*Checkpoints(folder).all(), *sorted(files)]
+
+
+def left_by_a_killed_process(folder: Path, also: Sequence[str] = ()) -> set[str]:
+    """Names of the files in ``folder`` left by a process that was killed inside ``BackupOnOverwrite(folder, also)``."""
+    names = {LOCK}
+    if (folder / EARLIER_RUN).is_dir():
+        found = [*left_by_a_run(folder), *(path for pattern in also for path in folder.glob(pattern))]
+        names |= {EARLIER_RUN, *(path.name for path in found)}
+    return names
 
 
 def problems_of_sources(options: RunOptions) -> list[Problem]:

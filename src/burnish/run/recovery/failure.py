@@ -20,6 +20,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from burnish.config.errors import NonFiniteError, NotSavedError, Problem, UserError, is_out_of_memory
@@ -61,9 +62,14 @@ def explain_failure(error: BaseException, output_dir: str | None, debug: bool = 
         for problem in found.problems if says else ():
             console.problem(problem)
         return 2
-    where = "" if debug else write_traceback(error, output_dir)
+    where = "" if debug or _is_not_permitted(error) else write_traceback(error, output_dir)
     console.problem(f"{found}\n  The traceback is in {where}; --debug prints it." if where else found)
     return 1
+
+
+def _is_not_permitted(error: BaseException) -> bool:
+    """Return whether a missing permission is the cause, which needs no traceback."""
+    return any(error_number(cause) in _PERMISSION for cause in causes(error))
 
 
 def described(error: BaseException, output_dir: str | None) -> Problem:
@@ -100,7 +106,7 @@ def failure_in_words(error: BaseException, output_dir: str | None) -> Problem | 
     number = error_number(error)
     if is_out_of_memory(error) or number == errno.ENOMEM:
         return _out_of_memory(error)
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if number in _PERMISSION:
         return _not_permitted(error, output_dir)
     if number not in _DISK:
         return None
@@ -145,6 +151,7 @@ _DISK = {
     errno.EFBIG: _TOO_LARGE,
 }
 """Number of an error -> what is wrong, and what helps."""
+_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _not_permitted(error: BaseException, output_dir: str | None) -> Problem:
@@ -311,16 +318,23 @@ def _cut(text: str, width: int) -> str:
 
 
 def write_traceback(error: BaseException, output_dir: str | None) -> str:
-    """Write the traceback into ``output_dir`` if it exists, else into a temporary file. Returns its path, or "" where
-    both fail."""
+    """Write the traceback into ``output_dir`` if it exists, else into a new temporary file. No link is followed.
+
+    Returns:
+        its path, or "" where it cannot be written.
+    """
     text = without_secrets("".join(traceback.format_exception(error)))
     is_there = output_dir and os.path.isdir(output_dir)  # false for a name too long
-    folders = [Path(output_dir)] if output_dir and is_there and console.is_main_process() else []
-    for folder in [*folders, Path(tempfile.gettempdir())]:
-        name = TRACEBACK_NAME if folder in folders else f"burnish-{os.getpid()}-{TRACEBACK_NAME}"
-        try:
-            (folder / name).write_text(text, encoding="utf-8")
-        except OSError:  # this disk may have failed; the next folder may be on another one
-            continue
-        return str(folder / name)
+    if output_dir and is_there and console.is_main_process():
+        path = Path(output_dir, TRACEBACK_NAME)
+        with suppress(OSError):  # this disk may have failed; the temporary folder may be on another one
+            path.unlink(missing_ok=True)
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+            return str(path)
+    with suppress(OSError):
+        descriptor, name = tempfile.mkstemp(f"-{TRACEBACK_NAME}", "burnish-")  # readable by this user alone
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        return name
     return ""

@@ -28,7 +28,7 @@ from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.explain.as_json import explained_parts, problems_of
 from burnish.loop.types import Answer, Example, Message
-from burnish.run.plan.checks import problems_in_files
+from burnish.run.plan.checks import problems_in_files, record_needs
 from burnish.run.plan.listing import component
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import plan
@@ -170,7 +170,7 @@ def held_out(values: Mapping[str, Any], number: int | None = None) -> dict[str, 
         UserError: where the run holds nothing out, or the record asks nothing.
     """
     options = plan({name: RawValue(value, "") for name, value in values.items()}).options
-    sets = load_datasets(options, options.seed, DataStats(), stage=options.stage)
+    sets = load_datasets(options, options.seed, DataStats(), needs=record_needs(options))
     records = list(chain.from_iterable(sets.eval.values()))
     if not records:
         why = "Set val_size or eval_dataset, and some records are held out."

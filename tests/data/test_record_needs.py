@@ -1,0 +1,79 @@
+"""The kinds of records that a stage can ask for, and its further columns."""
+
+import json
+
+import pytest
+
+from burnish.config.errors import UserError
+from burnish.data.options import DataOptions
+from burnish.data.sets.formats import FORMATS
+from burnish.data.sets.records import RecordNeeds
+from burnish.data.sets.sources import load_datasets
+from burnish.data.stats import DataStats
+
+
+def examples(folder, rows, needs, **given):
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    options = DataOptions(dataset=[str(file)], **given)
+    return list(load_datasets(options, 0, DataStats(), bool(given.get("streaming")), needs=needs).train)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"instruction": "Hi", "input": ""}],
+        [{"instruction": "Hi", "output": None}],
+        [{"messages": [{"role": "user", "content": "Hi"}]}],
+        [{"conversations": [{"from": "human", "value": "Hi"}]}],
+        [{"prompt": [{"role": "user", "content": "Hi"}]}],
+    ],
+)
+def test_prompts_need_no_answer(tmp_path, rows):
+    (example,) = examples(tmp_path, rows, RecordNeeds("prompts"))
+    assert [(message.role, message.text) for message in example.messages] == [("user", "Hi")]
+
+
+def test_a_prompt_as_text_needs_no_completion(tmp_path):
+    (example,) = examples(tmp_path, [{"prompt": "Hi"}], RecordNeeds("prompts"))
+    assert (example.prompt, example.completion) == ("Hi", None)
+    with pytest.raises(UserError):
+        examples(tmp_path, [{"prompt": "Hi"}], RecordNeeds())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_further_columns_of_a_record_come_with_its_example(tmp_path, streaming):
+    rows = [{"instruction": "Hi", "output": "Ho", "solution": "42"}, {"instruction": "Hi", "output": "Ho"}]
+    needs = RecordNeeds(columns=("solution",), stage="grpo")
+    found = examples(tmp_path, rows, needs, streaming=streaming)
+    assert [example.extra for example in found] == [{"solution": "42"}, {"solution": None}]
+    with pytest.raises(UserError, match=r'stage: grpo needs the column "solution".*Found: instruction'):
+        examples(tmp_path, rows[1:], needs)
+
+
+def test_further_columns_are_part_of_the_fingerprint(tmp_path):
+    rows = [{"instruction": "Hi", "output": "Ho", "solution": "42"}]
+    file = tmp_path / "rows.jsonl"
+    hashes = set()
+    for solution in ("42", "43"):
+        file.write_text(json.dumps({**rows[0], "solution": solution}))
+        for columns in ((), ("solution",)):
+            options = DataOptions(dataset=[str(file)])
+            hashes.add(load_datasets(options, 0, DataStats(), needs=RecordNeeds(columns=columns)).fingerprint)
+    assert len(hashes) == 3
+
+
+def test_a_format_may_hold_records_of_a_kind_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(FORMATS, "_members", dict(FORMATS._members))
+
+    @FORMATS.register("rated", columns={"prompt": "question", "response": "answer", "stars": "stars"}, holds="ratings")
+    def rated(record):
+        """An answer with a number of stars."""
+        return record.example(prompt=record.text("prompt"), completion=record.text("response"),
+                              margin=record.value("stars"))  # fmt: skip
+
+    rows = [{"question": "Hi", "answer": "Ho", "stars": 4}]
+    (example,) = examples(tmp_path, rows, RecordNeeds("ratings"))
+    assert (example.prompt, example.completion, example.margin) == ("Hi", "Ho", 4)
+    with pytest.raises(UserError, match="no known format"):
+        examples(tmp_path, rows, RecordNeeds())
