@@ -43,11 +43,12 @@ from burnish.loop.types import Example, Message
 from burnish.losses.reward import ValueHead
 from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite
-from burnish.models.quantization.quantize import quantization_of
+from burnish.models.quantization.quantize import quantization_of, quantized_by
 from burnish.models.reward_files import BIAS, WEIGHT, read_head
 from burnish.models.source import adapter_folders, find_source, local_folder
 from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer
 from burnish.parallel.options import device_of
+from burnish.parallel.precision import compute_sentence, loaded_dtype, supported_dtype
 from burnish.utils.files import expanded
 from burnish.utils.json_files import read_json
 from burnish.utils.work import watched
@@ -285,7 +286,10 @@ def _model(
     """The model that answers, on its device and in its format; an adapter stays beside a quantized base."""
     device = device_of(options)
     if method := quantization_of(options, config):
-        model: nn.Module = load_model(options, config=config, device=device, notes=notes, needs_head=needs_head)
+        dtype: Any = "auto" if quantized_by(config) else supported_dtype(loaded_dtype(config), device)
+        model: nn.Module = load_model(
+            options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head
+        )
         if len(adapters) > 1:
             what = f"several adapters cannot be merged into a base that is quantized ({method})."
             raise UserError(what, remedy="Merge all but the last: burnish export without quantization_bit.")
@@ -293,11 +297,11 @@ def _model(
             load_adapter(model, folder)
     else:
         model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head)
-        wanted = inference_dtype(options)
-        if wanted is None and device.type == "cpu" and next(model.parameters()).dtype == torch.float16:
-            wanted = torch.float32
-            notes.append("The weights are float16, for which a CPU has no products of its own; float32 is used.")
-        model = model if wanted is None else model.to(wanted)
+        in_files = next(model.parameters()).dtype
+        wanted = inference_dtype(options) or supported_dtype(in_files, device)
+        model = model.to(wanted)
+        if wanted != in_files:
+            notes.append(compute_sentence(wanted, in_files, device))
     model.config.use_cache = True  # type: ignore[union-attr]
     return model.eval().requires_grad_(False)
 
