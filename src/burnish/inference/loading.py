@@ -43,7 +43,7 @@ from burnish.loop.types import Example, Message
 from burnish.losses.reward import REWARD_HEADS, RewardHead, ValueHead
 from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite
-from burnish.models.quantization.quantize import quantisation_of, quantised_by
+from burnish.models.quantization.quantize import quantization_of, quantized_by
 from burnish.models.reward_files import BIAS, WEIGHT, kind_of_head, read_head
 from burnish.models.source import adapter_folders, find_source, local_folder
 from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError
 from burnish.config.options import option
 from burnish.config.registry import Registry
-from burnish.kernels.probe import Fitted, causal_lm
+from burnish.kernels.probe import Capabilities, causal_lm
 from burnish.loop.protocols import Engine
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
