@@ -1,7 +1,7 @@
-"""The rate of answers over seats and by transformers' own ways: one process, all ways by turns.
+"""The rate of answers over slots and by transformers' own ways: one process, all ways by turns.
 
 In: nothing, or "engine" for what ``ask_server.py`` is compared with. Out: a line of JSON: way -> kind of work -> ids,
-and the seconds that the process took. What is there before the first request, seats and a continuous batch, is made
+and the seconds that the process took. What is there before the first request, slots and a continuous batch, is made
 outside of the clock.
 """
 
@@ -17,23 +17,23 @@ import torch
 from answer_material import EVEN, SEATS, STOP, Work, model_of, work
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from burnish.inference.batch import answer_many
+from burnish.inference.batch import generate_all
 from burnish.inference.forward import STEP
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.slots import SeatLimits
-from burnish.inference.types import Ask, Sampling
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.slots import SlotLimits
+from burnish.inference.types import GenerationRequest, Sampling
 from burnish.models.generate import generate
 
 Way = Callable[[Work], list[list[int]]]
 
 
-def over_seats(ends: ExitStack) -> Way:
-    loop = SeatLoop(model_of(), SeatLimits(SEATS, 1024))
+def over_slots(ends: ExitStack) -> Way:
+    loop = Scheduler(model_of(), SlotLimits(SEATS, 1024))
 
     def answered(asked: Work) -> list[list[int]]:
         each = zip(asked.prompts, asked.lengths, asked.settings, strict=True)
-        asks = [Ask(ids, length, sampling=_sampling(settings)) for ids, length, settings in each]
-        return [found.ids for found in answer_many(loop, asks)]
+        asks = [GenerationRequest(ids, length, sampling=_sampling(settings)) for ids, length, settings in each]
+        return [found.ids for found in generate_all(loop, asks)]
 
     return answered
 
@@ -116,7 +116,7 @@ def continuously(ends: ExitStack) -> Way:
 
 
 WAYS: dict[str, Callable[[ExitStack], Way]] = {
-    "burnish, over seats": over_seats,
+    "burnish, over slots": over_slots,
     "transformers, generate in batches": in_batches,
     "transformers, generate one by one": one_by_one,
     "transformers, continuous batching": continuously,
@@ -125,18 +125,18 @@ WAYS: dict[str, Callable[[ExitStack], Way]] = {
 
 def engine_alone() -> dict[str, float]:
     """Time that the engine takes without a server: seconds of a step of eight on the small model, by the clock and of
-    processors; bytes of a seat."""
+    processors; bytes of a slot."""
     prompts, length = work()["even"].prompts, 4 * EVEN
-    loop, taken = SeatLoop(model_of(is_small=True), SeatLimits(SEATS, 1024)), []
+    loop, taken = Scheduler(model_of(is_small=True), SlotLimits(SEATS, 1024)), []
     for turn in range(8):
         begin, used = time.monotonic(), time.process_time()
-        answer_many(loop, [Ask([number + turn for number in ids], length) for ids in prompts])
+        generate_all(loop, [GenerationRequest([number + turn for number in ids], length) for ids in prompts])
         taken.append(((time.monotonic() - begin) / length, (time.process_time() - used) / length))
-    large = SeatLoop(model_of(), SeatLimits(SEATS, 1024))
-    answer_many(large, [Ask([5, 6, 7], 2)])
+    large = Scheduler(model_of(), SlotLimits(SEATS, 1024))
+    generate_all(large, [GenerationRequest([5, 6, 7], 2)])
     clock, processor = (min(each) for each in zip(*taken, strict=True))
     size = large.way.cache_bytes / SEATS / STEP
-    return {"small_token_s": clock, "small_token_cpu_s": processor, "seat_bytes_per_token": size}
+    return {"small_token_s": clock, "small_token_cpu_s": processor, "slot_bytes_per_token": size}
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from burnish.parallel.precision import has_fast_bfloat16
+
 
 @dataclass(frozen=True)
 class Row:
@@ -240,7 +242,9 @@ SEEN: dict[str, Row] = {
     "include_num_input_tokens_seen": Row(True, "log", lambda before, after: "num_input_tokens_seen" in after[0]),
     # where it runs
     "bf16": Row(True, "weights", other_numbers),
-    "fp16": Row(True, "weights", other_numbers),
+    "fp16": Row(True, "weights", other_numbers)
+    if has_fast_bfloat16()
+    else Row(True, "said", says('"fp16" on a CPU runs in float32')),
     "pure_bf16": Row(True, "dtypes", is_now({"torch.bfloat16"})),
     "tf32": Row(True, "said", says('"tf32" has no effect on a CPU')),
     "seed": Row(7, "order"),

@@ -12,7 +12,7 @@ from burnish.config.errors import UserError
 from burnish.config.options import Given
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
-from burnish.inference.batch import answer_many
+from burnish.inference.batch import generate_all
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
 from burnish.parallel.create import create_engine
 from burnish.run import predict
@@ -156,11 +156,11 @@ def test_a_prediction_that_was_cut_short_goes_on_from_the_answers_it_has(tmp_pat
     def cut(loop, asks, on_done):
         asked.append(len(asks))
         if len(asked) > 1:
-            return answer_many(loop, asks, on_done)
-        answer_many(loop, asks[:2], on_done)
+            return generate_all(loop, asks, on_done)
+        generate_all(loop, asks[:2], on_done)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(predict, "answer_many", cut)
+    monkeypatch.setattr(predict, "generate_all", cut)
     with pytest.raises(KeyboardInterrupt):
         answer_all(run, questions, config, made.options, partial)
     with partial.open("a") as file:

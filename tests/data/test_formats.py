@@ -268,7 +268,28 @@ def test_roles_under_other_names_are_read_and_said(tmp_path):
     path = str(write(tmp_path / "a.json", [chat(("human", "q"), ("gpt", "a"))]))
     sets = load(dataset=path)
     assert said(sets.train[0]) == [("user", "q"), ("assistant", "a")]
-    assert 'the role "human" is read as user' in "".join(sets.notes)
+
+
+def test_roles_under_other_names_are_counted_by_record(tmp_path):
+    path = write(tmp_path / "a.json", [chat(("user", "q"), ("assistant", "a")), chat(("human", "q"), ("gpt", "a"))])
+    tally = Tally()
+    load(dataset=str(path), tally=tally)
+    assert f'kept: the role "gpt" is read as assistant: 1 of 2 rows ({path}: 2)' in tally.sentences()
+    assert f'kept: the role "human" is read as user: 1 of 2 rows ({path}: 2)' in tally.sentences()
+
+
+@pytest.mark.parametrize("query", [{}, {"input": None}, {"input": ""}], ids=str)
+def test_an_instruction_that_is_null_is_refused_where_nothing_else_is_asked(tmp_path, query):
+    path = write(
+        tmp_path / "a.json", [{"instruction": "q", "output": "a"}, {"instruction": None, "output": "a", **query}]
+    )
+    assert '"instruction" is null, so the record asks nothing' in refusal(dataset=str(path))
+    assert "record 2 (line" in refusal(dataset=str(path))
+
+
+def test_an_input_alone_is_a_question(tmp_path):
+    path = write(tmp_path / "a.json", [{"instruction": None, "input": "q", "output": "a"}])
+    assert said(load(dataset=str(path)).train[0]) == [("user", "q"), ("assistant", "a")]
 
 
 def test_a_format_is_one_function(monkeypatch, tmp_path):

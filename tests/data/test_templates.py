@@ -394,10 +394,11 @@ def test_what_gives_no_row_is_counted_by_its_rule_and_record():
         Example(HI, source="d.json", number=5, **bad_tools),
         Example((HI[0], Message("assistant", "x", train=False)), source="d.json", number=6),
         Example(text="", source="d.json", number=7),
-        Example(HI, source="d.json", number=8),
+        Example((*HI, Message("system", "s"), *HI), source="d.json", number=8),
+        Example(HI, source="d.json", number=9),
     ]
     rows = template.encode(examples, tally)
-    assert [row is None for row in rows] == [True] * 7 + [False]
+    assert [row is None for row in rows] == [True] * 8 + [False]
     assert {reason: [number for _, number in found] for reason, found in tally.records.items()} == {
         "dropped: it ends with a question, without an answer to learn": [1],
         "dropped: its questions (user, observation) and answers (assistant, function) do not alternate": [2],
@@ -406,6 +407,7 @@ def test_what_gives_no_row_is_counted_by_its_rule_and_record():
         "dropped: its tools are not JSON": [5],
         "dropped: nothing to learn": [6],
         "dropped: it has no text": [7],
+        "dropped: it has a system message after turn 2, and the template has one only at the beginning": [8],
     }
 
 

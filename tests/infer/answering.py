@@ -1,4 +1,4 @@
-"""Shared by the tests of answers: families of tiny models, and asks that are run to their end."""
+"""Shared by the tests of answers: families of tiny models, and requests that are run to their end."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.slots import SeatLimits
-from burnish.inference.types import Ask, EndReason, Logprob, Made
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.slots import SlotLimits
+from burnish.inference.types import EndReason, GenerationRequest, Logprob, StepOutput
 from tiny_models import _COMMON, _LLAMA, CONFIGS, VOCABULARY
 
 SHAPES = {
@@ -59,12 +59,12 @@ def prompts(number: int = 6, longest: int = 20, seed: int = 0) -> list[list[int]
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
-def loop_of(model, seats: int = 4, context: int = 64, **more) -> SeatLoop:
-    return SeatLoop(model, SeatLimits(seats, context), **more)
+def loop_of(model, slots: int = 4, context: int = 64, **more) -> Scheduler:
+    return Scheduler(model, SlotLimits(slots, context), **more)
 
 
 class Answer:
-    """A sink that puts together what was made."""
+    """A callback that puts together what was made."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -73,7 +73,7 @@ class Answer:
         self.reason: EndReason | None = None
         self.error = None
 
-    def __call__(self, made: Made) -> None:
+    def __call__(self, made: StepOutput) -> None:
         assert self.reason is None, "something came after the end"
         assert (made.filled is not None) == (self.filled is None and made.reason in (None, "length")) or made.ids
         self.ids += made.ids
@@ -82,11 +82,11 @@ class Answer:
         self.reason, self.error = made.reason, made.error
 
 
-def answers(loop: SeatLoop, asks: Sequence[Ask]) -> list[Answer]:
-    """All asks at once, run to their ends."""
-    found = [Answer() for _ in asks]
-    for ask, answer in zip(asks, found, strict=True):
-        loop.submit(ask, answer)
+def answers(loop: Scheduler, requests: Sequence[GenerationRequest]) -> list[Answer]:
+    """All requests at once, run to their ends."""
+    found = [Answer() for _ in requests]
+    for request, answer in zip(requests, found, strict=True):
+        loop.submit(request, answer)
     while loop.turn():
         pass
     return found

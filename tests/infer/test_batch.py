@@ -3,15 +3,15 @@
 import pytest
 from answering import alone, loop_of, model_of, prompts
 
-from burnish.inference.batch import answer_many
-from burnish.inference.types import Ask
+from burnish.inference.batch import generate_all
+from burnish.inference.types import GenerationRequest
 
 
 def test_answers_come_in_the_order_of_the_asks() -> None:
     model, asked, done = model_of("llama"), prompts(12), []
-    asks = [Ask(ids, 2 + at * 3 % 11) for at, ids in enumerate(asked)]
-    found = answer_many(loop_of(model, 3), asks, lambda at, _: done.append(at))
-    assert [each.ids for each in found] == [alone(model, ask.ids, ask.max_new_tokens) for ask in asks]
+    requests = [GenerationRequest(ids, 2 + at * 3 % 11) for at, ids in enumerate(asked)]
+    found = generate_all(loop_of(model, 3), requests, lambda at, _: done.append(at))
+    assert [each.ids for each in found] == [alone(model, request.ids, request.max_new_tokens) for request in requests]
     assert sorted(done) == list(range(12))
     assert done != sorted(done)
 
@@ -20,7 +20,7 @@ def test_the_token_that_ends_an_answer_is_not_part_of_it() -> None:
     model = model_of("llama")
     ids = prompts()[0]
     whole = alone(model, ids, 12)
-    (found,) = answer_many(loop_of(model), [Ask(ids, 12, stop_ids=frozenset({whole[4]}))])
+    (found,) = generate_all(loop_of(model), [GenerationRequest(ids, 12, stop_ids=frozenset({whole[4]}))])
     assert found.ids == whole[: whole.index(whole[4])]
     assert found.reason == "stop"
 
@@ -33,4 +33,4 @@ def test_a_failure_is_not_an_empty_answer(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(loop.way, "run", short)
     with pytest.raises(RuntimeError, match="out_of_memory"):
-        answer_many(loop, [Ask([5], 4)])
+        generate_all(loop, [GenerationRequest([5], 4)])

@@ -1,4 +1,4 @@
-"""The engine's thread: asks from any thread, one delivery per turn, an end that everyone hears of."""
+"""The engine's thread: requests from any thread, one delivery per turn, an end that everyone hears of."""
 
 import threading
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 from answering import Answer, alone, model_of, prompts
 
-from burnish.inference.engine import SeatEngine
-from burnish.inference.slots import SeatLimits
-from burnish.inference.types import Ask, Closed
+from burnish.inference.engine import LocalEngine
+from burnish.inference.slots import SlotLimits
+from burnish.inference.types import Closed, GenerationRequest
 
 pytestmark = pytest.mark.run
 
@@ -32,17 +32,17 @@ def model():
 
 
 @pytest.fixture
-def engine(model) -> Iterator[SeatEngine]:
-    engine = SeatEngine(model, SeatLimits(4, 64))
+def engine(model) -> Iterator[LocalEngine]:
+    engine = LocalEngine(model, SlotLimits(4, 64))
     yield engine
     engine.close()
 
 
-def test_asks_of_several_threads_get_their_own_answers(engine: SeatEngine, model) -> None:
+def test_asks_of_several_threads_get_their_own_answers(engine: LocalEngine, model) -> None:
     asked = prompts(8)
     found = [Waited() for _ in asked]
     threads = [
-        threading.Thread(target=engine.submit, args=(Ask(ids, 9), answer))
+        threading.Thread(target=engine.submit, args=(GenerationRequest(ids, 9), answer))
         for ids, answer in zip(asked, found, strict=True)
     ]
     for thread in threads:
@@ -56,44 +56,44 @@ def test_what_one_turn_made_is_delivered_at_once(model) -> None:
 
     def deliver(made) -> None:
         sizes.append(len(made))
-        for sink, each in made:
-            sink(each)
+        for callback, each in made:
+            callback(each)
         if sum(each.reason is not None for _, each in made) == 3:
             ended.set()
 
-    engine = SeatEngine(model, SeatLimits(4, 64), deliver=deliver)
+    engine = LocalEngine(model, SlotLimits(4, 64), deliver=deliver)
     found = [Waited() for _ in range(3)]
     for answer in found:
-        engine.submit(Ask([5, 6], 30), answer)
+        engine.submit(GenerationRequest([5, 6], 30), answer)
     ended.wait(20)
     engine.close()
     assert len(sizes) < sum(len(answer.ids) for answer in found) / 2
 
 
 def test_a_closed_engine_cancels_what_is_under_way_and_takes_no_more(model) -> None:
-    engine = SeatEngine(model, SeatLimits(1, 64))
+    engine = LocalEngine(model, SlotLimits(1, 64))
     found = [Waited(), Waited()]
     for answer in found:
-        engine.submit(Ask([5], 60), answer)
+        engine.submit(GenerationRequest([5], 60), answer)
     engine.close()
     assert {answer.reason for answer in found} <= {"cancelled", "length"}
     assert all(answer.reason for answer in found)
     assert not engine.facts().is_alive
     with pytest.raises(Closed):
-        engine.submit(Ask([5], 3), Waited())
+        engine.submit(GenerationRequest([5], 3), Waited())
 
 
 def test_a_drained_engine_finishes_what_is_under_way(model) -> None:
-    engine = SeatEngine(model, SeatLimits(2, 64))
+    engine = LocalEngine(model, SlotLimits(2, 64))
     found = [Waited(), Waited(), Waited()]
     for answer in found:
-        engine.submit(Ask([5], 20), answer)
+        engine.submit(GenerationRequest([5], 20), answer)
     engine.close(drain_s=20)
     assert [answer.reason for answer in found] == ["length"] * 3
 
 
 def test_a_fault_that_is_nobodys_ends_the_thread_and_everyone_hears_of_it(
-    engine: SeatEngine, monkeypatch: pytest.MonkeyPatch
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> bool:
         raise AssertionError("broken")
@@ -101,7 +101,7 @@ def test_a_fault_that_is_nobodys_ends_the_thread_and_everyone_hears_of_it(
     found = Waited()
     monkeypatch.setattr(engine.loop, "turn", broken)
     try:
-        engine.submit(Ask([5], 20), found)
+        engine.submit(GenerationRequest([5], 20), found)
     except Closed:
         pass
     else:
@@ -110,4 +110,4 @@ def test_a_fault_that_is_nobodys_ends_the_thread_and_everyone_hears_of_it(
     engine._thread.join(5)
     assert not engine.facts().is_alive
     with pytest.raises(Closed, match="broken"):
-        engine.submit(Ask([5], 20), Waited())
+        engine.submit(GenerationRequest([5], 20), Waited())

@@ -1,4 +1,4 @@
-"""Grammars: a model of random weights, held to one, writes what it asks for."""
+"""Grammars: a model of random weights, held to one, writes what it requests for."""
 
 import json
 
@@ -6,11 +6,11 @@ import pytest
 from answering import answers
 
 from burnish.config.errors import UserError
-from burnish.inference.loading import load_answerer
+from burnish.inference.loading import load_for_inference
 from burnish.inference.replies.replies import read_whole
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.slots import SeatLimits
-from burnish.inference.types import Ask, Sampling
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.slots import SlotLimits
+from burnish.inference.types import GenerationRequest, Sampling
 from burnish.run.plan.plan import RunOptions
 from small_run import make_model
 
@@ -27,60 +27,62 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def answerer(tmp_path_factory: pytest.TempPathFactory):
+def loaded(tmp_path_factory: pytest.TempPathFactory):
     folder = make_model(tmp_path_factory.mktemp("model"))
-    return load_answerer(RunOptions(model_name_or_path=str(folder)))
+    return load_for_inference(RunOptions(model_name_or_path=str(folder)))
 
 
 @pytest.fixture(scope="module")
-def grammars(answerer) -> Grammars:
-    return Grammars(answerer.tokenizer, answerer.stop_ids, answerer.model.config.vocab_size)
+def grammars(loaded) -> Grammars:
+    return Grammars(loaded.tokenizer, loaded.stop_ids, loaded.model.config.vocab_size)
 
 
-def written(answerer, grammar_of, number: int = 4, most: int = 120) -> list[str]:
+def written(loaded, grammar_of, number: int = 4, most: int = 120) -> list[str]:
     """Texts that the model writes at random under a grammar, one per seed."""
-    loop = SeatLoop(answerer.model, SeatLimits(number, 200))
-    stops = frozenset(answerer.stop_ids)
-    asks = [
-        Ask([5, 6], most, sampling=Sampling(temperature=1.5, seed=seed), stop_ids=stops, grammar=grammar_of())
+    loop = Scheduler(loaded.model, SlotLimits(number, 200))
+    stops = frozenset(loaded.stop_ids)
+    requests = [
+        GenerationRequest(
+            [5, 6], most, sampling=Sampling(temperature=1.5, seed=seed), stop_ids=stops, grammar=grammar_of()
+        )
         for seed in range(number)
     ]
-    return [read_whole(made.ids, answerer.form, answerer.tokenizer).content for made in answers(loop, asks)]
+    return [read_whole(made.ids, loaded.form, loaded.tokenizer).content for made in answers(loop, requests)]
 
 
-def test_an_answer_fits_its_schema(answerer, grammars: Grammars) -> None:
-    for text in written(answerer, lambda: grammars.json_schema(SCHEMA)):
+def test_an_answer_fits_its_schema(loaded, grammars: Grammars) -> None:
+    for text in written(loaded, lambda: grammars.json_schema(SCHEMA)):
         value = json.loads(text)
         assert set(value) == {"name", "age", "kind"}
         assert value["kind"] in ("cat", "dog")
         assert 0 <= value["age"] <= 99
 
 
-def test_json_has_no_blanks_but_one_behind_colons_and_commas(answerer, grammars: Grammars) -> None:
-    for text in written(answerer, lambda: grammars.json_schema(SCHEMA)):
+def test_json_has_no_blanks_but_one_behind_colons_and_commas(loaded, grammars: Grammars) -> None:
+    for text in written(loaded, lambda: grammars.json_schema(SCHEMA)):
         assert text == json.dumps(json.loads(text), ensure_ascii=False)
 
 
-def test_a_required_call_is_a_call(answerer, grammars: Grammars) -> None:
+def test_a_required_call_is_a_call(loaded, grammars: Grammars) -> None:
     from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 
     offered = {"f": {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"],
                      "additionalProperties": False}}  # fmt: skip
     for tool_format in ("qwen", "llama3", "minimax1"):
-        for text in written(answerer, lambda f=tool_format: grammars.calls(f, offered, only_one=True)):
+        for text in written(loaded, lambda f=tool_format: grammars.calls(f, offered, only_one=True)):
             (call,) = TOOL_FORMATS[tool_format].reader.read(text, offered)
             assert call.name == "f"
             assert isinstance(call.arguments["n"], bool)
 
 
-def test_a_grammar_waits_for_the_end_of_a_thought(answerer, grammars: Grammars) -> None:
+def test_a_grammar_waits_for_the_end_of_a_thought(loaded, grammars: Grammars) -> None:
     grammar = grammars.json_schema(SCHEMA, waits_for="</think>")
     from torch import zeros
 
-    logits = zeros(answerer.model.config.vocab_size)
-    for token in answerer.tokenizer("Hm.</think>", add_special_tokens=False)["input_ids"]:
+    logits = zeros(loaded.model.config.vocab_size)
+    for token in loaded.tokenizer("Hm.</think>", add_special_tokens=False)["input_ids"]:
         grammar.mask(logits)
-        assert logits.isfinite().sum() == len(logits) - len(answerer.stop_ids)
+        assert logits.isfinite().sum() == len(logits) - len(loaded.stop_ids)
         grammar.take(token)
     grammar.mask(logits)
     assert not logits.isfinite().all()
@@ -97,20 +99,20 @@ LIMITLESS = {"type": "string", "pattern": "^(.*a.{0,40}){40}$"}
 
 
 @pytest.mark.parametrize("schema", [LIMITLESS, {"const": "a</s>b"}, {"const": "a<|im_end|>b<unk>"}])
-def test_an_answer_whose_grammar_gives_up_has_failed_or_fits(answerer, grammars: Grammars, schema) -> None:
-    loop = SeatLoop(answerer.model, SeatLimits(4, 500))
-    stops = frozenset(answerer.stop_ids)
-    likely = dict.fromkeys(answerer.tokenizer("a", add_special_tokens=False)["input_ids"], 9.0)
-    asks = [
-        Ask([5, 6], 300, sampling=Sampling(temperature=1.5, seed=seed, bias=likely), stop_ids=stops,
+def test_an_answer_whose_grammar_gives_up_has_failed_or_fits(loaded, grammars: Grammars, schema) -> None:
+    loop = Scheduler(loaded.model, SlotLimits(4, 500))
+    stops = frozenset(loaded.stop_ids)
+    likely = dict.fromkeys(loaded.tokenizer("a", add_special_tokens=False)["input_ids"], 9.0)
+    requests = [
+        GenerationRequest([5, 6], 300, sampling=Sampling(temperature=1.5, seed=seed, bias=likely), stop_ids=stops,
             grammar=grammars.json_schema(schema))
         for seed in range(4)
     ]  # fmt: skip
-    found = answers(loop, asks)
+    found = answers(loop, requests)
     assert schema is not LIMITLESS or "failed" in [made.reason for made in found]
     for made in found:
         if made.reason == "stop":
-            text = read_whole(made.ids, answerer.form, answerer.tokenizer, stop_ids=stops).content
+            text = read_whole(made.ids, loaded.form, loaded.tokenizer, stop_ids=stops).content
             assert json.loads(text) == schema.get("const", json.loads(text))
         elif made.reason == "failed":
             assert str(made.error).startswith("grammar_failed: the answer cannot be held to its grammar")
@@ -124,12 +126,12 @@ def test_a_circular_schema_is_refused_before_an_answer_begins(grammars: Grammars
         grammars.json_schema(schema)
 
 
-def test_a_thought_that_is_waited_for_cannot_end_the_answer(answerer, grammars: Grammars) -> None:
+def test_a_thought_that_is_waited_for_cannot_end_the_answer(loaded, grammars: Grammars) -> None:
     from torch import zeros
 
-    grammar, logits = grammars.json_schema(SCHEMA, waits_for="</think>"), zeros(answerer.model.config.vocab_size)
+    grammar, logits = grammars.json_schema(SCHEMA, waits_for="</think>"), zeros(loaded.model.config.vocab_size)
     grammar.mask(logits)
-    assert {i for i, value in enumerate(logits.tolist()) if value != 0} == set(answerer.stop_ids)
+    assert {i for i, value in enumerate(logits.tolist()) if value != 0} == set(loaded.stop_ids)
 
 
 def test_a_tokenizer_that_the_library_does_not_know_is_refused_in_words() -> None:

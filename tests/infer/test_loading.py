@@ -11,10 +11,10 @@ from burnish.adapters.lora import LoraAdapter, load_adapter
 from burnish.adapters.lora_model import merge_into_base
 from burnish.config.errors import UserError
 from burnish.data.chat.choose import RECORDED
-from burnish.inference.loading import load_answerer, seat_engine
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.slots import SeatLimits
-from burnish.inference.types import BASE, Ask
+from burnish.inference.loading import load_for_inference, local_engine
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.slots import SlotLimits
+from burnish.inference.types import BASE, GenerationRequest
 from burnish.loop.types import Example, Message
 from burnish.models.load import load_model
 from burnish.run.plan.plan import RunOptions
@@ -50,22 +50,22 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 def test_a_folder_is_loaded_and_answers(model: Path) -> None:
     serving = serving_of([str(model), "do_sample=false", "infer_seats=2", "infer_context=99", "infer_exact=true"])
-    answerer = load_answerer(serving.options, serving.name)
-    assert answerer.name == model.name
-    engine = seat_engine(answerer)
-    assert engine.loop.limits == SeatLimits(seats=2, context=99, exact=True)
+    loaded = load_for_inference(serving.options, serving.name)
+    assert loaded.name == model.name
+    engine = local_engine(loaded)
+    assert engine.loop.limits == SlotLimits(slots=2, context=99, exact=True)
     engine.close()
 
 
 def test_an_adapter_brings_its_base_along(model: Path, adapters: dict[str, Path]) -> None:
     serving = serving_of([str(adapters["first"])])
     assert serving.options.model_name_or_path == str(model)
-    answerer = load_answerer(serving.options)
+    loaded = load_for_inference(serving.options)
     merged = load_model(RunOptions(model_name_or_path=str(model)))
     load_adapter(merged, adapters["first"])
     merge_into_base(merged)
     ids = torch.tensor([[3, 4, 5]])
-    assert torch.equal(answerer.model(ids).logits, merged(ids).logits)
+    assert torch.equal(loaded.model(ids).logits, merged(ids).logits)
 
 
 def test_llamafactorys_inference_file_is_read(model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
@@ -75,18 +75,18 @@ def test_llamafactorys_inference_file_is_read(model: Path, adapters: dict[str, P
         "infer_backend: huggingface  # choices: [huggingface, vllm, sglang]\ntrust_remote_code: true\n"
         "missing_control_tokens: split\n"
     )
-    answerer = load_answerer(serving_of([str(file)]).options)
-    assert answerer.template.name == "qwen"
-    assert any("was merged" in note for note in answerer.notes)
+    loaded = load_for_inference(serving_of([str(file)]).options)
+    assert loaded.template.name == "qwen"
+    assert any("was merged" in note for note in loaded.notes)
 
 
 def test_adapters_side_by_side_answer_as_each_does_alone(model: Path, adapters: dict[str, Path]) -> None:
     given = json.dumps({name: str(folder) for name, folder in adapters.items()})
-    answerer = load_answerer(serving_of([str(model), f"served_adapters={given}", "infer_dtype=float32"]).options)
-    loop = SeatLoop(answerer.model, SeatLimits(6, 128), adapters=answerer.adapters, through=answerer.through)
+    loaded = load_for_inference(serving_of([str(model), f"served_adapters={given}", "infer_dtype=float32"]).options)
+    loop = Scheduler(loaded.model, SlotLimits(6, 128), adapters=loaded.adapters, through=loaded.through)
     names = [BASE, "first", "second", "first", BASE, "second"]
     prompts = [[5 + at, 6, 7 + at, 8] for at in range(6)]
-    made = answers(loop, [Ask(ids, 8, adapter=name) for ids, name in zip(prompts, names, strict=True)])
+    made = answers(loop, [GenerationRequest(ids, 8, adapter=name) for ids, name in zip(prompts, names, strict=True)])
     for ids, name, answer in zip(prompts, names, made, strict=True):
         one = load_model(RunOptions(model_name_or_path=str(model)), dtype=torch.float32)
         if name != BASE:
@@ -97,34 +97,36 @@ def test_adapters_side_by_side_answer_as_each_does_alone(model: Path, adapters: 
 
 
 def test_an_adapter_that_is_not_served_is_refused(model: Path) -> None:
-    answerer = load_answerer(serving_of([str(model)]).options)
-    loop = SeatLoop(answerer.model, SeatLimits(1, 64))
+    loaded = load_for_inference(serving_of([str(model)]).options)
+    loop = Scheduler(loaded.model, SlotLimits(1, 64))
     with pytest.raises(UserError, match='no adapter "poet"'):
-        loop.submit(Ask([5], 5, adapter="poet"), Answer())
+        loop.submit(GenerationRequest([5], 5, adapter="poet"), Answer())
 
 
 def test_an_adapter_of_another_base_is_refused(adapters: dict[str, Path], tmp_path: Path) -> None:
     other = saved_model(tmp_path / "other", hidden_size=32)
     with pytest.raises(UserError):
-        load_answerer(serving_of([str(other), f'served_adapters={{"a": "{adapters["first"]}"}}']).options)
+        load_for_inference(serving_of([str(other), f'served_adapters={{"a": "{adapters["first"]}"}}']).options)
 
 
 def test_the_template_that_trained_is_recorded_and_found(model: Path, tmp_path: Path) -> None:
-    trained = load_answerer(RunOptions(model_name_or_path=str(model), template="qwen", missing_control_tokens="split"))
+    trained = load_for_inference(
+        RunOptions(model_name_or_path=str(model), template="qwen", missing_control_tokens="split")
+    )
     trained.tokenizer.chat_template = trained.template.jinja()
     trained.model.save_pretrained(tmp_path)
     trained.tokenizer.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())[RECORDED]["template"] == "qwen"
-    found = load_answerer(RunOptions(model_name_or_path=str(tmp_path), missing_control_tokens="split"))
+    found = load_for_inference(RunOptions(model_name_or_path=str(tmp_path), missing_control_tokens="split"))
     assert found.template.name == "qwen"
     assert found.template.prompt(QUESTION) == trained.template.prompt(QUESTION)
 
 
 def test_another_template_than_the_folders_is_said(model: Path) -> None:
-    answerer = load_answerer(
+    loaded = load_for_inference(
         RunOptions(model_name_or_path=str(model), template="alpaca", missing_control_tokens="split")
     )
-    assert any("writes other prompts" in note for note in answerer.notes)
+    assert any("writes other prompts" in note for note in loaded.notes)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from answering import Answer
 
 from burnish.config.errors import UserError
 from burnish.inference.loading import engine_of as engine_for
-from burnish.inference.loading import load_answerer
+from burnish.inference.loading import load_for_inference
 from burnish.inference.options import InferOptions, check_infer, infer_notes, is_remote
 from burnish.inference.remote import process as child
 from burnish.inference.remote.client import RemoteEngine
 from burnish.inference.remote.process import arguments
-from burnish.inference.types import Ask, Closed, Full, Sampling
+from burnish.inference.types import Closed, Full, GenerationRequest, Sampling
 from burnish.run.plan.plan import RunOptions
 from small_run import make_model
 from tiny_models import tiny_tokenizer
@@ -89,9 +89,9 @@ def engine_of(stub: Stub, **more) -> RemoteEngine:
     return RemoteEngine(stub.url, tiny_tokenizer(), key="canary", **more)
 
 
-def run(engine: RemoteEngine, ask: Ask) -> Answer:
+def run(engine: RemoteEngine, request: GenerationRequest) -> Answer:
     answer = Answer()
-    engine.submit(ask, answer)
+    engine.submit(request, answer)
     until = time.monotonic() + 10
     while answer.reason is None and time.monotonic() < until:
         time.sleep(0.005)
@@ -99,16 +99,19 @@ def run(engine: RemoteEngine, ask: Ask) -> Answer:
 
 
 def test_an_answer_comes_as_ids_with_its_end(stub: Stub) -> None:
-    answer = run(engine_of(stub), Ask([3, 4], 9))
+    answer = run(engine_of(stub), GenerationRequest([3, 4], 9))
     assert (answer.ids, answer.reason) == ([5, 6, 7], "length")
     assert answer.filled is not None
     stub.chunks[-1]["finish_reason"] = "stop"
-    assert run(engine_of(stub), Ask([3, 4], 9)).reason == "stop"
+    assert run(engine_of(stub), GenerationRequest([3, 4], 9)).reason == "stop"
 
 
 def test_the_prompt_travels_as_ids_with_every_setting(stub: Stub) -> None:
     sampling = Sampling(temperature=0.5, top_k=3, top_p=0.9, repetition_penalty=1.1, bias={7: 2.0}, seed=4)
-    run(engine_of(stub, adapters=("poet",)), Ask([3, 4], 9, adapter="poet", sampling=sampling, stop_ids=frozenset({2})))
+    run(
+        engine_of(stub, adapters=("poet",)),
+        GenerationRequest([3, 4], 9, adapter="poet", sampling=sampling, stop_ids=frozenset({2})),
+    )
     body = stub.bodies[0]
     assert (body["prompt"], body["model"], body["max_tokens"]) == ([3, 4], "poet", 9)
     assert (body["temperature"], body["top_k"], body["top_p"], body["seed"]) == (0.5, 3, 0.9, 4)
@@ -118,36 +121,36 @@ def test_the_prompt_travels_as_ids_with_every_setting(stub: Stub) -> None:
 def test_text_of_a_server_without_ids_is_read_into_ids(stub: Stub) -> None:
     stub.chunks = [{"text": "w1 w"}, {"text": "2 w3"}, {"text": "", "finish_reason": "stop"}]
     tokenizer = tiny_tokenizer()
-    assert run(engine_of(stub), Ask([3], 9)).ids == tokenizer.convert_tokens_to_ids(["w1", "w2", "w3"])
+    assert run(engine_of(stub), GenerationRequest([3], 9)).ids == tokenizer.convert_tokens_to_ids(["w1", "w2", "w3"])
 
 
 def test_the_key_goes_to_that_server_alone(stub: Stub) -> None:
-    run(engine_of(stub), Ask([3], 9))
+    run(engine_of(stub), GenerationRequest([3], 9))
     assert set(stub.keys) == {"Bearer canary"}
     stub.keys.clear()
-    run(RemoteEngine(stub.url, tiny_tokenizer()), Ask([3], 9))
+    run(RemoteEngine(stub.url, tiny_tokenizer()), GenerationRequest([3], 9))
     assert set(stub.keys) == {None}
 
 
 def test_what_a_server_refuses_or_breaks_off_is_a_failure_of_that_ask(stub: Stub) -> None:
     engine = engine_of(stub)
     stub.status = 500
-    refused = run(engine, Ask([3], 9))
+    refused = run(engine, GenerationRequest([3], 9))
     assert refused.reason == "failed"
     assert "answered 500" in str(refused.error)
     stub.status, stub.breaks = 200, True
-    assert "broke off" in str(run(engine, Ask([3], 9)).error)
+    assert "broke off" in str(run(engine, GenerationRequest([3], 9)).error)
     stub.breaks = False
-    assert run(engine, Ask([3], 9)).reason == "length"
+    assert run(engine, GenerationRequest([3], 9)).reason == "length"
 
 
 def test_an_ask_is_cancelled_and_one_whose_time_is_over_ends(stub: Stub) -> None:
     stub.pause_s, stub.chunks = 0.05, [{"token_ids": [5]}] * 100
     engine, answer = engine_of(stub), Answer()
-    ticket = engine.submit(Ask([3], 200), answer)
+    handle = engine.submit(GenerationRequest([3], 200), answer)
     time.sleep(0.2)
-    engine.cancel(ticket)
-    late = run(engine, Ask([3], 200, deadline=time.monotonic() + 0.1))
+    engine.cancel(handle)
+    late = run(engine, GenerationRequest([3], 200, deadline=time.monotonic() + 0.1))
     assert answer.reason == late.reason == "cancelled"
     assert "deadline" in str(late.error)
 
@@ -156,22 +159,22 @@ def test_too_many_asks_are_refused_and_a_closed_engine_takes_none(stub: Stub) ->
     stub.pause_s = 0.1
     engine = engine_of(stub, slots=1, waiting=1)
     found = [Answer(), Answer()]
-    engine.submit(Ask([3], 9), found[0])
+    engine.submit(GenerationRequest([3], 9), found[0])
     time.sleep(0.05)
-    engine.submit(Ask([3], 9), found[1])
+    engine.submit(GenerationRequest([3], 9), found[1])
     with pytest.raises(Full):
-        engine.submit(Ask([3], 9), Answer())
+        engine.submit(GenerationRequest([3], 9), Answer())
     engine.close(drain_s=5)
     assert [answer.reason for answer in found] == ["length", "length"]
     with pytest.raises(Closed):
-        engine.submit(Ask([3], 9), Answer())
+        engine.submit(GenerationRequest([3], 9), Answer())
 
 
 def test_what_a_remote_engine_does_not_give_is_refused_by_name(stub: Stub) -> None:
     with pytest.raises(UserError, match="log-probabilities of the prompt"):
-        engine_of(stub).submit(Ask([3, 4], 1, prompt_logprobs_from=1), Answer())
+        engine_of(stub).submit(GenerationRequest([3, 4], 1, prompt_logprobs_from=1), Answer())
     with pytest.raises(UserError, match="no adapter"):
-        engine_of(stub).submit(Ask([3, 4], 1, adapter="poet"), Answer())
+        engine_of(stub).submit(GenerationRequest([3, 4], 1, adapter="poet"), Answer())
 
 
 def test_a_server_that_is_not_there_is_said() -> None:
@@ -239,10 +242,10 @@ def test_a_model_is_answered_by_the_server_at_infer_url(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("INFER_KEY", "canary")
     given = RunOptions(model_name_or_path=str(make_model(tmp_path)), infer_url=stub.url)
-    answerer = load_answerer(given)
-    assert answerer.model is None
-    engine = engine_for(answerer)
-    assert run(engine, Ask([3, 4], 9)).ids == [5, 6, 7]
+    loaded = load_for_inference(given)
+    assert loaded.model is None
+    engine = engine_for(loaded)
+    assert run(engine, GenerationRequest([3, 4], 9)).ids == [5, 6, 7]
     assert stub.keys[-1] == "Bearer canary"
     engine.close()
 

@@ -172,7 +172,9 @@ def test_runs_of_other_makers_and_damaged_folders_are_told_with_what_can_be_read
     elsewhere.mkdir()
     (elsewhere / "launch.json").write_text(json.dumps({**launched([]), "host": "another-host"}))
     runs = {run.name: run for run in find([tmp_path])}
-    assert set(runs) == {"factory", "trl", "elsewhere"}
+    assert set(runs) == {"factory", "trl", "elsewhere", "broken"}
+    assert (runs["broken"].state, runs["broken"].step) == ("unreadable", 0)
+    assert "launch.json" in runs["broken"].sentence
     assert (runs["factory"].maker, runs["factory"].state, runs["factory"].loss) == ("LLaMA-Factory", "done", 2.5)
     assert (runs["trl"].maker, runs["trl"].step, runs["trl"].total, runs["trl"].eval_loss) == (
         "transformers",

@@ -10,7 +10,18 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 from burnish.config.errors import Problem, UserError
-from burnish.inference.types import BASE, Ask, Closed, EngineFacts, Filled, Full, Logprob, Made, Sampling, Ticket
+from burnish.inference.types import (
+    BASE,
+    Closed,
+    EngineFacts,
+    Filled,
+    Full,
+    GenerationRequest,
+    Logprob,
+    RequestHandle,
+    Sampling,
+    StepOutput,
+)
 from burnish.serve.api.requests import BaseRequest, ChatRequest, unknown_model
 from burnish.serve.api.responses import AnswerCall, Delta
 
@@ -21,38 +32,44 @@ END = 256
 class ScriptedEngine:
     """Answers each ask with the ids that ``script`` gives for it, one every ``pause_s`` seconds, from a thread."""
 
-    def __init__(self, script: Callable[[Ask], Sequence[int]], seats: int = 4, waiting: int = 8, pause_s: float = 0.0):
-        self.script, self.seats, self.limit, self.pause_s = script, seats, waiting, pause_s
-        self.asks: list[Ask] = []
-        self.cancelled: list[Ask] = []
+    def __init__(
+        self,
+        script: Callable[[GenerationRequest], Sequence[int]],
+        slots: int = 4,
+        waiting: int = 8,
+        pause_s: float = 0.0,
+    ):
+        self.script, self.slots, self.limit, self.pause_s = script, slots, waiting, pause_s
+        self.asks: list[GenerationRequest] = []
+        self.cancelled: list[GenerationRequest] = []
         self.error: Problem | None = None
-        self._open: dict[int, tuple[Ask, Callable[[Made], None], list[int]]] = {}
+        self._open: dict[int, tuple[GenerationRequest, Callable[[StepOutput], None], list[int]]] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._is_closed = False
         self._work = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def submit(self, ask: Ask, sink: Callable[[Made], None]) -> Ticket:
+    def submit(self, ask: GenerationRequest, callback: Callable[[StepOutput], None]) -> RequestHandle:
         if self._is_closed:
             raise Closed("closed")
         if not ask.ids:
             raise UserError("a prompt has at least one token.")
         with self._lock:
-            if len(self._open) >= self.seats + self.limit:
+            if len(self._open) >= self.slots + self.limit:
                 raise Full(self.limit, 7.0)
             number = next(self._numbers)
             self.asks.append(ask)
-            self._open[number] = (ask, sink, [-1, *self.script(ask)][: ask.max_new_tokens + 1])
+            self._open[number] = (ask, callback, [-1, *self.script(ask)][: ask.max_new_tokens + 1])
         self._work.set()
-        return Ticket(number)
+        return RequestHandle(number)
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, handle: RequestHandle) -> None:
         with self._lock:
-            found = self._open.pop(ticket.number, None)
+            found = self._open.pop(handle.number, None)
         if found is not None:
             self.cancelled.append(found[0])
-            found[1](Made(reason="cancelled"))
+            found[1](StepOutput(reason="cancelled"))
 
     def close(self, drain_s: float = 0.0) -> None:
         until = time.monotonic() + drain_s
@@ -60,11 +77,11 @@ class ScriptedEngine:
         while self._open and time.monotonic() < until:
             time.sleep(0.01)
         for number in list(self._open):
-            self.cancel(Ticket(number))
+            self.cancel(RequestHandle(number))
 
     def facts(self) -> EngineFacts:
-        running = min(self.seats, len(self._open))
-        return EngineFacts("seats", self.seats, running, len(self._open) - running, 512, memory_bytes={"cache": 1})
+        running = min(self.slots, len(self._open))
+        return EngineFacts("slots", self.slots, running, len(self._open) - running, 512, memory_bytes={"cache": 1})
 
     @property
     def num_open(self) -> int:
@@ -75,7 +92,7 @@ class ScriptedEngine:
             if not self._open:
                 self._work.wait(0.05)
                 self._work.clear()
-            for number in list(self._open)[: self.seats]:
+            for number in list(self._open)[: self.slots]:
                 self._step(number)
             if self.pause_s:
                 time.sleep(self.pause_s)
@@ -84,27 +101,27 @@ class ScriptedEngine:
         with self._lock:
             if number not in self._open:
                 return
-            ask, sink, ids = self._open[number]
+            ask, callback, ids = self._open[number]
             token = ids.pop(0)
             if token == -1:
                 measured = ask.ids[ask.prompt_logprobs_from :] if ask.prompt_logprobs_from else []
-                made = Made(filled=Filled(2, tuple(_logprob(one, ask) for one in measured)))
+                made = StepOutput(filled=Filled(2, tuple(_logprob(one, ask) for one in measured)))
                 if ask.max_new_tokens == 0:
                     del self._open[number]
-                    made = Made(filled=made.filled, reason="length")
+                    made = StepOutput(filled=made.filled, reason="length")
             else:
                 reason = "stop" if token in ask.stop_ids else None if ids else "length"
                 if self.error is not None:
-                    made = Made(reason="failed", error=self.error)
+                    made = StepOutput(reason="failed", error=self.error)
                 else:
                     measured = (_logprob(token, ask),) if ask.top_logprobs is not None else ()
-                    made = Made((token,), measured, reason=reason)
+                    made = StepOutput((token,), measured, reason=reason)
                 if made.reason is not None:
                     del self._open[number]
-        sink(made)
+        callback(made)
 
 
-def _logprob(token: int, ask: Ask) -> Logprob:
+def _logprob(token: int, ask: GenerationRequest) -> Logprob:
     return Logprob(token, -0.5, tuple((token + place, -0.5 - place) for place in range(ask.top_logprobs or 0)))
 
 
@@ -158,7 +175,7 @@ class FakeServed:
     """A ``ServedModel`` over bytes."""
 
     fingerprint, vocab_size, context, scorer = "fp_0123456789", 257, 512, None
-    answerer = SimpleNamespace(defaults=Sampling(temperature=0.0))
+    loaded = SimpleNamespace(defaults=Sampling(temperature=0.0))
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine
@@ -193,6 +210,6 @@ class FakeServed:
         return (chr(token), bytes([token])) if token < END else ("<end>", b"")
 
 
-def saying(text: str) -> Callable[[Ask], list[int]]:
+def saying(text: str) -> Callable[[GenerationRequest], list[int]]:
     """A script that always gives this answer."""
     return lambda ask: [*text.encode(), END]

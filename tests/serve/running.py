@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import uvicorn
 
 from burnish.serve.api.app import ServerState, application
-from burnish.serve.api.completions import Desk
+from burnish.serve.api.completions import CompletionService
 from burnish.serve.api.options import ApiOptions
-from burnish.serve.api.responses import Mailbox
+from burnish.serve.api.responses import OutputQueue
 from serve.fakes import FakeServed, ScriptedEngine, saying
 
 HELLO = saying("hello")
@@ -53,7 +53,9 @@ def starting() -> Iterator[Callable[..., Running]]:
         engine = engine or ScriptedEngine(script)
         given, loop, state = ApiOptions(**options), asyncio.new_event_loop(), ServerState()
         if is_ready:
-            state.desk = Desk(FakeServed(engine), Mailbox(loop), given.api_max_tokens, given.api_timeout, set())
+            state.service = CompletionService(
+                FakeServed(engine), OutputQueue(loop), given.api_max_tokens, given.api_timeout, set()
+            )
             state.models = [{"id": "first", "object": "model", "created": 1, "owned_by": "burnish"}]
             state.phase, state.share = "ready", 1.0
         port, end = serve_app(application(given, state, key), loop)

@@ -10,14 +10,14 @@ import pytest
 from burnish.serve.api.messages import MOST_MESSAGES
 from burnish.serve.api.requests import ChatRequest, CompletionRequest, read_request
 from burnish.serve.http.bodies import parse_object
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 from serve.client import CHAT, post, send
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-def refusal(changes: dict, kind=ChatRequest) -> Refusal:
-    with pytest.raises(Refusal) as caught:
+def refusal(changes: dict, kind=ChatRequest) -> APIError:
+    with pytest.raises(APIError) as caught:
         read_request(kind, {**CHAT, **changes}, 8, False)
     return caught.value
 
@@ -112,7 +112,7 @@ def test_accepted_is_what_openai_clients_send_beside_the_question() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_json_is_400(body) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(APIError) as caught:
         parse_object(body)
     assert caught.value.status == 400
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from burnish.config.errors import Problem
-from burnish.inference.types import Made
-from burnish.serve.api.responses import Mailbox
+from burnish.inference.types import StepOutput
+from burnish.serve.api.responses import OutputQueue
 from serve.client import CHAT, events, post, send
 from serve.fakes import END, FakeServed, ScriptedEngine, saying
 
@@ -117,15 +117,15 @@ def test_a_turn_of_the_engine_wakes_the_loop_once_and_what_comes_meanwhile_not_a
             self.calls.append(call)
 
     loop, found, beside = Loop(), [], []
-    mailbox = Mailbox(loop)
-    sinks = [mailbox.to(found.append) for _ in range(8)]
-    mailbox.deliver([(sink, Made((number,))) for number, sink in enumerate([*sinks, beside.append])])
-    assert (len(loop.calls), found, beside) == (1, [], [Made((8,))])
-    sinks[0](Made((9,)))
+    outputs = OutputQueue(loop)
+    callbacks = [outputs.to(found.append) for _ in range(8)]
+    outputs.deliver([(callback, StepOutput((number,))) for number, callback in enumerate([*callbacks, beside.append])])
+    assert (len(loop.calls), found, beside) == (1, [], [StepOutput((8,))])
+    callbacks[0](StepOutput((9,)))
     assert len(loop.calls) == 1
     loop.calls.pop()()
     assert [made.ids for made in found] == [(number,) for number in (*range(8), 9)]
-    mailbox.deliver([(sinks[0], Made((10,)))])
+    outputs.deliver([(callbacks[0], StepOutput((10,)))])
     assert len(loop.calls) == 1
 
 
@@ -171,7 +171,7 @@ def test_an_unknown_model_is_404_and_the_known_ones_are_listed(serve) -> None:
 
 
 def test_a_full_queue_is_429_with_when_to_come_again(serve) -> None:
-    running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, seats=1, waiting=1, pause_s=0.05))
+    running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, slots=1, waiting=1, pause_s=0.05))
     streams = [open_stream(running) for _ in range(2)]
     wait_for(lambda: running.engine.num_open == 2)
     status, headers, text = send(running, "POST", "/v1/chat/completions", CHAT)
@@ -182,7 +182,7 @@ def test_a_full_queue_is_429_with_when_to_come_again(serve) -> None:
 
 
 def test_of_a_request_that_does_not_fit_no_part_is_begun(serve) -> None:
-    running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, seats=1, waiting=0, pause_s=0.05))
+    running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, slots=1, waiting=0, pause_s=0.05))
     stream = open_stream(running)
     wait_for(lambda: running.engine.num_open == 1)
     assert post(running, "/v1/chat/completions", {**CHAT, "n": 3})[0] == 429
@@ -191,7 +191,7 @@ def test_of_a_request_that_does_not_fit_no_part_is_begun(serve) -> None:
 
 
 def test_a_client_that_goes_frees_its_seats(serve) -> None:
-    running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, seats=4, waiting=0, pause_s=0.02))
+    running = serve(engine=ScriptedEngine(lambda ask: [65] * 400, slots=4, waiting=0, pause_s=0.02))
     streams = [open_stream(running) for _ in range(4)]
     for stream in streams:
         read_until(stream, b"chat.completion.chunk")
@@ -208,11 +208,11 @@ def test_a_client_that_goes_before_its_whole_answer_frees_its_seat(serve) -> Non
     wait_for(lambda: running.engine.num_open == 1)
     waiting.close()
     wait_for(lambda: running.engine.num_open == 0)
-    assert not running.state.desk.under_way
+    assert not running.state.service.under_way
 
 
 def test_clients_that_vanish_at_drawn_instants_leave_nothing_behind(serve) -> None:
-    running = serve(engine=ScriptedEngine(lambda ask: [65] * 60, seats=8, waiting=64, pause_s=0.001))
+    running = serve(engine=ScriptedEngine(lambda ask: [65] * 60, slots=8, waiting=64, pause_s=0.001))
     draw = random.Random(5)
     for _ in range(40):
         stream = open_stream(running, n=draw.choice([1, 2]), stream=draw.random() < 0.7)
@@ -224,7 +224,7 @@ def test_clients_that_vanish_at_drawn_instants_leave_nothing_behind(serve) -> No
         except TimeoutError:
             pass
         stream.close()
-    wait_for(lambda: running.engine.num_open == 0 and not running.state.desk.under_way)
+    wait_for(lambda: running.engine.num_open == 0 and not running.state.service.under_way)
     assert post(running, "/v1/chat/completions", {**CHAT, "max_tokens": 2})[0] == 200
 
 
@@ -347,7 +347,7 @@ def test_metrics_count_what_was_answered(serve) -> None:
 
 def test_a_page_for_chatting_asks_for_models_a_stream_a_title_and_tags_and_none_waits(serve) -> None:
     """Requests of Open WebUI for one message: the chat as a stream, and beside it requests for a title and for tags."""
-    running = serve(engine=ScriptedEngine(lambda ask: [*b"<so>Hello", END], seats=4, pause_s=0.01))
+    running = serve(engine=ScriptedEngine(lambda ask: [*b"<so>Hello", END], slots=4, pause_s=0.01))
     assert [one["id"] for one in json.loads(send(running, "GET", "/v1/models")[2])["data"]] == ["first"]
     streamed = open_stream(running, stream_options={"include_usage": True})
     for asked in ("Write a title.", "Write tags as JSON."):
@@ -444,7 +444,7 @@ def test_log_probabilities_of_prompts_have_a_bound(serve) -> None:
 
 def test_a_request_of_many_prompts_lets_others_in_between(serve, monkeypatch) -> None:
     """Their tokenization takes turns, and each that has ended makes room for one that waits."""
-    running = serve(saying("x" * 5), engine=ScriptedEngine(saying("x" * 5), seats=2, waiting=4, pause_s=0.02))
+    running = serve(saying("x" * 5), engine=ScriptedEngine(saying("x" * 5), slots=2, waiting=4, pause_s=0.02))
     plain = FakeServed.text_prompt
     monkeypatch.setattr(FakeServed, "text_prompt", lambda self, prompt: time.sleep(0.02) or plain(self, prompt))
     ends: list[tuple[str, float]] = []

@@ -16,8 +16,8 @@ import pytest
 from burnish.config.errors import UserError
 from burnish.report.streams import OutputError
 from burnish.serve.chat.backends import AnswerEnded, Event, Request
-from burnish.serve.chat.console import Screen, is_typed, visible
-from burnish.serve.chat.session import HELP, Talk
+from burnish.serve.chat.console import Console, is_typed, visible
+from burnish.serve.chat.session import HELP, ChatSession
 from small_run import make_model
 
 pytestmark = pytest.mark.run
@@ -50,44 +50,44 @@ class Scripted:
     def close(self) -> None: ...
 
 
-def talk_of(*answers) -> tuple[Talk, Scripted, io.StringIO]:
-    out, partner = io.StringIO(), Scripted(*answers)
-    return Talk(partner, Screen(out=out)), partner, out
+def talk_of(*answers) -> tuple[ChatSession, Scripted, io.StringIO]:
+    out, backend = io.StringIO(), Scripted(*answers)
+    return ChatSession(backend, Console(out=out)), backend, out
 
 
-def roles(talk: Talk) -> list[str]:
+def roles(talk: ChatSession) -> list[str]:
     return [message["role"] for message in talk.messages]
 
 
 def test_a_screen_that_is_full_closed_or_narrow_in_letters(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full, pytest.raises(OutputError, match="no space left on device"):
-        Screen(out=full).stream("Yes.")
+        Console(out=full).stream("Yes.")
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    Screen(out=narrow).say("河 …")
+    Console(out=narrow).say("河 …")
     assert narrow.buffer.getvalue() == b"\\u6cb3 ...\n"
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stdin", None)
-    screen = Screen()
-    screen.say("Yes.")
-    screen.keep_history()
+    console = Console()
+    console.say("Yes.")
+    console.keep_history()
     assert not is_typed()
 
 
 def test_a_message_is_answered_and_the_conversation_grows() -> None:
-    talk, partner, out = talk_of()
+    talk, backend, out = talk_of()
     assert talk.take("Hello?") == 0
     talk.take("And now?")
     assert roles(talk) == ["user", "assistant"] * 2
-    assert [m["content"] for m in partner.asked[1].messages] == ["Hello?", "Yes.", "And now?"]
+    assert [m["content"] for m in backend.asked[1].messages] == ["Hello?", "Yes.", "And now?"]
     assert "2 tokens, 10.0 tokens/s, first after 0.10 s, 90 tokens of context left" in out.getvalue()
 
 
 def test_retry_undo_and_edit_go_back() -> None:
-    talk, partner, _ = talk_of()
+    talk, backend, _ = talk_of()
     talk.settings = {"seed": 7}
     talk.take("One?")
     talk.take("/retry")
-    assert [request.settings["seed"] for request in partner.asked] == [7, 8]
+    assert [request.settings["seed"] for request in backend.asked] == [7, 8]
     talk.take("Two?")
     talk.take("/undo")
     assert roles(talk) == ["user", "assistant"]
@@ -98,11 +98,11 @@ def test_retry_undo_and_edit_go_back() -> None:
 
 
 def test_a_system_message_begins_anew() -> None:
-    talk, partner, _ = talk_of()
+    talk, backend, _ = talk_of()
     talk.take("One?")
     talk.take("/system Be brief.")
     talk.take("Two?")
-    assert [m["role"] for m in partner.asked[-1].messages] == ["system", "user"]
+    assert [m["role"] for m in backend.asked[-1].messages] == ["system", "user"]
 
 
 def test_settings_are_typed_and_say_who_set_them() -> None:
@@ -119,7 +119,7 @@ def test_settings_are_typed_and_say_who_set_them() -> None:
 
 def test_thoughts_are_shown_or_measured_and_kept_apart() -> None:
     thinking = [Event("thought", "Hm."), Event("content", "Yes.")]
-    talk, partner, out = talk_of(thinking, thinking)
+    talk, backend, out = talk_of(thinking, thinking)
     talk.take("One?")
     assert talk.messages[-1]["reasoning_content"] == "Hm."
     talk.take("/think hide")
@@ -128,15 +128,15 @@ def test_thoughts_are_shown_or_measured_and_kept_apart() -> None:
     assert "3 characters" in out.getvalue()
     talk.take("/think off")
     talk.take("Three?")
-    assert [request.thinks for request in partner.asked] == [None, True, False]
+    assert [request.thinks for request in backend.asked] == [None, True, False]
 
 
 def test_a_call_is_shown_and_waits_for_its_answer(tmp_path: Path) -> None:
     (tmp_path / "tools.json").write_text(json.dumps([TOOL["function"]]))
-    talk, partner, out = talk_of([Event("call", call={"name": "f", "arguments": '{"a": 1}'})])
+    talk, backend, out = talk_of([Event("call", call={"name": "f", "arguments": '{"a": 1}'})])
     talk.take(f"/tools {tmp_path / 'tools.json'}")
     talk.take("Call.")
-    assert partner.asked[0].tools == (TOOL,)
+    assert backend.asked[0].tools == (TOOL,)
     assert '│ {"a": 1}' in out.getvalue()
     assert talk.take("Go on.") == 1  # a call waits
     talk.take("/answer 42")
@@ -152,7 +152,7 @@ def test_an_answer_that_is_stopped_is_kept_and_marked() -> None:
 
 
 def test_where_no_answer_comes_the_conversation_stays_as_it_was() -> None:
-    talk, partner, out = talk_of()
+    talk, backend, out = talk_of()
     talk.take("One?")
     kept = list(talk.messages)
 
@@ -160,12 +160,12 @@ def test_where_no_answer_comes_the_conversation_stays_as_it_was() -> None:
         raise UserError("the prompt has 1,800 tokens.")
         yield
 
-    partner.answer = refuse
+    backend.answer = refuse
     for line in ("Too long.", "/retry"):
         assert talk.take(line) == 1
         assert talk.messages == kept
-    del partner.answer
-    partner.waiting = [[KeyboardInterrupt]]
+    del backend.answer
+    backend.waiting = [[KeyboardInterrupt]]
     talk.take("Stopped before the first word?")
     assert talk.messages == kept
     assert "1,800 tokens" in out.getvalue()
@@ -184,8 +184,8 @@ def test_help_and_sentences_are_folded_between_words_at_the_width_of_the_termina
 
 def test_an_answer_that_failed_takes_the_question_back() -> None:
     talk, _, out = talk_of([Event("end", end=AnswerEnded("failed", error="non_finite_logits"))])
-    talk.partner.answer = lambda request: iter([Event("end", end=AnswerEnded("failed", error="non_finite_logits"))])
-    talk.partner.answer = _closable(talk.partner.answer)
+    talk.backend.answer = lambda request: iter([Event("end", end=AnswerEnded("failed", error="non_finite_logits"))])
+    talk.backend.answer = _closable(talk.backend.answer)
     assert talk.take("One?") == 1
     assert talk.messages == []
     assert "non_finite_logits" in out.getvalue()
@@ -199,11 +199,11 @@ def _closable(answer):
 
 
 def test_adapters_are_changed_and_laid_beside_each_other() -> None:
-    talk, partner, _ = talk_of()
+    talk, backend, _ = talk_of()
     talk.take("/adapter poet")
     talk.take("One?")
     talk.take("/both base")
-    assert [request.adapter for request in partner.asked] == ["poet", "poet", ""]
+    assert [request.adapter for request in backend.asked] == ["poet", "poet", ""]
     assert roles(talk) == ["user", "assistant"]
     assert talk.take("/adapter pote") == 1
 
@@ -236,7 +236,7 @@ def test_ctrl_c_behind_the_last_word_of_an_answer_ends_no_conversation(monkeypat
     def tell(text: str, colour: str = "") -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(talk.screen, "tell", tell)
+    monkeypatch.setattr(talk.console, "tell", tell)
     assert talk.take("One?") == 0
     assert "[stopped]" in out.getvalue()
 
@@ -312,7 +312,7 @@ def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_url_that_answers_nothing_is_said() -> None:
-    from burnish.serve.chat.backends import UrlPartner
+    from burnish.serve.chat.backends import ServerBackend
 
     with pytest.raises(UserError, match="cannot be reached"):
-        UrlPartner("http://127.0.0.1:9/v1")
+        ServerBackend("http://127.0.0.1:9/v1")

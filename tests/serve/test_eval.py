@@ -11,9 +11,9 @@ import torch
 
 from burnish.cli import main
 from burnish.config.errors import UserError
-from burnish.inference.loading import load_answerer
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.slots import SeatLimits
+from burnish.inference.loading import load_for_inference
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.slots import SlotLimits
 from burnish.run.plan.plan import RunOptions
 from burnish.serve.eval import command
 from burnish.serve.eval.choices import Chooser, Chosen
@@ -52,9 +52,9 @@ def task_dir(tmp_path: Path) -> Path:
     return root
 
 
-def loop_over(model: Path, seats: int = 4, **given):
-    answerer = load_answerer(RunOptions(model_name_or_path=str(model), **given))
-    return answerer, SeatLoop(answerer.model, SeatLimits(seats, answerer.context))
+def loop_over(model: Path, slots: int = 4, **given):
+    loaded = load_for_inference(RunOptions(model_name_or_path=str(model), **given))
+    return loaded, Scheduler(loaded.model, SlotLimits(slots, loaded.context))
 
 
 def test_files_of_each_kind_are_read(task_dir: Path) -> None:
@@ -83,9 +83,9 @@ def test_a_task_that_is_not_there_is_refused(task_dir: Path) -> None:
 
 
 def test_prompts_are_the_benchmarks_own_lines(model: Path, task_dir: Path) -> None:
-    answerer, loop = loop_over(model)
+    loaded, loop = loop_over(model)
     maths = read_task("mmlu_test", task_dir)[1]
-    messages = Chooser(loop, answerer.template, num_shots=1).messages(maths, maths.examples[:1], maths.questions[0])
+    messages = Chooser(loop, loaded.template, num_shots=1).messages(maths, maths.examples[:1], maths.questions[0])
     assert [message.role for message in messages] == ["user", "assistant", "user"]
     assert messages[0].content == (
         "The following are multiple choice questions (with answers) about mathematics.\n\n"
@@ -95,46 +95,46 @@ def test_prompts_are_the_benchmarks_own_lines(model: Path, task_dir: Path) -> No
 
 
 def test_choices_are_scored_by_the_model_alone(model: Path, task_dir: Path) -> None:
-    answerer, loop = loop_over(model)
+    loaded, loop = loop_over(model)
     maths = read_task("mmlu_test", task_dir)[1]
-    chooser = Chooser(loop, answerer.template, num_shots=0)
+    chooser = Chooser(loop, loaded.template, num_shots=0)
     for number, (question, chosen) in enumerate(zip(maths.questions, chooser.choose(maths), strict=True)):
         prompt, answers = chooser._fitting(maths, question, number)
         with torch.no_grad():
-            logits = answerer.model(torch.tensor([prompt])).logits[0, -1]
+            logits = loaded.model(torch.tensor([prompt])).logits[0, -1]
         expected = torch.stack([logits[ids[0]] for ids in answers]).softmax(0)
         assert chosen.chances == pytest.approx(expected.tolist(), abs=1e-5)
         assert chosen.letter == "ABCD"[int(expected.argmax())]
 
 
 def test_choices_that_begin_alike_are_scored_whole(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answerer, loop = loop_over(model)
+    loaded, loop = loop_over(model)
     subject = Subject("x", "x", "", (), (ChoiceQuestion("Q?", ("a", "b"), "A"),), "")
-    chooser = Chooser(loop, answerer.template, num_shots=0)
+    chooser = Chooser(loop, loaded.template, num_shots=0)
     apart = chooser.choose(subject)[0]
     prompt, answers = chooser._fitting(subject, subject.questions[0], 0)
     shared = 9
     monkeypatch.setattr(chooser, "_fitting", lambda *_: (prompt, [[shared, *ids] for ids in answers]))
     whole = chooser.choose(subject)[0]
     with torch.no_grad():
-        logits = answerer.model(torch.tensor([[*prompt, shared]])).logits[0, -1]
+        logits = loaded.model(torch.tensor([[*prompt, shared]])).logits[0, -1]
     assert whole.chances == pytest.approx(torch.stack([logits[i[0]] for i in answers]).softmax(0).tolist(), abs=1e-5)
     assert whole.chances != pytest.approx(apart.chances, abs=1e-6)
 
 
 def test_shots_are_the_first_or_drawn_by_seed_subject_and_number(model: Path) -> None:
-    answerer, loop = loop_over(model)
+    loaded, loop = loop_over(model)
     examples = tuple(ChoiceQuestion(f"Q{n}?", ("a", "b"), "A") for n in range(9))
     subject = Subject("x", "x", "", examples, (), "")
-    assert Chooser(loop, answerer.template, num_shots=3).shots(subject, 4) == examples[:3]
-    drawn = [Chooser(loop, answerer.template, num_shots=3, draws=True).shots(subject, n) for n in (0, 1, 0)]
+    assert Chooser(loop, loaded.template, num_shots=3).shots(subject, 4) == examples[:3]
+    drawn = [Chooser(loop, loaded.template, num_shots=3, draws=True).shots(subject, n) for n in (0, 1, 0)]
     assert drawn[0] == drawn[2] != drawn[1]
 
 
 def test_shots_that_do_not_fit_are_left_out_and_counted(model: Path) -> None:
-    answerer, loop = loop_over(model)  # 256 tokens of context
+    loaded, loop = loop_over(model)  # 256 tokens of context
     examples = tuple(ChoiceQuestion("word " * 30, ("a", "b"), "A") for _ in range(5))
-    chooser = Chooser(loop, answerer.template)
+    chooser = Chooser(loop, loaded.template)
     chooser.choose(Subject("x", "x", "", examples, (ChoiceQuestion("Q?", ("a", "b"), "A"),), ""))
     assert chooser.shortened == 1
 
@@ -225,12 +225,12 @@ def request(*args):
 
 
 def test_the_harness_gets_the_log_probabilities_of_the_model(model: Path) -> None:
-    answerer, loop = loop_over(model)
-    of_harness = EngineModel(loop, answerer.template, answerer.form, "m")
+    loaded, loop = loop_over(model)
+    of_harness = EngineModel(loop, loaded.template, loaded.form, "m")
     (found, greedy), (other, _) = of_harness.loglikelihood([request("red green ", "blue"), request("", "red")])
     ids, before = of_harness._ids("red green blue"), of_harness._ids("red green")
     with torch.no_grad():
-        logps = answerer.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        logps = loaded.model(torch.tensor([ids])).logits[0].log_softmax(-1)
     places = range(len(before) - 1, len(ids) - 1)
     assert found == pytest.approx(sum(float(logps[at, ids[at + 1]]) for at in places), abs=1e-4)
     assert greedy == all(int(logps[at].argmax()) == ids[at + 1] for at in places)
@@ -238,8 +238,8 @@ def test_the_harness_gets_the_log_probabilities_of_the_model(model: Path) -> Non
 
 
 def test_the_harness_gets_text_up_to_its_stops_and_the_trained_template(model: Path) -> None:
-    answerer, loop = loop_over(model)
-    of_harness = EngineModel(loop, answerer.template, answerer.form, "m")
+    loaded, loop = loop_over(model)
+    of_harness = EngineModel(loop, loaded.template, loaded.form, "m")
     settings = {"until": [], "max_gen_toks": 12, "do_sample": False}
     (whole,) = of_harness.generate_until([request("red", settings)])
     stop = whole[3:5]

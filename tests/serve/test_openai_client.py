@@ -20,15 +20,15 @@ import openai
 
 import burnish
 from burnish.config.errors import UserError
-from burnish.inference.loaded_model import Answerer
-from burnish.inference.loading import load_answerer, seat_engine
+from burnish.inference.loaded_model import LoadedModel
+from burnish.inference.loading import load_for_inference, local_engine
 from burnish.loop.types import Example, Message
 from burnish.serve.api.app import ServerState, application
-from burnish.serve.api.completions import Desk
+from burnish.serve.api.completions import CompletionService
 from burnish.serve.api.options import ApiOptions
-from burnish.serve.api.responses import Mailbox
+from burnish.serve.api.responses import OutputQueue
 from burnish.serve.api.served import ServedModel
-from burnish.serve.chat.backends import Request, UrlPartner
+from burnish.serve.chat.backends import Request, ServerBackend
 from burnish.serve.command_line import serving_of
 from serve.client import post
 from serve.fakes import END
@@ -43,19 +43,23 @@ ASKED = [{"role": "user", "content": "opposite: hot"}]
 @dataclass
 class Real:
     port: int
-    answerer: Answerer
+    loaded: LoadedModel
     client: openai.OpenAI
 
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[Real]:
-    answerer = load_answerer(serving_of([str(MODEL)]).options, "demo")
-    engine, loop, state = seat_engine(answerer), asyncio.new_event_loop(), ServerState()
-    served = ServedModel(answerer, engine, "demo", aliases=["gpt-3.5-turbo"])
-    state.desk, state.models, state.phase = Desk(served, Mailbox(loop), 64, 60.0, set()), served.models(), "ready"
+    loaded = load_for_inference(serving_of([str(MODEL)]).options, "demo")
+    engine, loop, state = local_engine(loaded), asyncio.new_event_loop(), ServerState()
+    served = ServedModel(loaded, engine, "demo", aliases=["gpt-3.5-turbo"])
+    state.service, state.models, state.phase = (
+        CompletionService(served, OutputQueue(loop), 64, 60.0, set()),
+        served.models(),
+        "ready",
+    )
     port, end = serve_app(application(ApiOptions(), state, "a-key-for-tests"), loop)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="a-key-for-tests", max_retries=0)
-    yield Real(port, answerer, client)
+    yield Real(port, loaded, client)
     end()
     engine.close()
 
@@ -83,16 +87,16 @@ def test_a_whole_answer_is_its_stream_for_the_client_too(real: Real) -> None:
 def test_a_conversation_at_a_terminal_with_a_server_is_that_of_its_clients(real: Real, monkeypatch) -> None:
     url, asked = f"http://127.0.0.1:{real.port}/v1", {"temperature": 0, "max_new_tokens": 12}
     monkeypatch.setenv("OPENAI_API_KEY", "a-key-for-tests")
-    partner = UrlPartner(url)
-    *pieces, end = partner.answer(Request(ASKED, asked))
+    backend = ServerBackend(url)
+    *pieces, end = backend.answer(Request(ASKED, asked))
     whole = real.client.chat.completions.create(model="demo", messages=ASKED, temperature=0, max_tokens=12)
     assert "".join(piece.text for piece in pieces) == whole.choices[0].message.content
     assert (end.end.tokens, end.end.reason) == (whole.usage.completion_tokens, whole.choices[0].finish_reason)
     with pytest.raises(UserError, match='"messages" must have at least 1 entries'):
-        list(partner.answer(Request([], asked)))
+        list(backend.answer(Request([], asked)))
     monkeypatch.setenv("OPENAI_API_KEY", "another-key")
     with pytest.raises(UserError, match="answered 401: The key is not this server's"):
-        UrlPartner(url)
+        ServerBackend(url)
 
 
 def test_the_prompt_has_the_ids_that_training_gives_that_conversation(real: Real) -> None:
@@ -106,13 +110,13 @@ def test_the_prompt_has_the_ids_that_training_gives_that_conversation(real: Real
     example = Example(
         tuple(Message(one["role"], one["content"]) for one in messages[1:]), system=messages[0]["content"]
     )
-    assert found["tokens"] == real.answerer.template.prompt(example)
+    assert found["tokens"] == real.loaded.template.prompt(example)
 
 
 def test_an_answer_that_is_continued_goes_on_from_its_text(real: Real) -> None:
     asked = {"model": "demo", "temperature": 0, "max_tokens": 6}
     whole = real.client.chat.completions.create(messages=ASKED, **asked, extra_body={"return_token_ids": True})
-    first = real.answerer.tokenizer.decode(whole.choices[0].token_ids[:2])
+    first = real.loaded.tokenizer.decode(whole.choices[0].token_ids[:2])
     rest = real.client.chat.completions.create(
         messages=[*ASKED, {"role": "assistant", "content": first}], **asked,
         extra_body={"continue_final_message": True},
@@ -133,11 +137,11 @@ def test_the_same_seed_gives_the_same_choices_and_each_has_its_own(real: Real) -
 def test_log_probabilities_of_an_echoed_prompt_are_the_training_loss(real: Real) -> None:
     import torch
 
-    ids = real.answerer.tokenizer("opposite: hot\ncold")["input_ids"]
+    ids = real.loaded.tokenizer("opposite: hot\ncold")["input_ids"]
     found = real.client.completions.create(model="demo", prompt=ids, echo=True, logprobs=1, max_tokens=1)
     logps = found.choices[0].logprobs.token_logprobs
     with torch.no_grad():
-        loss = real.answerer.model(torch.tensor([ids]), labels=torch.tensor([ids])).loss.float().item()
+        loss = real.loaded.model(torch.tensor([ids]), labels=torch.tensor([ids])).loss.float().item()
     measured = logps[1 : len(ids)]
     assert logps[0] is None
     # the weights are bfloat16 where the processor has it, whose products differ with the shape of a batch
@@ -237,7 +241,7 @@ def test_an_answer_that_must_be_json_is_json_of_that_schema(real: Real) -> None:
 
 
 def test_tools_that_a_template_cannot_write_calls_of_are_refused_by_name(real: Real) -> None:
-    if real.answerer.form.tool_format:
+    if real.loaded.form.tool_format:
         found = real.client.chat.completions.create(
             model="demo", messages=ASKED, tools=[TOOL], tool_choice="required", temperature=0, max_tokens=60
         )
@@ -265,10 +269,14 @@ def test_adapters_answer_side_by_side_under_names_of_their_own(tmp_path) -> None
     ]  # fmt: skip
     assert main([*trained, "max_steps=3", "learning_rate=1e-2", f"output_dir={tmp_path / 'poet'}"]) == 0
     served = json.dumps({"poet": str(tmp_path / "poet")})
-    answerer = load_answerer(serving_of([str(MODEL), "--served_adapters", served]).options, "demo")
-    engine, loop, state = seat_engine(answerer), asyncio.new_event_loop(), ServerState()
-    model = ServedModel(answerer, engine, "demo")
-    state.desk, state.models, state.phase = Desk(model, Mailbox(loop), 64, 60.0, set()), model.models(), "ready"
+    loaded = load_for_inference(serving_of([str(MODEL), "--served_adapters", served]).options, "demo")
+    engine, loop, state = local_engine(loaded), asyncio.new_event_loop(), ServerState()
+    model = ServedModel(loaded, engine, "demo")
+    state.service, state.models, state.phase = (
+        CompletionService(model, OutputQueue(loop), 64, 60.0, set()),
+        model.models(),
+        "ready",
+    )
     port, end = serve_app(application(ApiOptions(), state, None), loop)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     listed = {one.id: one.model_dump()["parent"] for one in client.models.list().data}

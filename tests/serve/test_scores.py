@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from bad_inputs import told
 from burnish import cli
-from burnish.inference.loading import engine_of, load_answerer
+from burnish.inference.loading import engine_of, load_for_inference
 from burnish.serve.api.app import ServerState, application
-from burnish.serve.api.completions import Desk
+from burnish.serve.api.completions import CompletionService
 from burnish.serve.api.options import ApiOptions
-from burnish.serve.api.responses import Mailbox
+from burnish.serve.api.responses import OutputQueue
 from burnish.serve.api.served import ServedModel
 from burnish.serve.command_line import serving_of
 from pair_runs import make_workplace, run_of
@@ -47,10 +47,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def serving(folder: Path):
     """A server of the folder, and its end."""
-    answerer = load_answerer(serving_of([str(folder)]).options, "judge", may_score=True)
-    engine, loop, state = engine_of(answerer), asyncio.new_event_loop(), ServerState()
-    served = ServedModel(answerer, engine, "judge")
-    state.desk, state.models, state.phase = Desk(served, Mailbox(loop), 64, 60.0, set()), served.models(), "ready"
+    loaded = load_for_inference(serving_of([str(folder)]).options, "judge", may_score=True)
+    engine, loop, state = engine_of(loaded), asyncio.new_event_loop(), ServerState()
+    served = ServedModel(loaded, engine, "judge")
+    state.service, state.models, state.phase = (
+        CompletionService(served, OutputQueue(loop), 64, 60.0, set()),
+        served.models(),
+        "ready",
+    )
     port, end = serve_app(application(ApiOptions(), state, None), loop)
     return Running(port, state, engine), end
 

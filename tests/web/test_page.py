@@ -19,7 +19,7 @@ import pytest
 import burnish
 from burnish.config.errors import UserError
 from burnish.report.journal import launched
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 from burnish.serve.page.command import read_options
 from burnish.serve.page.home import Home
 from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
@@ -573,7 +573,7 @@ def test_places_are_judged_after_links_are_followed(tmp_path) -> None:
     (tmp_path / "in" / "out").symlink_to(tmp_path)
     places = Roots([str(tmp_path / "in")])
     assert places.within("a/b", "x") == tmp_path / "in" / "a" / "b"
-    with pytest.raises(Refusal):
+    with pytest.raises(APIError):
         places.within("out/secret", "x")
 
 

@@ -24,6 +24,7 @@ from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.losses.base import OBJECTIVES
 from burnish.models.load import meta_model
 from burnish.parallel.options import device_of
+from burnish.parallel.precision import loaded_dtype
 from burnish.report.pace import counted
 from burnish.run.build import wants_padding_free, wants_prefix_sharing
 from burnish.run.callbacks import listeners_of
@@ -37,7 +38,6 @@ from burnish.run.plan.resources import (
     available_memory,
     disk_of,
     free_disk,
-    loaded_dtype,
     memory_of,
     rows_of_batch,
     tokens_of_largest_batch,

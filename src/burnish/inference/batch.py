@@ -1,7 +1,7 @@
-"""Answers to many prompts at once: the longest first, and a seat is refilled as soon as it is free.
+"""Answers to many prompts at once: the longest first, and a slot is refilled as soon as it is free.
 
-In:  a loop over a model, asks. Out: the ids of each answer, without the token that ended it, in the order of the asks.
-Beside ``generate``, which waits for the longest answer of each batch, the seats stay full to the end.
+In:  a loop over a model, requests. Out: the ids of each answer, without the token that ended it, in the order of the
+requests. Beside ``generate``, which waits for the longest answer of each batch, the slots stay full to the end.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from burnish.config.errors import Problem
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.types import Ask, EndReason, Logprob, Made
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.types import EndReason, GenerationRequest, Logprob, StepOutput
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Finished:
     error: Problem | None = None
     stop: int | None = None
 
-    def take(self, made: Made, stop_ids: frozenset[int]) -> None:
+    def take(self, made: StepOutput, stop_ids: frozenset[int]) -> None:
         self.ids += (token for token in made.ids if made.reason != "stop" or token not in stop_ids)
         self.logprobs += made.logprobs
         if made.filled is not None:
@@ -42,33 +42,33 @@ class Finished:
             self.stop = made.ids[-1]
 
 
-def answer_many(
-    loop: SeatLoop, asks: Sequence[Ask], on_done: Callable[[int, Finished], None] | None = None
+def generate_all(
+    loop: Scheduler, requests: Sequence[GenerationRequest], on_done: Callable[[int, Finished], None] | None = None
 ) -> list[Finished]:  # fmt: skip
     """All answers.
 
     Args:
-        on_done: is told the number of each ask whose answer is whole, in the order in which they are.
+        on_done: is told the number of each request whose answer is whole, in the order in which they are.
     Raises:
         RuntimeError: where one of them fails: memory, or numbers that are not finite.
     """
-    found = [Finished() for _ in asks]
+    found = [Finished() for _ in requests]
     # Whose prompt and answer may be longest begins first, so that no long one is left over at the end.
-    waiting = sorted(range(len(asks)), key=lambda at: len(asks[at].ids) + asks[at].max_new_tokens)
+    waiting = sorted(range(len(requests)), key=lambda at: len(requests[at].ids) + requests[at].max_new_tokens)
 
-    def sink_of(at: int) -> Callable[[Made], None]:
-        def sink(made: Made) -> None:
-            found[at].take(made, asks[at].stop_ids)
+    def sink_of(at: int) -> Callable[[StepOutput], None]:
+        def callback(made: StepOutput) -> None:
+            found[at].take(made, requests[at].stop_ids)
             if made.reason == "failed":
                 raise RuntimeError(f"The answer to prompt {at + 1} failed: {made.error}")
             if made.reason is not None and on_done is not None:
                 on_done(at, found[at])
 
-        return sink
+        return callback
 
     while waiting or loop.is_busy:
-        while waiting and loop.num_waiting < loop.limits.seats:
+        while waiting and loop.num_waiting < loop.limits.slots:
             at = waiting.pop()
-            loop.submit(asks[at], sink_of(at))
+            loop.submit(requests[at], sink_of(at))
         loop.turn()
     return found

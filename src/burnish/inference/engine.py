@@ -1,8 +1,8 @@
-"""The engine in this process: one thread owns the model, everyone else hands asks over.
+"""The engine in this process: one thread owns the model, everyone else hands requests over.
 
-In:  asks from any thread. Out: what each turn made, to the sinks, called in the engine's thread; or, where ``deliver``
-     is given, one call per turn for all of them, which a server hands to its event loop.
-The thread ends with ``close`` or with a fault that is not an ask's; then every ask is told, and none is taken any more.
+In:  requests from any thread. Out: what each turn made, to the callbacks, called in the engine's thread; or, where
+     ``deliver`` is given, one call per turn for all of them, which a server hands to its event loop. The thread ends
+     with ``close`` or with a fault that is not a request's; then every request is told, and none is taken any more.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch import nn
 
 from burnish.config.errors import Problem
 from burnish.inference.forward import Precision
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.slots import Deliver, SeatLimits, Through
-from burnish.inference.types import Ask, Closed, EngineFacts, Sink, Ticket
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.slots import Deliver, SlotLimits, Through
+from burnish.inference.types import Closed, EngineFacts, GenerationRequest, OutputCallback, RequestHandle
 
 _IDLE_S = 0.5
 """Without work the thread looks around so often, for deadlines."""
 
 
-class SeatEngine:
-    """``types.AnswerEngine`` over a model in memory. Arguments are those of ``SeatLoop``.
+class LocalEngine:
+    """``types.InferenceEngine`` over a model in memory. Arguments are those of ``Scheduler``.
 
     ``failure`` is what ended the thread, if anything did.
     """
 
     def __init__(
-        self, model: nn.Module, limits: SeatLimits, *, precision: Precision = nullcontext,
+        self, model: nn.Module, limits: SlotLimits, *, precision: Precision = nullcontext,
         adapters: Sequence[str] = (), through: Through | None = None, deliver: Deliver | None = None,
     ) -> None:  # fmt: skip
-        self.loop = SeatLoop(
+        self.loop = Scheduler(
             model, limits, precision=precision, adapters=adapters, through=through, deliver=deliver
         )  # fmt: skip
         self.note = self.loop.note
@@ -45,15 +45,15 @@ class SeatEngine:
         self._thread = threading.Thread(target=self._run, name="burnish-answers", daemon=True)
         self._thread.start()
 
-    def submit(self, ask: Ask, sink: Sink) -> Ticket:
+    def submit(self, request: GenerationRequest, callback: OutputCallback) -> RequestHandle:
         if self._is_closed or not self._thread.is_alive():
             raise Closed("The engine is closed." if self.failure is None else f"The engine has ended: {self.failure}")
-        ticket = self.loop.submit(ask, sink)
+        handle = self.loop.submit(request, callback)
         self._work.set()
-        return ticket
+        return handle
 
-    def cancel(self, ticket: Ticket) -> None:
-        self.loop.cancel(ticket)
+    def cancel(self, handle: RequestHandle) -> None:
+        self.loop.cancel(handle)
         self._work.set()
 
     def close(self, drain_s: float = 0.0) -> None:

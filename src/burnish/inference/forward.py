@@ -2,7 +2,7 @@
 
 Three ways, of which ``probe.py`` takes the first that gives the logits which the model gives alone:
 
-1. ``OverSeats``: all rows at once, over the seats' cache and a mask of ours (``cache.py``);
+1. ``OverSlots``: all rows at once, over the slots' cache and a mask of ours (``cache.py``);
 2. ``OwnCache``: one row, with the cache that the model makes itself (recurrent and hybrid layers);
 3. ``WholeText``: one row, all of its tokens anew each time.
 """
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from burnish.inference.cache import SeatCache, SeatPlaces
+from burnish.inference.cache import SlotCache, SlotPlaces
 from burnish.kernels.probe import causal_lm
 
 STEP = 256
@@ -48,7 +48,7 @@ class NewTokens:
 
 
 class Forward(Protocol):
-    """A way to ask the model.
+    """A way to request the model.
 
     Attributes:
         name: for a person.
@@ -63,24 +63,24 @@ class Forward(Protocol):
     splits: bool
 
     def run(self, first: int, rows: Sequence[NewTokens]) -> list[Tensor]:
-        """Read new tokens of the seats from ``first`` on; per row (len(wanted), V) logits."""
+        """Read new tokens of the slots from ``first`` on; per row (len(wanted), V) logits."""
         ...
 
-    def resize(self, seats: int) -> None: ...
+    def resize(self, slots: int) -> None: ...
     def copy_row(self, source: int, target: int, length: int) -> None: ...
     def swap_rows(self, a: int, b: int, length: int) -> None: ...
     @property
     def cache_bytes(self) -> int: ...
 
 
-class OverSeats:
+class OverSlots:
     """All rows in one pass."""
 
-    name, batches, goes_back, splits = "seats", True, True, True
+    name, batches, goes_back, splits = "slots", True, True, True
 
-    def __init__(self, model: nn.Module, seats: int, capacity: int = STEP, precision: Precision = nullcontext) -> None:
+    def __init__(self, model: nn.Module, slots: int, capacity: int = STEP, precision: Precision = nullcontext) -> None:
         self.model = causal_lm(model)
-        self.cache = SeatCache(seats, capacity)
+        self.cache = SlotCache(slots, capacity)
         self.device = next(self.model.parameters()).device
         self.precision = precision
         self._keeps_some = "logits_to_keep" in signature(self.model.forward).parameters
@@ -98,7 +98,7 @@ class OverSeats:
         places, told = (starts + steps).to(self.device), (starts + torch.minimum(steps, lengths - 1)).to(self.device)
         ids = torch.tensor([[*row.ids, *[0] * (longest - len(row.ids))] for row in rows], device=self.device)
         kept = sorted({place for row in rows for place in row.wanted})
-        self.cache.place = SeatPlaces(first, places, width)
+        self.cache.place = SlotPlaces(first, places, width)
         with self.precision():
             logits = self.model(
                 input_ids=ids, position_ids=told, attention_mask=self._mask(places, width),
@@ -130,8 +130,8 @@ class OverSeats:
             return sees
         return torch.zeros(sees.shape, device=sees.device, dtype=self.model.dtype).masked_fill(~sees, -torch.inf)
 
-    def resize(self, seats: int) -> None:
-        self.cache.resize(seats, self.cache.capacity)
+    def resize(self, slots: int) -> None:
+        self.cache.resize(slots, self.cache.capacity)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         self.cache.copy_row(source, target, length)
@@ -160,7 +160,7 @@ def seen(places: Tensor, width: int, kind: str, config: Any) -> Tensor:
 
 
 class _OneRow:
-    """Base of the ways that answer one ask at a time."""
+    """Base of the ways that answer one request at a time."""
 
     batches, cache_bytes = False, 0
 
@@ -169,7 +169,7 @@ class _OneRow:
         self.device = next(self.model.parameters()).device
         self.precision = precision
 
-    def resize(self, seats: int) -> None: ...
+    def resize(self, slots: int) -> None: ...
     def copy_row(self, source: int, target: int, length: int) -> None: ...
     def swap_rows(self, a: int, b: int, length: int) -> None: ...
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Answerer:
+class LoadedModel:
     """Everything beside the engine.
 
     Args:
@@ -26,8 +26,8 @@ class Answerer:
         model: None where another process answers.
         form: how replies are read.
         stop_ids: tokens that end an answer.
-        defaults: sampling where an ask says nothing: the options', and where they are at their defaults the model's.
-        max_new_tokens: the longest answer where an ask says nothing.
+        defaults: sampling where a request says nothing: the options', and where they are at their defaults the model's.
+        max_new_tokens: the longest answer where a request says nothing.
         context: tokens that prompt and answer may have together.
         adapters: names beside the model itself.
         through: lets each row of a pass go through its adapter.

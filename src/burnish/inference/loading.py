@@ -1,10 +1,11 @@
 """Loading for answers: the model with its adapters, the tokenizer, the template of its training.
 
-In:  options that name them. Out: ``Answerer``: everything beside the engine, which ``seat_engine`` makes over it; and
-     ``merged_model``, the base with every adapter in it, which ``burnish export`` writes.
+In:  options that name them. Out: ``LoadedModel``: everything beside the engine, which ``local_engine`` makes over it;
+     and ``merged_model``, the base with every adapter in it, which ``burnish export`` writes.
 
 ``adapter_name_or_path`` is a chain: merged in order, it is the model. ``served_adapters`` stand beside each other, and
-each ask names one. Refuses: adapters of another base, and those that have no rows (``modules_to_save``) beside others.
+each request names one. Refuses: adapters of another base, and those that have no rows (``modules_to_save``) beside
+others.
 """
 
 from __future__ import annotations
@@ -31,22 +32,23 @@ from burnish.data.chat.choose import RECORDED, fit_tokenizer, load_template
 from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.rows import Template
 from burnish.data.tally import Tally
-from burnish.inference.engine import SeatEngine
-from burnish.inference.loaded_model import Answerer
+from burnish.inference.engine import LocalEngine
+from burnish.inference.loaded_model import LoadedModel
 from burnish.inference.options import is_remote
 from burnish.inference.replies.reply_forms import form_of
 from burnish.inference.scoring import NO_ANSWERS, ScoreEngine
-from burnish.inference.slots import Deliver, SeatLimits, Through
-from burnish.inference.types import BASE, AnswerEngine, Sampling
+from burnish.inference.slots import Deliver, SlotLimits, Through
+from burnish.inference.types import BASE, InferenceEngine, Sampling
 from burnish.loop.types import Example, Message
 from burnish.losses.reward import ValueHead
 from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite
-from burnish.models.quantization.quantize import quantisation_of
+from burnish.models.quantization.quantize import quantisation_of, quantised_by
 from burnish.models.reward_files import BIAS, WEIGHT, read_head
 from burnish.models.source import adapter_folders, find_source, local_folder
 from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer
 from burnish.parallel.options import device_of
+from burnish.parallel.precision import compute_sentence, loaded_dtype, supported_dtype
 from burnish.utils.files import expanded
 from burnish.utils.json_files import read_json
 from burnish.utils.work import watched
@@ -57,13 +59,13 @@ if TYPE_CHECKING:
 Chosen = TypeVar("Chosen", bound="AnsweringOptions")
 LONG_ENOUGH = 1 << 20
 """No cut: a template that only writes prompts has no rows to keep short."""
-SEATS_OF_CPU, MOST_SEATS, MOST_CONTEXT = 8, 64, 8192
+SLOTS_OF_CPU, MOST_SEATS, MOST_CONTEXT = 8, 64, 8192
 _SHARE_OF_FREE = 0.9
 
 
-def load_answerer(
+def load_for_inference(
     options: AnsweringOptions, name: str = "", on_note: Callable[[str], None] | None = None, may_score: bool = False
-) -> Answerer:
+) -> LoadedModel:
     """Load what the options name.
 
     Args:
@@ -89,34 +91,34 @@ def load_answerer(
     for sentence in notes:
         (on_note or (lambda said: None))(sentence)
     last = str(adapters[-1] if adapters else options.model_name_or_path)
-    return Answerer(
+    return LoadedModel(
         name or expanded(last).resolve().name, options, model, tokenizer, template, form_of(template),
         tuple(template.stop_token_ids()), default_sampling(options, model), longest_answer(options),
         context_of(options, config), tuple(served), through, tuple(notes), head,
     )  # fmt: skip
 
 
-def engine_of(answerer: Answerer, waiting: int | None = None, deliver: Deliver | None = None) -> AnswerEngine:
+def engine_of(loaded: LoadedModel, waiting: int | None = None, deliver: Deliver | None = None) -> InferenceEngine:
     """The engine that the options name: in this process, a server that is started, or one that runs already.
 
     Args:
         deliver: takes all that one turn of the engine in this process made, at once.
     """
-    if answerer.head is not None and answerer.model is not None:
-        return ScoreEngine(answerer.model, answerer.head, answerer.context)
-    if not is_remote(answerer.options):
-        return seat_engine(answerer, waiting, deliver)
+    if loaded.head is not None and loaded.model is not None:
+        return ScoreEngine(loaded.model, loaded.head, loaded.context)
+    if not is_remote(loaded.options):
+        return local_engine(loaded, waiting, deliver)
     from burnish.inference.remote.client import started_engine
 
-    return started_engine(answerer, waiting)
+    return started_engine(loaded, waiting)
 
 
-def seat_engine(answerer: Answerer, waiting: int | None = None, deliver: Deliver | None = None) -> SeatEngine:
+def local_engine(loaded: LoadedModel, waiting: int | None = None, deliver: Deliver | None = None) -> LocalEngine:
     """The engine in this process over what was loaded; its thread is started."""
-    model, options = answerer.model, answerer.options
+    model, options = loaded.model, loaded.options
     assert model is not None
-    limits = SeatLimits(seats_of(options, model, answerer.context), answerer.context, waiting, options.infer_exact)
-    return SeatEngine(model, limits, adapters=answerer.adapters, through=answerer.through, deliver=deliver)
+    limits = SlotLimits(slots_of(options, model, loaded.context), loaded.context, waiting, options.infer_exact)
+    return LocalEngine(model, limits, adapters=loaded.adapters, through=loaded.through, deliver=deliver)
 
 
 # --- how much, and how ------------------------------------------------------------------------------------------------
@@ -130,17 +132,17 @@ def context_of(options: AnsweringOptions, config: Any) -> int:
     return min(own, options.infer_context or MOST_CONTEXT)
 
 
-def seats_of(options: AnsweringOptions, model: nn.Module, context: int) -> int:
+def slots_of(options: AnsweringOptions, model: nn.Module, context: int) -> int:
     """Answers at once: as asked; else 8 on a CPU, and on a GPU what fits into 90 % of the free memory, at most 64."""
     device = next(model.parameters()).device
     if options.infer_seats or device.type != "cuda":
-        return options.infer_seats or SEATS_OF_CPU
+        return options.infer_seats or SLOTS_OF_CPU
     free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(MOST_SEATS, int(free * _SHARE_OF_FREE) // max(1, seat_bytes(model, context))))
+    return max(1, min(MOST_SEATS, int(free * _SHARE_OF_FREE) // max(1, slot_bytes(model, context))))
 
 
-def seat_bytes(model: nn.Module, context: int) -> int:
-    """Memory of one seat: 2 x layers x key heads x size of a head x bytes x positions."""
+def slot_bytes(model: nn.Module, context: int) -> int:
+    """Memory of one slot: 2 x layers x key heads x size of a head x bytes x positions."""
     config: Any = model.config
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -284,7 +286,10 @@ def _model(
     """The model that answers, on its device and in its format; an adapter stays beside a quantised base."""
     device = device_of(options)
     if method := quantisation_of(options, config):
-        model: nn.Module = load_model(options, config=config, device=device, notes=notes, needs_head=needs_head)
+        dtype: Any = "auto" if quantised_by(config) else supported_dtype(loaded_dtype(config), device)
+        model: nn.Module = load_model(
+            options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head
+        )
         if len(adapters) > 1:
             what = f"several adapters cannot be merged into a base that is quantised ({method})."
             raise UserError(what, remedy="Merge all but the last: burnish export without quantization_bit.")
@@ -292,11 +297,11 @@ def _model(
             load_adapter(model, folder)
     else:
         model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head)
-        wanted = inference_dtype(options)
-        if wanted is None and device.type == "cpu" and next(model.parameters()).dtype == torch.float16:
-            wanted = torch.float32
-            notes.append("The weights are float16, for which a CPU has no products of its own; float32 is used.")
-        model = model if wanted is None else model.to(wanted)
+        in_files = next(model.parameters()).dtype
+        wanted = inference_dtype(options) or supported_dtype(in_files, device)
+        model = model.to(wanted)
+        if wanted != in_files:
+            notes.append(compute_sentence(wanted, in_files, device))
     model.config.use_cache = True  # type: ignore[union-attr]
     return model.eval().requires_grad_(False)
 

@@ -43,20 +43,26 @@ def grammar_problem(error: GrammarError) -> Problem:
 
 def _takes_likeliest(job: Job) -> bool:
     """Return whether the model's own logits alone decide the next token."""
-    sampling, ask = job.ask.sampling, job.ask
+    sampling, request = job.request.sampling, job.request
     is_changed = sampling.bias or sampling.presence_penalty or sampling.frequency_penalty
-    is_early = ask.stop_ids and len(job.answer) < ask.min_new_tokens
+    is_early = request.stop_ids and len(job.answer) < request.min_new_tokens
     return not (
-        sampling.temperature or is_changed or sampling.repetition_penalty != 1 or ask.grammar is not None or is_early
+        sampling.temperature
+        or is_changed
+        or sampling.repetition_penalty != 1
+        or request.grammar is not None
+        or is_early
     )
 
 
 def _draw_settings(job: Job, vocabulary: int) -> DrawSettings:
     """Settings of one draw. Raises GrammarError if the request's grammar cannot go on."""
-    ask, mask = job.ask, None
-    if ask.grammar is not None:
+    request, mask = job.request, None
+    if request.grammar is not None:
         mask = torch.zeros(vocabulary)
-        ask.grammar.mask(mask)
-    is_early = len(job.answer) < ask.min_new_tokens and ask.grammar is None  # a grammar decides when an answer is whole
-    barred = ask.stop_ids if is_early else ()
-    return DrawSettings(ask.sampling, ask.ids, job.answer, job.seed, ask.request, mask, barred)
+        request.grammar.mask(mask)
+    is_early = (
+        len(job.answer) < request.min_new_tokens and request.grammar is None
+    )  # a grammar decides when an answer is whole
+    barred = request.stop_ids if is_early else ()
+    return DrawSettings(request.sampling, request.ids, job.answer, job.seed, request.index, mask, barred)

@@ -1,7 +1,7 @@
 """Probe: choose the way of ``forward.py`` by comparing its logits with those of the plain model.
 
 In: a model. Out: the first way of ``forward.py`` whose logits agree with a forward pass without any cache, and a
-sentence where that is not the one with seats.
+sentence where that is not the one with slots.
 """
 
 # T tokens, V vocabulary
@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from burnish.inference.forward import Forward, NewTokens, OverSeats, OwnCache, Precision, WholeText
+from burnish.inference.forward import Forward, NewTokens, OverSlots, OwnCache, Precision, WholeText
 from burnish.kernels.probe import REFUSALS, causal_lm
 
 _LENGTHS = (7, 12, 5)
@@ -23,10 +23,10 @@ _COARSE = 3e-2
 """Tolerance as a share of the largest logit, in formats of 16 bits."""
 
 
-def choose(model: nn.Module, seats: int, precision: Precision = nullcontext) -> tuple[Forward, str]:
-    """The way, and a sentence for a person ("" where it is the one with seats)."""
+def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> tuple[Forward, str]:
+    """The way, and a sentence for a person ("" where it is the one with slots)."""
     ways: tuple[Callable[[], Forward], ...] = (
-        lambda: OverSeats(model, len(_LENGTHS), precision=precision),
+        lambda: OverSlots(model, len(_LENGTHS), precision=precision),
         lambda: OwnCache(model, precision),
     )
     name = type(causal_lm(model)).__name__
@@ -34,7 +34,7 @@ def choose(model: nn.Module, seats: int, precision: Precision = nullcontext) -> 
         try:
             made = way()
             if agrees(model, made, precision):
-                made.resize(seats)
+                made.resize(slots)
                 said = f"{name} keeps what it has read in a way of its own, so its answers are made one at a time."
                 return made, "" if made.batches else said
         except REFUSALS:

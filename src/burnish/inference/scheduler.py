@@ -1,17 +1,17 @@
-"""The loop of answering: asks take seats, prompts are read in pieces, all seats go on by one token per turn.
+"""The loop of answering: requests take slots, prompts are read in pieces, all slots go on by one token per turn.
 
-    loop = SeatLoop(model, SeatLimits(seats=8, context=4096))
-    loop.submit(ask, sink)
+    loop = Scheduler(model, SlotLimits(slots=8, context=4096))
+    loop.submit(request, callback)
     while loop.turn(): ...
 
-In:  a model in evaluation mode, asks. Out: what each turn made, to the sink of each ask. Nothing here starts a thread
-     (``engine.py`` does): whoever calls ``turn`` owns the model meanwhile.
-A turn, in order: leave out what was cancelled or is too late; give waiting asks a seat; read one piece of prompts; make
-one token of every answer under way; deliver. A long prompt thus delays others by a piece at a time.
+In:  a model in evaluation mode, requests. Out: what each turn made, to the callback of each request. Nothing here
+     starts a thread (``engine.py`` does): whoever calls ``turn`` owns the model meanwhile. A turn, in order: leave out
+     what was cancelled or is too late; give waiting requests a slot; read one piece of prompts; make one token of every
+     answer under way; deliver. A long prompt thus delays others by a piece at a time.
 
 Seats stand in three stretches: answers under way first, then prompts that are being read, then free ones. So one pass
-over seats a to b is a view of the cache and never a gather; where a seat leaves its stretch, two exchange their places.
-A free seat remembers what it holds: an ask that begins alike takes it over, or copies what it needs.
+over slots a to b is a view of the cache and never a gather; where a slot leaves its stretch, two exchange their places.
+A free slot remembers what it holds: a request that begins alike takes it over, or copies what it needs.
 """
 
 from __future__ import annotations
@@ -36,71 +36,81 @@ from burnish.inference.slots import (
     Deliver,
     Job,
     RecentSpeed,
-    Seat,
-    SeatLimits,
+    Slot,
+    SlotLimits,
     Through,
+    check_request,
     common_prefix,
     deliver_each,
-    refuse_ask,
 )
-from burnish.inference.types import Ask, EndReason, EngineFacts, Filled, Full, Logprob, Made, Sink, Ticket
+from burnish.inference.types import (
+    EndReason,
+    EngineFacts,
+    Filled,
+    Full,
+    GenerationRequest,
+    Logprob,
+    OutputCallback,
+    RequestHandle,
+    StepOutput,
+)
 
 PIECE = 512
 """Tokens of prompts that are read in one turn."""
 WORTH_WAITING = 32
-"""An ask waits for another one's prompt where so many more tokens of its own would be read by it."""
+"""A request waits for another one's prompt where so many more tokens of its own would be read by it."""
 
 
-class SeatLoop:
+class Scheduler:
     """See the head of this file.
 
     Args:
-        adapters: names that asks may give beside BASE.
+        adapters: names that requests may give beside BASE.
         through: lets each row of a pass go through its adapter; needed where there are adapters.
-        deliver: takes all that one turn made, at once; by default each sink is called.
+        deliver: takes all that one turn made, at once; by default each callback is called.
 
-    ``note`` is a sentence for a person where the model is not answered over seats.
+    ``note`` is a sentence for a person where the model is not answered over slots.
     """
 
     def __init__(
-        self, model: nn.Module, limits: SeatLimits, *, precision: Precision = nullcontext,
+        self, model: nn.Module, limits: SlotLimits, *, precision: Precision = nullcontext,
         adapters: Sequence[str] = (), through: Through | None = None, deliver: Deliver | None = None,
     ) -> None:  # fmt: skip
         self.model, self.adapters = model, tuple(adapters)
-        self.way, self.note = choose(model, limits.seats, precision)
-        self.limits = limits if self.way.batches else SeatLimits(1, limits.context, limits.waiting, limits.exact)
+        self.way, self.note = choose(model, limits.slots, precision)
+        self.limits = limits if self.way.batches else SlotLimits(1, limits.context, limits.waiting, limits.exact)
         self._through = through or (lambda names: nullcontext())
         self._deliver = deliver or deliver_each
-        self._seats = [Seat() for _ in range(self.limits.seats)]
-        self._answering = self._reading = 0  # how many seats the first two stretches have
+        self._slots = [Slot() for _ in range(self.limits.slots)]
+        self._answering = self._reading = 0  # how many slots the first two stretches have
         self._arrived: deque[Job] = deque()  # filled by other threads
         self._waiting: deque[Job] = deque()
         self._cancelled: set[int] = set()
         self._numbers = count(1)
         self._turn = 0
         self._lacks_memory = self._cancels_all = False
-        self._made: list[tuple[Sink, Made]] = []
+        self._made: list[tuple[OutputCallback, StepOutput]] = []
         self._pace = RecentSpeed()
         self._sums = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "new_tokens": 0}
 
-    def submit(self, ask: Ask, sink: Sink) -> Ticket:
-        """As ``types.AnswerEngine`` has it; from any thread."""
-        refuse_ask(ask, self.limits, self.adapters)
+    def submit(self, request: GenerationRequest, callback: OutputCallback) -> RequestHandle:
+        """As ``types.InferenceEngine`` has it; from any thread."""
+        check_request(request, self.limits, self.adapters)
         waiting = self.num_waiting
         if self.limits.waiting is not None and waiting >= self.limits.waiting:
             raise Full(waiting, self._pace.patience([*self._arrived, *self._waiting]))
-        ticket = Ticket(next(self._numbers))
-        limit = min(ask.max_new_tokens, self.limits.context - len(ask.ids))
-        seed = randbits(63) if ask.sampling.seed is None else ask.sampling.seed
-        self._arrived.append(Job(ask, sink, ticket, limit, seed))
-        return ticket
+        handle = RequestHandle(next(self._numbers))
+        limit = min(request.max_new_tokens, self.limits.context - len(request.ids))
+        seed = randbits(63) if request.sampling.seed is None else request.sampling.seed
+        self._arrived.append(Job(request, callback, handle, limit, seed))
+        return handle
 
-    def cancel(self, ticket: Ticket) -> None:
-        """From any thread; within a turn the sink hears of it."""
-        self._cancelled.add(ticket.number)
+    def cancel(self, handle: RequestHandle) -> None:
+        """From any thread; within a turn the callback hears of it."""
+        self._cancelled.add(handle.number)
 
     def cancel_all(self) -> None:
-        """Every ask that was taken in; from any thread."""
+        """Every request that was taken in; from any thread."""
         self._cancels_all = True
 
     @property
@@ -119,14 +129,14 @@ class SeatLoop:
         """
         if running := self._answering + self._reading:
             raise RuntimeError(f"forget() needs an idle scheduler; {running} requests are running.")
-        for seat in self._seats:
-            seat.ids, seat.content_hashes = [], None
+        for slot in self._slots:
+            slot.ids, slot.content_hashes = [], None
 
     def facts(self) -> EngineFacts:
         weights = {id(p): p.nbytes for p in self.model.parameters()}
         memory = {"weights": sum(weights.values()), "cache": self.way.cache_bytes}
         return EngineFacts(
-            self.way.name, len(self._seats), self._answering + self._reading,
+            self.way.name, len(self._slots), self._answering + self._reading,
             self.num_waiting, self.limits.context, self.adapters, memory,
             self._sums["prompt_tokens"], self._sums["cached_prompt_tokens"], self._sums["new_tokens"],
             self._pace.rate(),
@@ -165,70 +175,72 @@ class SeatLoop:
         cancelled, now = self._cancelled, time.monotonic()
         self._cancelled = set()
         everyone, self._cancels_all = self._cancels_all, False
-        for job in [*self._waiting, *(seat.job for seat in self._seats if seat.job)]:
-            is_late = now > job.ask.deadline
-            if is_late or everyone or job.ticket.number in cancelled:
+        for job in [*self._waiting, *(slot.job for slot in self._slots if slot.job)]:
+            is_late = now > job.request.deadline
+            if is_late or everyone or job.handle.number in cancelled:
                 error = Problem("the answer was not ready before its deadline.") if is_late else None
                 self._end(job, "cancelled", error)
         self._waiting = deque(job for job in self._waiting if not job.is_over)
         self._release_ended()
 
     def _admit(self) -> None:
-        """Waiting asks take free seats, first come, first served; but one whose beginning is being read for another
-        ask right now waits for that."""
-        while self._waiting and self._answering + self._reading < len(self._seats):
+        """Waiting requests take free slots, first come, first served; but one whose beginning is being read for another
+        request right now waits for that."""
+        while self._waiting and self._answering + self._reading < len(self._slots):
             job = self._waiting[0]
             source, common = self._best_beginning(job)
             if self._is_read_right_now(job, common):
                 return
             self._waiting.popleft()
-            self._seat(job, source, common)
+            self._take_slot(job, source, common)
 
     def _best_beginning(self, job: Job) -> tuple[int, int]:
-        """The seat that holds the longest beginning of an ask's prompt, and its length."""
-        most = len(job.ask.ids) - 1  # at least one token is read, for its logits
-        if job.ask.prompt_logprobs_from is not None:
-            most = min(most, job.ask.prompt_logprobs_from - 1)
+        """The slot that holds the longest beginning of a request's prompt, and its length."""
+        most = len(job.request.ids) - 1  # at least one token is read, for its logits
+        if job.request.prompt_logprobs_from is not None:
+            most = min(most, job.request.prompt_logprobs_from - 1)
         held = [
-            common_prefix(seat, job.ask, most) if self.way.goes_back and seat.adapter == job.ask.adapter else 0
-            for seat in self._seats
+            common_prefix(slot, job.request, most) if self.way.goes_back and slot.adapter == job.request.adapter else 0
+            for slot in self._slots
         ]
         best = max(range(len(held)), key=lambda at: (held[at], at))
         return best, held[best]
 
     def _is_read_right_now(self, job: Job, common: int) -> bool:
-        others = (seat.job.ask for seat in self._stretch(self._answering, self._reading) if seat.job)
-        alike = (common_prefix(o, job.ask, len(job.ask.ids)) for o in others if o.adapter == job.ask.adapter)
+        others = (slot.job.request for slot in self._stretch(self._answering, self._reading) if slot.job)
+        own = job.request
+        alike = (common_prefix(other, own, len(own.ids)) for other in others if other.adapter == own.adapter)
         return self.way.goes_back and max(alike, default=0) >= common + WORTH_WAITING
 
-    def _seat(self, job: Job, source: int, common: int) -> None:
-        """Give an ask a seat: the one that holds its beginning where that is free and mostly that, else the one that
+    def _take_slot(self, job: Job, source: int, common: int) -> None:
+        """Give a request a slot: the one that holds its beginning where that is free and mostly that, else the one that
         was free longest, with a copy of the beginning."""
         first_free = self._answering + self._reading
-        if source < first_free or common * 2 < len(self._seats[source].ids):
-            target = min(range(first_free, len(self._seats)), key=lambda at: self._seats[at].used)
+        if source < first_free or common * 2 < len(self._slots[source].ids):
+            target = min(range(first_free, len(self._slots)), key=lambda at: self._slots[at].used)
             if source != target:
                 self.way.copy_row(source, target, common)
         else:
             target = source
         self._exchange(first_free, target)
-        self._seats[first_free] = Seat(job.ask.ids[:common], job.ask.content_hashes, job.ask.adapter, job, self._turn)
+        request = job.request
+        self._slots[first_free] = Slot(request.ids[:common], request.content_hashes, request.adapter, job, self._turn)
         self._reading += 1
         job.cached = common
-        self._sums["prompt_tokens"] += len(job.ask.ids)
+        self._sums["prompt_tokens"] += len(job.request.ids)
         self._sums["cached_prompt_tokens"] += common
 
     def _exchange(self, a: int, b: int) -> None:
-        self.way.swap_rows(a, b, max(len(self._seats[a].ids), len(self._seats[b].ids)))
-        self._seats[a], self._seats[b] = self._seats[b], self._seats[a]
+        self.way.swap_rows(a, b, max(len(self._slots[a].ids), len(self._slots[b].ids)))
+        self._slots[a], self._slots[b] = self._slots[b], self._slots[a]
 
     def _release_ended(self) -> None:
-        """Free the seats of asks that have ended; what they hold stays."""
+        """Free the slots of requests that have ended; what they hold stays."""
         for at in range(self._answering + self._reading - 1, -1, -1):
-            seat = self._seats[at]
-            if seat.job is not None and not seat.job.is_over:
+            slot = self._slots[at]
+            if slot.job is not None and not slot.job.is_over:
                 continue
-            seat.job, seat.used = None, self._turn
+            slot.job, slot.used = None, self._turn
             if at < self._answering:
                 self._answering -= 1
                 self._exchange(at, self._answering)
@@ -242,85 +254,82 @@ class SeatLoop:
         return [(first + i, 1) for i in range(number)] if self.limits.exact else [(first, number)]
 
     def _next_piece(self) -> tuple[int, int]:
-        """The seats that read next: by turns from the oldest ask and from the one with the least to read, so that a
+        """The slots that read next: by turns from the oldest request and from the one with the least to read, so that a
         short prompt does not wait for a long one, nor a long one for ever; and those beside it, as many as fit into a
         piece."""
         reading = self._stretch(self._answering, self._reading)
-        by_turns = (lambda seat: self._job(seat).ticket.number) if self._turn % 2 else self._left_to_read
+        by_turns = (lambda slot: slot.active.handle.number) if self._turn % 2 else self._left_to_read
         lead = reading.index(min(reading, key=by_turns))
         number, longest = 1, len(self._rest(reading[lead]))
         if self.way.batches and not self.limits.exact:
-            for seat in reading[lead + 1 :]:
-                longest = max(longest, len(self._rest(seat)))
+            for slot in reading[lead + 1 :]:
+                longest = max(longest, len(self._rest(slot)))
                 if longest * (number + 1) > PIECE:
                     break
                 number += 1
         return self._answering + lead, number
 
-    def _left_to_read(self, seat: Seat) -> int:
-        return len(self._ask(seat).ids) - len(seat.ids)
+    def _left_to_read(self, slot: Slot) -> int:
+        return len(slot.active.request.ids) - len(slot.ids)
 
-    def _rest(self, seat: Seat) -> list[int]:
+    def _rest(self, slot: Slot) -> list[int]:
         """The tokens of a prompt that are read next."""
-        assert seat.job is not None
-        begin = len(seat.ids)
-        return seat.job.ask.ids[begin : begin + PIECE if self.way.splits else None]
+        begin = len(slot.ids)
+        return slot.active.request.ids[begin : begin + PIECE if self.way.splits else None]
 
     def _read_piece(self, first: int, number: int) -> None:
-        seats = self._stretch(first, number)
+        slots = self._stretch(first, number)
         rows = []
-        for seat in seats:
-            rest, ask = self._rest(seat), self._ask(seat)
-            start, last = len(seat.ids), len(seat.ids) + len(rest) == len(ask.ids)
-            since = max((ask.prompt_logprobs_from or len(ask.ids) + 1) - 1 - start, 0)
+        for slot in slots:
+            rest, request = self._rest(slot), slot.active.request
+            start, last = len(slot.ids), len(slot.ids) + len(rest) == len(request.ids)
+            since = max((request.prompt_logprobs_from or len(request.ids) + 1) - 1 - start, 0)
             scored = range(since, len(rest) - last)
             rows.append(NewTokens(rest, start, [*scored, *([len(rest) - 1] if last else [])]))
-        with self._through([seat.adapter for seat in seats]):
+        with self._through([slot.adapter for slot in slots]):
             logits = self.way.run(first, rows)
-        for seat, row, found in zip(seats, rows, logits, strict=True):
-            seat.ids += row.ids
-            self._score_prompt(seat, row, found)
-            if len(seat.ids) == len(self._ask(seat).ids):
-                self._begin_answer(self._seats.index(seat), found)
+        for slot, row, found in zip(slots, rows, logits, strict=True):
+            slot.ids += row.ids
+            self._score_prompt(slot, row, found)
+            if len(slot.ids) == len(slot.active.request.ids):
+                self._begin_answer(self._slots.index(slot), found)
 
-    def _score_prompt(self, seat: Seat, row: NewTokens, logits: Tensor) -> None:
+    def _score_prompt(self, slot: Slot, row: NewTokens, logits: Tensor) -> None:
         """Log-probabilities of the prompt's own tokens, where asked for: position p predicts token p + 1."""
-        job = seat.job
-        assert job is not None
-        if job.ask.prompt_logprobs_from is None:
+        job = slot.active
+        if job.request.prompt_logprobs_from is None:
             return
         following = [row.start + place + 1 for place in row.wanted]
-        tokens = [job.ask.ids[place] for place in following if place < len(job.ask.ids)]
+        tokens = [job.request.ids[place] for place in following if place < len(job.request.ids)]
         if tokens:
-            job.prompt_logprobs += log_probabilities(logits[: len(tokens)], tokens, job.ask.top_logprobs or 0)
+            job.prompt_logprobs += log_probabilities(logits[: len(tokens)], tokens, job.request.top_logprobs or 0)
 
     def _begin_answer(self, at: int, logits: Tensor) -> None:
-        """The prompt is read: its seat moves to the stretch of answers, and the first token is drawn."""
-        seat = self._seats[at]
-        job = seat.job
-        assert job is not None
-        self._say(job, Made(filled=Filled(job.cached, tuple(job.prompt_logprobs))))
+        """The prompt is read: its slot moves to the stretch of answers, and the first token is drawn."""
+        slot = self._slots[at]
+        job = slot.active
+        self._made.append((job.callback, StepOutput(filled=Filled(job.cached, tuple(job.prompt_logprobs)))))
         self._exchange(at, self._answering)
         self._answering += 1
         self._reading -= 1
         if job.limit == 0:
             self._end(job, "length")
         else:
-            self._draw([seat], logits[-1:])
+            self._draw([slot], logits[-1:])
 
     def _make_tokens(self, first: int, number: int) -> None:
         """One more token for each answer of a stretch: the last one is read, the next one drawn."""
-        seats = self._stretch(first, number)
-        rows = [NewTokens([self._job(seat).answer[-1]], len(seat.ids), [0]) for seat in seats]
-        with self._through([seat.adapter for seat in seats]):
+        slots = self._stretch(first, number)
+        rows = [NewTokens([slot.active.answer[-1]], len(slot.ids), [0]) for slot in slots]
+        with self._through([slot.adapter for slot in slots]):
             logits = self.way.run(first, rows)
-        for seat, row in zip(seats, rows, strict=True):
-            seat.ids += row.ids
-        self._draw(seats, torch.cat(logits))
+        for slot, row in zip(slots, rows, strict=True):
+            slot.ids += row.ids
+        self._draw(slots, torch.cat(logits))
 
-    def _draw(self, seats: Sequence[Seat], logits: Tensor) -> None:
-        """The next token of each seat, from one row of logits each."""
-        jobs = [self._job(seat) for seat in seats]
+    def _draw(self, slots: Sequence[Slot], logits: Tensor) -> None:
+        """The next token of each slot, from one row of logits each."""
+        jobs = [slot.active for slot in slots]
         for job, row, found in zip(jobs, logits, next_tokens(jobs, logits), strict=True):
             if isinstance(found, Problem):
                 self._end(job, "failed", found)
@@ -328,53 +337,53 @@ class SeatLoop:
                 self._add(job, found, row)
 
     def _add(self, job: Job, token: int, logits: Tensor) -> None:
-        ask = job.ask
+        request = job.request
         job.answer.append(token)
         self._sums["new_tokens"] += 1
-        if ask.grammar is not None:
+        if request.grammar is not None:
             try:
-                ask.grammar.take(token)
+                request.grammar.take(token)
             except GrammarError as error:
                 return self._end(job, "failed", grammar_problem(error))
         logprobs: tuple[Logprob, ...] = ()
-        if ask.top_logprobs is not None:
-            logprobs = tuple(log_probabilities(logits[None], [token], ask.top_logprobs, ask.also))
-        reason: EndReason | None = "stop" if token in ask.stop_ids else None
+        if request.top_logprobs is not None:
+            logprobs = tuple(log_probabilities(logits[None], [token], request.top_logprobs, request.also))
+        reason: EndReason | None = "stop" if token in request.stop_ids else None
         if reason is None and len(job.answer) >= job.limit:
             reason = "length"
-        self._say(job, Made((token,), logprobs, reason=reason))
+        self._made.append((job.callback, StepOutput((token,), logprobs, reason=reason)))
         job.is_over = reason is not None
 
     # --- ends and failures --------------------------------------------------------------------------------------------
 
     def _step(self, first: int, number: int, run: Callable[[int, int], None]) -> None:
-        """A pass; where it fails its asks fail, and the others go on."""
+        """A pass; where it fails its requests fail, and the others go on."""
         try:
             run(first, number)
         except (RuntimeError, MemoryError, IndexError, ValueError) as error:
             is_memory = is_out_of_memory(error)
             what = "out_of_memory: there was no memory for this step." if is_memory else f"internal_error: {error}"
-            for seat in self._stretch(first, number):
-                if seat.job is not None:
-                    self._end(seat.job, "failed", Problem(what.strip().split("\n")[0]))
-                seat.ids = []
+            for slot in self._stretch(first, number):
+                if slot.job is not None:
+                    self._end(slot.job, "failed", Problem(what.strip().split("\n")[0]))
+                slot.ids = []
             self._lacks_memory |= is_memory
 
     def _give_memory_back(self) -> None:
-        """Fewer seats from now on, and what the cache had for the others goes back."""
+        """Fewer slots from now on, and what the cache had for the others goes back."""
         self._lacks_memory = False
         taken = self._answering + self._reading
-        fewer = max(1, taken, len(self._seats) - 1 if len(self._seats) < 4 else len(self._seats) * 3 // 4)
-        self._seats = self._seats[:fewer]
+        fewer = max(1, taken, len(self._slots) - 1 if len(self._slots) < 4 else len(self._slots) * 3 // 4)
+        self._slots = self._slots[:fewer]
         self.way.resize(fewer)
-        self.note = f"Memory ran out; {fewer} asks are answered at once from now on."
+        self.note = f"Memory ran out; {fewer} requests are answered at once from now on."
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def fail_all(self, problem: Problem) -> None:
-        """End every ask, those that wait too."""
+        """End every request, those that wait too."""
         self._take_in()
-        for job in [*self._waiting, *(seat.job for seat in self._seats if seat.job)]:
+        for job in [*self._waiting, *(slot.job for slot in self._slots if slot.job)]:
             self._end(job, "failed", problem)
         self._waiting.clear()
         self._release_ended()
@@ -383,18 +392,8 @@ class SeatLoop:
 
     def _end(self, job: Job, reason: EndReason, error: Problem | None = None) -> None:
         if not job.is_over:
-            self._say(job, Made(reason=reason, error=error))
+            self._made.append((job.callback, StepOutput(reason=reason, error=error)))
             job.is_over = True
 
-    def _say(self, job: Job, made: Made) -> None:
-        self._made.append((job.sink, made))
-
-    def _stretch(self, first: int, number: int) -> list[Seat]:
-        return self._seats[first : first + number]
-
-    def _job(self, seat: Seat) -> Job:
-        assert seat.job is not None
-        return seat.job
-
-    def _ask(self, seat: Seat) -> Ask:
-        return self._job(seat).ask
+    def _stretch(self, first: int, number: int) -> list[Slot]:
+        return self._slots[first : first + number]

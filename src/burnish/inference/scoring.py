@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from burnish.config.errors import UserError
-from burnish.inference.types import Ask, Closed, EngineFacts, Sink, Ticket
+from burnish.inference.types import Closed, EngineFacts, GenerationRequest, OutputCallback, RequestHandle
 from burnish.kernels.probe import causal_lm
 from burnish.losses.reward import ValueHead
 
@@ -24,7 +24,7 @@ NO_ANSWERS = "This is a reward model: it gives scores and writes no answers."
 
 
 class ScoreEngine:
-    """``types.AnswerEngine`` for a reward model.
+    """``types.InferenceEngine`` for a reward model.
 
     Args:
         model: of transformers, adapted or not; in evaluation mode.
@@ -64,10 +64,10 @@ class ScoreEngine:
         scores: Tensor = self.head(hidden[torch.arange(len(texts), device=device), last])
         return scores
 
-    def submit(self, ask: Ask, sink: Sink) -> Ticket:
+    def submit(self, request: GenerationRequest, callback: OutputCallback) -> RequestHandle:
         raise Closed("closed") if self._is_closed else UserError(NO_ANSWERS)
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, handle: RequestHandle) -> None:
         return None
 
     def close(self, drain_s: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""Parts of the loop of seats: its limits, an ask on its way, the row of the cache that it takes, the pace."""
+"""Parts of the loop of slots: its limits, a request on its way, the row of the cache that it takes, the pace."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.config.errors import Problem, UserError
-from burnish.inference.types import BASE, Ask, Logprob, Made, Sink, Ticket
+from burnish.inference.types import BASE, GenerationRequest, Logprob, OutputCallback, RequestHandle, StepOutput
 
 Through = Callable[[Sequence[str]], AbstractContextManager[Any]]
 """Names of adapters, one per row -> a context in which each row goes through its own."""
-Deliver = Callable[[Sequence[tuple[Sink, Made]]], None]
+Deliver = Callable[[Sequence[tuple[OutputCallback, StepOutput]]], None]
 
 
 @dataclass(frozen=True)
-class SeatLimits:
+class SlotLimits:
     """Limits of what is answered at once.
 
     Args:
-        seats: asks at once.
+        slots: requests at once.
         context: the longest prompt and answer together.
-        waiting: asks that may wait; None for any number.
-        exact: each ask alone in its forward passes, so that no sum depends on neighbours to the last bit.
+        waiting: requests that may wait; None for any number.
+        exact: each request alone in its forward passes, so that no sum depends on neighbours to the last bit.
     """
 
-    seats: int
+    slots: int
     context: int
     waiting: int | None = None
     exact: bool = False
@@ -36,28 +36,34 @@ class SeatLimits:
 
 @dataclass(eq=False)
 class Job:
-    """An ask on its way."""
+    """A request on its way."""
 
-    ask: Ask
-    sink: Sink
-    ticket: Ticket
+    request: GenerationRequest
+    callback: OutputCallback
+    handle: RequestHandle
     limit: int  # tokens that the answer may have
     seed: int
     answer: list[int] = field(default_factory=list)
     cached: int = 0
-    is_over: bool = False  # its sink has heard a reason
+    is_over: bool = False  # its callback has heard a reason
     prompt_logprobs: list[Logprob] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class Seat:
-    """A row of the cache, and whose tokens it holds; ``content_hashes`` are those of ``Ask``, for the prompt's ids."""
+class Slot:
+    """A row of the cache, and whose tokens it holds; ``content_hashes`` are those of the prompt."""
 
     ids: list[int] = field(default_factory=list)
     content_hashes: Sequence[int] | None = None
     adapter: str = BASE
     job: Job | None = None
     used: int = 0  # the turn in which it was used last
+
+    @property
+    def active(self) -> Job:
+        """The job of a slot that is in use."""
+        assert self.job is not None
+        return self.job
 
 
 class RecentSpeed:
@@ -75,30 +81,30 @@ class RecentSpeed:
         return sum(number for _, number in list(self._turns)[1:]) / (self._turns[-1][0] - self._turns[0][0])
 
     def patience(self, waiting: Sequence[Job]) -> float:
-        """Seconds until asks that wait are likely to be answered, in [1, 60]."""
+        """Seconds until requests that wait are likely to be answered, in [1, 60]."""
         return min(60.0, max(1.0, sum(job.limit for job in waiting) / max(self.rate(), 1.0)))
 
 
-def refuse_ask(ask: Ask, limits: SeatLimits, adapters: Sequence[str]) -> None:
-    """Raises UserError for an ask that can never be answered."""
+def check_request(request: GenerationRequest, limits: SlotLimits, adapters: Sequence[str]) -> None:
+    """Raises UserError for a request that can never be answered."""
     context, problems = limits.context, []
-    if not ask.ids:
+    if not request.ids:
         problems.append(Problem("a prompt has at least one token. Received: none."))
-    if len(ask.ids) + min(1, ask.max_new_tokens) > context:
-        what = f"the prompt has {len(ask.ids)} tokens, and {context} is the most that prompt and answer may have."
+    if len(request.ids) + min(1, request.max_new_tokens) > context:
+        what = f"the prompt has {len(request.ids)} tokens, and {context} is the most that prompt and answer may have."
         problems.append(Problem(what, remedy="Shorten the prompt, or raise infer_context."))
-    if ask.max_new_tokens < (ask.prompt_logprobs_from is None):
+    if request.max_new_tokens < (request.prompt_logprobs_from is None):
         problems.append(
-            Problem(f"max_new_tokens must be at least 1. Received: {ask.max_new_tokens}.", option="max_new_tokens")
+            Problem(f"max_new_tokens must be at least 1. Received: {request.max_new_tokens}.", option="max_new_tokens")
         )
-    if ask.adapter != BASE and ask.adapter not in adapters:
+    if request.adapter != BASE and request.adapter not in adapters:
         known = ", ".join((BASE, *adapters))
-        problems.append(Problem(f'there is no adapter "{ask.adapter}".', remedy=f"Known: {known}."))
+        problems.append(Problem(f'there is no adapter "{request.adapter}".', remedy=f"Known: {known}."))
     if problems:
         raise UserError(problems)
 
 
-def common_prefix(a: Seat | Ask, b: Ask, most: int) -> int:
+def common_prefix(a: Slot | GenerationRequest, b: GenerationRequest, most: int) -> int:
     """Number of positions, up to ``most``, that stand for the same in two sequences: equal ids, of equal content."""
     most = common_length(a.ids, b.ids, most)
     if a.content_hashes is None and b.content_hashes is None:
@@ -120,7 +126,7 @@ def common_length(a: Sequence[int], b: Sequence[int], most: int) -> int:
     return next(at for at in range(most) if a[at] != b[at])
 
 
-def deliver_each(made: Sequence[tuple[Sink, Made]]) -> None:
-    """Give each sink what was made for it."""
-    for sink, each in made:
-        sink(each)
+def deliver_each(made: Sequence[tuple[OutputCallback, StepOutput]]) -> None:
+    """Give each callback what was made for it."""
+    for callback, each in made:
+        callback(each)

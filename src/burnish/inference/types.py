@@ -33,7 +33,7 @@ class Sampling:
             https://arxiv.org/abs/1909.05858); 1 for none.
         presence_penalty, frequency_penalty: subtracted from the logits of tokens of the answer, once, and per use.
         bias: token -> what is added to its logit.
-        seed: with ``Ask.request`` and the position it decides each draw; None for one that nobody knows.
+        seed: with ``GenerationRequest.index`` and the position it decides each draw; None for one that nobody knows.
     """
 
     temperature: float = 1.0
@@ -65,7 +65,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class Grammar(Protocol):
-    """The tokens that may come next in one answer (``grammar.py``). Each ask has one of its own."""
+    """The tokens that may come next in one answer (``grammar.py``). Each request has one of its own."""
 
     def mask(self, logits: Tensor) -> None:
         """Put -inf into the (V,) logits of tokens that may not come next, in place."""
@@ -77,8 +77,8 @@ class Grammar(Protocol):
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One sequence to be answered. A request for three choices is three asks, which share their prefill.
+class GenerationRequest:
+    """One sequence to be answered. A request for three choices is three requests, which share their prefill.
 
     Args:
         ids: the prompt, from ``Template.prompt``; at least one token.
@@ -93,7 +93,7 @@ class Ask:
             does not: a hash of the picture at its placeholders, 0 elsewhere. None: all 0. Keys and values are shared
             only between positions that agree in both.
         prompt_logprobs_from: the first position of the prompt, at least 1, whose log-probability is wanted too.
-        request: which of the answers under one seed this is (the number of a record, the index of a choice).
+        index: which of the answers under one seed this is (the number of a record, the index of a choice).
         deadline: in seconds of ``time.monotonic``; then it ends as "cancelled".
     """
 
@@ -108,7 +108,7 @@ class Ask:
     content_hashes: Sequence[int] | None = None
     prompt_logprobs_from: int | None = None
     grammar: Grammar | None = None
-    request: int = 0
+    index: int = 0
     deadline: float = float("inf")
 
 
@@ -139,13 +139,13 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Made:
-    """One step's result for one ask.
+class StepOutput:
+    """One step's result for one request.
 
     Args:
         ids: one token; none where only ``filled`` or ``reason`` is said; more from a remote engine.
         logprobs: one per id, where asked for.
-        filled: set once, in the first of an ask.
+        filled: set once, in the first of a request.
         reason: set once, in the last: a stop token came, the room was used up, or why it ended before.
         error: why it failed, or that its deadline has passed.
     """
@@ -157,26 +157,26 @@ class Made:
     error: Problem | None = None
 
 
-Sink: TypeAlias = Callable[[Made], None]
+OutputCallback: TypeAlias = Callable[[StepOutput], None]
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """An ask that was taken in."""
+class RequestHandle:
+    """A request that was taken in."""
 
     number: int
 
 
 class Full(RuntimeError):
-    """Too many asks wait already. ``retry_after_s`` is when to come again."""
+    """Too many requests wait already. ``retry_after_s`` is when to come again."""
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
-        super().__init__(f"{waiting} asks are waiting already.")
+        super().__init__(f"{waiting} requests are waiting already.")
         self.waiting, self.retry_after_s = waiting, retry_after_s
 
 
 class Closed(RuntimeError):
-    """The engine takes no more asks: it was closed, or its thread has ended."""
+    """The engine takes no more requests: it was closed, or its thread has ended."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class EngineFacts:
     """An engine at one moment.
 
     Args:
-        way: "seats" (batches), "own cache" or "whole text" (one ask at a time), or the name of a remote engine.
-        seats, running, waiting: asks that can be answered at once, that are, and that wait.
+        way: "slots" (batches), "own cache" or "whole text" (one request at a time), or the name of a remote engine.
+        slots, running, waiting: requests that can be answered at once, that are, and that wait.
         context: the longest prompt and answer together.
         adapters: names beside BASE.
         memory_bytes: kind -> bytes: "weights", "cache".
@@ -195,7 +195,7 @@ class EngineFacts:
     """
 
     way: str
-    seats: int
+    slots: int
     running: int
     waiting: int
     context: int
@@ -208,21 +208,23 @@ class EngineFacts:
     is_alive: bool = True
 
 
-class AnswerEngine(Protocol):
-    """An engine of answers: in this process (``engine.SeatEngine``) or in another one (``remote.RemoteEngine``)."""
+class InferenceEngine(Protocol):
+    """An engine of answers: in this process (``engine.LocalEngine``) or in another one (``remote.RemoteEngine``)."""
 
-    def submit(self, ask: Ask, sink: Sink) -> Ticket:
-        """Take in an ask; ``sink`` is called from the engine's thread with each ``Made``, the last has a reason.
+    def submit(self, request: GenerationRequest, callback: OutputCallback) -> RequestHandle:
+        """Take in a request; ``callback`` is called from the engine's thread with each ``StepOutput``, the last has a
+        reason.
 
         Raises:
             Full: where too many wait.
             Closed: where it takes no more.
-            UserError: for an ask that can never be answered: no ids, an unknown adapter, a prompt beyond the context.
+            UserError: for a request that can never be answered: no ids, an unknown adapter, a prompt beyond the
+            context.
         """
         ...
 
-    def cancel(self, ticket: Ticket) -> None:
-        """End an ask within a step; its sink hears "cancelled". Does nothing for one that has ended."""
+    def cancel(self, handle: RequestHandle) -> None:
+        """End a request within a step; its callback hears "cancelled". Does nothing for one that has ended."""
         ...
 
     def close(self, drain_s: float = 0.0) -> None:

@@ -28,7 +28,7 @@ from burnish.config.secrets import has_secret_name, without_secrets
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.results import write_whole
-from burnish.utils.files import regular
+from burnish.utils.files import appended, regular
 
 LAUNCH, GIVEN, EVENTS, OUTCOME = "launch.json", "run.yaml", "events.jsonl", "outcome.json"
 JOURNAL_NAMES = (LAUNCH, GIVEN, EVENTS, OUTCOME, "console.log")
@@ -71,8 +71,8 @@ class Journal(TrainerCallback):
             return
         self._written_s[kind] = now_s
         row = {"time": round(now_s, 3), "step": self._step, "kind": kind, "text": text, **more}
-        with suppress(OSError), (self.folder / EVENTS).open("a", encoding="utf-8") as file:
-            file.write(without_secrets(json.dumps(row, ensure_ascii=False)) + "\n")
+        with suppress(OSError), appended(self.folder / EVENTS) as file:
+            file.write(without_secrets(json.dumps(row, ensure_ascii=False)).encode() + b"\n")
 
     def stopped(self, exit_code: int) -> None:
         """A signal cut it short; it can go on."""

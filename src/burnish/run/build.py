@@ -45,6 +45,7 @@ from burnish.models.tokens import fit_vocabulary
 from burnish.optim.builtin import create_optimizer, create_scheduler, keeps_load_precision
 from burnish.parallel.create import create_engine
 from burnish.parallel.options import local_rank
+from burnish.parallel.precision import compute_sentence, loaded_dtype
 from burnish.parallel.single import set_seed
 from burnish.report.console import kept_in, note, set_log_levels, warn
 from burnish.report.journal import JOURNAL_NAMES, OF_ONE_START, Journal, given_yaml
@@ -59,7 +60,7 @@ from burnish.run.loop import RunLoop
 from burnish.run.plan.checks import FINISHED_NAME, trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
-from burnish.run.plan.resources import counts_of, formats_in, formats_in_words, loaded_dtype
+from burnish.run.plan.resources import compute_dtype, counts_of, formats_in, formats_in_words, load_dtype
 from burnish.run.prepare import Prepared, prepare
 from burnish.run.recovery.clearing import SetAside
 from burnish.run.recovery.failure import TRACEBACK_NAME, described
@@ -236,12 +237,12 @@ def build_loop(
 
 def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, options: RunOptions) -> Any:
     """The model with its weights, on its device, and what moves in the format in which it moves."""
-    notes: list[str] = []
     in_files = loaded_dtype(prepared.config)
+    notes = [compute_sentence(compute_dtype(options, prepared.config), in_files, engine.device)]
     device = engine.device if quantisation_of(options, prepared.config) else None  # its kernels are chosen for a device
     model = load_model(
         options,
-        dtype=load_dtype(options, engine),
+        dtype=load_dtype(options, prepared.config),
         device=device,
         config=prepared.config,
         notes=notes,
@@ -344,14 +345,6 @@ def wants_prefix_sharing(objective: StageObjective, model: Any, options: RunOpti
     is_usual = device.type == "cpu" and not options.torch_compile
     wanted = is_usual if options.needed_tokens_only is None else options.needed_tokens_only
     return bool(wanted and objective.allows_prefix_sharing(model))
-
-
-def load_dtype(options: RunOptions, engine: Engine) -> Any:
-    """Weights that train are loaded as they are and raised to float32; others in the format they compute in."""
-    if options.pure_bf16:
-        return torch.bfloat16
-    trains_all = trains(options) and options.finetuning_type == "full" and not keeps_load_precision(options)
-    return "auto" if trains_all or engine.dtype is None else engine.dtype
 
 
 def trainable_dtype(options: RunOptions, model: Any, engine: Engine) -> torch.dtype:

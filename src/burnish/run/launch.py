@@ -43,7 +43,7 @@ from burnish.parallel.process_counts import (
 from burnish.report import console
 from burnish.utils.environment import count_in, number_in
 
-PROGRAM = ("-m", "burnish.train")
+PROGRAM = ("-P", "-m", "burnish.train")  # -P: no module is imported from the folder that the run is started in
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _USER_ERROR = 2
 STALLED = ".stalled"

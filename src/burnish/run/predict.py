@@ -3,7 +3,7 @@
 In:  a run whose model is trained, and ``Prepared``. Out: ``generated_predictions.jsonl`` (prompt, answer, given
      answer) and ``predict_results.json``, LLaMA-Factory's names; with several evaluation sets one file of answers each.
 
-Answers are made over seats, which are refilled as soon as they are free; a run that was cut short goes on from those it
+Answers are made over slots, which are refilled as soon as they are free; a run that was cut short goes on from those it
 has. The file is in the order of the data. Every rank answers its share. Examples that are no conversation and have no
 prompt are left out and counted.
 """
@@ -26,10 +26,10 @@ from burnish.adapters.base import ModelState
 from burnish.data.chat.rows import Template
 from burnish.data.sets.sources import load_datasets
 from burnish.data.tally import Tally
-from burnish.inference.batch import Finished, answer_many
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.slots import SeatLimits
-from burnish.inference.types import Ask, Sampling
+from burnish.inference.batch import Finished, generate_all
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.slots import SlotLimits
+from burnish.inference.types import GenerationRequest, Sampling
 from burnish.loop.loop import Loop
 from burnish.loop.meter import Clock
 from burnish.loop.protocols import Engine
@@ -164,12 +164,12 @@ def answer_all(
 ) -> list[list[int]]:  # fmt: skip
     """The answers, in the order of the questions, on every rank.
 
-    They are made over seats (``infer/``); a beam search, a static cache and what else a model's ``generation_config``
+    They are made over slots (``infer/``); a beam search, a static cache and what else a model's ``generation_config``
     may ask for are ``generate``'s.
 
     Args:
         partial: a file for answers as they come, from which the same command goes on.
-        likelihoods: filled with the log-probability of each answer, where seats make several to a question.
+        likelihoods: filled with the log-probability of each answer, where slots make several to a question.
     """
     likely: dict[int, float] = {}
     if not is_plain(config):
@@ -188,9 +188,9 @@ def answer_all(
         answers |= {at: ids for at, ids in (kept.answers if kept else {}).items() if at in answers}
         likely |= kept.likelihoods if kept else {}
         open_ = [at for at in open_ if not (kept and at in kept.answers)]
-        seats = options.infer_seats or options.per_device_eval_batch_size
+        slots = options.infer_seats or options.per_device_eval_batch_size
         stack.enter_context(engine.generating(run.model))  # ranks answer different numbers of questions
-        loop = SeatLoop(model, SeatLimits(seats, context, exact=options.infer_exact), precision=engine.precision)
+        loop = Scheduler(model, SlotLimits(slots, context, exact=options.infer_exact), precision=engine.precision)
 
         advance = stack.enter_context(work("Answering", len(open_), "prompts"))
 
@@ -202,10 +202,10 @@ def answer_all(
                 likely[at] = math.fsum(one.logprob for one in finished.logprobs)
             if kept:
                 kept.add(at, finished.ids, likely.get(at))
-            if (number + 1) % seats == 0:
+            if (number + 1) % slots == 0:
                 run.callbacks.fire("on_prediction_step")
 
-        answer_many(loop, [asks[at] for at in open_], done)
+        generate_all(loop, [asks[at] for at in open_], done)
     if likelihoods is not None and options.samples > 1:
         for part in engine.gather_objects(likely):
             likelihoods |= part
@@ -222,25 +222,25 @@ _NEUTRAL = {"typical_p": 1.0, "encoder_repetition_penalty": 1.0, "length_penalty
 
 
 def is_plain(config: Any) -> bool:
-    """Return whether a ``GenerationConfig`` asks only for what seats support."""
+    """Return whether a ``GenerationConfig`` asks only for what slots support."""
     asked = {name for name, value in config.to_diff_dict().items() if value and value != _NEUTRAL.get(name)}
     return (config.num_beams or 1) == 1 and asked <= _PLAIN
 
 
-def _ask(number: int, question: Question, config: Any, seed: int) -> Ask:
+def _ask(number: int, question: Question, config: Any, seed: int) -> GenerationRequest:
     sampling = Sampling(
         temperature=(config.temperature or 1.0) if config.do_sample else 0.0,
         top_k=config.top_k or 0, top_p=1.0 if config.top_p is None else config.top_p,
         min_p=config.min_p or 0.0, repetition_penalty=config.repetition_penalty or 1.0, seed=seed,
     )  # fmt: skip
     room = config.max_new_tokens or config.max_length - len(question.prompt)
-    return Ask(
-        question.prompt, room, sampling=sampling, stop_ids=frozenset(config.eos_token_id), request=number,
+    return GenerationRequest(
+        question.prompt, room, sampling=sampling, stop_ids=frozenset(config.eos_token_id), index=number,
         min_new_tokens=config.min_new_tokens or 0,
     )  # fmt: skip
 
 
-def _key_of(run: Loop, asks: Iterable[Ask]) -> str:
+def _key_of(run: Loop, asks: Iterable[GenerationRequest]) -> str:
     """A hash of everything that answers depend on: the prompts, the sampling, and the step of the model."""
     hashed = sha256(str(run.state.global_step).encode())
     for ask in asks:

@@ -43,7 +43,8 @@ from burnish.loop.state import TrainerControl, TrainerState, keeping_plan, load_
 from burnish.loop.types import Batch, Loss
 from burnish.optim.builtin import create_optimizer, create_scheduler
 from burnish.parallel.create import create_engine
-from burnish.parallel.options import engine_name, full_eval_dtype, local_rank
+from burnish.parallel.options import engine_name, local_rank
+from burnish.parallel.precision import full_eval_dtype
 from burnish.parallel.single import set_seed
 from burnish.report import results
 from burnish.run.recovery.spikes import train_with_rollback

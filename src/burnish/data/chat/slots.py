@@ -54,6 +54,8 @@ def broken_rule(messages: Sequence[Message]) -> str | None:
     """The rule that a conversation breaks, as the rest of a sentence that begins with "dropped: "; None for none."""
     if not messages:
         return "it has no messages"
+    if (turn := next((place for place, message in enumerate(messages) if message.role == "system"), None)) is not None:
+        return f"it has a system message after turn {turn}, and the template has one only at the beginning"
     if any(message.role not in (_ANSWERING if place % 2 else _ASKING) for place, message in enumerate(messages)):
         return "its questions (user, observation) and answers (assistant, function) do not alternate"
     return "it ends with a question, without an answer to learn" if len(messages) % 2 else None

@@ -58,7 +58,13 @@ def alpaca(record: Record) -> Example:
     """An instruction, its input and the output; earlier turns in the history."""
     if set(record.layout.columns) == {"prompt"} and record.layout.needs.kind != "prompts":
         return record.example(text=record.text("prompt"))  # LLaMA-Factory's way to name a column of plain text
-    question = "\n".join(filter(None, (record.text_or_none("prompt"), record.text_or_none("query"))))
+    instruction, query = record.text_or_none("prompt"), record.text_or_none("query")
+    if instruction is None and not query:
+        column = record.layout.columns["prompt"]
+        raise BadRecord(
+            f'"{column}" is null, so the record asks nothing.', f'Fill in "{column}"; an empty question is "".'
+        )
+    question = "\n".join(filter(None, (instruction, query)))
     answer = record.text_or_none("response")
     answers = () if answer is None else (Message("assistant", answer),)
     return record.example(

@@ -20,7 +20,7 @@ from typing import Any
 from burnish.config.errors import MissingExtraError, Problem, UserError, first_line
 from burnish.config.options import raise_if
 from burnish.data.options import DataOptions, check_data
-from burnish.data.reading.files import data_files, json_in_text, read_records
+from burnish.data.reading.files import data_files, read_records
 from burnish.data.reading.json_files import Values
 from burnish.data.reading.record_index import DatasetTable, Table, open_table
 from burnish.data.sets.data_source import DataSource
@@ -182,8 +182,6 @@ class _Loading:
         if layout.awaited:
             raise UserError(missing_columns(layout, layout.awaited, [values for values, _, _ in first], _named(source)))
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
-        if source.kind == "file":
-            self.notes += [note for path in data_files(source.location) if (note := json_in_text(path))]
         return ListedExamples(self._with_verdicts(examples, source) if self.needs.kind == "verdicts" else examples)
 
     def _with_verdicts(self, examples: list[Example], source: DataSource) -> list[Example]:

@@ -1,11 +1,11 @@
 """The engine of another process: a server of vLLM or SGLang, or any that speaks OpenAI's completions, fed with ids.
 
-In:  asks, as the engine in this process takes them. Out: the same words. Prompts travel as arrays of ids, so that no
-     server renders a conversation by another template; replies are read from ids by ``replies.py`` where the server
-     gives ids, and from its text, tokenised again, where it does not.
-Each ask is one streamed request in a thread of its own. A key is sent to the address that was given or started, and to
-nobody else; no redirect is followed. Written against a stub with recorded replies; no server of vLLM or SGLang was at
-hand, so that what they do beyond those replies is not known here.
+In:  requests, as the engine in this process takes them. Out: the same words. Prompts travel as arrays of ids, so that
+     no server renders a conversation by another template; replies are read from ids by ``replies.py`` where the server
+     gives ids, and from its text, tokenised again, where it does not. Each request is one streamed request in a thread
+     of its own. A key is sent to the address that was given or started, and to nobody else; no redirect is followed.
+     Written against a stub with recorded replies; no server of vLLM or SGLang was at hand, so that what they do beyond
+     those replies is not known here.
 """
 
 from __future__ import annotations
@@ -21,22 +21,34 @@ from urllib.parse import urlsplit
 from burnish.config.errors import Problem, UserError
 from burnish.inference.remote.openai_server import OpenAIServer
 from burnish.inference.remote.process import start_server
-from burnish.inference.types import BASE, Ask, Closed, EndReason, EngineFacts, Filled, Full, Logprob, Made, Sink, Ticket
+from burnish.inference.types import (
+    BASE,
+    Closed,
+    EndReason,
+    EngineFacts,
+    Filled,
+    Full,
+    GenerationRequest,
+    Logprob,
+    OutputCallback,
+    RequestHandle,
+    StepOutput,
+)
 
 if TYPE_CHECKING:
-    from burnish.inference.loaded_model import Answerer
+    from burnish.inference.loaded_model import LoadedModel
 
 
 class RemoteEngine:
-    """``types.AnswerEngine`` over HTTP.
+    """``types.InferenceEngine`` over HTTP.
 
     Args:
         url: of the server, without ``/v1``.
         key: sent as a bearer token; "" for none.
         model: the name under which the server has the model; adapters are named as they are.
         tokenizer: reads ids from the text of a server that gives no ids.
-        slots: asks at once.
-        waiting: asks that may wait; None for any number.
+        slots: requests at once.
+        waiting: requests that may wait; None for any number.
         at_end: what is to be done once it is closed.
     """
 
@@ -55,28 +67,28 @@ class RemoteEngine:
         self._limit, self._at_end = waiting, at_end
         self.note = ""
         self._numbers, self._lock = count(1), threading.Lock()
-        self._open: dict[int, threading.Event] = {}  # number of an ask -> set where it was cancelled
+        self._open: dict[int, threading.Event] = {}  # number of a request -> set where it was cancelled
         self._room = threading.Semaphore(slots)
         self._running = 0
         self._is_closed = False
         self._sums = [0, 0]
         self.model = model or self._server.models()[0]
 
-    def submit(self, ask: Ask, sink: Sink) -> Ticket:
+    def submit(self, request: GenerationRequest, callback: OutputCallback) -> RequestHandle:
         if self._is_closed:
             raise Closed("The engine is closed.")
-        self._refuse(ask)
+        self._refuse(request)
         with self._lock:
             waiting = len(self._open) - self._running
             if self._limit is not None and waiting >= self._limit:
                 raise Full(waiting, 1.0)
-            ticket = Ticket(next(self._numbers))
-            cancelled = self._open[ticket.number] = threading.Event()
-        threading.Thread(target=self._run, args=(ask, sink, ticket, cancelled), daemon=True).start()
-        return ticket
+            handle = RequestHandle(next(self._numbers))
+            cancelled = self._open[handle.number] = threading.Event()
+        threading.Thread(target=self._run, args=(request, callback, handle, cancelled), daemon=True).start()
+        return handle
 
-    def cancel(self, ticket: Ticket) -> None:
-        if event := self._open.get(ticket.number):
+    def cancel(self, handle: RequestHandle) -> None:
+        if event := self._open.get(handle.number):
             event.set()
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -99,16 +111,18 @@ class RemoteEngine:
             self._sums[1], is_alive=not self._is_closed,
         )  # fmt: skip
 
-    # --- one ask ------------------------------------------------------------------------------------------------------
+    # --- one request --------------------------------------------------------------------------------------------------
 
-    def _run(self, ask: Ask, sink: Sink, ticket: Ticket, cancelled: threading.Event) -> None:
+    def _run(
+        self, request: GenerationRequest, callback: OutputCallback, handle: RequestHandle, cancelled: threading.Event
+    ) -> None:
         reason: EndReason = "failed"
         error: Problem | None = None
         with self._room:
             self._running += 1
             try:
-                reason = self._stream(ask, sink, cancelled)
-                if time.monotonic() > ask.deadline:
+                reason = self._stream(request, callback, cancelled)
+                if time.monotonic() > request.deadline:
                     error = Problem("the answer was not ready before its deadline.")
             except (ValueError, KeyError, RuntimeError) as failure:
                 if cancelled.is_set():
@@ -117,92 +131,93 @@ class RemoteEngine:
                     error = Problem(f"engine_failed: {failure or type(failure).__name__}")
             finally:
                 self._running -= 1
-                self._open.pop(ticket.number, None)
-        sink(Made(reason=reason, error=error))
+                self._open.pop(handle.number, None)
+        callback(StepOutput(reason=reason, error=error))
 
-    def _stream(self, ask: Ask, sink: Sink, cancelled: threading.Event) -> EndReason:
+    def _stream(self, request: GenerationRequest, callback: OutputCallback, cancelled: threading.Event) -> EndReason:
         """Hand on what comes, one id at a time or several. Returns why it ended."""
         with self._lock:
-            self._sums[0] += len(ask.ids)
-        sink(Made(filled=Filled()))
+            self._sums[0] += len(request.ids)
+        callback(StepOutput(filled=Filled()))
         reader = _TextReader(self.tokenizer)
         reason: EndReason = "length"
-        chunks = self._server.chunks("completions", self._body(ask))
+        chunks = self._server.chunks("completions", self._body(request))
         for choice in chain.from_iterable(chunk.get("choices", ()) for chunk in chunks):
-            if cancelled.is_set() or time.monotonic() > ask.deadline:
+            if cancelled.is_set() or time.monotonic() > request.deadline:
                 return "cancelled"
             ids = choice["token_ids"] if choice.get("token_ids") is not None else reader.ids(choice.get("text") or "")
-            logprobs = _logprobs(choice.get("logprobs"), ids, ask)
+            logprobs = _logprobs(choice.get("logprobs"), ids, request)
             if ids:
                 self._sums[1] += len(ids)
-                sink(Made(tuple(ids), logprobs))
+                callback(StepOutput(tuple(ids), logprobs))
             if choice.get("finish_reason"):
                 reason = "length" if choice["finish_reason"] == "length" else "stop"
         rest = reader.rest()
         if rest:
-            sink(Made(tuple(rest)))
+            callback(StepOutput(tuple(rest)))
         return reason
 
-    def _body(self, ask: Ask) -> dict[str, Any]:
-        sampling = ask.sampling
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        sampling = request.sampling
         body: dict[str, Any] = {
-            "model": self.model if ask.adapter == BASE else ask.adapter, "prompt": list(ask.ids),
-            "max_tokens": min(ask.max_new_tokens, self.context - len(ask.ids)), "temperature": sampling.temperature,
+            "model": self.model if request.adapter == BASE else request.adapter, "prompt": list(request.ids),
+            "max_tokens": min(request.max_new_tokens, self.context - len(request.ids)),
+            "temperature": sampling.temperature,
             "top_p": sampling.top_p, "top_k": sampling.top_k or -1, "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty, "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty, "stop_token_ids": sorted(ask.stop_ids),
-            "min_tokens": ask.min_new_tokens, "return_token_ids": True, "skip_special_tokens": False,
+            "frequency_penalty": sampling.frequency_penalty, "stop_token_ids": sorted(request.stop_ids),
+            "min_tokens": request.min_new_tokens, "return_token_ids": True, "skip_special_tokens": False,
         }  # fmt: skip
         if sampling.bias:
             body["logit_bias"] = {str(token): value for token, value in sampling.bias.items()}
         if sampling.seed is not None:
-            body["seed"] = (sampling.seed + ask.request) % (1 << 63)
-        if ask.top_logprobs is not None:
-            body["logprobs"] = ask.top_logprobs
+            body["seed"] = (sampling.seed + request.index) % (1 << 63)
+        if request.top_logprobs is not None:
+            body["logprobs"] = request.top_logprobs
         return body
 
-    def _refuse(self, ask: Ask) -> None:
-        """Raises UserError for what a remote engine does not do, or cannot for this ask."""
+    def _refuse(self, request: GenerationRequest) -> None:
+        """Raises UserError for what a remote engine does not do, or cannot for this request."""
         lacking = [
             word
             for word, is_asked in (
-                ("log-probabilities of the prompt", ask.prompt_logprobs_from is not None),
-                ("a grammar", ask.grammar is not None),
-                ("log-probabilities of given tokens", bool(ask.also)),
+                ("log-probabilities of the prompt", request.prompt_logprobs_from is not None),
+                ("a grammar", request.grammar is not None),
+                ("log-probabilities of given tokens", bool(request.also)),
             )
             if is_asked
         ]
         problems = [Problem(f"the engine {self.name} gives no {', no '.join(lacking)}.")] if lacking else []
-        if not ask.ids or ask.max_new_tokens < 1:
-            problems.append(Problem("an ask has at least one token of prompt and one of answer."))
-        if len(ask.ids) >= self.context:
-            problems.append(Problem(f"the prompt has {len(ask.ids)} tokens, and {self.context} is the most."))
-        if ask.adapter != BASE and ask.adapter not in self.adapters:
+        if not request.ids or request.max_new_tokens < 1:
+            problems.append(Problem("a request has at least one token of prompt and one of answer."))
+        if len(request.ids) >= self.context:
+            problems.append(Problem(f"the prompt has {len(request.ids)} tokens, and {self.context} is the most."))
+        if request.adapter != BASE and request.adapter not in self.adapters:
             known = ", ".join((BASE, *self.adapters))
-            problems.append(Problem(f'there is no adapter "{ask.adapter}".', remedy=f"Known: {known}."))
+            problems.append(Problem(f'there is no adapter "{request.adapter}".', remedy=f"Known: {known}."))
         if problems:
             raise UserError(problems)
 
 
-def started_engine(answerer: Answerer, waiting: int | None = None) -> RemoteEngine:
+def started_engine(loaded: LoadedModel, waiting: int | None = None) -> RemoteEngine:
     """The engine at ``infer_url``, whose key is INFER_KEY; or over a server that is started, which ends with it.
 
     Raises:
         UserError: where adapters would have to be merged first, or there is no server.
     """
-    options = answerer.options
+    options = loaded.options
     if options.infer_url is None and options.adapter_name_or_path:
         what = f'"infer_backend" {options.infer_backend} loads folders as they are, and adapter_name_or_path is merged.'
         remedy = "burnish export merges it first; or name it in served_adapters."
         raise UserError(what, remedy=remedy, option=("infer_backend", "adapter_name_or_path"))
     given: dict[str, Any] = {
-        "context": answerer.context, "waiting": waiting, "adapters": answerer.adapters,
+        "context": loaded.context, "waiting": waiting, "adapters": loaded.adapters,
         "slots": options.infer_seats or 64, "name": options.infer_url or options.infer_backend,
     }  # fmt: skip
     if options.infer_url is not None:
-        return RemoteEngine(options.infer_url, answerer.tokenizer, key=os.environ.get("INFER_KEY", ""), **given)
+        return RemoteEngine(options.infer_url, loaded.tokenizer, key=os.environ.get("INFER_KEY", ""), **given)
     server = start_server(options, str(options.model_name_or_path), dict(options.served_adapters or {}))
-    return RemoteEngine(server.url, answerer.tokenizer, key=server.key, at_end=server.close, **given)
+    return RemoteEngine(server.url, loaded.tokenizer, key=server.key, at_end=server.close, **given)
 
 
 class _TextReader:
@@ -227,9 +242,9 @@ class _TextReader:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _logprobs(given: Mapping[str, Any] | None, ids: list[int], ask: Ask) -> tuple[Logprob, ...]:
+def _logprobs(given: Mapping[str, Any] | None, ids: list[int], request: GenerationRequest) -> tuple[Logprob, ...]:
     """One per id, where as many came."""
     values = (given or {}).get("token_logprobs") or []
-    if ask.top_logprobs is None or len(values) != len(ids):
+    if request.top_logprobs is None or len(values) != len(ids):
         return ()
     return tuple(Logprob(token, float(value)) for token, value in zip(ids, values, strict=True))

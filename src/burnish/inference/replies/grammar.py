@@ -48,7 +48,7 @@ class Grammars:
             self._inner = hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=self._ends)
         except ValueError as error:
             what = f"llguidance does not know this kind of tokenizer ({error})."
-            raise UserError(what, remedy="Ask for the format in words.") from error
+            raise UserError(what, remedy="GenerationRequest for the format in words.") from error
 
     def json_object(self, waits_for: str = "") -> Matched:
         """Any JSON object."""

@@ -82,7 +82,7 @@ class Reply:
         marks = [*form.thought_words, *form.around_calls]
         if form.reader is not None and offered:
             marks += [*form.reader.openings, form.reader.closing]
-        self._letters = Letters(tokenizer, [mark for mark in marks if mark], stop_ids, skips_special)
+        self._outputs = Letters(tokenizer, [mark for mark in marks if mark], stop_ids, skips_special)
         self._stops = _Stops(stop)
         self._parts = _Parts(form, offered or {}, in_thought)
         self._only_one_call = only_one_call
@@ -94,7 +94,7 @@ class Reply:
         if self.has_stopped:
             return []
         self._since += len(ids)
-        text = self._stops.feed(self._letters.feed(ids))
+        text = self._stops.feed(self._outputs.feed(ids))
         found = self._counted(self._parts.feed(text))
         return [*found, *self.end()] if self._stops.has_come and not self.has_stopped else found
 
@@ -102,7 +102,7 @@ class Reply:
         """Return the text that was held back, after the last id."""
         if self.has_stopped:
             return []
-        text = "" if self._stops.has_come else self._stops.feed(self._letters.end())
+        text = "" if self._stops.has_come else self._stops.feed(self._outputs.end())
         text += "" if self._stops.has_come else self._stops.end()
         found = self._counted([*self._parts.feed(text), *self._parts.end()])
         self.has_stopped = True

@@ -167,7 +167,7 @@ def quantise(job: QuantisationJob, folder: Path) -> tuple[float, float]:
     task.write_text(json.dumps(asdict(job)), encoding="utf-8")
     with work(f"Quantising by {job.method}"), log.open("wb") as said:
         done = subprocess.run(  # noqa: S603 (an argument list)
-            [sys.executable, "-m", __name__, str(task.resolve())], stdin=subprocess.DEVNULL, stdout=said,
+            [sys.executable, "-P", "-m", __name__, str(task.resolve())], stdin=subprocess.DEVNULL, stdout=said,
             stderr=subprocess.STDOUT, env=_surroundings(job), check=False,
         )  # fmt: skip
     if done.returncode:

@@ -27,7 +27,8 @@ from burnish.losses.base import OBJECTIVES
 from burnish.models.attention_choice import asked_attention, is_flash
 from burnish.optim.builtin import OPTIMIZERS, create_scheduler
 from burnish.parallel.deepspeed.settings import zero_stage
-from burnish.parallel.options import autocast_dtype, device_of, engine_name
+from burnish.parallel.options import device_of, engine_name
+from burnish.parallel.precision import autocast_dtype
 from burnish.report.console import RUN_LOG
 from burnish.report.journal import JOURNAL_NAMES
 from burnish.report.jsonl import LOG_NAME

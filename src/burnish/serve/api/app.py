@@ -35,13 +35,13 @@ from burnish.serve.api.requests import (
     unknown_model,
 )
 from burnish.serve.http.bodies import json_object
-from burnish.serve.http.errors import Refusal, openai_error
+from burnish.serve.http.errors import APIError, openai_error
 from burnish.serve.http.guards import Guard, Rules, bearer, under
 from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
 from burnish.serve.http.json_response import Json
 
 if TYPE_CHECKING:
-    from burnish.serve.api.completions import Desk, Told
+    from burnish.serve.api.completions import CompletionService, RequestStats
 
 log = logging.getLogger("burnish.api")
 OPEN_PATHS = ("/healthz", "/readyz", "/health")
@@ -68,26 +68,26 @@ class ServerState:
 
     phase: Literal["loading", "ready", "draining", "failed"] = "loading"
     share: float = 0.0
-    desk: Desk | None = None
+    service: CompletionService | None = None
     models: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     prompts: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "burnish-prompts"))
 
-    def ready(self) -> Desk:
-        """The desk.
+    def ready(self) -> CompletionService:
+        """The service.
 
         Raises:
-            Refusal: 503, while the model loads, and once the server is ending.
+            APIError: 503, while the model loads, and once the server is ending.
         """
         if self.phase == "draining":
-            raise Refusal(503, "draining", "The server is ending and takes no more requests.")
-        if self.phase != "failed" and self.desk is None:
+            raise APIError(503, "draining", "The server is ending and takes no more requests.")
+        if self.phase != "failed" and self.service is None:
             message = f"The model is still being loaded ({self.share:.0%})."
-            raise Refusal(503, "model_loading", message, headers={"Retry-After": "2"})
-        if self.phase == "failed" or self.desk is None or not self.desk.served.engine.facts().is_alive:
-            raise Refusal(503, "internal_error", "The engine has ended; the server's log says why.")
-        return self.desk
+            raise APIError(503, "model_loading", message, headers={"Retry-After": "2"})
+        if self.phase == "failed" or self.service is None or not self.service.served.engine.facts().is_alive:
+            raise APIError(503, "internal_error", "The engine has ended; the server's log says why.")
+        return self.service
 
 
 def application(options: ApiOptions, state: ServerState, key: str | None) -> ASGIApp:
@@ -150,20 +150,20 @@ class Routes:
 
     async def _answer(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Any:
         body = await json_object(request)
-        from burnish.serve.api.completions import Told, prepared_chat, prepared_completion, respond
+        from burnish.serve.api.completions import RequestStats, prepared_chat, prepared_completion, respond
 
         asked = await self._in_order(self._read, kind, body)
-        desk, told = self.state.ready(), Told(model=asked.model)
-        if desk.served.scorer is not None:
+        service, told = self.state.ready(), RequestStats(model=asked.model)
+        if service.served.scorer is not None:
             message = f'"{asked.model}" is a reward model: it writes no answers. Its scores: POST /v1/score/evaluation.'
-            raise Refusal(405, "model_cannot_generate", message, headers={"Allow": ""})
+            raise APIError(405, "model_cannot_generate", message, headers={"Allow": ""})
         if isinstance(asked, ChatRequest):
-            prepared = await self._in_order(prepared_chat, desk, asked)
+            prepared = await self._in_order(prepared_chat, service, asked)
         else:
-            desk.served.adapter_of(asked.model)
+            service.served.adapter_of(asked.model)
             # One by one, so that requests of others come between them.
-            prompts = [await self._in_order(desk.text_prompt, prompt) for prompt in asked.prompt]
-            prepared = await self._in_order(prepared_completion, desk, asked, prompts)
+            prompts = [await self._in_order(service.text_prompt, prompt) for prompt in asked.prompt]
+            prepared = await self._in_order(prepared_completion, service, asked, prompts)
         self.state.ready()  # it may have begun to drain meanwhile
         request_id, path, began_s = request.scope["burnish.request_id"], request.scope["path"], time.monotonic()
 
@@ -172,7 +172,7 @@ class Routes:
 
         if self.options.api_log == "content":
             log.info("%s asked: %s", request_id, asked)
-        return respond(desk, prepared, asked.stream, told, over, self._headers(asked.ignored))
+        return respond(service, prepared, asked.stream, told, over, self._headers(asked.ignored))
 
     def _read(self, kind: type[AnyRequest], body: Mapping[str, Any]) -> AnyRequest:
         return read_request(kind, body, self.options.api_max_choices, self.options.api_strict)
@@ -216,7 +216,7 @@ class Routes:
     async def readyz(self, request: Request) -> Any:
         try:
             self.state.ready()
-        except Refusal as refusal:
+        except APIError as refusal:
             status = {"model_loading": "loading", "draining": "draining"}.get(refusal.code, "failed")
             return Json({"status": status, "loaded": round(self.state.share, 3)}, 503, refusal.headers)
         return Json({"status": "ready"})
@@ -225,8 +225,8 @@ class Routes:
         return Json(self.state.versions)
 
     async def metrics(self, request: Request) -> Any:
-        desk = self.state.desk
-        facts = desk.served.engine.facts() if desk is not None else None
+        service = self.state.service
+        facts = service.served.engine.facts() if service is not None else None
         text = self.state.metrics.text(facts, self.state.phase == "ready")
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
@@ -240,51 +240,51 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Any:
         body = await json_object(request)
-        desk = self.state.ready()
+        service = self.state.ready()
         given = read(TokenizeRequest, body)
         model = given.model or self.state.models[0]["id"]
-        desk.served.adapter_of(model)
+        service.served.adapter_of(model)
         if given.messages is None:
-            ids = await self._in_order(desk.text_prompt, given.prompt)
+            ids = await self._in_order(service.text_prompt, given.prompt)
         else:
             continues = not given.add_generation_prompt and _ends(given.messages)
             chat: dict[str, Any] = {
                 key: body[key] for key in ("messages", "tools", "chat_template_kwargs") if key in body
             }
             asked = self._read(ChatRequest, {**chat, "model": model, "continue_final_message": continues})
-            desk.refuse_long(asked.num_characters, "messages")
-            ids = await self._in_order(desk.served.chat_prompt, asked)
-        pieces = [desk.served.shown(token)[0] for token in ids]
-        return Json({"tokens": ids, "count": len(ids), "max_model_len": desk.served.context, "pieces": pieces})
+            service.refuse_long(asked.num_characters, "messages")
+            ids = await self._in_order(service.served.chat_prompt, asked)
+        pieces = [service.served.shown(token)[0] for token in ids]
+        return Json({"tokens": ids, "count": len(ids), "max_model_len": service.served.context, "pieces": pieces})
 
     async def detokenize(self, request: Request) -> Any:
         body = await json_object(request)
-        desk, tokens = self.state.ready(), read(DetokenizeRequest, body).tokens
+        service, tokens = self.state.ready(), read(DetokenizeRequest, body).tokens
         for place, token in enumerate(tokens):
-            if token >= desk.served.vocab_size:
-                message = f'"tokens[{place}]" must be below {desk.served.vocab_size:,}. Received: {token}.'
-                raise Refusal(400, "invalid_value", message, param=f"tokens[{place}]")
-        return Json({"prompt": await self._in_order(desk.served.text_of, tokens)})
+            if token >= service.served.vocab_size:
+                message = f'"tokens[{place}]" must be below {service.served.vocab_size:,}. Received: {token}.'
+                raise APIError(400, "invalid_value", message, param=f"tokens[{place}]")
+        return Json({"prompt": await self._in_order(service.served.text_of, tokens)})
 
     async def score(self, request: Request) -> Any:
         body = await json_object(request)
-        desk, given = self.state.ready(), read(ScoreRequest, body)
+        service, given = self.state.ready(), read(ScoreRequest, body)
         model = given.model
-        desk.served.adapter_of(model)
-        scorer = desk.served.scorer
+        service.served.adapter_of(model)
+        scorer = service.served.scorer
         if scorer is None:
             message = f'"{model}" writes answers and gives no scores; this route is for reward models.'
-            raise Refusal(405, "model_cannot_score", message, headers={"Allow": ""})
-        most = min(given.max_length or desk.served.context, desk.served.context)
+            raise APIError(405, "model_cannot_score", message, headers={"Allow": ""})
+        most = min(given.max_length or service.served.context, service.served.context)
         asked = [self._scored(model, place, text) for place, text in enumerate(given.messages)]
         ids: list[list[int]] = []
         for place, text in enumerate(asked):
             param = f"messages[{place}]"
-            desk.refuse_long(len(text) if isinstance(text, str) else text.num_characters, param)
-            ids.append(await self._in_order(desk.served.scored_text, text))
+            service.refuse_long(len(text) if isinstance(text, str) else text.num_characters, param)
+            ids.append(await self._in_order(service.served.scored_text, text))
             if not 0 < len(ids[-1]) <= most:
                 message = f'"{param}" has {len(ids[-1]):,} tokens; it must have 1 to {most:,}.'
-                raise Refusal(400, "context_length_exceeded", message, param=param)
+                raise APIError(400, "context_length_exceeded", message, param=param)
         from burnish.inference.scoring import AT_ONCE
 
         order = sorted(range(len(ids)), key=lambda place: len(ids[place]))
@@ -303,7 +303,7 @@ class Routes:
             return text
         if not isinstance(text, list):
             message = f'"messages[{place}]" must be text, or the messages of a conversation.'
-            raise Refusal(400, "invalid_type", message, param=f"messages[{place}]")
+            raise APIError(400, "invalid_type", message, param=f"messages[{place}]")
         return self._read(ChatRequest, {"model": model, "messages": text, "continue_final_message": _ends(text)})
 
     # --- adapters -----------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class Routes:
     async def no_loading(self, request: Request) -> Any:
         """vLLM's routes; a request never changes what is served."""
         message = "A request does not change what is served. Start with --adapter name=folder for each adapter."
-        raise Refusal(403, "loading_not_allowed", message)
+        raise APIError(403, "loading_not_allowed", message)
 
     # --- the log ------------------------------------------------------------------------------------------------------
 
@@ -323,7 +323,7 @@ class Routes:
         if route not in OPEN_PATHS and not (status == 200 and route in {"/v1/chat/completions", "/v1/completions"}):
             log.info("%s %s %s %.3fs", request_id, route, status, seconds)
 
-    def _told(self, request_id: str, path: str, told: Told, seconds: float) -> None:
+    def _told(self, request_id: str, path: str, told: RequestStats, seconds: float) -> None:
         metrics = self.state.metrics
         first_s = told.first_token_s
         if first_s is not None:
@@ -345,4 +345,4 @@ def _ends(messages: Any) -> bool:
 
 async def _nothing_there(scope: Any, receive: Any, send: Any) -> None:
     named = next((known for known in ABSENT if str(scope["path"]).startswith(known)), "this address")
-    raise Refusal(404, "unknown_url", f"There is nothing at {named}. {THERE_IS}")
+    raise APIError(404, "unknown_url", f"There is nothing at {named}. {THERE_IS}")

@@ -1,6 +1,6 @@
 """Bodies of requests as pydantic models, and their problems as one error that names the parameters.
 
-In: a JSON object. Out: a model, or one ``Refusal`` with all problems, each with its place (``messages[3].content``).
+In: a JSON object. Out: a model, or one ``APIError`` with all problems, each with its place (``messages[3].content``).
 A field that is null counts as absent.
 """
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 from burnish.serve.http.bodies import json_type
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 
 _MOST_SHOWN = 8
 """Problems in one message; the rest is counted."""
@@ -54,7 +54,7 @@ def read(kind: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
     """The body as a model.
 
     Raises:
-        Refusal: 400, with all problems.
+        APIError: 400, with all problems.
     """
     try:
         return kind.model_validate(body)
@@ -62,16 +62,16 @@ def read(kind: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
         raise together([_refusal_of(found) for found in error.errors(include_url=False)]) from error
 
 
-def together(problems: Sequence[Refusal]) -> Refusal:
+def together(problems: Sequence[APIError]) -> APIError:
     """One refusal that says all problems."""
     first, sentences = problems[0], [problem.message for problem in problems[:_MOST_SHOWN]]
     if len(problems) > _MOST_SHOWN:
         sentences.append(f"And {len(problems) - _MOST_SHOWN} more.")
-    return Refusal(first.status, first.code, " ".join(sentences), param=first.param)
+    return APIError(first.status, first.code, " ".join(sentences), param=first.param)
 
 
-def api_error(code: str, path: str, message: str) -> Refusal:
-    return Refusal(400, code, f'"{path}" {message}', param=path)
+def api_error(code: str, path: str, message: str) -> APIError:
+    return APIError(400, code, f'"{path}" {message}', param=path)
 
 
 _TYPES = {
@@ -80,7 +80,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-def _refusal_of(found: Any) -> Refusal:
+def _refusal_of(found: Any) -> APIError:
     """A problem that pydantic found."""
     kind, value, context = found["type"], found["input"], found.get("ctx", {})
     path = _path(found["loc"]) + context.get("at", "")

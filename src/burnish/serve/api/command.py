@@ -29,10 +29,10 @@ from burnish.serve.api.options import ApiOptions, check_api, from_environment, n
 if TYPE_CHECKING:
     import socket
 
-    from burnish.inference.loaded_model import Answerer
-    from burnish.inference.types import AnswerEngine
+    from burnish.inference.loaded_model import LoadedModel
+    from burnish.inference.types import InferenceEngine
     from burnish.serve.api.app import ServerState
-    from burnish.serve.api.responses import Mailbox
+    from burnish.serve.api.responses import OutputQueue
 
 log = logging.getLogger("burnish.api")
 OWN = frozenset(field.name for field in fields(ApiOptions))
@@ -103,9 +103,9 @@ async def _serve(
 
     async def begin() -> None:
         loop = asyncio.get_running_loop()
-        answerer, engine, mailbox = await in_thread(lambda: load_served(words, options, state, loop))
-        _open(answerer, engine, mailbox, options, state)
-        for line in opening_lines(answerer, engine, options, key, found):
+        loaded, engine, outputs = await in_thread(lambda: load_served(words, options, state, loop))
+        _open(loaded, engine, outputs, options, state)
+        for line in opening_lines(loaded, engine, options, key, found):
             say(line, sys.stdout, blots=False)
         while engine.facts().is_alive or state.phase == "draining":
             await asyncio.sleep(1.0)
@@ -138,53 +138,55 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 
 def load_served(
     words: Sequence[str], options: ApiOptions, state: ServerState, loop: asyncio.AbstractEventLoop
-) -> tuple[Answerer, AnswerEngine, Mailbox]:
-    """The model, its engine, and the mailbox of ``loop`` to which the engine delivers. Called in a thread: imports and
+) -> tuple[LoadedModel, InferenceEngine, OutputQueue]:
+    """The model, its engine, and the outputs of ``loop`` to which the engine delivers. Called in a thread: imports and
     weights take seconds."""
-    from burnish.inference.loading import engine_of, load_answerer
-    from burnish.serve.api.responses import Mailbox
+    from burnish.inference.loading import engine_of, load_for_inference
+    from burnish.serve.api.responses import OutputQueue
     from burnish.serve.command_line import serving_of
 
     state.share = 0.1
     serving = serving_of(words, own=tuple(OWN))
     state.share = 0.3
-    answerer = load_answerer(serving.options, serving.name, may_score=True)
-    for sentence in (*serving.notes, *answerer.notes):
+    loaded = load_for_inference(serving.options, serving.name, may_score=True)
+    for sentence in (*serving.notes, *loaded.notes):
         log.info(sentence)
     state.share = 0.9
-    mailbox = Mailbox(loop)
-    return answerer, engine_of(answerer, options.api_max_waiting, mailbox.deliver), mailbox
+    outputs = OutputQueue(loop)
+    return loaded, engine_of(loaded, options.api_max_waiting, outputs.deliver), outputs
 
 
-def _open(answerer: Answerer, engine: AnswerEngine, mailbox: Mailbox, options: ApiOptions, state: ServerState) -> None:
+def _open(
+    loaded: LoadedModel, engine: InferenceEngine, outputs: OutputQueue, options: ApiOptions, state: ServerState
+) -> None:
     """From here on requests are answered."""
-    from burnish.serve.api.completions import Desk
+    from burnish.serve.api.completions import CompletionService
     from burnish.serve.api.served import ServedModel
 
-    name = options.api_model_name or answerer.name
+    name = options.api_model_name or loaded.name
     state.versions = _versions(engine)
-    print_of_weights = _weights(answerer)
+    print_of_weights = _weights(loaded)
     served = ServedModel(
-        answerer, engine, name, options.api_aliases, options.api_reasoning,
-        json.dumps([state.versions, print_of_weights, list(answerer.adapters)]),
+        loaded, engine, name, options.api_aliases, options.api_reasoning,
+        json.dumps([state.versions, print_of_weights, list(loaded.adapters)]),
     )  # fmt: skip
-    state.desk = Desk(served, mailbox, options.api_max_tokens, options.api_timeout, set())
+    state.service = CompletionService(served, outputs, options.api_max_tokens, options.api_timeout, set())
     state.models = served.models()
     state.phase, state.share = "ready", 1.0
 
 
-def _weights(answerer: Answerer) -> str:
+def _weights(loaded: LoadedModel) -> str:
     """A text that tells these weights from others, in their dtype and on their device."""
     from burnish.models.fingerprint import base_fingerprint
 
-    model = answerer.model
+    model = loaded.model
     parameter = next(model.parameters()) if model is not None else None
     place = f"{parameter.dtype} {parameter.device.type}" if parameter is not None else "elsewhere"
-    base = base_fingerprint(answerer.options, answerer.options.seed)
-    return f"{base} {answerer.name} {answerer.notes} {place}"  # notes name what was merged
+    base = base_fingerprint(loaded.options, loaded.options.seed)
+    return f"{base} {loaded.name} {loaded.notes} {place}"  # notes name what was merged
 
 
-def _versions(engine: AnswerEngine) -> dict[str, str]:
+def _versions(engine: InferenceEngine) -> dict[str, str]:
     from importlib.metadata import version
 
     from burnish import __version__
@@ -194,13 +196,13 @@ def _versions(engine: AnswerEngine) -> dict[str, str]:
 
 
 def opening_lines(
-    answerer: Answerer, engine: AnswerEngine, options: ApiOptions, key: str | None, found: socket.socket
+    loaded: LoadedModel, engine: InferenceEngine, options: ApiOptions, key: str | None, found: socket.socket
 ) -> list[str]:
     """Models, engine and memory, address, and how to call it."""
     from burnish.serve.http.sockets import shown_address
 
-    facts, name = engine.facts(), options.api_model_name or answerer.name
-    adapters = f", adapters {', '.join(answerer.adapters)}" if answerer.adapters else ""
+    facts, name = engine.facts(), options.api_model_name or loaded.name
+    adapters = f", adapters {', '.join(loaded.adapters)}" if loaded.adapters else ""
     memory = ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in facts.memory_bytes.items())
     address = shown_address(found)
     shown_key = "" if key is None else ' -H "Authorization: Bearer $API_KEY"'
@@ -208,11 +210,11 @@ def opening_lines(
     made = f", key {key} (made for this start; set API_KEY to choose one)" if key and not options.api_key else ""
     socket_word = f"--unix-socket {address} http://localhost" if options.api_socket else address
     route, unit = "/v1/chat/completions", "answers"
-    if answerer.head is not None:
+    if loaded.head is not None:
         route, unit, body = "/v1/score/evaluation", "scores", json.dumps({"model": name, "messages": ["Hello"]})
     return [
         f"model    {name}{adapters}",
-        f"engine   {facts.seats} {unit} at once, {facts.context:,} tokens each; {memory}",
+        f"engine   {facts.slots} {unit} at once, {facts.context:,} tokens each; {memory}",
         f"address  {address}{made}",
         f"try      curl {socket_word}{route} -H 'Content-Type: application/json'{shown_key} -d '{body}'",
     ]
@@ -223,17 +225,17 @@ async def drain(options: ApiOptions, state: ServerState) -> None:
     from burnish.data.chat.rendering import stop_rendering
     from burnish.serve.api.responses import DRAINING
 
-    desk, phase = state.desk, state.phase
-    if desk is None:
+    service, phase = state.service, state.phase
+    if service is None:
         return
     state.phase = "draining" if phase != "failed" else phase
-    await _until(lambda: not desk.under_way, options.api_drain)
-    for answer in list(desk.under_way):
+    await _until(lambda: not service.under_way, options.api_drain)
+    for answer in list(service.under_way):
         answer.fail(DRAINING)
-    await _until(lambda: not desk.under_way, _LAST_WORDS_S / 2)
+    await _until(lambda: not service.under_way, _LAST_WORDS_S / 2)
     state.prompts.shutdown(wait=False, cancel_futures=True)
     stop_rendering()
-    closing: Awaitable[Any] = in_thread(desk.served.engine.close)
+    closing: Awaitable[Any] = in_thread(service.served.engine.close)
     try:
         await asyncio.wait_for(closing, _LAST_WORDS_S / 2)
     except TimeoutError:

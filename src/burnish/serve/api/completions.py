@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from burnish.inference.types import Ask, Logprob
+from burnish.inference.types import GenerationRequest, Logprob
 from burnish.serve.api.chat_responses import Wire, usage_of
 from burnish.serve.api.requests import ChatRequest, CompletionRequest
-from burnish.serve.api.responses import Choice, Delta, Mailbox, RequestAnswer, queue_full
+from burnish.serve.api.responses import Choice, Delta, OutputQueue, RequestAnswer, queue_full
 from burnish.serve.api.text_responses import Echo, TextLog, TextWire
-from burnish.serve.http.errors import Refusal, openai_error, to_json
+from burnish.serve.http.errors import APIError, openai_error, to_json
 from burnish.serve.http.json_response import Json
 from burnish.serve.http.stream import EventStream, event_text, until_gone
 
@@ -39,7 +39,7 @@ _WRITTEN_IN_PLACE = 1000
 
 
 @dataclass
-class Told:
+class RequestStats:
     """Facts on a finished request, for the log."""
 
     model: str = ""
@@ -51,7 +51,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Desk:
+class CompletionService:
     """Answers requests.
 
     Args:
@@ -61,7 +61,7 @@ class Desk:
     """
 
     served: ServedModel
-    mailbox: Mailbox
+    outputs: OutputQueue
     max_tokens: int
     timeout_s: float
     under_way: set[RequestAnswer]
@@ -70,14 +70,14 @@ class Desk:
         """Hand the choices to the engine.
 
         Raises:
-            Refusal: 429 where they could not be answered in time at the present rate, or too many wait.
+            APIError: 429 where they could not be answered in time at the present rate, or too many wait.
         """
         facts = self.served.engine.facts()
         owed = sum(self._owed(choice) for answer in self.under_way for choice in answer.choices)
-        would_wait, rate = facts.running >= facts.seats, facts.tokens_per_second
+        would_wait, rate = facts.running >= facts.slots, facts.tokens_per_second
         if would_wait and rate > 0 and owed / rate > self.timeout_s:
             raise queue_full(owed / rate)
-        answer = RequestAnswer(self.mailbox, choices)
+        answer = RequestAnswer(self.outputs, choices)
         answer.begin(self.served.engine)
         self.under_way.add(answer)
         return answer
@@ -94,7 +94,7 @@ class Desk:
         """The longest answer: what was asked for, cut to the room that the prompt leaves.
 
         Raises:
-            Refusal: 400 ``context_length_exceeded``, where there is no room.
+            APIError: 400 ``context_length_exceeded``, where there is no room.
         """
         room = self.served.context - len(prompt)
         if room < 1:
@@ -102,42 +102,42 @@ class Desk:
                 f"The prompt has {len(prompt):,} tokens, and prompt and answer together may have "
                 f"{self.served.context:,}. Shorten it."
             )
-            raise Refusal(400, "context_length_exceeded", message, param="messages")
+            raise APIError(400, "context_length_exceeded", message, param="messages")
         return min(self.max_tokens if wanted is None else wanted, self.max_tokens, room)
 
     def refuse_long(self, num_characters: int, param: str) -> None:
-        """Refuse a prompt that cannot fit into the context, whatever its tokens are. Raises Refusal."""
+        """Refuse a prompt that cannot fit into the context, whatever its tokens are. Raises APIError."""
         most = self.served.context * CHARACTERS_PER_TOKEN
         if num_characters > most:
             message = (
                 f"The prompt has {num_characters:,} characters; the context of {self.served.context:,} tokens takes at "
                 f"most {most:,}. Shorten it."
             )
-            raise Refusal(400, "context_length_exceeded", message, param=param)
+            raise APIError(400, "context_length_exceeded", message, param=param)
 
     def text_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
-        """The ids of a text. Tokenizes: called in a thread. Raises Refusal."""
+        """The ids of a text. Tokenizes: called in a thread. Raises APIError."""
         if isinstance(prompt, str):
             self.refuse_long(len(prompt), "prompt")
         return self.served.text_prompt(prompt)
 
-    def ask(self, request: ChatRequest | CompletionRequest, prompt: list[int], index: int) -> Ask:
+    def ask(self, request: ChatRequest | CompletionRequest, prompt: list[int], index: int) -> GenerationRequest:
         """The ask of one choice. Choice i draws with seed + i."""
         beyond = [token for token in request.token_bias if token >= self.served.vocab_size]
         if beyond:
             message = f'"logit_bias" names token {beyond[0]}; the vocabulary has {self.served.vocab_size:,}.'
-            raise Refusal(400, "invalid_value", message, param="logit_bias")
+            raise APIError(400, "invalid_value", message, param="logit_bias")
         if any(not 0 <= token < self.served.vocab_size for token in prompt):
             message = f"The prompt has an id that is not below {self.served.vocab_size:,}, the size of the vocabulary."
-            raise Refusal(400, "invalid_value", message, param="prompt")
-        sampling = self.served.answerer.defaults.changed(request.sampling)
+            raise APIError(400, "invalid_value", message, param="prompt")
+        sampling = self.served.loaded.defaults.changed(request.sampling)
         if request.seed is not None:
             sampling = replace(sampling, seed=request.seed + index)
-        return Ask(
+        return GenerationRequest(
             ids=prompt, max_new_tokens=self.length(request.most_tokens, prompt),
             adapter=self.served.adapter_of(request.model), sampling=sampling, stop_ids=self.served.stop_ids(request),
             min_new_tokens=request.min_tokens, top_logprobs=request.num_logprobs,
-            grammar=self.served.grammar(request, prompt), request=index, deadline=time.monotonic() + self.timeout_s,
+            grammar=self.served.grammar(request, prompt), index=index, deadline=time.monotonic() + self.timeout_s,
         )  # fmt: skip
 
 
@@ -152,23 +152,23 @@ class PreparedRequest:
 
 
 def respond(
-    desk: Desk,
+    service: CompletionService,
     prepared: PreparedRequest,
     is_stream: bool,
-    told: Told,
+    told: RequestStats,
     over: Callable[[], None],
     headers: dict[str, str],
 ) -> Any:
-    """Ask the engine, and return the response that grows from its answer.
+    """GenerationRequest the engine, and return the response that grows from its answer.
 
     Args:
         told: filled in when the answer is over.
         over: called once then, whoever ended it.
     """
-    answer = desk.begin(prepared.choices)
+    answer = service.begin(prepared.choices)
 
     def end() -> None:
-        desk.end(answer)
+        service.end(answer)
         _note(told, answer, prepared.num_prompt_tokens)
         over()
 
@@ -192,7 +192,7 @@ async def _events(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, 
         async for event in events:
             yield event
         yield DONE
-    except Refusal as refusal:
+    except APIError as refusal:
         yield event_text(to_json(openai_error(refusal)))
 
 
@@ -219,7 +219,7 @@ class Watched:
             self.over()
 
 
-def _note(told: Told, answer: RequestAnswer, num_prompt_tokens: int) -> None:
+def _note(told: RequestStats, answer: RequestAnswer, num_prompt_tokens: int) -> None:
     told.prompt_tokens, told.new_tokens, told.first_token_s = num_prompt_tokens, answer.num_tokens, answer.first_token_s
     told.cached_tokens = answer.choices[0].cached_tokens if answer.choices else 0
     told.reason = "+".join(
@@ -230,19 +230,19 @@ def _note(told: Told, answer: RequestAnswer, num_prompt_tokens: int) -> None:
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 
-def prepared_chat(desk: Desk, request: ChatRequest) -> PreparedRequest:
+def prepared_chat(service: CompletionService, request: ChatRequest) -> PreparedRequest:
     """A chat completion up to its answer. Tokenises: called in a thread.
 
     Raises:
-        Refusal: for a model, a prompt or a grammar that cannot be had.
+        APIError: for a model, a prompt or a grammar that cannot be had.
     """
-    served = desk.served
+    served = service.served
     served.adapter_of(request.model)
-    desk.refuse_long(request.num_characters, "messages")
+    service.refuse_long(request.num_characters, "messages")
     prompt = served.chat_prompt(request)
     choices = [
         Choice(
-            desk.ask(request, prompt, index),
+            service.ask(request, prompt, index),
             served.chat_reader(request, prompt),
             ends_with_first_call=not request.parallel_tool_calls,
         )
@@ -269,15 +269,17 @@ def prepared_chat(desk: Desk, request: ChatRequest) -> PreparedRequest:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def prepared_completion(desk: Desk, request: CompletionRequest, prompts: Sequence[list[int]]) -> PreparedRequest:
+def prepared_completion(
+    service: CompletionService, request: CompletionRequest, prompts: Sequence[list[int]]
+) -> PreparedRequest:
     """A text completion up to its answer. Called in a thread.
 
     Args:
         prompts: the ids of the request's prompts.
     Raises:
-        Refusal: for a model or a prompt that cannot be had, and for more log-probabilities than a response may hold.
+        APIError: for a model or a prompt that cannot be had, and for more log-probabilities than a response may hold.
     """
-    served = desk.served
+    served = service.served
     if request.echo and request.logprobs is not None:
         number = sum(map(len, prompts)) * request.num_made * (1 + request.logprobs)
         if number > MOST_LOGPROBS:
@@ -285,9 +287,9 @@ def prepared_completion(desk: Desk, request: CompletionRequest, prompts: Sequenc
                 f'"echo" with "logprobs" asks for {number:,} log-probabilities of prompts; a response holds at most '
                 f"{MOST_LOGPROBS:,}. Send fewer prompts at once, or lower logprobs."
             )
-            raise Refusal(400, "invalid_value", message, param="logprobs")
+            raise APIError(400, "invalid_value", message, param="logprobs")
     choices = [
-        Choice(_text_ask(desk, request, prompt, index), served.text_reader(request))
+        Choice(_text_ask(service, request, prompt, index), served.text_reader(request))
         for prompt in prompts
         for index in range(request.num_made)
     ]
@@ -328,8 +330,10 @@ def _text_event(
     return event_text(to_json(wire.chunk([choice]))) if is_said else b""
 
 
-def _text_ask(desk: Desk, request: CompletionRequest, prompt: list[int], index: int) -> Ask:
-    ask = desk.ask(request, prompt, index)
+def _text_ask(
+    service: CompletionService, request: CompletionRequest, prompt: list[int], index: int
+) -> GenerationRequest:
+    ask = service.ask(request, prompt, index)
     if request.num_made > request.n and request.logprobs is None:
         ask = replace(ask, top_logprobs=0)  # the best are chosen by their likelihood
     if not request.echo or (request.logprobs is None and ask.max_new_tokens):

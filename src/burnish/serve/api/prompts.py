@@ -23,7 +23,7 @@ from burnish.data.tally import Tally
 from burnish.loop.types import Example, Message
 from burnish.serve.api.messages import ChatMessage
 from burnish.serve.api.requests import ChatRequest
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 
 _UNWRITABLE = (ValueError, KeyError, TypeError, AttributeError)
 THOUGHTLESS = ("none", "minimal")
@@ -46,7 +46,7 @@ class Prompter:
         """The prompt of a request.
 
         Raises:
-            Refusal: 400.
+            APIError: 400.
         """
         template = self._under(json.dumps(self._arguments(request), sort_keys=True))
         try:
@@ -61,11 +61,11 @@ class Prompter:
         """The ids of a conversation with its last answer, as a row of training data has them.
 
         Raises:
-            Refusal: 400, where the template cannot write it, and where the last message is not the assistant's.
+            APIError: 400, where the template cannot write it, and where the last message is not the assistant's.
         """
         if request.messages[-1].role != "assistant":
             message = "The last message must be the assistant's: its answer is what gets a score."
-            raise Refusal(400, "invalid_value", message, param="messages")
+            raise APIError(400, "invalid_value", message, param="messages")
         try:
             (row,) = self.template.encode_flat(
                 [self.example(request.model_copy(update={"continue_final_message": False}))], Tally()
@@ -73,12 +73,12 @@ class Prompter:
         except _UNWRITABLE as error:
             raise self._unwritable(error) from error
         if row is None:
-            raise Refusal(400, "invalid_value", "The last answer is empty.", param="messages")
+            raise APIError(400, "invalid_value", "The last answer is empty.", param="messages")
         return [int(token) for token in row["input_ids"]]
 
-    def _unwritable(self, error: Exception) -> Refusal:
+    def _unwritable(self, error: Exception) -> APIError:
         message = f"This model's template ({self.template.name}) cannot write the conversation: {_first_line(error)}"
-        return Refusal(400, "invalid_value", message, param="messages")
+        return APIError(400, "invalid_value", message, param="messages")
 
     def example(self, request: ChatRequest) -> Example:
         """The conversation as a record of training data."""
@@ -89,7 +89,7 @@ class Prompter:
                 f"This model's template ({self.template.name}) tells a model of no tools: leave tools out, or serve "
                 "the model with a template that does."
             )
-            raise Refusal(400, "unsupported_parameter", message, param="tools")
+            raise APIError(400, "unsupported_parameter", message, param="tools")
         system = None
         if messages and messages[0].role in ("system", "developer"):
             system, messages = messages[0].text, messages[1:]
@@ -115,7 +115,7 @@ class Prompter:
         if effort is not None and (self.thinks or effort not in THOUGHTLESS):  # none are none everywhere
             if not self.thinks:
                 message = "This model's template writes no thoughts: leave reasoning_effort out."
-                raise Refusal(400, "unsupported_parameter", message, param="reasoning_effort")
+                raise APIError(400, "unsupported_parameter", message, param="reasoning_effort")
             given.setdefault("enable_thinking", effort not in THOUGHTLESS)
             if "reasoning_effort" in self.reads:
                 given.setdefault("reasoning_effort", effort)
@@ -127,9 +127,9 @@ class Prompter:
         path = f"chat_template_kwargs.{name[:64]}"
         if name not in self.reads:
             message = f'"{path}" is not read by this template. It reads: {", ".join(sorted(self.reads)) or "nothing"}.'
-            raise Refusal(400, "unsupported_parameter", message, param=path)
+            raise APIError(400, "unsupported_parameter", message, param=path)
         if self.template.spec is not None and not isinstance(value, bool | None):
-            raise Refusal(400, "invalid_type", f'"{path}" must be true, false or null.', param=path)
+            raise APIError(400, "invalid_type", f'"{path}" must be true, false or null.', param=path)
 
     @property
     def thinks(self) -> bool:

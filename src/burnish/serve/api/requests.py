@@ -27,7 +27,7 @@ from burnish.serve.api.body import (
     together,
 )
 from burnish.serve.api.messages import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, ChatMessage, NamedTool, Tool
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 
 WITHOUT_EFFECT = frozenset((
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -129,7 +129,7 @@ class BaseRequest(Body):
         """Unknown fields."""
         return tuple(name for name in self.model_extra or () if name not in WITHOUT_EFFECT)
 
-    def problems(self, most_choices: int) -> Iterator[Refusal]:
+    def problems(self, most_choices: int) -> Iterator[APIError]:
         """Find what is wrong between fields."""
         for name, remedy in REFUSED.items():
             if name in (self.model_extra or ()):
@@ -194,7 +194,7 @@ class ChatRequest(BaseRequest):
         is_strict = any(tool.function.strict for tool in self.tools)
         return (*super().ignored, *(("tools.function.strict",) if is_strict else ()))
 
-    def problems(self, most_choices: int) -> Iterator[Refusal]:
+    def problems(self, most_choices: int) -> Iterator[APIError]:
         yield from super().problems(most_choices)
         if self.modalities != ["text"]:
             message = 'is not supported here: leave it out, or send ["text"].'
@@ -206,7 +206,7 @@ class ChatRequest(BaseRequest):
         yield from self._problems_of_tools()
         yield from self._problems_of_order()
 
-    def _problems_of_tools(self) -> Iterator[Refusal]:
+    def _problems_of_tools(self) -> Iterator[APIError]:
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             yield api_error("invalid_value", "tools", "must have different names.")
@@ -216,7 +216,7 @@ class ChatRequest(BaseRequest):
             known = ", ".join(names) or "there are none"
             yield api_error("invalid_value", "tool_choice.function.name", f"must be one of the tools ({known}).")
 
-    def _problems_of_order(self) -> Iterator[Refusal]:
+    def _problems_of_order(self) -> Iterator[APIError]:
         last = self.messages[-1]
         if self.continue_final_message and (last.role != "assistant" or last.calls):
             message = f"must end with an assistant message that can be continued. Received: a message of {last.role}."
@@ -278,7 +278,7 @@ class CompletionRequest(BaseRequest):
         """Completions that are generated for each prompt; the best ``n`` are returned."""
         return self.best_of or self.n
 
-    def problems(self, most_choices: int) -> Iterator[Refusal]:
+    def problems(self, most_choices: int) -> Iterator[APIError]:
         yield from super().problems(most_choices)
         if self.suffix:
             yield api_error("unsupported_parameter", "suffix", "is not supported here: leave it out.")
@@ -338,6 +338,6 @@ def read_request(kind: type[AnyRequest], body: Mapping[str, Any], most_choices: 
     return request
 
 
-def unknown_model(name: str, known: list[str]) -> Refusal:
+def unknown_model(name: str, known: list[str]) -> APIError:
     message = f'There is no model "{name[:100]}". Served: {", ".join(known)}.'
-    return Refusal(404, "model_not_found", message, param="model")
+    return APIError(404, "model_not_found", message, param="model")

@@ -1,12 +1,12 @@
 """A request's answers as they grow: what the engine makes, id by id, becomes deltas; deltas become a stream or a whole.
 
-    answer = RequestAnswer(mailbox, [Choice(ask, reader), ...])
+    answer = RequestAnswer(outputs, [Choice(ask, reader), ...])
     answer.begin(engine)
     async for index, delta in answer.deltas(): ...
 
-The engine calls from its own thread. A ``Mailbox`` carries what it made to the event loop, with one wake-up for a whole
-turn of the engine, and for all that came meanwhile. Each choice keeps one delta that grows until somebody takes it: who
-reads slowly gets fewer, longer deltas and holds up nobody. The whole answer is the same deltas, folded.
+The engine calls from its own thread. An ``OutputQueue`` carries what it made to the event loop, with one wake-up for a
+whole turn of the engine, and for all that came meanwhile. Each choice keeps one delta that grows until somebody takes
+it: who reads slowly gets fewer, longer deltas and holds up nobody. The whole answer is the same deltas, folded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
 from burnish.config.errors import UserError
-from burnish.inference.types import AnswerEngine, Ask, Closed, Full, Logprob, Made, Sink, Ticket
-from burnish.serve.http.errors import Refusal
+from burnish.inference.types import (
+    Closed,
+    Full,
+    GenerationRequest,
+    InferenceEngine,
+    Logprob,
+    OutputCallback,
+    RequestHandle,
+    StepOutput,
+)
+from burnish.serve.http.errors import APIError
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -81,56 +90,56 @@ class DeltaReader(Protocol):
         ...
 
 
-class Mailbox:
+class OutputQueue:
     """From the engine's thread to the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._letters: deque[tuple[Callable[[Made], None], Made]] = deque()
+        self._outputs: deque[tuple[Callable[[StepOutput], None], StepOutput]] = deque()
         self._is_called = threading.Event()
 
-    def to(self, take: Callable[[Made], None]) -> Sink:
-        """A sink for the engine, whose ``Made`` reach ``take`` in the event loop."""
-        return _Slit(self, take)
+    def to(self, take: Callable[[StepOutput], None]) -> OutputCallback:
+        """A callback for the engine, whose ``StepOutput`` reach ``take`` in the event loop."""
+        return _QueuedCallback(self, take)
 
-    def deliver(self, made: Sequence[tuple[Sink, Made]]) -> None:
+    def deliver(self, made: Sequence[tuple[OutputCallback, StepOutput]]) -> None:
         """Take all that one turn of an engine made: one call wakes the loop, which would be in the engine's way after
         the first letter, and again and again."""
-        for sink, each in made:
-            if isinstance(sink, _Slit):
-                self._letters.append((sink.take, each))
+        for callback, each in made:
+            if isinstance(callback, _QueuedCallback):
+                self._outputs.append((callback.take, each))
             else:
-                sink(each)
+                callback(each)
         self._call()
 
-    def put(self, take: Callable[[Made], None], made: Made) -> None:
-        self._letters.append((take, made))
+    def put(self, take: Callable[[StepOutput], None], made: StepOutput) -> None:
+        self._outputs.append((take, made))
         self._call()
 
     def _call(self) -> None:
-        if self._letters and not self._is_called.is_set():
+        if self._outputs and not self._is_called.is_set():
             self._is_called.set()
             try:
                 self._loop.call_soon_threadsafe(self._empty)
             except RuntimeError:  # the loop has ended, and with it whoever waited
-                self._letters.clear()
+                self._outputs.clear()
 
     def _empty(self) -> None:
         self._is_called.clear()  # first: what comes from now on calls again
-        while self._letters:
-            take, made = self._letters.popleft()
+        while self._outputs:
+            take, made = self._outputs.popleft()
             take(made)
 
 
 @dataclass(frozen=True)
-class _Slit:
-    """A sink of a mailbox."""
+class _QueuedCallback:
+    """A callback of a outputs."""
 
-    mailbox: Mailbox
-    take: Callable[[Made], None]
+    outputs: OutputQueue
+    take: Callable[[StepOutput], None]
 
-    def __call__(self, made: Made) -> None:
-        self.mailbox.put(self.take, made)
+    def __call__(self, made: StepOutput) -> None:
+        self.outputs.put(self.take, made)
 
 
 class Choice:
@@ -142,11 +151,11 @@ class Choice:
         ends_with_first_call: the answer is over with its first whole call.
     """
 
-    def __init__(self, ask: Ask, reader: DeltaReader, ends_with_first_call: bool = False) -> None:
+    def __init__(self, ask: GenerationRequest, reader: DeltaReader, ends_with_first_call: bool = False) -> None:
         self.ask, self.reader, self.ends_with_first_call = ask, reader, ends_with_first_call
-        self.ticket: Ticket | None = None
+        self.handle: RequestHandle | None = None
         self.delta = Delta()
-        self.error: Refusal | None = None
+        self.error: APIError | None = None
         self.reason: FinishReason | None = None
         self.prompt_logprobs: tuple[Logprob, ...] = ()
         self.num_tokens = self.cached_tokens = 0
@@ -160,7 +169,7 @@ class Choice:
     def is_over(self) -> bool:
         return self.reason is not None or self.error is not None
 
-    def take(self, made: Made) -> None:
+    def take(self, made: StepOutput) -> None:
         """One step's result."""
         if self.is_over:
             return
@@ -209,43 +218,43 @@ _RETRY_S = 0.2
 class RequestAnswer:
     """All choices of a request."""
 
-    def __init__(self, mailbox: Mailbox, choices: Sequence[Choice]) -> None:
-        self.mailbox, self.choices = mailbox, choices
+    def __init__(self, outputs: OutputQueue, choices: Sequence[Choice]) -> None:
+        self.outputs, self.choices = outputs, choices
         self._changed = asyncio.Event()
         self._pending = deque(choices)
         self._at_once = 1
-        self._engine: AnswerEngine | None = None
+        self._engine: InferenceEngine | None = None
         self.begun_s = time.monotonic()
         self.first_token_s: float | None = None
 
-    def begin(self, engine: AnswerEngine) -> None:
+    def begin(self, engine: InferenceEngine) -> None:
         """Submit as many choices as the engine has slots. Each of the others follows when one has ended, at the end of
         the queue, so that a request of many choices does not keep other requests waiting until all are done.
 
         Raises:
-            Refusal: 429 where too many wait, 503 where the engine takes none, 400 for what can never be answered.
+            APIError: 429 where too many wait, 503 where the engine takes none, 400 for what can never be answered.
         """
-        self._engine, self._at_once = engine, max(1, engine.facts().seats)
+        self._engine, self._at_once = engine, max(1, engine.facts().slots)
         try:
             self._submit_more(engine)
         except Full as error:
             self.cancel()
             raise queue_full(error.retry_after_s) from error
-        except Refusal:
+        except APIError:
             self.cancel()
             raise
 
-    def _submit_more(self, engine: AnswerEngine) -> None:
-        """Raises Full, and Refusal."""
-        under_way = sum(choice.ticket is not None and not choice.is_over for choice in self.choices)
+    def _submit_more(self, engine: InferenceEngine) -> None:
+        """Raises Full, and APIError."""
+        under_way = sum(choice.handle is not None and not choice.is_over for choice in self.choices)
         while self._pending and under_way < self._at_once:
             choice = self._pending[0]
             try:
-                choice.ticket = engine.submit(choice.ask, self.mailbox.to(self._taker(choice)))
+                choice.handle = engine.submit(choice.ask, self.outputs.to(self._taker(choice)))
             except Closed as error:
                 raise DRAINING from error
             except UserError as error:
-                raise Refusal(400, "invalid_value", str(error)) from error
+                raise APIError(400, "invalid_value", str(error)) from error
             self._pending.popleft()
             under_way += 1
 
@@ -256,11 +265,11 @@ class RequestAnswer:
             self._submit_more(self._engine)
         except Full:
             asyncio.get_running_loop().call_later(_RETRY_S, self._go_on)
-        except Refusal as refusal:
+        except APIError as refusal:
             self.fail(refusal)
 
-    def _taker(self, choice: Choice) -> Callable[[Made], None]:
-        def take(made: Made) -> None:
+    def _taker(self, choice: Choice) -> Callable[[StepOutput], None]:
+        def take(made: StepOutput) -> None:
             was_over = choice.is_over
             choice.take(made)
             if made.ids and self.first_token_s is None:
@@ -273,7 +282,7 @@ class RequestAnswer:
 
         return take
 
-    def fail(self, refusal: Refusal) -> None:
+    def fail(self, refusal: APIError) -> None:
         """End all choices that are not over."""
         self._pending.clear()
         for choice in self.choices:
@@ -290,14 +299,14 @@ class RequestAnswer:
                 self._cancel(choice)
 
     def _cancel(self, choice: Choice) -> None:
-        if choice.ticket is not None and self._engine is not None:
-            self._engine.cancel(choice.ticket)
+        if choice.handle is not None and self._engine is not None:
+            self._engine.cancel(choice.handle)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """Growth, choice by choice, until all are over.
 
         Raises:
-            Refusal: where one failed.
+            APIError: where one failed.
         """
         while True:
             await self._changed.wait()
@@ -319,23 +328,23 @@ class RequestAnswer:
 _STATUS = {"grammar_failed": 400, "non_finite_logits": 503, "out_of_memory": 503, "internal_error": 500}
 
 
-def refusal_of(made: Made) -> Refusal:
+def refusal_of(made: StepOutput) -> APIError:
     """Reason why an ask ended before its time. An engine's sentence begins with a code: ``out_of_memory: ...``."""
     if made.error is None:
         return DRAINING
     if made.reason == "cancelled":
-        return Refusal(504, "timeout", "The answer was not ready in the time that a request may take (api_timeout).")
+        return APIError(504, "timeout", "The answer was not ready in the time that a request may take (api_timeout).")
     code, _, rest = made.error.what.partition(": ")
     if code in _STATUS:
-        return Refusal(_STATUS[code], code, rest)
-    return Refusal(500, "internal_error", made.error.what)
+        return APIError(_STATUS[code], code, rest)
+    return APIError(500, "internal_error", made.error.what)
 
 
-DRAINING = Refusal(503, "draining", "The server is ending; what was answered until now is all.")
+DRAINING = APIError(503, "draining", "The server is ending; what was answered until now is all.")
 
 
-def queue_full(retry_after_s: float) -> Refusal:
+def queue_full(retry_after_s: float) -> APIError:
     """429 with when to come again, 1 to 60 seconds: the openai client waits that long."""
     seconds = min(60, max(1, round(retry_after_s)))
     message = f"Too many requests wait already. Come again in {seconds} s."
-    return Refusal(429, "queue_full", message, headers={"Retry-After": str(seconds)})
+    return APIError(429, "queue_full", message, headers={"Retry-After": str(seconds)})

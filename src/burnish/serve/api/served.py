@@ -16,16 +16,16 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from burnish.config.errors import UserError
-from burnish.inference.loaded_model import Answerer
+from burnish.inference.loaded_model import LoadedModel
 from burnish.inference.replies.grammar import Grammars
 from burnish.inference.replies.replies import Reply, ReplyPiece
 from burnish.inference.replies.reply_forms import ReplyForm, opens_thought, schemas_of
 from burnish.inference.scoring import ScoreEngine
-from burnish.inference.types import BASE, AnswerEngine, Grammar
+from burnish.inference.types import BASE, Grammar, InferenceEngine
 from burnish.serve.api.prompts import Prompter
 from burnish.serve.api.requests import BaseRequest, ChatRequest, CompletionRequest, unknown_model
 from burnish.serve.api.responses import AnswerCall, Delta
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 
 Reasoning = Literal["field", "inline", "drop"]
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -41,22 +41,22 @@ class ServedModel:
     """
 
     def __init__(
-        self, answerer: Answerer, engine: AnswerEngine, name: str, aliases: Sequence[str] = (),
+        self, loaded: LoadedModel, engine: InferenceEngine, name: str, aliases: Sequence[str] = (),
         reasoning: Reasoning = "field", fingerprint: str = "",
     ) -> None:  # fmt: skip
         self.scorer = engine if isinstance(engine, ScoreEngine) else None
-        self.answerer, self.engine, self.name, self.reasoning = answerer, engine, name, reasoning
+        self.loaded, self.engine, self.name, self.reasoning = loaded, engine, name, reasoning
         self.fingerprint = f"fp_{hashlib.sha256(fingerprint.encode()).hexdigest()[:10]}"
-        self.context, self.vocab_size = answerer.context, len(answerer.tokenizer)
-        self.prompter = Prompter(answerer.template)
+        self.context, self.vocab_size = loaded.context, len(loaded.tokenizer)
+        self.prompter = Prompter(loaded.template)
         self.created = int(time.time())
         self._names = {name: BASE, **dict.fromkeys(aliases, BASE)}
-        for adapter in answerer.adapters:
+        for adapter in loaded.adapters:
             self._names |= {adapter: adapter, f"{name}:{adapter}": adapter}
-        self.shown = lru_cache(maxsize=65536)(TokenPieces(answerer.tokenizer))
+        self.shown = lru_cache(maxsize=65536)(TokenPieces(loaded.tokenizer))
 
     def adapter_of(self, model: str) -> str:
-        """The adapter, or BASE, that a request's ``model`` names. Raises Refusal 404."""
+        """The adapter, or BASE, that a request's ``model`` names. Raises APIError 404."""
         if model not in self._names:
             raise unknown_model(model, list(self._names))
         return self._names[model]
@@ -86,22 +86,22 @@ class ServedModel:
         text: a control token's name in it is no control token."""
         if not isinstance(prompt, str):
             return list(prompt)
-        tokenizer = self.answerer.tokenizer
+        tokenizer = self.loaded.tokenizer
         ids = list(tokenizer(prompt, split_special_tokens=True)["input_ids"])
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
         if not ids:
-            raise Refusal(400, "invalid_value", '"prompt" must hold at least one token.', param="prompt")
+            raise APIError(400, "invalid_value", '"prompt" must hold at least one token.', param="prompt")
         return [int(token) for token in ids]
 
     def scored_text(self, text: str | ChatRequest) -> list[int]:
         """The ids of a text as it is, control tokens too (LLaMA-Factory's way), or of a conversation as it trained."""
         if not isinstance(text, str):
             return self.prompter.whole(text)
-        return [int(token) for token in self.answerer.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return [int(token) for token in self.loaded.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def text_of(self, ids: Sequence[int]) -> str:
-        text: str = self.answerer.tokenizer.decode(
+        text: str = self.loaded.tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
@@ -109,7 +109,7 @@ class ServedModel:
     # --- replies ------------------------------------------------------------------------------------------------------
 
     def chat_reader(self, request: ChatRequest, prompt: Sequence[int]) -> ReplyReader:
-        form, tokenizer = self.answerer.form, self.answerer.tokenizer
+        form, tokenizer = self.loaded.form, self.loaded.tokenizer
         reply = Reply(
             form, tokenizer, offered=schemas_of(request.offered), stop=request.stop, stop_ids=self.stop_ids(request),
             in_thought=opens_thought(prompt, form, tokenizer), skips_special=request.skip_special_tokens,
@@ -120,7 +120,7 @@ class ServedModel:
     def text_reader(self, request: BaseRequest) -> ReplyReader:
         form = ReplyForm(thought_words=("", ""))
         reply = Reply(
-            form, self.answerer.tokenizer, stop=request.stop, stop_ids=self.stop_ids(request),
+            form, self.loaded.tokenizer, stop=request.stop, stop_ids=self.stop_ids(request),
             skips_special=request.skip_special_tokens,
         )  # fmt: skip
         return ReplyReader(reply, "field", form)
@@ -129,14 +129,14 @@ class ServedModel:
         """The grammar of an answer, if the request asks for one; it begins where an open thought ends.
 
         Raises:
-            Refusal: 400, for a schema or a tool format that cannot be held to.
+            APIError: 400, for a schema or a tool format that cannot be held to.
         """
-        wanted, form = request.response_format, self.answerer.form
+        wanted, form = request.response_format, self.loaded.form
         calls = request.required if isinstance(request, ChatRequest) else []
         if (wanted is None or wanted.type == "text") and not calls:
             return None
         param = "tool_choice" if calls else "response_format"
-        is_open = isinstance(request, ChatRequest) and opens_thought(prompt, form, self.answerer.tokenizer)
+        is_open = isinstance(request, ChatRequest) and opens_thought(prompt, form, self.loaded.tokenizer)
         waits_for = form.thought_words[1] if is_open else ""
         try:
             if isinstance(request, ChatRequest) and calls:
@@ -147,16 +147,16 @@ class ServedModel:
                 return self.grammars.json_schema(wanted.json_schema.schema_, waits_for)
             return self.grammars.json_object(waits_for)
         except UserError as error:
-            raise Refusal(400, "unsupported_parameter", f'"{param}": {error}', param=param) from error
+            raise APIError(400, "unsupported_parameter", f'"{param}": {error}', param=param) from error
 
     @cached_property
     def grammars(self) -> Grammars:
-        model: Any = self.answerer.model
+        model: Any = self.loaded.model
         rows = model.get_output_embeddings().weight.shape[0] if model is not None else self.vocab_size
-        return Grammars(self.answerer.tokenizer, self.answerer.stop_ids, rows)
+        return Grammars(self.loaded.tokenizer, self.loaded.stop_ids, rows)
 
     def stop_ids(self, request: BaseRequest) -> frozenset[int]:
-        own = () if request.ignore_eos else self.answerer.stop_ids
+        own = () if request.ignore_eos else self.loaded.stop_ids
         return frozenset((*own, *request.stop_token_ids))
 
 

@@ -84,8 +84,8 @@ class AnswerEnded:
     error: str = ""
 
 
-class Partner(Protocol):
-    """A partner that answers."""
+class Backend(Protocol):
+    """A backend that answers."""
 
     name: str
     adapters: tuple[str, ...]
@@ -99,34 +99,34 @@ class Partner(Protocol):
     def close(self) -> None: ...
 
 
-class LocalPartner:
+class LocalBackend:
     """The engine in this process."""
 
-    def __init__(self, answerer: Any, engine: Any) -> None:
+    def __init__(self, loaded: Any, engine: Any) -> None:
         from burnish.serve.api.prompts import Prompter
 
-        self.answerer, self.engine = answerer, engine
-        self.name, self.adapters = answerer.name, tuple(answerer.adapters)
-        self.prompter = Prompter(answerer.template)
+        self.loaded, self.engine = loaded, engine
+        self.name, self.adapters = loaded.name, tuple(loaded.adapters)
+        self.prompter = Prompter(loaded.template)
 
     def defaults(self) -> dict[str, Any]:
-        sampling = self.answerer.defaults
+        sampling = self.loaded.defaults
         values = {name: getattr(sampling, name, None) for name in SETTINGS}
-        return {**values, "max_new_tokens": self.answerer.max_new_tokens, "do_sample": sampling.temperature > 0}
+        return {**values, "max_new_tokens": self.loaded.max_new_tokens, "do_sample": sampling.temperature > 0}
 
     def answer(self, request: Request) -> Iterator[Event]:
         from burnish.inference.replies.replies import Reply
         from burnish.inference.replies.reply_forms import opens_thought, schemas_of
 
-        answerer = self.answerer
+        loaded = self.loaded
         ids, began = self._prompt(request), time.monotonic()
-        form, tokenizer = answerer.form, answerer.tokenizer
+        form, tokenizer = loaded.form, loaded.tokenizer
         reply = Reply(
-            form, tokenizer, offered=schemas_of(request.tools), stop_ids=answerer.stop_ids,
+            form, tokenizer, offered=schemas_of(request.tools), stop_ids=loaded.stop_ids,
             in_thought=opens_thought(ids, form, tokenizer),
         )  # fmt: skip
         made: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        ticket = self.engine.submit(self._ask(ids, request), made.put)
+        handle = self.engine.submit(self._ask(ids, request), made.put)
         found: list[int] = []
         chances: list[float] = []
         first, reason, error = 0.0, "", ""
@@ -141,14 +141,14 @@ class LocalPartner:
                 reason, error = step.reason or "", str(step.error or "")
         finally:
             if not reason:
-                self.engine.cancel(ticket)
+                self.engine.cancel(handle)
         for piece in reply.end():
             yield _event(piece)
         now = time.monotonic()
         yield Event(
             "end",
             end=AnswerEnded(
-                reason, len(found), max(first - began, 0.0), now - began, answerer.context - len(ids) - len(found),
+                reason, len(found), max(first - began, 0.0), now - began, loaded.context - len(ids) - len(found),
                 tuple(ids), tuple(found), tuple(chances), error,
             ),
         )  # fmt: skip
@@ -156,7 +156,7 @@ class LocalPartner:
     def _prompt(self, request: Request) -> list[int]:
         from burnish.serve.api.body import read
         from burnish.serve.api.requests import ChatRequest
-        from burnish.serve.http.errors import Refusal
+        from burnish.serve.http.errors import APIError
 
         arguments = {} if request.thinks is None else {"enable_thinking": request.thinks}
         body = {
@@ -165,22 +165,22 @@ class LocalPartner:
         }  # fmt: skip
         try:
             return self.prompter.ids(read(ChatRequest, body))
-        except Refusal as refusal:
+        except APIError as refusal:
             raise UserError(str(refusal)) from refusal
 
     def _ask(self, ids: list[int], request: Request) -> Any:
-        from burnish.inference.types import BASE, Ask
+        from burnish.inference.types import BASE, GenerationRequest
 
         given = dict(request.settings)
-        most = given.pop("max_new_tokens", self.answerer.max_new_tokens)
-        sampling = self.answerer.defaults.changed(given)
-        return Ask(
-            ids, most, adapter=request.adapter or BASE, sampling=sampling, stop_ids=frozenset(self.answerer.stop_ids),
+        most = given.pop("max_new_tokens", self.loaded.max_new_tokens)
+        sampling = self.loaded.defaults.changed(given)
+        return GenerationRequest(
+            ids, most, adapter=request.adapter or BASE, sampling=sampling, stop_ids=frozenset(self.loaded.stop_ids),
             top_logprobs=0,
         )  # fmt: skip
 
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
-        tokenizer = self.answerer.tokenizer
+        tokenizer = self.loaded.tokenizer
         special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
         return [(tokenizer.decode([i], skip_special_tokens=False), i in special) for i in ids]
 
@@ -199,7 +199,7 @@ _NAMES = {"max_new_tokens": "max_completion_tokens"}
 """Settings that OpenAI calls otherwise."""
 
 
-class UrlPartner:
+class ServerBackend:
     """A server with OpenAI's API. The key is that of OPENAI_API_KEY.
 
     Args:

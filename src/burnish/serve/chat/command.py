@@ -18,9 +18,9 @@ from burnish.config.errors import MissingExtraError, UserError
 from burnish.config.secrets import without_secrets
 from burnish.report.streams import say
 from burnish.serve.api.options import with_adapters
-from burnish.serve.chat.backends import SETTINGS, LocalPartner, Partner, Request, UrlPartner
-from burnish.serve.chat.console import Screen, history_file, is_typed
-from burnish.serve.chat.session import Talk
+from burnish.serve.chat.backends import SETTINGS, Backend, LocalBackend, Request, ServerBackend
+from burnish.serve.chat.console import Console, history_file, is_typed
+from burnish.serve.chat.session import ChatSession
 from burnish.utils.sigint import interruptible
 
 NEEDED = ("pydantic",)
@@ -48,19 +48,19 @@ def chat(words: Sequence[str]) -> int:
     once = own.once
     if once is None and not is_typed():
         once = sys.stdin.read().strip() if sys.stdin is not None else ""
-    partner, settings, lines = _partner(own, is_quiet=once is not None)
+    backend, settings, lines = _partner(own, is_quiet=once is not None)
     try:
         if once is not None:
-            return _answer_once(partner, Request(_messages(own.system, once), settings))
-        screen = Screen(history_file() if own.keeps_history else None)
+            return _answer_once(backend, Request(_messages(own.system, once), settings))
+        console = Console(history_file() if own.keeps_history else None)
         for line in lines:
-            screen.say(without_secrets(line), "dim")
+            console.say(without_secrets(line), "dim")
         interruptible()  # Ctrl-C ends an answer or a line, not the conversation
-        status = Talk(partner, screen, settings, own.system).run()
-        screen.keep_history()
+        status = ChatSession(backend, console, settings, own.system).run()
+        console.keep_history()
         return status
     finally:
-        partner.close()
+        backend.close()
 
 
 def _read(words: Sequence[str]) -> _Words:
@@ -80,32 +80,32 @@ def _read(words: Sequence[str]) -> _Words:
     return found
 
 
-def _partner(own: _Words, is_quiet: bool) -> tuple[Partner, dict[str, Any], list[str]]:
+def _partner(own: _Words, is_quiet: bool) -> tuple[Backend, dict[str, Any], list[str]]:
     """Partners, the settings of the command line, and the lines that say so."""
     if own.url:
         if own.others:
             what = f"with --url the server has its own options. Received: {' '.join(own.others)}."
             raise UserError(what, remedy="/set changes how answers are drawn.")
-        away = UrlPartner(own.url, own.model)
+        away = ServerBackend(own.url, own.model)
         return away, {}, [f"{away.name} at {away.url}", "/help lists what can be typed"]
-    from burnish.inference.loading import engine_of, load_answerer
+    from burnish.inference.loading import engine_of, load_for_inference
     from burnish.run.plan.plan import placing
     from burnish.serve.command_line import serving_of
 
     serving = serving_of(own.others)
     notes: list[str] = []
     with placing(serving.provenance):
-        answerer = load_answerer(serving.options, serving.name, notes.append)
-    engine = engine_of(answerer)
+        loaded = load_for_inference(serving.options, serving.name, notes.append)
+    engine = engine_of(loaded)
     given = {name: getattr(serving.options, name) for name in SETTINGS if name in serving.provenance}
     facts = engine.facts()
-    template = f"template: {answerer.template.name}"
-    adapters = f"; adapters: {', '.join(answerer.adapters)}" if answerer.adapters else ""
+    template = f"template: {loaded.template.name}"
+    adapters = f"; adapters: {', '.join(loaded.adapters)}" if loaded.adapters else ""
     weights = facts.memory_bytes.get("weights", 0) / 1e6
     where = f"{weights:,.0f} MB of weights" if weights else f"answered by {facts.way}"
     said = getattr(engine, "note", "")
     lines = [
-        f"{answerer.name}: {where}, {answerer.context:,} tokens of context{adapters}",
+        f"{loaded.name}: {where}, {loaded.context:,} tokens of context{adapters}",
         template + "".join(f"; {note}" for note in notes if "writes other prompts" in note),
         *([said] if said else []),
         "/help lists what can be typed",
@@ -113,7 +113,7 @@ def _partner(own: _Words, is_quiet: bool) -> tuple[Partner, dict[str, Any], list
     if is_quiet:
         for note in (note for note in notes if "writes other prompts" in note):
             say(note, sys.stderr)
-    return LocalPartner(answerer, engine), given, lines
+    return LocalBackend(loaded, engine), given, lines
 
 
 def _messages(system: str, text: str) -> list[dict[str, str]]:
@@ -121,18 +121,18 @@ def _messages(system: str, text: str) -> list[dict[str, str]]:
     return [*first, {"role": "user", "content": text}]
 
 
-def _answer_once(partner: Partner, request: Request) -> int:
+def _answer_once(backend: Backend, request: Request) -> int:
     """Print one answer, and nothing else."""
     if not request.messages[-1]["content"]:
         raise UserError("there is no message: standard input is empty.", remedy='Give one: --once "text".')
-    screen, status = Screen(), 0
-    for event in partner.answer(request):
+    console, status = Console(), 0
+    for event in backend.answer(request):
         if event.kind == "content":
-            screen.stream(event.text)
+            console.stream(event.text)
         elif event.call is not None:
-            screen.say(json.dumps(event.call, ensure_ascii=False))
+            console.say(json.dumps(event.call, ensure_ascii=False))
         elif event.end is not None and event.end.reason == "failed":
             say(str(event.end.error), sys.stderr)
             status = 1
-    screen.end_stream()
+    console.end_stream()
     return status

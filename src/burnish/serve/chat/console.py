@@ -49,7 +49,7 @@ def is_typed() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-class Screen:
+class Console:
     """A terminal, or what stands in for one.
 
     Args:

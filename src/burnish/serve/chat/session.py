@@ -1,6 +1,6 @@
 """A conversation at a terminal, and what each typed line does to it.
 
-In: lines. Out: answers on the screen; a conversation that can be saved as a record to train on. Nothing that a model
+In: lines. Out: answers on the console; a conversation that can be saved as a record to train on. Nothing that a model
 asks for is ever run: a call is shown, and waits for what a person types.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from burnish.config.conversion import as_type
 from burnish.config.errors import UserError, did_you_mean
-from burnish.serve.chat.backends import SETTINGS, AnswerEnded, Partner, Request, WireMessage
-from burnish.serve.chat.console import Screen
+from burnish.serve.chat.backends import SETTINGS, AnswerEnded, Backend, Request, WireMessage
+from burnish.serve.chat.console import Console
 from burnish.serve.chat.records import read_record
 from burnish.utils.files import expanded
 
@@ -38,18 +38,18 @@ text                  a message; a \\ at the end goes on, \"\"\" opens and close
 """
 
 
-class Talk:
+class ChatSession:
     """One conversation.
 
     Args:
-        partner: who answers.
+        backend: who answers.
         settings: those of the command line.
     """
 
     def __init__(
-        self, partner: Partner, screen: Screen, settings: Mapping[str, Any] | None = None, system: str = ""
+        self, backend: Backend, console: Console, settings: Mapping[str, Any] | None = None, system: str = ""
     ) -> None:
-        self.partner, self.screen = partner, screen
+        self.backend, self.console = backend, console
         self.settings = dict(settings or {})
         self._from_start = set(self.settings)
         self.messages: list[WireMessage] = []
@@ -69,16 +69,16 @@ class Talk:
         while True:
             begun, self._begun = self._begun, ""
             try:
-                line = self.screen.ask("> ", begun)
+                line = self.console.ask("> ", begun)
             except EOFError:
-                self.screen.say()
+                self.console.say()
                 return status
             except KeyboardInterrupt:  # the first clears the line, a second one leaves
-                self.screen.say("\n(Ctrl-C once more, or Ctrl-D, leaves)", "dim")
+                self.console.say("\n(Ctrl-C once more, or Ctrl-D, leaves)", "dim")
                 try:
-                    line = self.screen.ask("> ")
+                    line = self.console.ask("> ")
                 except (EOFError, KeyboardInterrupt):
-                    self.screen.say()
+                    self.console.say()
                     return status
             if line.strip() in ("/exit", "exit", "/quit"):
                 return status
@@ -97,15 +97,15 @@ class Talk:
             else:
                 return self.say(line.strip("\n"))
         except UserError as error:
-            self.screen.tell(str(error), "red")
+            self.console.tell(str(error), "red")
             return 1
         except KeyboardInterrupt:  # in a command, or behind the last word of an answer
-            self.screen.say("[stopped]", "yellow")
+            self.console.say("[stopped]", "yellow")
         return 0
 
     def _command(self, name: str, rest: str) -> int:
         commands: dict[str, Callable[[str], int | None]] = {
-            "help": lambda _: self.screen.tell(HELP), "system": self._system, "set": self._set,
+            "help": lambda _: self.console.tell(HELP), "system": self._system, "set": self._set,
             "think": self._think, "tools": self._tools, "answer": self._answer, "retry": lambda _: self._retry(),
             "undo": lambda _: self._undo(), "edit": lambda _: self._edit(), "adapter": self._adapter,
             "both": self._both, "tokens": self._tokens, "prompt": lambda _: self._prompt(), "save": self._save,
@@ -118,7 +118,7 @@ class Talk:
     def begin_anew(self) -> None:
         self.messages = []
         self.last, self._retries = None, 0
-        self.screen.say("A new conversation.", "dim")
+        self.console.say("A new conversation.", "dim")
 
     # --- answering ----------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Talk:
         return self._respond([*self.messages, {"role": "user", "content": text}])
 
     def _respond(self, messages: list[WireMessage]) -> int:
-        """Let the partner answer these messages; where no answer comes the conversation stays as it was."""
+        """Let the backend answer these messages; where no answer comes the conversation stays as it was."""
         before, self.messages = self.messages, messages
         found = None
         try:
@@ -154,28 +154,28 @@ class Talk:
         thought, began, thought_s = "", time.monotonic(), 0.0
         calls: list[dict[str, Any]] = []
         ended = None
-        with closing(self.partner.answer(request)) as events:  # type: ignore[type-var]
+        with closing(self.backend.answer(request)) as events:  # type: ignore[type-var]
             try:
                 for event in events:
                     if event.kind == "thought":
                         thought += event.text
                         thought_s = time.monotonic() - began
                         if self.thoughts == "show":
-                            self.screen.stream(event.text, "dim")
+                            self.console.stream(event.text, "dim")
                     elif event.kind == "content":
                         if thought and not found["content"]:
                             self._end_thought(thought, thought_s)
                         found["content"] += event.text
-                        self.screen.stream(event.text)
+                        self.console.stream(event.text)
                     elif event.kind == "call" and event.call is not None:
                         calls.append(_call(event.call, len(self.messages), len(calls)))
                     else:
                         ended = event.end
             except KeyboardInterrupt:
-                self.screen.stream(" [stopped]", "yellow")
+                self.console.stream(" [stopped]", "yellow")
         if thought and not found["content"]:
             self._end_thought(thought, thought_s)
-        self.screen.end_stream()
+        self.console.end_stream()
         self._show_calls(calls)
         if thought:
             found["reasoning_content"] = thought
@@ -186,20 +186,20 @@ class Talk:
 
     def _end_thought(self, thought: str, seconds: float) -> None:
         if self.thoughts == "hide":
-            self.screen.say(f"thought {seconds:.1f} s, {len(thought):,} characters", "dim")
+            self.console.say(f"thought {seconds:.1f} s, {len(thought):,} characters", "dim")
         else:
-            self.screen.say()
+            self.console.say()
 
     def _show_calls(self, calls: list[dict[str, Any]]) -> None:
         for call in calls:
             function = call["function"]
             width = max(len(function["name"]) + 6, *(len(line) for line in function["arguments"].splitlines()), 20)
-            self.screen.say(f"┌─ {function['name']} {'─' * (width - len(function['name']) - 3)}", "cyan")
+            self.console.say(f"┌─ {function['name']} {'─' * (width - len(function['name']) - 3)}", "cyan")
             for line in function["arguments"].splitlines() or [""]:
-                self.screen.say(f"│ {line}", "cyan")
-            self.screen.say(f"└{'─' * width}", "cyan")
+                self.console.say(f"│ {line}", "cyan")
+            self.console.say(f"└{'─' * width}", "cyan")
         if calls:
-            self.screen.say("Nothing was run. /answer gives what it came back with.", "dim")
+            self.console.say("Nothing was run. /answer gives what it came back with.", "dim")
 
     def _measured(self, ended: AnswerEnded | None) -> bool:
         """The dim line below an answer; false where it failed."""
@@ -207,7 +207,7 @@ class Talk:
         if ended is None:
             return True  # stopped
         if ended.error and ended.reason == "failed":
-            self.screen.tell(ended.error, "red")
+            self.console.tell(ended.error, "red")
             return False
         parts = []
         if ended.tokens is not None:
@@ -218,14 +218,14 @@ class Talk:
             parts.append(f"{ended.left:,} tokens of context left")
         if ended.reason == "length":
             parts.append("cut by max_new_tokens")
-        self.screen.tell(", ".join(parts), "dim")
+        self.console.tell(", ".join(parts), "dim")
         return True
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def _system(self, text: str) -> None:
         if not text:
-            self.screen.say(self.system or "There is no system message.", "dim")
+            self.console.say(self.system or "There is no system message.", "dim")
             return
         self.system = text
         self.begin_anew()
@@ -247,11 +247,11 @@ class Talk:
         return None
 
     def _show_settings(self) -> None:
-        given, defaults = self.settings, self.partner.defaults()
+        given, defaults = self.settings, self.backend.defaults()
         for name in SETTINGS:
             who = "the command line" if name in self._from_start else "you" if name in given else "the model"
             value = given.get(name, defaults.get(name))
-            self.screen.say(
+            self.console.say(
                 f"  {name:<20}{'not set' if value is None else value!s:<12} {who if value is not None else ''}"
             )
 
@@ -270,7 +270,7 @@ class Talk:
                 raise UserError(f"{text}: a JSON list of tools is expected.")
             self.tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed]
         names = [tool["function"].get("name", "?") for tool in self.tools]
-        self.screen.say(f"Offered: {', '.join(names)}." if names else "No tools are offered.", "dim")
+        self.console.say(f"Offered: {', '.join(names)}." if names else "No tools are offered.", "dim")
 
     def _open_calls(self) -> list[str]:
         """The ids of calls that wait for an answer."""
@@ -302,7 +302,7 @@ class Talk:
         while self.messages and self.messages.pop()["role"] != "user":
             pass
         shown = self.messages[-1]["content"][:60] if self.messages else "the beginning"
-        self.screen.say(f"Back to: {shown}", "dim")
+        self.console.say(f"Back to: {shown}", "dim")
 
     def _edit(self) -> None:
         place = next((at for at in range(len(self.messages) - 1, -1, -1) if self.messages[at]["role"] == "user"), None)
@@ -316,7 +316,7 @@ class Talk:
 
     def _known(self, name: str) -> str:
         """An adapter by the name that requests have for it."""
-        known = ("base", *self.partner.adapters)
+        known = ("base", *self.backend.adapters)
         if name not in known:
             raise UserError(f'There is no adapter "{name}". Known: {", ".join(known)}.')
         return "" if name == "base" else name
@@ -329,30 +329,30 @@ class Talk:
             raise UserError("There is no question yet.")
         first = [{"role": "system", "content": self.system}] if self.system else []
         for adapter in (self.adapter, other):
-            self.screen.say(f"{adapter or 'base'}:", "bold")
+            self.console.say(f"{adapter or 'base'}:", "bold")
             self._listen(self._request(messages=[*first, *asked], adapter=adapter))
 
     def _tokens(self, text: str) -> None:
         last = self._last_ids()
         self._show_pieces(last.prompt, ())
-        self.screen.say()
+        self.console.say()
         self._show_pieces(last.ids, last.chances if text == "p" else ())
-        self.screen.say()
-        self.screen.say(f"{len(last.prompt)} tokens of prompt: {list(last.prompt)}", "dim")
-        self.screen.say(f"{len(last.ids)} tokens of answer: {list(last.ids)}", "dim")
+        self.console.say()
+        self.console.say(f"{len(last.prompt)} tokens of prompt: {list(last.prompt)}", "dim")
+        self.console.say(f"{len(last.ids)} tokens of answer: {list(last.ids)}", "dim")
 
     def _show_pieces(self, ids: tuple[int, ...], chances: tuple[float, ...]) -> None:
-        for at, (piece, is_control) in enumerate(self.partner.pieces(ids)):
+        for at, (piece, is_control) in enumerate(self.backend.pieces(ids)):
             chance = chances[at] if at < len(chances) else None
             colour = "yellow" if is_control else "" if chance is None else _colour_of(chance)
             shown = piece.replace("\n", "⏎\n")
-            self.screen.say(f"{shown}{'' if chance is None else f'({chance:.0%})'}", colour, end="·")
+            self.console.say(f"{shown}{'' if chance is None else f'({chance:.0%})'}", colour, end="·")
 
     def _prompt(self) -> None:
-        pieces = self.partner.pieces(self._last_ids().prompt)
+        pieces = self.backend.pieces(self._last_ids().prompt)
         for piece, is_control in pieces:
-            self.screen.say(piece, "yellow" if is_control else "", end="")
-        self.screen.say()
+            self.console.say(piece, "yellow" if is_control else "", end="")
+        self.console.say()
 
     def _last_ids(self) -> AnswerEnded:
         if self.last is None or not self.last.prompt:
@@ -375,7 +375,7 @@ class Talk:
             raise UserError(f"{path} is there already, and nothing is written over. Name another file.") from None
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}.") from error
-        self.screen.say(f"Written: {path}", "dim")
+        self.console.say(f"Written: {path}", "dim")
 
     def _load(self, text: str) -> None:
         record = read_record(expanded(text))
@@ -386,7 +386,7 @@ class Talk:
         self.system = messages[0].get("content") or "" if is_first else ""
         self.messages = messages[is_first:]
         self.tools = record.get("tools") or []
-        self.screen.say(f"{len(self.messages)} messages were read.", "dim")
+        self.console.say(f"{len(self.messages)} messages were read.", "dim")
 
 
 def _call(call: Mapping[str, str], place: int, number: int) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.data.chat.rows import Template
 from burnish.data.tally import Tally
-from burnish.inference.batch import answer_many
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.types import Ask
+from burnish.inference.batch import generate_all
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.types import GenerationRequest
 from burnish.loop.types import Example, Message
 from burnish.serve.eval.questions import LETTERS, ChoiceQuestion, Subject
 
@@ -52,7 +52,7 @@ class Chooser:
     """
 
     def __init__(
-        self, loop: SeatLoop, template: Template, *, lang: str = "en", num_shots: int = 5, draws: bool = False,
+        self, loop: Scheduler, template: Template, *, lang: str = "en", num_shots: int = 5, draws: bool = False,
         seed: int = 42,
     ) -> None:  # fmt: skip
         self.loop, self.template, self.lang = loop, template, lang
@@ -61,7 +61,7 @@ class Chooser:
 
     def choose(self, subject: Subject) -> list[Chosen]:
         """All questions of a subject."""
-        asks: list[Ask] = []
+        asks: list[GenerationRequest] = []
         plans: list[tuple[bool, int, list[list[int]]]] = []
         for number, question in enumerate(subject.questions):
             prompt, answers = self._fitting(subject, question, number)
@@ -69,10 +69,10 @@ class Chooser:
             plans.append((are_apart, len(asks), answers))
             if are_apart:
                 also = tuple(ids[0] for ids in answers)
-                asks.append(Ask(prompt, 1, top_logprobs=0, also=also))
+                asks.append(GenerationRequest(prompt, 1, top_logprobs=0, also=also))
             else:
-                asks += [Ask([*prompt, *ids], 0, prompt_logprobs_from=len(prompt)) for ids in answers]
-        found = answer_many(self.loop, asks)
+                asks += [GenerationRequest([*prompt, *ids], 0, prompt_logprobs_from=len(prompt)) for ids in answers]
+        found = generate_all(self.loop, asks)
         chosen = []
         for question, (are_apart, first, answers) in zip(subject.questions, plans, strict=True):
             if are_apart:

@@ -18,10 +18,10 @@ from typing import Any, Literal
 from burnish import __version__
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import build, option, raise_if
-from burnish.inference.loaded_model import Answerer
-from burnish.inference.loading import load_answerer, seats_of
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.slots import SeatLimits
+from burnish.inference.loaded_model import LoadedModel
+from burnish.inference.loading import load_for_inference, slots_of
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.slots import SlotLimits
 from burnish.models.fingerprint import base_fingerprint
 from burnish.report.console import note
 from burnish.serve.command_line import Serving, servings_of
@@ -101,42 +101,42 @@ def _limited(subject: Subject, limit: int | None) -> Subject:
     return subject if limit is None else replace(subject, questions=subject.questions[:limit])
 
 
-def _loaded(serving: Serving, options: EvalOptions) -> tuple[Answerer, SeatLoop]:
+def _loaded(serving: Serving, options: EvalOptions) -> tuple[LoadedModel, Scheduler]:
     given = serving.options
     if given.template == "none":
         given = replace(given, template="fewshot", missing_control_tokens="split")
-    answerer = load_answerer(given, serving.name, note)
-    if answerer.model is None:
+    loaded = load_for_inference(given, serving.name, note)
+    if loaded.model is None:
         what = "choices are scored by the engine in this process: another one gives no log-probabilities of a prompt."
         raise UserError(what, remedy="Leave infer_backend and infer_url out.")
-    seats = options.batch_size or seats_of(given, answerer.model, answerer.context)
-    limits = SeatLimits(seats, answerer.context, exact=given.infer_exact)
-    return answerer, SeatLoop(answerer.model, limits, adapters=answerer.adapters, through=answerer.through)
+    slots = options.batch_size or slots_of(given, loaded.model, loaded.context)
+    limits = SlotLimits(slots, loaded.context, exact=given.infer_exact)
+    return loaded, Scheduler(loaded.model, limits, adapters=loaded.adapters, through=loaded.through)
 
 
-def _facts(answerer: Answerer, options: EvalOptions, subjects: Sequence[Subject]) -> dict[str, Any]:
+def _facts(loaded: LoadedModel, options: EvalOptions, subjects: Sequence[Subject]) -> dict[str, Any]:
     """Fingerprint of all that answers depend on."""
-    given = answerer.options
+    given = loaded.options
     settings = {
         name: value for name, value in asdict(options).items() if name not in ("save_dir", "task_dir", "batch_size")
     }
     return {
         **settings, "model": base_fingerprint(given, given.seed),
         "adapters": [str(folder) for folder in given.adapter_name_or_path or []],
-        "template": answerer.template.fingerprint, "seed": given.seed, "infer_dtype": given.infer_dtype,
-        "context": answerer.context, "files": {subject.key: subject.fingerprint for subject in subjects},
+        "template": loaded.template.fingerprint, "seed": given.seed, "infer_dtype": given.infer_dtype,
+        "context": loaded.context, "files": {subject.key: subject.fingerprint for subject in subjects},
     }  # fmt: skip
 
 
 def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject], is_one_of: bool) -> Any:
     """One model's answers to all questions; those that are there already are read back."""
-    answerer, loop = _loaded(serving, options)
-    facts = _facts(answerer, options, subjects)
+    loaded, loop = _loaded(serving, options)
+    facts = _facts(loaded, options, subjects)
     folder = _folder_of(serving, options, is_one_of)
     answers = Answers(folder, facts)
     draws = options.shots == "random"
     chooser = Chooser(
-        loop, answerer.template, lang=options.lang, num_shots=options.n_shot, draws=draws, seed=answerer.options.seed
+        loop, loaded.template, lang=options.lang, num_shots=options.n_shot, draws=draws, seed=loaded.options.seed
     )
     begun = time.monotonic()
     waiting = [subject for subject in subjects if answers.whole(subject) is None]
@@ -167,8 +167,8 @@ def _through_harness(serving: Serving, options: EvalOptions, is_one_of: bool) ->
     from burnish.serve.eval.harness import EngineModel, run_tasks
 
     assert options.task is not None
-    answerer, loop = _loaded(serving, options)
-    model = EngineModel(loop, answerer.template, answerer.form, answerer.name, answerer.options.seed)
+    loaded, loop = _loaded(serving, options)
+    model = EngineModel(loop, loaded.template, loaded.form, loaded.name, loaded.options.seed)
     tasks = options.task.removeprefix(HARNESS).split(",")
     own = Path(options.task_dir) if Path(options.task_dir).is_dir() else None
     is_chat = serving.options.template != "none"
@@ -176,7 +176,7 @@ def _through_harness(serving: Serving, options: EvalOptions, is_one_of: bool) ->
                       options.limit, is_chat)  # fmt: skip
     for task, values in found["results"].items():
         numbers = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if isinstance(value, float))
-        note(f"{answerer.name}: {task}: {numbers}")
+        note(f"{loaded.name}: {task}: {numbers}")
     if (folder := _folder_of(serving, options, is_one_of)) is not None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "eval_results.json"

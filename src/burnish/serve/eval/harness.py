@@ -13,11 +13,11 @@ from typing import Any
 
 from burnish.config.errors import MissingExtraError
 from burnish.data.chat.rows import Template
-from burnish.inference.batch import answer_many
+from burnish.inference.batch import generate_all
 from burnish.inference.replies.replies import read_whole
 from burnish.inference.replies.reply_forms import ReplyForm
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.types import Ask, Sampling
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.types import GenerationRequest, Sampling
 from burnish.loop.types import Example, Message
 
 EXTRA = "eval"
@@ -33,7 +33,7 @@ class EngineModel:
         form: how replies are read.
     """
 
-    def __init__(self, loop: SeatLoop, template: Template, form: ReplyForm, name: str, seed: int = 42) -> None:
+    def __init__(self, loop: Scheduler, template: Template, form: ReplyForm, name: str, seed: int = 42) -> None:
         self.loop, self.template, self.form, self.seed = loop, template, form, seed
         self.tokenizer, self.name = template.tokenizer, name
         self._stops = frozenset(template.stop_token_ids())
@@ -65,7 +65,7 @@ class EngineModel:
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """(context, continuation) -> log-probability of the continuation, and whether it is what greed would say."""
         asks = [self._scored(*request.args) for request in requests]
-        found = answer_many(self.loop, asks)
+        found = generate_all(self.loop, asks)
         return [self._score(one.prompt_logprobs) for one in found]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
@@ -75,7 +75,7 @@ class EngineModel:
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """(context, settings) -> what is generated, up to one of ``until``."""
         asks = [self._asked(context, settings, at) for at, (context, settings) in enumerate(r.args for r in requests)]
-        found = answer_many(self.loop, asks)
+        found = generate_all(self.loop, asks)
         return [self._cut(one.ids, request.args[1]) for one, request in zip(found, requests, strict=True)]
 
     # --- ids ----------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class EngineModel:
         first = self.tokenizer.bos_token_id
         return [self.tokenizer.eos_token_id if first is None else first]
 
-    def _scored(self, context: str, continuation: str) -> Ask:
+    def _scored(self, context: str, continuation: str) -> GenerationRequest:
         """Blanks at the end of the context belong to the continuation, as the harness has it."""
         blanks = len(context) - len(context.rstrip())
         if blanks:
@@ -100,7 +100,7 @@ class EngineModel:
         whole = self._ids(context + continuation) if context else [*before, *self._ids(continuation)]
         most = self.loop.limits.context
         cut = max(0, len(whole) - most)
-        return Ask(whole[cut:], 0, prompt_logprobs_from=max(1, len(before) - cut), top_logprobs=1)
+        return GenerationRequest(whole[cut:], 0, prompt_logprobs_from=max(1, len(before) - cut), top_logprobs=1)
 
     def _score(self, logprobs: Sequence[Any]) -> tuple[float, bool]:
         return sum(one.logprob for one in logprobs), all(one.token == one.top[0][0] for one in logprobs)
@@ -110,18 +110,20 @@ class EngineModel:
         while done < len(ids):
             end = min(len(ids), max(most, done + most // 2))
             begin = max(0, end - most)
-            (found,) = answer_many(self.loop, [Ask(ids[begin:end], 0, prompt_logprobs_from=done - begin)])
+            (found,) = generate_all(
+                self.loop, [GenerationRequest(ids[begin:end], 0, prompt_logprobs_from=done - begin)]
+            )
             sum_, done = sum_ + sum(one.logprob for one in found.prompt_logprobs), end
         return sum_
 
-    def _asked(self, context: str, settings: Mapping[str, Any], number: int) -> Ask:
+    def _asked(self, context: str, settings: Mapping[str, Any], number: int) -> GenerationRequest:
         most = int(settings.get("max_gen_toks") or settings.get("max_tokens") or _LONGEST_ANSWER)
         samples = settings.get("do_sample", False) and settings.get("temperature", 1.0) > 0
         drawn = {name: settings[name] for name in ("temperature", "top_p", "top_k") if name in settings}
         sampling = Sampling(seed=self.seed, **(drawn if samples else _GREEDY))
         ids = self._ids(context) or self._start()
         ids = ids[-(self.loop.limits.context - min(most, self.loop.limits.context // 2)) :]
-        return Ask(ids, most, sampling=sampling, stop_ids=self._stops, request=number)
+        return GenerationRequest(ids, most, sampling=sampling, stop_ids=self._stops, index=number)
 
     def _cut(self, ids: Sequence[int], settings: Mapping[str, Any]) -> str:
         text = read_whole(ids, self.form, self.tokenizer).content

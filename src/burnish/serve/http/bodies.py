@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -27,11 +27,11 @@ async def json_object(request: Request) -> dict[str, Any]:
     """The body of ``request``.
 
     Raises:
-        Refusal: 400, 408, 413 or 415.
+        APIError: 400, 408, 413 or 415.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refusal(415, "not_json", f'The body must be "Content-Type: application/json". Received: "{kind[:80]}".')
+        raise APIError(415, "not_json", f'The body must be "Content-Type: application/json". Received: "{kind[:80]}".')
     body = await whole_body(request)
     if len(body) > IN_A_THREAD:
         return await asyncio.to_thread(parse_object, body)
@@ -47,16 +47,16 @@ async def whole_body(request: Request) -> bytes:
             return await request.body()
     except TimeoutError as error:
         message = f"The body must arrive within {SLOWEST_S:g} seconds, and did not."
-        raise Refusal(408, "request_timeout", message, headers={"Connection": "close"}) from error
+        raise APIError(408, "request_timeout", message, headers={"Connection": "close"}) from error
     except ClientDisconnect as error:
-        raise Refusal(400, "invalid_json", "The connection ended before the body did.") from error
+        raise APIError(400, "invalid_json", "The connection ended before the body did.") from error
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """One JSON object.
 
     Raises:
-        Refusal: 400 ``invalid_json`` or ``invalid_type``.
+        APIError: 400 ``invalid_json`` or ``invalid_type``.
     """
     try:
         text = body.decode("utf-8")
@@ -71,9 +71,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise _broken("a number in it has too many digits") from error
     if not isinstance(value, dict):
-        raise Refusal(400, "invalid_type", f"The body must be a JSON object. Received: {json_type(value)}.")
+        raise APIError(400, "invalid_type", f"The body must be a JSON object. Received: {json_type(value)}.")
     if (path := _half_character(value)) is not None:
-        raise Refusal(400, "invalid_value", "A text holds half a character (a lone surrogate).", param=path[1:] or None)
+        raise APIError(
+            400, "invalid_value", "A text holds half a character (a lone surrogate).", param=path[1:] or None
+        )
     return value
 
 
@@ -86,8 +88,8 @@ def json_type(value: Any) -> str:
     return next((word for kind, word in kinds if isinstance(value, kind)), "null")
 
 
-def _broken(why: str) -> Refusal:
-    return Refusal(400, "invalid_json", f"The body must be JSON: {why}.")
+def _broken(why: str) -> APIError:
+    return APIError(400, "invalid_json", f"The body must be JSON: {why}.")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise Refusal(400, "invalid_json", f'The key "{_shown(twice)}" is given twice in one object.')
+        raise APIError(400, "invalid_json", f'The key "{_shown(twice)}" is given twice in one object.')
     return found
 
 

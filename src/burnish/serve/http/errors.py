@@ -1,6 +1,6 @@
 """A request that is not answered, and why: the error object of OpenAI's API, and the short one of the page.
 
-    raise Refusal(400, "invalid_value", '"temperature" must be between 0 and 2. Received: 3.', param="temperature")
+    raise APIError(400, "invalid_value", '"temperature" must be between 0 and 2. Received: 3.', param="temperature")
 
 In: status, code, sentence, the parameter that it is about. Out: JSON with the status. The sentences say expected,
 received, remedy; a fault of our own says one line and the request's id, under which the log has the rest.
@@ -17,7 +17,7 @@ from burnish.config.secrets import shown, without_secrets
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
-class Refusal(Exception):
+class APIError(Exception):
     """Raised anywhere below a route; becomes the response.
 
     Args:
@@ -41,7 +41,7 @@ class Refusal(Exception):
         return _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
 
-def openai_error(refusal: Refusal) -> dict[str, Any]:
+def openai_error(refusal: APIError) -> dict[str, Any]:
     """``{"error": {"message", "type", "param", "code"}}``, in a response or as the last event of a stream."""
     return {
         "error": {
@@ -53,7 +53,7 @@ def openai_error(refusal: Refusal) -> dict[str, Any]:
     }
 
 
-def page_error(refusal: Refusal) -> dict[str, Any]:
+def page_error(refusal: APIError) -> dict[str, Any]:
     """``{"error": {"message", "option", "code"}}``, for the page's own scripts."""
     return {"error": {"message": without_secrets(refusal.message), "option": refusal.param, "code": refusal.code}}
 
@@ -69,4 +69,4 @@ def to_shown_json(content: Any) -> bytes:
     return to_json(shown(content))
 
 
-INTERNAL = Refusal(500, "internal_error", "burnish failed on this request; its log says why, under the request's id.")
+INTERNAL = APIError(500, "internal_error", "burnish failed on this request; its log says why, under the request's id.")

@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from burnish.serve.http.errors import INTERNAL, Refusal
+from burnish.serve.http.errors import INTERNAL, APIError
 from burnish.serve.http.hosts import LOOPBACK_NAMES, host_name, is_address
 from burnish.serve.http.json_response import Json
 
@@ -45,7 +45,7 @@ MOST_DISCARDED = 32 * 2**20
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 log = logging.getLogger("burnish.serve.http")
 Admit: TypeAlias = Callable[[Request], None]
-"""Raises Refusal where a request may not come in."""
+"""Raises APIError where a request may not come in."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ def only(request: Request, name: str) -> str | None:
     """The value of a header that is given once at most.
 
     Raises:
-        Refusal: 400, where it is given twice: a proxy might have read the other one.
+        APIError: 400, where it is given twice: a proxy might have read the other one.
     """
     values = request.headers.getlist(name)
     if len(values) > 1:
-        raise Refusal(400, "invalid_value", f'The header "{name}" must be given once. Received: {len(values)}.')
+        raise APIError(400, "invalid_value", f'The header "{name}" must be given once. Received: {len(values)}.')
     return values[0] if values else None
 
 
@@ -101,10 +101,10 @@ def bearer(key: str | None, open_paths: Collection[str]) -> Admit:
         challenge = {"WWW-Authenticate": "Bearer"}
         given = only(request, "authorization")
         if given is None:
-            raise Refusal(401, "missing_api_key", 'A key is needed: "Authorization: Bearer KEY".', headers=challenge)
+            raise APIError(401, "missing_api_key", 'A key is needed: "Authorization: Bearer KEY".', headers=challenge)
         scheme, _, token = given.partition(" ")
         if scheme.lower() != "bearer" or not same_key(token.strip(), key):
-            raise Refusal(401, "invalid_api_key", "The key is not this server's.", headers=challenge)
+            raise APIError(401, "invalid_api_key", "The key is not this server's.", headers=challenge)
 
     return admit
 
@@ -122,7 +122,7 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, rules: Rules, admit: Admit, as_object: Callable[[Refusal], dict[str, Any]],
+        self, app: ASGIApp, rules: Rules, admit: Admit, as_object: Callable[[APIError], dict[str, Any]],
         headers: Mapping[str, str] | None = None, seen: Callable[[str, int, float, str], None] | None = None,
     ) -> None:  # fmt: skip
         self.app, self.rules, self.admit, self.as_object, self.seen = app, rules, admit, as_object, seen
@@ -143,7 +143,7 @@ class Guard:
                 await Response(status_code=204)(scope, receive, answer)
             else:
                 await self.app(scope, answer.receive, answer)
-        except (Refusal, HTTPException) as error:
+        except (APIError, HTTPException) as error:
             await self._refuse(as_refusal(error), scope, receive, answer)
         except Exception:  # the outermost frame: what is not foreseen is one line for the client, and the log has it
             log.exception("request %s: %s %s", request_id, request.method, scope["path"])
@@ -156,7 +156,7 @@ class Guard:
         pairs = request.headers.raw
         if len(pairs) > MOST_HEADERS or sum(len(name) + len(value) for name, value in pairs) > MOST_HEADER_BYTES:
             message = f"At most {MOST_HEADERS} headers of {MOST_HEADER_BYTES} bytes together."
-            raise Refusal(431, "invalid_value", message)
+            raise APIError(431, "invalid_value", message)
         host = check_host(request, self.rules)
         origin = check_origin(request, host, self.rules)
         if origin is not None:  # so that this page may read the response, a refusal too
@@ -167,7 +167,7 @@ class Guard:
         if length is not None and int(length) > self.rules.max_body_bytes:  # h11 has seen that it is a number
             raise _too_large(self.rules.max_body_bytes)
 
-    async def _refuse(self, refusal: Refusal, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _refuse(self, refusal: APIError, scope: Scope, receive: Receive, answer: _Answer) -> None:
         if refusal.status in _READ_ON and not answer.has_body:
             await _discard(receive)
         if answer.status == 0:  # else the response has begun: who streams says the rest in the stream
@@ -200,9 +200,9 @@ class _Answer:
         return message
 
 
-def _too_large(most: int) -> Refusal:
+def _too_large(most: int) -> APIError:
     message = f"The body must not be longer than {most:,} bytes."
-    return Refusal(413, "body_too_large", message, headers={"Connection": "close"})
+    return APIError(413, "body_too_large", message, headers={"Connection": "close"})
 
 
 async def _discard(receive: Receive) -> None:
@@ -231,28 +231,28 @@ def under(prefix: str, app: ASGIApp) -> ASGIApp:
     return inner
 
 
-def as_refusal(error: Refusal | HTTPException) -> Refusal:
+def as_refusal(error: APIError | HTTPException) -> APIError:
     """Convert the routes' own "not found" and "method not allowed"."""
-    if isinstance(error, Refusal):
+    if isinstance(error, APIError):
         return error
     if error.status_code == 405:
         allowed = dict(error.headers or {})
         message = f"This address takes {allowed.get('Allow', 'another method')} only."
-        return Refusal(405, "method_not_allowed", message, headers=allowed)
-    return Refusal(error.status_code, "unknown_url", "There is nothing at this address.")
+        return APIError(405, "method_not_allowed", message, headers=allowed)
+    return APIError(error.status_code, "unknown_url", "There is nothing at this address.")
 
 
 def check_host(request: Request, rules: Rules) -> str:
     """The Host header, port and all.
 
     Raises:
-        Refusal: 421, where it is not a name of ours.
+        APIError: 421, where it is not a name of ours.
     """
     host = only(request, "host") or ""
     name = host_name(host)
     if name in rules.hosts or (rules.any_address and is_address(name)):
         return host.lower()
-    raise Refusal(421, "wrong_host", f'This server does not answer for the host "{name[:100]}".')
+    raise APIError(421, "wrong_host", f'This server does not answer for the host "{name[:100]}".')
 
 
 def check_origin(request: Request, host: str, rules: Rules) -> str | None:
@@ -261,7 +261,7 @@ def check_origin(request: Request, host: str, rules: Rules) -> str | None:
     Returns:
         the foreign origin that is allowed to ask, where one does.
     Raises:
-        Refusal: 403.
+        APIError: 403.
     """
     origin = only(request, "origin")
     if origin is None:
@@ -276,5 +276,5 @@ def check_origin(request: Request, host: str, rules: Rules) -> str | None:
     return None if is_own else origin
 
 
-def _foreign(received: str) -> Refusal:
-    return Refusal(403, "origin_not_allowed", f"Requests of other pages are not answered. Received: {received}.")
+def _foreign(received: str) -> APIError:
+    return APIError(403, "origin_not_allowed", f"Requests of other pages are not answered. Received: {received}.")

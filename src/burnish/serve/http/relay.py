@@ -14,7 +14,7 @@ import h11
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 
 _PASSED = (b"content-type", b"x-burnish-ignored", b"retry-after")
 
@@ -43,12 +43,12 @@ async def exchange(
     """One request over a Unix socket: the response's head, then its data.
 
     Raises:
-        Refusal: 503, where nobody answers there.
+        APIError: 503, where nobody answers there.
     """
     try:
         reader, writer = await asyncio.open_unix_connection(socket_path)
     except OSError as error:
-        raise Refusal(503, "engine_gone", "The engine does not answer; it has ended or is being loaded.") from error
+        raise APIError(503, "engine_gone", "The engine does not answer; it has ended or is being loaded.") from error
     talk = h11.Connection(h11.CLIENT)
     headers = [("Host", "localhost"), ("Content-Type", "application/json"), ("Content-Length", str(len(body))),
                ("Connection", "close")]  # fmt: skip
@@ -69,7 +69,7 @@ async def exchange(
             elif isinstance(found, h11.EndOfMessage | h11.ConnectionClosed):
                 return
     except (OSError, h11.RemoteProtocolError) as error:
-        raise Refusal(503, "engine_gone", "The engine has ended in the middle of its answer.") from error
+        raise APIError(503, "engine_gone", "The engine has ended in the middle of its answer.") from error
     finally:
         writer.close()
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".json": "application/json"}
 
@@ -36,5 +36,5 @@ class MemoryFiles:
         """The route ``/static/{version}/{name}``."""
         body, kind = self.files.get(request.path_params["name"], (b"", ""))
         if not kind or request.path_params["version"] != self.version:
-            raise Refusal(404, "unknown_url", "There is nothing at this address.")
+            raise APIError(404, "unknown_url", "There is nothing at this address.")
         return Response(body, headers={"cache-control": "public, max-age=31536000, immutable"}, media_type=kind)

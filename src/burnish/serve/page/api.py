@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 import burnish
 from burnish.config.secrets import without_secrets
-from burnish.report.journal import EVENTS, GIVEN
+from burnish.report.journal import EVENTS
 from burnish.serve.http.bodies import json_object
-from burnish.serve.http.errors import Refusal, to_shown_json
+from burnish.serve.http.errors import APIError, to_shown_json
 from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.relay import Relay
 from burnish.serve.http.stream import EventStream, event_text
@@ -26,7 +26,7 @@ from burnish.serve.page.jobs.starting import free_folder
 from burnish.serve.page.runs.follow import CONSOLE, FilePosition, cursor_text, end_of, log_text, news, read_cursor
 from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.remarks import remarks_on
-from burnish.serve.page.runs.runs import FoundRun, checkpoints, id_of, tail_lines
+from burnish.serve.page.runs.runs import FoundRun, checkpoints, given_text, id_of, tail_lines
 from burnish.serve.page.runs.series import series, thinned
 from burnish.serve.page.site import Answer, Site
 
@@ -89,12 +89,12 @@ class Api:
         body = await json_object(request)
         values, choice = body.get("values"), str(body.get("folder") or "new")
         if not isinstance(values, dict) or choice not in ("new", "continue", "anew", "another"):
-            raise Refusal(422, "invalid_value", '"values" and "folder" (new, continue, anew, another) are needed.')
+            raise APIError(422, "invalid_value", '"values" and "folder" (new, continue, anew, another) are needed.')
         devices = body.get("devices")
         if devices is not None and not (
             isinstance(devices, list) and all(isinstance(one, int) and 0 <= one < 1024 for one in devices)
         ):
-            raise Refusal(422, "invalid_value", '"devices" must be a list of the numbers of devices.')
+            raise APIError(422, "invalid_value", '"devices" must be a list of the numbers of devices.')
         starter = self.site.starter
         if choice == "another":
             folder = free_folder(starter.folder_of(values))
@@ -108,12 +108,11 @@ class Api:
         return ShownJson(await asyncio.to_thread(self._whole, run))
 
     def _whole(self, run: FoundRun) -> dict[str, Any]:
-        given = run.folder / GIVEN
         return {
             **self._facts(run),
             "outcome": run.outcome,
             "launch": {name: run.launch.get(name) for name in ("argv", "host", "user", "time", "burnish", "devices")},
-            "given": given.read_text(encoding="utf-8", errors="replace")[:65536] if given.is_file() else "",
+            "given": given_text(run.folder),
             "checkpoints": checkpoints(run.folder),
             "events": tail_lines(run.folder / EVENTS)[-200:],
             "files": _files(run.folder),
@@ -146,7 +145,7 @@ class Api:
         """A file that the run's list gave, and nothing else."""
         run, name = await self.site.run(request.path_params["id"]), request.path_params["name"]
         if name not in [file["name"] for file in _files(run.folder)]:
-            raise Refusal(404, "no_file", "There is no such file of this run.")
+            raise APIError(404, "no_file", "There is no such file of this run.")
         body = await asyncio.to_thread(_downloaded, run.folder / name)
         headers = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(body, headers=headers, media_type="application/octet-stream")
@@ -159,14 +158,14 @@ class Api:
         found = await self.site.planner.whole(question)
         if found.get("problems"):
             problem = found["problems"][0]
-            raise Refusal(422, "nothing_held_out", f"{problem['sentence']} {problem['remedy']}".strip())
+            raise APIError(422, "nothing_held_out", f"{problem['sentence']} {problem['remedy']}".strip())
         return ShownJson(found)
 
     async def stop(self, request: Request) -> Response:
         body = await json_object(request)
         how = body.get("how", "save")
         if how not in ("save", "now"):
-            raise Refusal(422, "invalid_value", '"how" must be save or now.')
+            raise APIError(422, "invalid_value", '"how" must be save or now.')
         self.site.starter.stop(await self.site.run(request.path_params["id"]), how)
         return ShownJson({"status": "told"}, 202)
 
@@ -177,7 +176,7 @@ class Api:
 
     async def unqueue(self, request: Request) -> Response:
         if not self.site.starter.unqueue(request.path_params["number"]):
-            raise Refusal(404, "not_queued", "That is not in the queue any more.")
+            raise APIError(404, "not_queued", "That is not in the queue any more.")
         return ShownJson({"status": "removed"})
 
     # --- engines and conversations ------------------------------------------------------------------------------------
@@ -201,14 +200,14 @@ class Api:
             if step is None:
                 return run.folder, run.name
             if step not in checkpoints(run.folder):
-                raise Refusal(422, "no_checkpoint", f"{run.name} has no checkpoint {step}.")
+                raise APIError(422, "no_checkpoint", f"{run.name} has no checkpoint {step}.")
             return run.folder / f"checkpoint-{step}", f"{run.name} / checkpoint-{step}"
         text = body.get("path")
         if not isinstance(text, str) or not text:
-            raise Refusal(422, "missing", '"run" or "path" must name what is to answer.')
+            raise APIError(422, "missing", '"run" or "path" must name what is to answer.')
         path = self.site.places.within(text, "path")
         if not path.is_dir():
-            raise Refusal(422, "outside", f'"path" must name a folder below {self.site.places.first}.', param="path")
+            raise APIError(422, "outside", f'"path" must name a folder below {self.site.places.first}.', param="path")
         return path, self.site.places.shown(path)
 
     async def end_engine(self, request: Request) -> Response:
@@ -226,13 +225,13 @@ class Api:
     async def chat_of(self, request: Request) -> Response:
         found = self.site.home.read(f"chats/{safe_id(request)}.json")
         if found is None:
-            raise Refusal(404, "no_chat", "There is no such conversation.")
+            raise APIError(404, "no_chat", "There is no such conversation.")
         return ShownJson(found)
 
     async def keep_chat(self, request: Request) -> Response:
         body, name = await json_object(request), safe_id(request)
         if len(self.site.home.names("chats")) >= 1000 and not (self.site.home.folder / f"chats/{name}.json").is_file():
-            raise Refusal(409, "too_many", "A thousand conversations are kept; remove some.")
+            raise APIError(409, "too_many", "A thousand conversations are kept; remove some.")
         self.site.home.write(f"chats/{name}.json", json.dumps(body, ensure_ascii=False))
         return ShownJson({"status": "kept"})
 
@@ -254,7 +253,7 @@ class Api:
 
     async def stream(self, request: Request) -> Any:
         if self._num_streams >= MOST_STREAMS:
-            raise Refusal(503, "too_many_streams", "Too many windows follow already.", headers={"Retry-After": "5"})
+            raise APIError(503, "too_many_streams", "Too many windows follow already.", headers={"Retry-After": "5"})
         self._num_streams += 1
 
         def over() -> None:

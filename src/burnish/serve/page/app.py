@@ -22,7 +22,7 @@ from burnish import __version__
 from burnish.config.secrets import without_secrets
 from burnish.report.pace import short_number, short_time
 from burnish.serve.http.bodies import json_object, whole_body
-from burnish.serve.http.errors import Refusal, page_error
+from burnish.serve.http.errors import APIError, page_error
 from burnish.serve.http.guards import Guard, Rules, under
 from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
 from burnish.serve.http.json_response import ShownJson
@@ -154,7 +154,7 @@ class Pages:
             key, to = str(body.get("key", "")), ""
         try:
             self.sessions.check_key(key.strip())
-        except Refusal as refusal:
+        except APIError as refusal:
             if not is_form:
                 raise
             return self._page("sign-in", request, refusal.status, to=to if _is_ours(to) else "", wrong=refusal.message)

@@ -19,7 +19,7 @@ from burnish.data.sets.formats import FORMATS
 from burnish.report.results import write_whole
 from burnish.run.plan.config_files import read_arguments
 from burnish.serve.http.bodies import json_object
-from burnish.serve.http.errors import Refusal, to_shown_json
+from burnish.serve.http.errors import APIError, to_shown_json
 from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.stream import EventStream, event_text
 from burnish.serve.page.jobs.starting import free_folder
@@ -80,15 +80,15 @@ class Form:
         text, name = (await json_object(request)).get("text"), safe_id(request)
         found = await asyncio.to_thread(self._read_yaml, text) if isinstance(text, str) else {"problems": ["no text"]}
         if found["problems"]:
-            raise Refusal(422, "invalid_value", f'"text" must be a YAML file: {found["problems"][0]}')
+            raise APIError(422, "invalid_value", f'"text" must be a YAML file: {found["problems"][0]}')
         if len(self.site.home.names("presets")) >= MOST_PRESETS:
-            raise Refusal(409, "too_many", f"{MOST_PRESETS} presets are kept; remove some.")
+            raise APIError(409, "too_many", f"{MOST_PRESETS} presets are kept; remove some.")
         self.site.home.write(f"presets/{name}.yaml", str(text))
         return ShownJson({"status": "kept"})
 
     async def drop_preset(self, request: Request) -> Response:
         if not self.site.home.remove(f"presets/{safe_id(request)}.yaml"):
-            raise Refusal(404, "no_preset", "There is no such preset.")
+            raise APIError(404, "no_preset", "There is no such preset.")
         return ShownJson({"status": "removed"})
 
     async def check(self, request: Request) -> Any:
@@ -96,7 +96,7 @@ class Form:
         body = await json_object(request)
         values = body.get("values")
         if not isinstance(values, dict):
-            raise Refusal(422, "invalid_type", '"values" must be an object.')
+            raise APIError(422, "invalid_type", '"values" must be an object.')
         question = {
             "values": await self.site.starter.checked(values),
             "rows": 5,
@@ -107,7 +107,7 @@ class Form:
             try:
                 async for part in self.site.planner.ask(question, replaces=True):
                     yield event_text(to_shown_json(part))
-            except Refusal as refusal:
+            except APIError as refusal:
                 problem = {"option": refusal.param or "", "sentence": refusal.message, "remedy": ""}
                 yield event_text(to_shown_json({"problems": [problem], "code": refusal.code, "is_last": True}))
 
@@ -122,7 +122,7 @@ class Form:
         """The values of a YAML text, or what is wrong with it and in which line."""
         text = (await json_object(request)).get("text")
         if not isinstance(text, str):
-            raise Refusal(422, "invalid_type", '"text" must be the text of a YAML file.')
+            raise APIError(422, "invalid_type", '"text" must be the text of a YAML file.')
         return ShownJson(await asyncio.to_thread(self._read_yaml, text))
 
     def _read_yaml(self, text: str) -> dict[str, Any]:
@@ -176,10 +176,10 @@ class Form:
         """The columns of a file of records below a root, with their first values."""
         path = self.site.places.within(request.query_params.get("file", ""), "dataset")
         if not path.is_file():
-            raise Refusal(404, "no_file", "There is no such file.")
+            raise APIError(404, "no_file", "There is no such file.")
         found = await self.site.planner.whole({"columns_of": str(path)})
         if found.get("problems"):
-            raise Refusal(422, "unreadable", found["problems"][0]["sentence"], param="dataset")
+            raise APIError(422, "unreadable", found["problems"][0]["sentence"], param="dataset")
         return ShownJson(found)
 
     async def describe(self, request: Request) -> Response:
@@ -189,33 +189,35 @@ class Form:
         kind = body.get("formatting")
         is_text = isinstance(columns, dict) and all(isinstance(one, str) for one in [*columns, *columns.values()])
         if kind not in [one.name for one in FORMATS] or not is_text:
-            raise Refusal(422, "invalid_value", '"formatting" must be a known format, "columns" part: column.')
+            raise APIError(422, "invalid_value", '"formatting" must be a known format, "columns" part: column.')
         if not path.is_file():
-            raise Refusal(404, "no_file", "There is no such file.")
+            raise APIError(404, "no_file", "There is no such file.")
         entry = {"file_name": path.name, "formatting": kind, **({"columns": columns} if columns else {})}
         await asyncio.to_thread(_add_entry, path.with_name(INFO_NAME), name, entry)
         return ShownJson({"name": name, "folder": self.site.places.shown(path.parent)}, 201)
 
 
 def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
-    """Raises Refusal where the name describes something else already, or the file cannot be read or written."""
+    """Raises APIError where the name describes something else already, or the file cannot be read or written."""
     try:
         known = read_object(file) if file.is_file() else {}
     except UserError as error:
-        raise Refusal(422, "unreadable", str(error)) from error
+        raise APIError(422, "unreadable", str(error)) from error
     if known.get(name, entry) != entry:
-        raise Refusal(409, "name_taken", f'{file.name} describes another set as "{name}" already; choose another name.')
+        raise APIError(
+            409, "name_taken", f'{file.name} describes another set as "{name}" already; choose another name.'
+        )
     try:
         write_whole(file, json.dumps({**known, name: entry}, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
-        raise Refusal(422, "not_written", f"{file.name} cannot be written: {error.strerror}.") from error
+        raise APIError(422, "not_written", f"{file.name} cannot be written: {error.strerror}.") from error
 
 
 def safe_id(request: Request) -> str:
     """The name in the path, which becomes that of a file."""
     name = str(request.path_params["id"])
     if not _NAME.fullmatch(name):
-        raise Refusal(404, "no_such_name", "A name has letters, digits, - and _ only.")
+        raise APIError(404, "no_such_name", "A name has letters, digits, - and _ only.")
     return name
 
 
@@ -223,5 +225,5 @@ def whole_number(given: Any, name: str, usual: int) -> int:
     """The number that a request gives, or ``usual`` where it gives none."""
     text = str(usual if given in (None, "") else given)
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise Refusal(422, "invalid_value", f'"{name}" must be a whole number.', param=name)
+        raise APIError(422, "invalid_value", f'"{name}" must be a whole number.', param=name)
     return int(text)

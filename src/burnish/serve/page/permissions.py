@@ -15,7 +15,7 @@ from typing import Any
 
 from burnish.config.conversion import as_type
 from burnish.config.secrets import has_secret_name
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 from burnish.serve.page.places import Roots
 
 Field = Mapping[str, Any]
@@ -34,7 +34,7 @@ def check_values(
         allow: risky options that the owner of the page has allowed.
         start: the folder in which the command runs: relative paths begin there.
     Raises:
-        Refusal: 422, with the option.
+        APIError: 422, with the option.
     """
     known = {name: field for field in fields for name in (field["name"], *field["aliases"])}
     named: dict[str, list[str]] = {}
@@ -42,7 +42,7 @@ def check_values(
         field = known.get(key, {})
         name = field.get("name", key)
         if has_secret_name(name) and name not in allow:
-            raise Refusal(422, "not_allowed", f'"{name}" is a secret; do not put it into a form.', param=name)
+            raise APIError(422, "not_allowed", f'"{name}" is a secret; do not put it into a form.', param=name)
         if not (field.get("risky") or field.get("names_place")):
             continue
         value = _read(field, raw)
@@ -50,7 +50,7 @@ def check_values(
             message = (
                 f'"{name}" may not be set from a page: {field["risky"]}. burnish webui web_allow={name} allows it.'
             )
-            raise Refusal(422, "not_allowed", message, param=name)
+            raise APIError(422, "not_allowed", message, param=name)
         if field["names_place"]:
             named[name] = list(_texts(value))
     folders = [start, *(places.within(text, "dataset_dir", start) for text in named.get("dataset_dir", ()))]
@@ -64,7 +64,7 @@ def _read(field: Field, raw: Any) -> Any:
     try:
         return as_type(reduce(or_, (_TYPES[kind] for kind in field["kinds"])), raw)
     except ValueError as error:
-        raise Refusal(422, "invalid_value", f'"{field["name"]}" {error}', param=field["name"]) from error
+        raise APIError(422, "invalid_value", f'"{field["name"]}" {error}', param=field["name"]) from error
 
 
 def _is_harmless(value: Any, field: Field) -> bool:

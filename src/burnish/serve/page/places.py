@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 from burnish.utils.files import expanded
 
 
@@ -30,9 +30,9 @@ class Roots:
         Args:
             start: the folder that relative paths begin in; the first root by default.
         Raises:
-            Refusal: 422, where it may not be used.
+            APIError: 422, where it may not be used.
         """
-        outside = Refusal(
+        outside = APIError(
             422, "outside", f'"{option}" must name a place below {self.first}. Received: "{text[:200]}".', param=option
         )
         is_address = "://" in text or "::" in text  # fsspec reads file:///etc/passwd as a local file

@@ -13,7 +13,7 @@ from collections import deque
 
 from starlette.requests import Request
 
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 from burnish.serve.http.guards import same_key
 
 COOKIE = "burnish"
@@ -30,7 +30,7 @@ class Sessions:
         self._wrong: deque[float] = deque(maxlen=MOST_WRONG)
 
     def admit(self, request: Request) -> None:
-        """Raises Refusal where a request may not come in."""
+        """Raises APIError where a request may not come in."""
         path = request.scope["path"]
         is_open = self.key is None or path in _OPEN or path.startswith("/static/")
         if not is_open and not self.knows(request.cookies.get(COOKIE, "")):
@@ -53,18 +53,18 @@ class Sessions:
         return hmac.new((self.key or "").encode(), f"session {ends}".encode(), hashlib.sha256).hexdigest()
 
     def check_key(self, given: str) -> None:
-        """Raises Refusal 403 for a wrong key, 429 after too many of them."""
+        """Raises APIError 403 for a wrong key, 429 after too many of them."""
         now = time.monotonic()
         if len(self._wrong) == MOST_WRONG and now - self._wrong[0] < 60:
-            raise Refusal(429, "too_many", "Too many wrong keys; wait a minute.", headers={"Retry-After": "60"})
+            raise APIError(429, "too_many", "Too many wrong keys; wait a minute.", headers={"Retry-After": "60"})
         if self.key is not None and not same_key(given, self.key):
             self._wrong.append(now)
-            raise Refusal(403, "wrong_key", "That is not the key of this page.")
+            raise APIError(403, "wrong_key", "That is not the key of this page.")
 
 
-def _sign_in(path: str, method: str) -> Refusal:
+def _sign_in(path: str, method: str) -> APIError:
     if path.startswith("/api/") or method != "GET":
-        return Refusal(401, "sign_in", "Sign in first.")
+        return APIError(401, "sign_in", "Sign in first.")
     up = "../" * (path.count("/") - 1)
     to = path.lstrip("/") if path.replace("/", "").replace("-", "").isalnum() else ""
-    return Refusal(303, "sign_in", "Sign in first.", headers={"Location": f"{up}sign-in{f'?to={to}' if to else ''}"})
+    return APIError(303, "sign_in", "Sign in first.", headers={"Location": f"{up}sign-in{f'?to={to}' if to else ''}"})

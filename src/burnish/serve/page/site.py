@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 
 import burnish
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 from burnish.serve.page.home import Home
 from burnish.serve.page.jobs.engines import Engines
 from burnish.serve.page.jobs.planner import Planner
@@ -67,13 +67,13 @@ class Site:
         """A run as it is now.
 
         Raises:
-            Refusal: 404.
+            APIError: 404.
         """
         for attempt in (60.0, 0.0):  # a list of a minute ago knows most of them
             for known in await self.found(attempt):
                 if known.id == identity and (run := await asyncio.to_thread(read_run, known.folder)) is not None:
                     return run
-        raise Refusal(404, "no_run", "There is no such run; it may have been moved or removed.")
+        raise APIError(404, "no_run", "There is no such run; it may have been moved or removed.")
 
     async def look_after(self) -> None:
         """As long as the page lives: the queue goes on, children are taken note of, what is idle is let go."""
@@ -84,7 +84,7 @@ class Site:
                 self.engines.end_idle()
                 if self.starter.queued():
                     await self.starter.next_of_queue(await self.found())
-            except Refusal as refusal:  # the run is out of the queue, and was not started
+            except APIError as refusal:  # the run is out of the queue, and was not started
                 log.warning("A queued run was not started: %s", refusal.message)
             except Exception:  # a fault in one round, such as a full disk, must not end the page
                 log.exception("The page's housekeeping failed; it is repeated in two seconds.")

@@ -1,9 +1,9 @@
-"""Answers of a whole stretch of an evaluation at once, over seats, beside ``model.generate`` batch by batch.
+"""Answers of a whole stretch of an evaluation at once, over slots, beside ``model.generate`` batch by batch.
 
 In:  a model, what ``generate`` would be told, batches as a collator made them. Out: per batch the ids that ``generate``
 would give. Seats are refilled as soon as an answer ends, so that no batch waits for its longest.
 
-Refuses (the caller takes ``generate``): encoders with decoders, draws, beams and what else seats do not do
+Refuses (the caller takes ``generate``): encoders with decoders, draws, beams and what else slots do not do
 (``app.predict.is_plain``), inputs beside ids and their mask, prompts that are not padded on the left, models that keep
 what they read in their own way, and where the configuration leaves the length to ``generate``.
 """
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
-from burnish.inference.batch import Finished, answer_many
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.slots import SeatLimits
-from burnish.inference.types import Ask
+from burnish.inference.batch import Finished, generate_all
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.slots import SlotLimits
+from burnish.inference.types import GenerationRequest
 from burnish.run.predict import is_plain
 
 _INPUTS = {"input_ids", "attention_mask", "labels"}
@@ -48,7 +48,7 @@ class Writing:
 
 
 def writing_of(model: Any, kwargs: Mapping[str, Any]) -> Writing | None:
-    """The settings of ``model.generate(**kwargs)``; None where seats do not write so."""
+    """The settings of ``model.generate(**kwargs)``; None where slots do not write so."""
     if not isinstance(model, GenerationMixin) or type(model).generate is not GenerationMixin.generate:
         return None
     if "generate" in vars(model) or model.config.is_encoder_decoder:
@@ -68,21 +68,21 @@ def writing_of(model: Any, kwargs: Mapping[str, Any]) -> Writing | None:
     return Writing(config.max_new_tokens, config.max_length, config.min_new_tokens or 0, stops, padding)
 
 
-def written(model: Any, batches: Sequence[Mapping[str, Any]], how: Writing, seats: int) -> list[Tensor] | None:
-    """Per batch (B, T + N) ids: the padded prompts and their answers; None where seats do not answer."""
+def written(model: Any, batches: Sequence[Mapping[str, Any]], how: Writing, slots: int) -> list[Tensor] | None:
+    """Per batch (B, T + N) ids: the padded prompts and their answers; None where slots do not answer."""
     asks = [_asks(batch, how) for batch in batches]
     if any(one is None for one in asks):
         return None
     flat = [ask for one in asks for ask in one or ()]
     context = max(len(ask.ids) + ask.max_new_tokens for ask in flat)
-    loop = SeatLoop(model, SeatLimits(seats, context))
+    loop = Scheduler(model, SlotLimits(slots, context))
     if not loop.way.batches:
         return None
-    answers = iter(answer_many(loop, flat))
+    answers = iter(generate_all(loop, flat))
     return [_laid_out(batch["input_ids"], [next(answers) for _ in batch["input_ids"]], how) for batch in batches]
 
 
-def _asks(batch: Mapping[str, Any], how: Writing) -> list[Ask] | None:
+def _asks(batch: Mapping[str, Any], how: Writing) -> list[GenerationRequest] | None:
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if set(batch) - _INPUTS or not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
         return None
@@ -92,7 +92,7 @@ def _asks(batch: Mapping[str, Any], how: Writing) -> list[Ask] | None:
         return None
     prompts = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
     stops = frozenset(how.stops)
-    return [Ask(prompt, room, stop_ids=stops, min_new_tokens=how.min_new_tokens) for prompt in prompts]
+    return [GenerationRequest(prompt, room, stop_ids=stops, min_new_tokens=how.min_new_tokens) for prompt in prompts]
 
 
 def _laid_out(prompts: Tensor, answers: Sequence[Finished], how: Writing) -> Tensor:

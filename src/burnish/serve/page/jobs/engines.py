@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 from burnish.serve.http.relay import ask
 from burnish.serve.page.home import Home
 from burnish.serve.page.jobs.starting import Starter
@@ -49,7 +49,7 @@ class Engines:
         """The engine of a folder; the one that runs already, where it does.
 
         Raises:
-            Refusal: 409 where there are too many.
+            APIError: 409 where there are too many.
         """
         return self.begin_named(NamedModel(name, (str(path.resolve()),), self.starter.places.first))
 
@@ -60,7 +60,7 @@ class Engines:
             return self._all[identity]
         alive = [one for one in self._all.values() if one.child.poll() is None]
         if len(alive) >= MOST_ENGINES:
-            raise Refusal(409, "too_many_engines", f"{MOST_ENGINES} models are loaded already; unload one first.")
+            raise APIError(409, "too_many_engines", f"{MOST_ENGINES} models are loaded already; unload one first.")
         socket, log = self.home.folder / f"engine-{identity}.sock", self.home.folder / f"engine-{identity}.log"
         log.unlink(missing_ok=True)
         words = ["api", *named.words, f"--api_socket={socket}", f"--api_model_name={identity}", "--api_max_tokens=2048"]
@@ -69,9 +69,9 @@ class Engines:
         return self._all[identity]
 
     def of(self, identity: str) -> RunningEngine:
-        """Raises Refusal 404 where there is none."""
+        """Raises APIError 404 where there is none."""
         if identity not in self._all:
-            raise Refusal(404, "no_engine", "There is no such engine; load it again.")
+            raise APIError(404, "no_engine", "There is no such engine; load it again.")
         self._all[identity].used = time.monotonic()
         return self._all[identity]
 
@@ -91,7 +91,7 @@ class Engines:
             return
         try:
             status, body = await ask(str(one.socket), "GET", "/readyz")
-        except Refusal:
+        except APIError:
             return
         one.state = "ready" if status == 200 else "loading"
         one.said = "" if status == 200 else f"{json.loads(body).get('loaded', 0):.0%}"

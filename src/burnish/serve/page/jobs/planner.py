@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.serve.http.child import environment_of_child
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 from burnish.serve.page.places import Roots
 
 IDLE_S = 600.0
@@ -43,14 +43,14 @@ class Planner:
         Args:
             replaces: the answer to the question before it interests nobody any more.
         Raises:
-            Refusal: 409 where a newer question came, 503 where the process ended.
+            APIError: 409 where a newer question came, 503 where the process ended.
         """
         number = next(self._numbers)
         if replaces:
             self._newest = number
         async with self._turn:
             if replaces and self._newest != number:
-                raise Refusal(409, "superseded", "A newer question has been asked.")
+                raise APIError(409, "superseded", "A newer question has been asked.")
             async for part in self._answers({**question, "id": number}):
                 yield part
 
@@ -74,7 +74,7 @@ class Planner:
                     return
         except (ConnectionError, TimeoutError, ValueError) as error:
             self.end()
-            raise Refusal(503, "planner_ended", "The process that plans runs has ended; ask again.") from error
+            raise APIError(503, "planner_ended", "The process that plans runs has ended; ask again.") from error
 
     async def _running(self) -> asyncio.subprocess.Process:
         if self._idle is not None:
@@ -83,7 +83,7 @@ class Planner:
         if self._child is None or self._child.returncode is not None:
             with self.log.open("ab") as errors:
                 self._child = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "burnish", "_planner", cwd=self.places.first, stderr=errors,
+                    sys.executable, "-P", "-m", "burnish", "_planner", cwd=self.places.first, stderr=errors,
                     env=environment_of_child(self.places.roots),
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LONGEST_LINE,
                 )  # fmt: skip

@@ -17,14 +17,15 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.report.journal import GIVEN, LAUNCH, OUTCOME, given_yaml, launched, write_outcome
+from burnish.report.results import write_whole
 from burnish.run.plan.config_files import read_arguments
 from burnish.serve.http.child import environment_of_child, start_burnish, tell
-from burnish.serve.http.errors import Refusal
+from burnish.serve.http.errors import APIError
 from burnish.serve.page.home import Home
 from burnish.serve.page.permissions import check_values
 from burnish.serve.page.places import Roots
 from burnish.serve.page.runs.follow import CONSOLE
-from burnish.serve.page.runs.runs import FoundRun, is_alive, object_in
+from burnish.serve.page.runs.runs import FoundRun, given_text, is_alive, object_in
 from burnish.serve.run_folder import data_seen_from
 
 QUEUE = "queue.json"
@@ -50,7 +51,7 @@ class Starter:
         Args:
             start: the folder in which the command runs; the first root by default.
         Raises:
-            Refusal: 422, with the option.
+            APIError: 422, with the option.
         """
         form = await self.form()
         check_values(values, form["fields"], self.allow, self.places, start or self.places.first)
@@ -59,10 +60,10 @@ class Starter:
     def folder_of(self, values: Mapping[str, Any]) -> Path:
         text = values.get("output_dir")
         if not isinstance(text, str) or not text:
-            raise Refusal(422, "missing", '"output_dir" must name the folder of the run.', param="output_dir")
+            raise APIError(422, "missing", '"output_dir" must name the folder of the run.', param="output_dir")
         folder = self.places.within(text, "output_dir")
         if folder in self.places.roots:
-            raise Refusal(422, "outside", '"output_dir" must be a folder of its own.', param="output_dir")
+            raise APIError(422, "outside", '"output_dir" must be a folder of its own.', param="output_dir")
         return folder
 
     # --- starting -----------------------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ class Starter:
         """Start a run, in its folder as chosen: ``new``, ``continue`` or ``anew``.
 
         Raises:
-            Refusal: 409 where the folder is in use, or holds something and the choice is ``new``.
+            APIError: 409 where the folder is in use, or holds something and the choice is ``new``.
         """
         given = await self.checked(values)
         folder = self.folder_of(given)
@@ -80,28 +81,27 @@ class Starter:
         if not given["overwrite_output_dir"]:
             del given["overwrite_output_dir"]
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / GIVEN
-        file.write_text(given_yaml(given, {}), encoding="utf-8")
+        write_whole(folder / GIVEN, given_yaml(given, {}))
         self._launch(folder, devices)
         return folder
 
     def _check_folder(self, folder: Path, choice: str) -> None:
         if is_alive(object_in(folder / LAUNCH)):
             message = "A run is writing into this folder. Choose another, or wait."
-            raise Refusal(409, "folder_in_use", message, param="output_dir")
+            raise APIError(409, "folder_in_use", message, param="output_dir")
         holds = folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
         if holds and choice == "new":
             message = f'"{self.places.shown(folder)}" holds a run already: continue it, begin it anew, or take another.'
-            raise Refusal(409, "folder_not_empty", message, param="output_dir")
+            raise APIError(409, "folder_not_empty", message, param="output_dir")
 
     async def again(self, run: FoundRun) -> None:
         """Continue a run from its own file.
 
         Raises:
-            Refusal: 409 if it still runs or has no file, 422 if the file sets what a visitor may not set.
+            APIError: 409 if it still runs or has no file, 422 if the file sets what a visitor may not set.
         """
         if run.is_alive:
-            raise Refusal(409, "running", "The run goes on already.")
+            raise APIError(409, "running", "The run goes on already.")
         await self.checked(self._given_of(run), self._place_of(run.folder))
         self._launch(run.folder, None)
 
@@ -109,19 +109,19 @@ class Starter:
         """The values of a run's own file, with its data where they were when it was started.
 
         Raises:
-            Refusal: 409 where it has no file, 422 where the file names what a page may not reach.
+            APIError: 409 where it has no file, 422 where the file names what a page may not reach.
         """
         values, place = self._given_of(run), self._place_of(run.folder)
         return await self.checked(values | (data_seen_from(place, values) if place != self.places.first else {}))
 
     def _given_of(self, run: FoundRun) -> dict[str, Any]:
         """The values in a run's ``run.yaml``."""
-        if not (run.folder / GIVEN).is_file():
-            raise Refusal(409, "no_file", f"This run has no {GIVEN}, so its options are unknown.")
+        if not given_text(run.folder):
+            raise APIError(409, "no_file", f"This run has no {GIVEN}, so its options are unknown.")
         try:
             given, _ = read_arguments([str(run.folder / GIVEN)])
         except UserError as error:
-            raise Refusal(422, "invalid_value", str(error)) from error
+            raise APIError(422, "invalid_value", str(error)) from error
         return {name: item.value for name, item in given.items()}
 
     def _launch(self, folder: Path, devices: list[int] | None) -> None:
@@ -131,7 +131,7 @@ class Starter:
         child = start_burnish(words, self._place_of(folder), folder / CONSOLE, self._environment() | chosen)
         self._children.append(child)
         launch = launched([], child.pid, ["burnish", *words])
-        (folder / LAUNCH).write_text(json.dumps(launch, indent=1) + "\n", encoding="utf-8")
+        write_whole(folder / LAUNCH, json.dumps(launch, indent=1) + "\n")
 
     def _place_of(self, folder: Path) -> Path:
         """Folder in which the run was started before, if below a root: relative paths in its file start there."""
@@ -159,11 +159,11 @@ class Starter:
         """``save``: the step is finished and saved. ``now``: at once, and steps since the last checkpoint are lost.
 
         Raises:
-            Refusal: 409 where the process cannot be proven to be that run's.
+            APIError: 409 where the process cannot be proven to be that run's.
         """
         number = signal.SIGTERM if how == "save" else signal.SIGKILL
         if not tell(run.launch, number, is_alive):
-            raise Refusal(409, "not_running", "No process of this run is alive on this machine.")
+            raise APIError(409, "not_running", "No process of this run is alive on this machine.")
         if how != "save":
             ending = {"state": "stopped", "exit_code": 137, "sentence": f"Stopped at once, at step {run.step}.",
                       "remedy": "Continue it from its last checkpoint."}  # fmt: skip

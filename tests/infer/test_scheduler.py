@@ -1,4 +1,4 @@
-"""Answers over seats: the ids of transformers' ``generate``, whatever else is answered at the same time."""
+"""Answers over slots: the ids of transformers' ``generate``, whatever else is answered at the same time."""
 
 import time
 
@@ -7,10 +7,10 @@ import torch
 from answering import SHAPES, Answer, alone, answers, loop_of, model_of, prompts
 
 from burnish.config.errors import UserError
-from burnish.inference import scheduler as seats
-from burnish.inference.scheduler import SeatLoop
-from burnish.inference.slots import SeatLimits
-from burnish.inference.types import Ask, Full, Sampling
+from burnish.inference import scheduler as slots
+from burnish.inference.scheduler import Scheduler
+from burnish.inference.slots import SlotLimits
+from burnish.inference.types import Full, GenerationRequest, Sampling
 from few import few
 from tiny_models import tiny_model
 
@@ -23,10 +23,10 @@ def test_greedy_answers_are_those_of_generate(shape: str) -> None:
     model = model_of(shape)
     loop = loop_of(model)
     asked = prompts()
-    made = answers(loop, [Ask(ids, 12) for ids in asked])
+    made = answers(loop, [GenerationRequest(ids, 12) for ids in asked])
     assert [answer.ids for answer in made] == [alone(model, ids, 12) for ids in asked]
     assert {answer.reason for answer in made} == {"length"}
-    assert (loop.way.name != "seats") == (shape in ONE_AT_A_TIME) == bool(loop.note)
+    assert (loop.way.name != "slots") == (shape in ONE_AT_A_TIME) == bool(loop.note)
 
 
 def test_a_model_whose_forward_asserts_is_read_from_its_beginning_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_a_model_whose_forward_asserts_is_read_from_its_beginning_each_time(monk
     loop = loop_of(model)
     assert loop.way.name == "whole text"
     assert "without" in loop.note
-    (made,) = answers(loop, [Ask(prompts()[0], 6)])
+    (made,) = answers(loop, [GenerationRequest(prompts()[0], 6)])
     assert made.ids == expected
 
 
@@ -51,23 +51,23 @@ def test_an_answer_ends_with_its_stop_token() -> None:
     model = model_of("llama")
     ids = prompts()[0]
     whole = alone(model, ids, 12)
-    (made,) = answers(loop_of(model), [Ask(ids, 12, stop_ids=frozenset({whole[4]}))])
+    (made,) = answers(loop_of(model), [GenerationRequest(ids, 12, stop_ids=frozenset({whole[4]}))])
     assert made.ids == whole[: whole.index(whole[4]) + 1]
     assert made.reason == "stop"
 
 
 def test_answers_do_not_depend_on_pieces_neighbours_or_order(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("qwen2")
-    asks = [Ask(ids, 5 + at % 7) for at, ids in enumerate(prompts(10))]
-    usual = [answer.ids for answer in answers(loop_of(model, 4), asks)]
-    monkeypatch.setattr(seats, "PIECE", 3)
+    requests = [GenerationRequest(ids, 5 + at % 7) for at, ids in enumerate(prompts(10))]
+    usual = [answer.ids for answer in answers(loop_of(model, 4), requests)]
+    monkeypatch.setattr(slots, "PIECE", 3)
     for number in (1, 3, 10):
         loop = loop_of(model, number)
-        assert [answer.ids for answer in answers(loop, asks)] == usual
-        assert loop.way.name == "seats"
-    assert [answer.ids for answer in answers(loop_of(model, 4), asks[::-1])] == usual[::-1]
-    exact = SeatLoop(model, SeatLimits(4, 64, exact=True))
-    assert [answer.ids for answer in answers(exact, asks)] == usual
+        assert [answer.ids for answer in answers(loop, requests)] == usual
+        assert loop.way.name == "slots"
+    assert [answer.ids for answer in answers(loop_of(model, 4), requests[::-1])] == usual[::-1]
+    exact = Scheduler(model, SlotLimits(4, 64, exact=True))
+    assert [answer.ids for answer in answers(exact, requests)] == usual
 
 
 def test_asks_that_come_later_join_those_under_way() -> None:
@@ -76,7 +76,7 @@ def test_asks_that_come_later_join_those_under_way() -> None:
     found = []
     for ids in asked:
         found.append(Answer())
-        loop.submit(Ask(ids, 9), found[-1])
+        loop.submit(GenerationRequest(ids, 9), found[-1])
         loop.turn()
         loop.turn()
     while loop.turn():
@@ -87,9 +87,9 @@ def test_asks_that_come_later_join_those_under_way() -> None:
 def test_the_next_turn_of_a_conversation_reads_its_new_words_only() -> None:
     model = model_of("qwen3")
     loop, first = loop_of(model), prompts()[0]
-    (answer,) = answers(loop, [Ask(first, 6)])
+    (answer,) = answers(loop, [GenerationRequest(first, 6)])
     following = [*first, *answer.ids, 5, 6, 7]
-    (second,) = answers(loop, [Ask(following, 6)])
+    (second,) = answers(loop, [GenerationRequest(following, 6)])
     # The last token of an answer is drawn and never read.
     assert second.filled.cached_tokens == len(first) + len(answer.ids) - 1
     assert second.ids == alone(model, following, 6)
@@ -98,18 +98,18 @@ def test_the_next_turn_of_a_conversation_reads_its_new_words_only() -> None:
 def test_asks_that_begin_alike_read_the_beginning_once() -> None:
     model = model_of("llama")
     loop, shared = loop_of(model, 3), prompts(1, 2)[0] + list(range(3, 43))
-    asks = [Ask([*shared, number], 5) for number in (7, 8, 9)]
-    made = answers(loop, asks)
+    requests = [GenerationRequest([*shared, number], 5) for number in (7, 8, 9)]
+    made = answers(loop, requests)
     assert [answer.filled.cached_tokens for answer in made] == [0, len(shared), len(shared)]
-    assert [answer.ids for answer in made] == [alone(model, ask.ids, 5) for ask in asks]
+    assert [answer.ids for answer in made] == [alone(model, request.ids, 5) for request in requests]
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats, "PIECE", 4)
+    monkeypatch.setattr(slots, "PIECE", 4)
     loop, long, short = loop_of(model_of("llama"), 2), Answer(), Answer()
-    loop.submit(Ask(list(range(3, 43)), 4), long)
+    loop.submit(GenerationRequest(list(range(3, 43)), 4), long)
     loop.turn()
-    loop.submit(Ask([5, 6], 4), short)
+    loop.submit(GenerationRequest([5, 6], 4), short)
     for _ in range(3):
         loop.turn()
     assert short.ids
@@ -118,20 +118,20 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyP
 
 def test_an_answer_never_goes_beyond_the_context() -> None:
     loop = loop_of(model_of("llama"), context=16)
-    (made,) = answers(loop, [Ask(list(range(3, 15)), 50)])
+    (made,) = answers(loop, [GenerationRequest(list(range(3, 15)), 50)])
     assert len(made.ids) == 4
     assert made.reason == "length"
     with pytest.raises(UserError, match="16 tokens, and 16 is the most"):
-        loop.submit(Ask(list(range(3, 19)), 50), Answer())
+        loop.submit(GenerationRequest(list(range(3, 19)), 50), Answer())
 
 
-def test_a_cancelled_ask_ends_within_a_turn_and_its_seat_is_free() -> None:
+def test_a_cancelled_ask_ends_within_a_turn_and_its_slot_is_free() -> None:
     loop, first, second = loop_of(model_of("llama"), 1), Answer(), Answer()
-    ticket = loop.submit(Ask([5], 50), first)
-    loop.submit(Ask([6], 3), second)
+    handle = loop.submit(GenerationRequest([5], 50), first)
+    loop.submit(GenerationRequest([6], 3), second)
     for _ in range(4):
         loop.turn()
-    loop.cancel(ticket)
+    loop.cancel(handle)
     loop.turn()
     assert (first.reason, len(first.ids)) == ("cancelled", 5)  # the turn that reads a prompt makes two
     while loop.turn():
@@ -140,17 +140,17 @@ def test_a_cancelled_ask_ends_within_a_turn_and_its_seat_is_free() -> None:
 
 
 def test_an_ask_whose_deadline_has_passed_ends() -> None:
-    made = answers(loop_of(model_of("llama")), [Ask([5], 50, deadline=time.monotonic() - 1)])
+    made = answers(loop_of(model_of("llama")), [GenerationRequest([5], 50, deadline=time.monotonic() - 1)])
     assert made[0].reason == "cancelled"
     assert "deadline" in str(made[0].error)
 
 
 def test_too_many_waiting_asks_are_refused() -> None:
-    loop = SeatLoop(model_of("llama"), SeatLimits(1, 64, waiting=2))
+    loop = Scheduler(model_of("llama"), SlotLimits(1, 64, waiting=2))
     for _ in range(2):
-        loop.submit(Ask([5], 5), Answer())
+        loop.submit(GenerationRequest([5], 5), Answer())
     with pytest.raises(Full) as refused:
-        loop.submit(Ask([5], 5), Answer())
+        loop.submit(GenerationRequest([5], 5), Answer())
     assert 1 <= refused.value.retry_after_s <= 60
 
 
@@ -158,13 +158,13 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
     model = model_of("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[9] = torch.nan
-    good, bad = answers(loop_of(model), [Ask([5, 6, 7], 4), Ask([5, 9], 4)])
+    good, bad = answers(loop_of(model), [GenerationRequest([5, 6, 7], 4), GenerationRequest([5, 9], 4)])
     assert good.reason == "length"
     assert bad.reason == "failed"
     assert "non_finite_logits" in str(bad.error)
 
 
-def test_memory_that_runs_out_fails_those_that_asked_for_it_and_lowers_the_seats(
+def test_memory_that_runs_out_fails_those_that_asked_for_it_and_lowers_the_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = loop_of(model_of("llama"), 4)
@@ -177,18 +177,18 @@ def test_memory_that_runs_out_fails_those_that_asked_for_it_and_lowers_the_seats
         return run(first, rows)
 
     monkeypatch.setattr(loop.way, "run", short)
-    failed = answers(loop, [Ask(ids, 6) for ids in prompts(4)])
+    failed = answers(loop, [GenerationRequest(ids, 6) for ids in prompts(4)])
     assert {answer.reason for answer in failed} == {"failed"}
     assert "out_of_memory" in str(failed[0].error)
-    assert loop.facts().seats == 3
-    after = answers(loop, [Ask(ids, 6) for ids in prompts(4)])
+    assert loop.facts().slots == 3
+    after = answers(loop, [GenerationRequest(ids, 6) for ids in prompts(4)])
     assert [a.ids for a in after] == [alone(loop.model, ids, 6) for ids in prompts(4)]
 
 
 def test_log_probabilities_of_a_forced_answer_are_the_loss_of_training() -> None:
     model = tiny_model("qwen2")
     ids = prompts(1, 30, seed=3)[0] + [5, 6, 7, 8]
-    (made,) = answers(loop_of(model), [Ask(ids, 0, prompt_logprobs_from=len(ids) - 4)])
+    (made,) = answers(loop_of(model), [GenerationRequest(ids, 0, prompt_logprobs_from=len(ids) - 4)])
     labels = torch.tensor([[-100] * (len(ids) - 4) + ids[-4:]])
     loss = model(input_ids=torch.tensor([ids]), labels=labels).loss.detach() * 4
     assert made.reason == "length"
@@ -198,7 +198,9 @@ def test_log_probabilities_of_a_forced_answer_are_the_loss_of_training() -> None
 def test_log_probabilities_of_an_answer_are_those_of_the_model_alone() -> None:
     model = model_of("llama")
     asked = prompts(3)
-    for ids, made in zip(asked, answers(loop_of(model), [Ask(ids, 5, top_logprobs=3) for ids in asked]), strict=True):
+    for ids, made in zip(
+        asked, answers(loop_of(model), [GenerationRequest(ids, 5, top_logprobs=3) for ids in asked]), strict=True
+    ):
         logps = model(input_ids=torch.tensor([ids + made.ids])).logits[0].detach().log_softmax(-1)
         for at, found in enumerate(made.logprobs):
             row = logps[len(ids) - 1 + at]
@@ -210,10 +212,10 @@ def test_log_probabilities_of_an_answer_are_those_of_the_model_alone() -> None:
 def test_a_seeded_answer_does_not_depend_on_its_neighbours() -> None:
     model = model_of("llama")
     sampling = Sampling(temperature=1.5, seed=7)
-    asks = [Ask(ids, 8, sampling=sampling, request=at) for at, ids in enumerate(prompts(8))]
-    together = [answer.ids for answer in answers(loop_of(model, 8), asks)]
-    assert together == [answers(loop_of(model, 1), [ask])[0].ids for ask in asks]
-    assert together != [answer.ids for answer in answers(loop_of(model, 8), [*asks[1:], asks[0]])]
+    requests = [GenerationRequest(ids, 8, sampling=sampling, index=at) for at, ids in enumerate(prompts(8))]
+    together = [answer.ids for answer in answers(loop_of(model, 8), requests)]
+    assert together == [answers(loop_of(model, 1), [request])[0].ids for request in requests]
+    assert together != [answer.ids for answer in answers(loop_of(model, 8), [*requests[1:], requests[0]])]
 
 
 def test_a_beginning_of_another_picture_is_not_taken_over() -> None:
@@ -221,7 +223,7 @@ def test_a_beginning_of_another_picture_is_not_taken_over() -> None:
     ids = [5, 9, 9, 6, 7, 8]
 
     def cached(hashes: list[int] | None) -> int:
-        (answer,) = answers(loop, [Ask(ids, 1, content_hashes=hashes)])
+        (answer,) = answers(loop, [GenerationRequest(ids, 1, content_hashes=hashes)])
         return answer.filled.cached_tokens
 
     assert cached([0, 11, 11, 0, 0, 0]) == 0
@@ -234,15 +236,15 @@ def test_a_beginning_of_another_picture_is_not_taken_over() -> None:
 def test_after_forget_answers_are_those_of_the_new_weights() -> None:
     model, ids = model_of("llama"), prompts(1)[0]
     loop = loop_of(model, 2)
-    before = answers(loop, [Ask(ids, 6)])[0].ids
+    before = answers(loop, [GenerationRequest(ids, 6)])[0].ids
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(-1.5)
     loop.forget()
-    (after,) = answers(loop, [Ask(ids, 6)])
+    (after,) = answers(loop, [GenerationRequest(ids, 6)])
     assert after.filled.cached_tokens == 0
     assert after.ids == alone(model, ids, 6) != before
-    loop.submit(Ask(ids, 6), lambda made: None)
+    loop.submit(GenerationRequest(ids, 6), lambda made: None)
     loop.turn()
     with pytest.raises(RuntimeError, match="1 requests are running"):
         loop.forget()

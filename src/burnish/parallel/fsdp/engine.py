@@ -34,7 +34,7 @@ from burnish.checkpoint.shards import Piece, Scattered
 from burnish.config.errors import UserError, did_you_mean
 from burnish.loop.types import Loss
 from burnish.parallel.choices import EngineChoices
-from burnish.parallel.fsdp_settings import FsdpSettings, fsdp_settings
+from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_settings
 from burnish.parallel.multi_process import ParallelEngine, with_weights
 from burnish.parallel.single import layers_of
 
