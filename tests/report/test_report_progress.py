@@ -188,7 +188,7 @@ def test_the_live_line_fits_every_width(width):
         assert "━" in text.plain
 
 
-def test_what_is_done_and_what_is_not_differ_without_colour():
+def test_what_is_done_and_what_is_not_differ_without_color():
     plain = live_line(600, 1200).line(120).plain
     assert plain.count("━") == plain.count("─") > 10
 
@@ -258,7 +258,7 @@ def test_a_terminal_gets_one_live_line_and_its_cursor_back():
     assert shown.count("\n") < 30
 
 
-def test_no_color_leaves_no_colour():
+def test_no_color_leaves_no_color():
     shown = in_terminal(NO_COLOR="1")
     assert not re.search(r"\x1b\[(\d;)?(3|9)\d", shown)
     assert "━" in shown

@@ -12,7 +12,7 @@ from itertools import groupby, islice
 from typing import Any
 
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
-from burnish.config.secrets import BLOTTED
+from burnish.config.secrets import MASK
 from burnish.data.batches.batching import answers_of, collate_prefix_sharing, packs_rows
 from burnish.data.batches.stream import num_tokens, order_of, share_of_waiting
 from burnish.data.rows.row_set import ListedRows, RowSet
@@ -85,7 +85,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
     lines = [
         Line("data sets", ", ".join(map(str, named or [])) or "none", plan.where(by)),
         Line("template", prepared.template.name, plan.where("template")),
-        Line("records", f"{prepared.tally.seen:,} read{also}"),
+        Line("records", f"{prepared.stats.seen:,} read{also}"),
     ]
     if is_trained or len(prepared.rows):
         unread = "" if is_trained else ", which the run has no use for"
@@ -109,7 +109,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
             why = "no loss depends on them, or rows share them"
             text = f"{100 * spared:.3g} % of the tokens need not be computed: {why}; if the model has no dropout"
             lines.append(Line("spared", text, plan.where("needed_tokens_only")))
-    lines += [Line("counted", sentence) for sentence in prepared.tally.sentences()]
+    lines += [Line("counted", sentence) for sentence in prepared.stats.sentences()]
     return Section("Data", lines)
 
 
@@ -341,7 +341,7 @@ def _events(plan: Plan) -> Section:
 def _options(plan: Plan) -> Section:
     """Every option that is not at its default."""
     lines = [
-        Line(spec.name, f"{BLOTTED if spec.is_secret else shown(value)} (default {shown(spec.default)})", where)
+        Line(spec.name, f"{MASK if spec.is_secret else shown(value)} (default {shown(spec.default)})", where)
         for spec, value, where in plan.changed()
     ]
     return Section("Options that are not at their default", lines)

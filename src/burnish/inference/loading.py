@@ -31,7 +31,7 @@ from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import RECORDED, fit_tokenizer, load_template
 from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.rows import Template
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.inference.engine import LocalEngine
 from burnish.inference.loaded_model import LoadedModel
 from burnish.inference.options import is_remote
@@ -43,7 +43,7 @@ from burnish.loop.types import Example, Message
 from burnish.losses.reward import ValueHead
 from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite
-from burnish.models.quantization.quantize import quantisation_of, quantised_by
+from burnish.models.quantization.quantize import quantization_of, quantized_by
 from burnish.models.reward_files import BIAS, WEIGHT, read_head
 from burnish.models.source import adapter_folders, find_source, local_folder
 from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer
@@ -198,7 +198,7 @@ def readable_example(template: Template) -> Example | None:
     """A conversation that the template accepts: with a system message, else without one."""
     for system in ("You answer in one line.", None):
         example = Example(messages=CONVERSATION, system=system, source="export", number=1)
-        if template.encode([example], Tally())[0] is not None:
+        if template.encode([example], DataStats())[0] is not None:
             return example
     return None
 
@@ -283,15 +283,15 @@ def _model(
     options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path], notes: list[str],
     needs_head: bool = True,
 ) -> nn.Module:  # fmt: skip
-    """The model that answers, on its device and in its format; an adapter stays beside a quantised base."""
+    """The model that answers, on its device and in its format; an adapter stays beside a quantized base."""
     device = device_of(options)
-    if method := quantisation_of(options, config):
-        dtype: Any = "auto" if quantised_by(config) else supported_dtype(loaded_dtype(config), device)
+    if method := quantization_of(options, config):
+        dtype: Any = "auto" if quantized_by(config) else supported_dtype(loaded_dtype(config), device)
         model: nn.Module = load_model(
             options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head
         )
         if len(adapters) > 1:
-            what = f"several adapters cannot be merged into a base that is quantised ({method})."
+            what = f"several adapters cannot be merged into a base that is quantized ({method})."
             raise UserError(what, remedy="Merge all but the last: burnish export without quantization_bit.")
         for folder in adapters:
             load_adapter(model, folder)

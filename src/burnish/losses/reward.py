@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.options import option
-from burnish.kernels.probe import Fitted, causal_lm
+from burnish.kernels.probe import Capabilities, causal_lm
 from burnish.loop.protocols import Engine
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
@@ -145,13 +145,13 @@ class RewardObjective(StageObjective):
     def parts(self) -> Mapping[str, Any]:
         return {"value_head": HeadState(self.head)} if isinstance(self.head, ValueHead) else {}
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]:
+    def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
-        return self.template.encode_pairs(examples, tally)
+        return self.template.encode_pairs(examples, stats)
 
-    def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
+    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """As ``LmObjective.fit``."""
-        self.collate, inner = partial(self._collated, collate), causal_lm(fitted.model)
+        self.collate, inner = partial(self._collated, collate), causal_lm(capabilities.model)
         if self.head is None:
             width = inner.get_input_embeddings().weight.shape[1]
             width = getattr(inner.config.get_text_config(), "hidden_size", width)

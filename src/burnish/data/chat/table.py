@@ -7,7 +7,7 @@ A slot list says how a message is written. Its elements are
 - text with ``{{content}}`` where the message goes (text without it is constant);
 - ``{bos}`` and ``{eos}``: the tokenizer's own token, nothing where it has none;
 - ``{"token": "<|user|>"}``: this token by name; ``{"token_if_known": ...}``: nothing where the tokenizer lacks it.
-Each element is tokenised by itself, so no token ever spans two of them. A list of one element may be written bare.
+Each element is tokenized by itself, so no token ever spans two of them. A list of one element may be written bare.
 
 The texts and flags are those of LLaMA-Factory as of August 2026 (src/llamafactory/data/template.py), apart from the
 two faults named in docs/decisions/0010-templates-as-data.md.
