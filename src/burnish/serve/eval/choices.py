@@ -19,7 +19,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.data.chat.rows import Template
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.inference.batch import generate_all
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.types import GenerationRequest
@@ -124,7 +124,7 @@ class Chooser:
         letters = LETTERS[: len(question.choices)]
         examples = [Example(messages=(*asked, Message("assistant", letter)), source=subject.key) for letter in letters]
         prompt = self.template.prompt(examples[0])
-        rows = self.template.encode(examples, Tally())
+        rows = self.template.encode(examples, DataStats())
         stops = set(self.template.stop_token_ids())
         answers: list[list[int]] = []
         for row in rows:
