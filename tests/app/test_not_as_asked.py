@@ -85,7 +85,9 @@ def test_every_mark_in_every_part_is_counted(
 def test_json_in_a_text_file(content: str, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("data/rows.txt").write_text(content, encoding="utf-8")
     words = ["stage=pt", "dataset=data/rows.txt", "cutoff_len=32"]
-    assert "data/rows.txt: its lines are JSON, and are read as mere text. Name it rows.jsonl" in runs(capsys, *words)
+    err = refused(capsys, *words)
+    assert "data/rows.txt: the lines of this text file are JSON" in err
+    assert f"Name it rows.{'json' if content.lstrip()[0] == '[' else 'jsonl'} to read" in err
     Path("data/rows.txt").write_text("red [green] {blue}\n{not json}\n", encoding="utf-8")
     assert "its lines are JSON" not in runs(capsys, *words, "output_dir=other")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from burnish.cli import main
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.run.build import train_run
 from burnish.run.plan.plan import Plan, plan
 from burnish.utils.patching import (
@@ -142,7 +142,7 @@ RUNS = {
 
 def planned(folder: Path, **options: object) -> Plan:
     given = make_user(folder, **{"max_steps": 3, "save_strategy": "no", **options})
-    return plan({name: Given(value, "the command line") for name, value in given.items()})
+    return plan({name: RawValue(value, "the command line") for name, value in given.items()})
 
 
 @pytest.mark.run

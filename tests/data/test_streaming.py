@@ -14,6 +14,7 @@ import pytest
 
 from burnish.cli import main
 from burnish.data.batches.stream import order_of
+from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets import sources
 from burnish.run import prepare
 from data_sets import write
@@ -79,6 +80,39 @@ def test_a_bad_record_stops_the_run_where_it_is_met_and_the_checkpoints_stay(tmp
     assert "data.json, record 24 (line " in message
     assert '"output" must be text. Received: 5' in message
     assert (tmp_path / "out" / "checkpoint-4").is_dir()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".arrow"])
+@pytest.mark.parametrize("change", ["truncated", "overwritten"])
+def test_a_file_that_changes_during_training_is_named_and_the_run_continues_once_it_is_restored(
+    tmp_path, user, capsys, monkeypatch, suffix, change
+):
+    path = tmp_path / f"lines{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records(24)))
+    else:
+        table = pyarrow.Table.from_pylist(records(24))
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    before, some, calls = path.read_bytes(), StreamedRows.some, []
+    given = {**user, "dataset": str(path)}
+    assert run(given, tmp_path / "whole") == 0
+
+    def damages(self, examples):
+        calls.append(examples)
+        if len(calls) == 24 + 12:  # 24 rows are looked at before the first step, and a step has two micro-batches
+            path.write_bytes(before[:100] if change == "truncated" else before.replace(b"r", b"g"))
+        return some(self, examples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamedRows, "some", damages)
+        assert run(given, tmp_path / "cut") == 2
+    message = " ".join("".join(capsys.readouterr()).split())
+    assert f"{path}: the file was changed during training: it had {len(before):,} bytes" in message
+    assert "Restore the file as it was. The same command then continues" in message
+    path.write_bytes(before)
+    assert run(given, tmp_path / "cut") == 0
+    assert same_weights(tmp_path / "whole", tmp_path / "cut")
 
 
 def test_explain_says_that_the_rest_is_encoded_during_training(user, capsys):

@@ -13,7 +13,7 @@ import pytest
 
 import burnish
 from burnish.cli import main
-from burnish.report.journal import Journal, boot_id, given_yaml, launched, start_ticks
+from burnish.report.metadata import RunMetadata, boot_id, given_yaml, launched, start_ticks
 from burnish.serve.page.runs.runs import find, is_alive, read_run, run_folders, tail_lines
 from small_run import make_model, records
 
@@ -172,7 +172,9 @@ def test_runs_of_other_makers_and_damaged_folders_are_told_with_what_can_be_read
     elsewhere.mkdir()
     (elsewhere / "launch.json").write_text(json.dumps({**launched([]), "host": "another-host"}))
     runs = {run.name: run for run in find([tmp_path])}
-    assert set(runs) == {"factory", "trl", "elsewhere"}
+    assert set(runs) == {"factory", "trl", "elsewhere", "broken"}
+    assert (runs["broken"].state, runs["broken"].step) == ("unreadable", 0)
+    assert "launch.json" in runs["broken"].sentence
     assert (runs["factory"].maker, runs["factory"].state, runs["factory"].loss) == ("LLaMA-Factory", "done", 2.5)
     assert (runs["trl"].maker, runs["trl"].step, runs["trl"].total, runs["trl"].eval_loss) == (
         "transformers",
@@ -208,10 +210,10 @@ def test_runs_lie_no_deeper_than_they_are_looked_for(tmp_path):
 
 
 def test_a_journal_that_cannot_be_written_stops_nothing(tmp_path):
-    journal = Journal(tmp_path / "no such folder", described=str)
-    with journal:
-        journal.begin("a: 1\n", ["cpu"])
-        journal.event("note", "unheard")
+    metadata = RunMetadata(tmp_path / "no such folder", described=str)
+    with metadata:
+        metadata.begin("a: 1\n", ["cpu"])
+        metadata.event("note", "unheard")
 
 
 def test_values_are_written_as_yaml_reads_them():

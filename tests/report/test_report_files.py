@@ -246,7 +246,7 @@ def facts(**changes):
         "is_adapter": True,
         "options": {"learning_rate": 1e-4, "output_dir": "/home/me/out", "hub_token": "secret",
                     "model_name_or_path": "/home/me/models/Qwen2-0.5B", "note": "a: b"},
-        "results": {"eval_loss": 1.25}, "tally": ["dropped: no answer: 2 of 10 rows (mine.json: 3, 4)"],
+        "results": {"eval_loss": 1.25}, "stats": ["dropped: no answer: 2 of 10 rows (mine.json: 3, 4)"],
     }  # fmt: skip
     return CardFacts(**{**known, **changes})
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 import burnish
 from burnish.config.options import specs
-from burnish.report.journal import launched
+from burnish.report.metadata import launched
 from burnish.run.plan.options import RunOptions
 
 OPTIONS = specs(RunOptions)
@@ -219,3 +221,69 @@ def test_a_link_or_a_description_that_came_with_data_opens_nothing_outside(page,
     _, _, text = page.send("POST", "/api/check", {"values": values})
     assert "SECRET" not in text
     assert "below" in text
+
+
+# --- what a folder that was sent may hold -----------------------------------------------------------------------------
+
+
+def test_no_module_of_a_folder_is_imported_by_what_the_page_starts(page, root) -> None:
+    """``python -m`` looks into the current folder first, which a run's launch.json names."""
+    sent_run(root, {**USUAL, "output_dir": "sent"})
+    (root / "sent/launch.json").write_text(json.dumps({**launched([]), "pid": 2**22 + 1, "folder": str(root / "sent")}))
+    code = f"open({str(root / 'PWNED')!r}, 'a').write(__file__)\nraise SystemExit(1)\n"
+    for folder in (root, root / "sent"):
+        for module in ("yaml", "torch", "burnish", "json", "numpy", "logging", "sitecustomize"):
+            (folder / f"{module}.py").write_text(code)
+    assert page.send("POST", f"/api/runs/{page.id_of('sent')}/continue", {})[0] == 202
+    page.send("POST", "/api/check", {"values": {**USUAL, "output_dir": "saves/n"}})
+    for child in page.site.starter._children:
+        child.wait(60)
+    assert (root / "sent/console.log").read_text()
+    assert not (root / "PWNED").exists()
+
+
+NAMES = ("run.yaml", "launch.json", "outcome.json", "events.jsonl", "trainer_log.jsonl", "console.log", "run.log",
+         "trainer_state.json")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_link_in_a_run_shows_nothing_outside_of_the_run(page, root, name) -> None:
+    outside = root.parent / "outside.txt"
+    row = '{"current_steps": 1, "loss": 0.123456, "state": "failed", "kind": "best", "text": "SECRET", "time": 2e9, '
+    outside.write_text(
+        row + '"sentence": "SECRET", "argv": ["SECRET"], "host": "SECRET", "log_history": []}\nSECRET: *x\n'
+    )
+    sent_run(root, {**USUAL, "output_dir": "sent"})
+    (root / "sent" / name).unlink(missing_ok=True)
+    (root / "sent" / name).symlink_to(outside)
+    (root / "sent/trainer_log.jsonl").exists() or (root / "sent/trainer_log.jsonl").write_text('{"loss": 1.5}\n')
+    run = page.id_of("sent")
+    for path in (f"/runs/{run}", "/runs", "/api/runs", f"/api/runs/{run}", f"/api/runs/{run}/log",
+                 f"/api/runs/{run}/series", f"/api/runs/{run}/held-out", f"/api/runs/{run}/download/{name}",
+                 f"/api/poll?runs={run}&log=1&after={run}:0:0:0:"):  # fmt: skip
+        text = page.send("GET", path)[2]
+        assert "SECRET" not in text, path
+        assert "0.123456" not in text, path
+    assert "SECRET" not in page.send("POST", f"/api/runs/{run}/continue", {})[2]
+
+
+@pytest.mark.parametrize("choice", ["anew", "continue"])
+def test_a_link_in_a_folder_is_not_written_through(page, root, monkeypatch, choice) -> None:
+    real = subprocess.Popen
+    monkeypatch.setattr(
+        "burnish.serve.http.child.subprocess.Popen",
+        lambda words, **rest: real([sys.executable, "-c", "print(1)"], **rest),
+    )
+    outside = root.parent / "outside.txt"
+    outside.write_text("as it was")
+    folder = root / "saves/linked"
+    folder.mkdir(parents=True)
+    for name in ("run.yaml", "launch.json", "outcome.json", "console.log"):
+        (folder / name).symlink_to(outside)
+    values = {**USUAL, "output_dir": "saves/linked"}
+    assert page.send("POST", "/api/runs", {"values": values, "folder": choice})[0] == 201
+    for child in page.site.starter._children:
+        child.wait(60)
+    assert outside.read_text() == "as it was"
+    assert "model_name_or_path" in (folder / "run.yaml").read_text()
+    assert not (folder / "console.log").is_symlink()

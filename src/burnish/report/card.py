@@ -1,7 +1,7 @@
 """The model card: ``README.md`` beside the weights, which says what they are and how to load them.
 
 In: facts about the run (``CardFacts``). Out: markdown under a YAML header that the Hugging Face hub accepts
-(https://huggingface.co/docs/hub/model-cards). The card says nothing that is not known: no licence unless it is given,
+(https://huggingface.co/docs/hub/model-cards). The card says nothing that is not known: no license unless it is given,
 no base model or data set by a name that exists on one machine only, no local folder, no secret.
 """
 
@@ -42,7 +42,7 @@ class CardFacts:
         loads_in_peft: whether an adapter is in peft's format; one of another package may have its own.
         options: those that are not at their default.
         results: the final metrics.
-        tally: a sentence per reason why rows were dropped or cut.
+        stats: a sentence per reason why rows were dropped or cut.
         patches: a sentence per kind of what was done to the model's code while it was trained.
         has_chat_template: whether the saved tokenizer renders conversations.
         pictures: what a picture shows -> the name of its file beside the card.
@@ -66,7 +66,7 @@ class CardFacts:
     loads_in_peft: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     results: Mapping[str, float] = field(default_factory=dict)
-    tally: Sequence[str] = ()
+    stats: Sequence[str] = ()
     patches: Sequence[str] = ()
     has_chat_template: bool = True
     pictures: Mapping[str, str] = field(default_factory=dict)
@@ -258,7 +258,7 @@ def _number(value: Any) -> str:
 
 
 def _rows(facts: CardFacts) -> str:
-    lines = [f"- {sentence}" for sentence in (*facts.data, *facts.tally)]
+    lines = [f"- {sentence}" for sentence in (*facts.data, *facts.stats)]
     title = "## The data" if facts.data else "## What happened to the data"
     return "\n".join([title, "", *lines]) if lines else ""
 

@@ -164,10 +164,10 @@ def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
 
 
 def count_streamed(prepared: Prepared) -> None:
-    """Report the tally of rows that were encoded during training (streaming)."""
+    """Report the stats of rows that were encoded during training (streaming)."""
     if prepared.rows.is_streamed:
-        prepared.tally.merge(prepared.rows.counted())
-        for sentence in prepared.tally.sentences():
+        prepared.stats.merge(prepared.rows.counted())
+        for sentence in prepared.stats.sentences():
             warn(sentence)
 
 
@@ -210,7 +210,7 @@ def describe(
             is_adapter=not trained.adapter.saves_whole_model,
             loads_in_peft=(folder / "adapter_config.json").is_file(),
             options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
-            tally=prepared.tally.sentences(), patches=patch_summary(trained.model),
+            stats=prepared.stats.sentences(), patches=patch_summary(trained.model),
             has_chat_template=bool(prepared.tokenizer.chat_template),
             pictures=pictures,
         ),

@@ -73,6 +73,22 @@ def regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def regular_inside(path: Path) -> BinaryIO:
+    """Open a file for reading as ``regular`` does. Raises OSError also for a link that leads out of the file's folder:
+    a folder that somebody sent must not show another file of this machine as its own."""
+    if Path(os.path.realpath(path)).parent != Path(os.path.realpath(path.parent)):
+        raise OSError(errno.ELOOP, "it is a link that leads to another folder", str(path))
+    return regular(path)
+
+
+def appended(path: Path) -> BinaryIO:
+    """Open a file to append to it. A link or a pipe in its place is removed: it would lead elsewhere, or wait for
+    ever."""
+    if path.is_symlink() or is_endless(path):
+        path.unlink()
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
+
+
 def error_number(error: BaseException) -> int | None:
     """The operating system's error number. Libraries in Rust (safetensors) have it in their text, "(os error 28)", and
     numpy says only that a file did not take all: "96 requested and 8 written"."""

@@ -203,7 +203,7 @@ class _Worker:
 def _start() -> subprocess.Popen[bytes]:
     environment = {**os.environ, "USE_TORCH": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
-        [sys.executable, "-m", "burnish.data.chat.render_worker"], env=environment,
+        [sys.executable, "-P", "-m", "burnish.data.chat.render_worker"], env=environment,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0,  # Ctrl-C is for the parent
     )  # fmt: skip
 

@@ -136,19 +136,22 @@ def _types() -> str:
 
 def read_text(path: Path) -> Iterator[Values]:
     """Yield a record per line, in the column "text"; as in datasets' text loader, empty lines are records too."""
+    _refuse_json(path)
     with path.open("rb") as file:
         yield from ({"text": decoded(path, line).rstrip("\r\n")} for line in byte_lines(file))
 
 
-def json_in_text(path: Path) -> str:
-    """A sentence where the lines of a text file are JSON, and so would be records under another name."""
-    if path.suffix.lower() != ".txt":
-        return ""
+def _refuse_json(path: Path) -> None:
+    """Refuse a text file whose first lines are JSON: read as text, its braces and keys would be trained."""
     with path.open("rb") as file:
         first = [line for line in (line.removeprefix(BOM) for line in islice(file, 10)) if line.strip()][:3]
-    if not first or not all(_begins_records(line) for line in first[: 1 if first[0].lstrip()[:1] == b"[" else 3]):
-        return ""
-    return f"{path}: its lines are JSON, and are read as mere text. Name it {path.stem}.jsonl for records."
+    if first and all(_begins_records(line) for line in first[: 1 if first[0].lstrip()[:1] == b"[" else 3]):
+        name = path.with_suffix(".json" if first[0].lstrip()[:1] == b"[" else ".jsonl").name
+        raise UserError(
+            "the lines of this text file are JSON, so its keys and braces would be trained as text.",
+            where=str(path),
+            remedy=f"Name it {name} to read its records.",
+        )
 
 
 def _begins_records(line: bytes) -> bool:

@@ -52,21 +52,29 @@ def open_table(path: Path) -> Table:
     import datasets
 
     next(read_records(path), None)  # refuses a file of another type
-    table = datasets.Dataset(arrow_table(path)) if suffix == ".arrow" else datasets.Dataset.from_parquet(str(path))
-    return DatasetTable(path, table, _digest(path))
+    if suffix == ".arrow":
+        return DatasetTable(path, datasets.Dataset(arrow_table(path)), OpenFile(path))
+    return DatasetTable(path, datasets.Dataset.from_parquet(str(path)), OpenFile(path), is_copy=True)
 
 
 class DatasetTable:
-    """A dataset of the datasets library, mapped into memory."""
+    """A dataset of the datasets library, mapped into memory.
 
-    def __init__(self, path: Path, rows: Any, content_hash: str = "") -> None:
-        self.path, self.content_hash = path, content_hash or str(rows._fingerprint)
-        self._rows = rows
+    Args:
+        file: of a local file; None for a dataset of a hub.
+        is_copy: ``rows`` are mapped from another file, in the cache of datasets.
+    """
+
+    def __init__(self, path: Path, rows: Any, file: OpenFile | None = None, is_copy: bool = False) -> None:
+        self.path, self.content_hash = path, str(rows._fingerprint) if file is None else file.content_hash
+        self._rows, self._mapped = rows, None if is_copy else file
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int, /) -> Values:
+        if self._mapped is not None:
+            self._mapped.refuse_if_changed()  # to read the mapping of a truncated file would end the process
         found: Values = self._rows[index]
         return found
 
@@ -74,22 +82,27 @@ class DatasetTable:
 class RecordIndex(OnDemand[Values]):
     """The records of a text file, by the place of each in JSON Lines.
 
-    The file stays open, so the records stay the same if it is renamed or replaced.
+    Records of JSON Lines are read from the file itself, which must not change.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.content_hash = _digest(path)
+        self._source = OpenFile(path)
+        self.content_hash = self._source.content_hash
         is_lines = path.suffix.lower() in (".json", ".jsonl") and first_character(path) != "["
         if is_lines:
             next(read_records(path), None)  # refuses a file that is not JSON Lines at all
-        self._file = path.open("rb") if is_lines else _as_lines(path)
+        self._is_lines = is_lines
+        self._file = self._source.file if is_lines else _as_lines(path)
+        self._file.seek(0)
         self._begins, self._ends = _line_places(self._file)
 
     def __len__(self) -> int:
         return len(self._begins)
 
     def made(self, index: int) -> Values:
+        if self._is_lines:
+            self._source.refuse_if_changed()
         begin, end = self._begins[index], self._ends[index]
         # pread does not move the file position, which forked processes share.
         text = decoded(self.path, os.pread(self._file.fileno(), end - begin, begin))
@@ -101,9 +114,34 @@ class RecordIndex(OnDemand[Values]):
         return record if isinstance(record, dict) else refuse(self.path, index + 1, record)
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
+class OpenFile:
+    """A file that is read during training; it stays open, so it is the same if another one takes its name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, path.open("rb")
+        self.content_hash = self._digest()
+        self._seen = self._size_and_time()
+
+    def refuse_if_changed(self) -> None:
+        """Raise UserError where the content is no longer what it was when the file was opened."""
+        now = self._size_and_time()
+        if now == self._seen:
+            return
+        if now[0] != self._seen[0] or self._digest() != self.content_hash:
+            raise UserError(
+                f"the file was changed during training: it had {self._seen[0]:,} bytes and now has {now[0]:,}.",
+                where=str(self.path),
+                remedy="Restore the file as it was. The same command then continues from the last checkpoint.",
+            )
+        self._seen = now
+
+    def _size_and_time(self) -> tuple[int, int]:
+        found = os.fstat(self.file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def _digest(self) -> str:
+        self.file.seek(0)
+        return file_digest(self.file, lambda: blake2b(digest_size=16)).hexdigest()
 
 
 def _as_lines(path: Path) -> BinaryIO:

@@ -98,7 +98,9 @@ def _role(layout: Layout, turn: Mapping[str, Any], place: str) -> RoleName:
             "If a role has another name in this file, give it as one of the tags.",
         )
     if word not in layout.tags.values():
-        layout.notes[f'the role "{word}" is read as {layout.roles[word]}'] = None
+        reason = f'kept: the role "{word}" is read as {layout.roles[word]}'
+        if reason not in layout.dropped_parts:
+            layout.dropped_parts.append(reason)
     return layout.roles[word]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from burnish.utils.files import ROOTS
+from burnish.utils.files import ROOTS, appended
 
 NOT_FOR_CHILDREN = ("BURNISH_KEY", "API_KEY")
 """Keys of servers: what a child would leave in a log or a crash report."""
@@ -29,10 +29,13 @@ def environment_of_child(roots: Iterable[Path]) -> dict[str, str]:
 def start_burnish(
     words: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start ``burnish *words`` in ``folder``, with its output appended to a file."""
-    with output.open("ab") as file:
+    """Start ``burnish *words`` in ``folder``, with its output appended to a file.
+
+    Python is told not to import modules from ``folder``, which may hold anybody's files (-P).
+    """
+    with appended(output) as file:
         return subprocess.Popen(  # noqa: S603  (a list of words, the first of which we chose)
-            [sys.executable, "-m", "burnish", *words], cwd=folder, env=environment,
+            [sys.executable, "-P", "-m", "burnish", *words], cwd=folder, env=environment,
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, close_fds=True,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 import burnish
 from burnish.config.secrets import without_secrets
-from burnish.report.journal import EVENTS, GIVEN
+from burnish.report.metadata import EVENTS
 from burnish.serve.http.bodies import json_object
 from burnish.serve.http.errors import APIError, to_shown_json
 from burnish.serve.http.json_response import ShownJson
@@ -26,7 +26,7 @@ from burnish.serve.page.jobs.starting import free_folder
 from burnish.serve.page.runs.follow import CONSOLE, FilePosition, cursor_text, end_of, log_text, news, read_cursor
 from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.remarks import remarks_on
-from burnish.serve.page.runs.runs import FoundRun, checkpoints, id_of, tail_lines
+from burnish.serve.page.runs.runs import FoundRun, checkpoints, given_text, id_of, tail_lines
 from burnish.serve.page.runs.series import series, thinned
 from burnish.serve.page.site import Answer, Site
 
@@ -108,12 +108,11 @@ class Api:
         return ShownJson(await asyncio.to_thread(self._whole, run))
 
     def _whole(self, run: FoundRun) -> dict[str, Any]:
-        given = run.folder / GIVEN
         return {
             **self._facts(run),
             "outcome": run.outcome,
             "launch": {name: run.launch.get(name) for name in ("argv", "host", "user", "time", "burnish", "devices")},
-            "given": given.read_text(encoding="utf-8", errors="replace")[:65536] if given.is_file() else "",
+            "given": given_text(run.folder),
             "checkpoints": checkpoints(run.folder),
             "events": tail_lines(run.folder / EVENTS)[-200:],
             "files": _files(run.folder),

@@ -83,7 +83,7 @@ class Planner:
         if self._child is None or self._child.returncode is not None:
             with self.log.open("ab") as errors:
                 self._child = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "burnish", "_planner", cwd=self.places.first, stderr=errors,
+                    sys.executable, "-P", "-m", "burnish", "_planner", cwd=self.places.first, stderr=errors,
                     env=environment_of_child(self.places.roots),
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LONGEST_LINE,
                 )  # fmt: skip

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.report.journal import GIVEN, LAUNCH, OUTCOME, given_yaml, launched, write_outcome
+from burnish.report.metadata import GIVEN, LAUNCH, OUTCOME, given_yaml, launched, write_outcome
+from burnish.report.results import write_whole
 from burnish.run.plan.config_files import read_arguments
 from burnish.serve.http.child import environment_of_child, start_burnish, tell
 from burnish.serve.http.errors import APIError
@@ -24,7 +25,7 @@ from burnish.serve.page.home import Home
 from burnish.serve.page.permissions import check_values
 from burnish.serve.page.places import Roots
 from burnish.serve.page.runs.follow import CONSOLE
-from burnish.serve.page.runs.runs import FoundRun, is_alive, object_in
+from burnish.serve.page.runs.runs import FoundRun, given_text, is_alive, object_in
 from burnish.serve.run_folder import data_seen_from
 
 QUEUE = "queue.json"
@@ -80,8 +81,7 @@ class Starter:
         if not given["overwrite_output_dir"]:
             del given["overwrite_output_dir"]
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / GIVEN
-        file.write_text(given_yaml(given, {}), encoding="utf-8")
+        write_whole(folder / GIVEN, given_yaml(given, {}))
         self._launch(folder, devices)
         return folder
 
@@ -116,7 +116,7 @@ class Starter:
 
     def _given_of(self, run: FoundRun) -> dict[str, Any]:
         """The values in a run's ``run.yaml``."""
-        if not (run.folder / GIVEN).is_file():
+        if not given_text(run.folder):
             raise APIError(409, "no_file", f"This run has no {GIVEN}, so its options are unknown.")
         try:
             given, _ = read_arguments([str(run.folder / GIVEN)])
@@ -131,7 +131,7 @@ class Starter:
         child = start_burnish(words, self._place_of(folder), folder / CONSOLE, self._environment() | chosen)
         self._children.append(child)
         launch = launched([], child.pid, ["burnish", *words])
-        (folder / LAUNCH).write_text(json.dumps(launch, indent=1) + "\n", encoding="utf-8")
+        write_whole(folder / LAUNCH, json.dumps(launch, indent=1) + "\n")
 
     def _place_of(self, folder: Path) -> Path:
         """Folder in which the run was started before, if below a root: relative paths in its file start there."""

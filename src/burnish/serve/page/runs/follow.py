@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.secrets import without_secrets
-from burnish.report.journal import EVENTS
+from burnish.report.metadata import EVENTS
 from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.log_columns import columns_of, rows_since
 from burnish.serve.page.runs.runs import LOG, FoundRun, read_run
-from burnish.utils.files import regular
+from burnish.utils.files import regular_inside
 
 CONSOLE = "console.log"
 MOST_ROWS_BYTES, MOST_LOG_BYTES, _LOOK_BACK_BYTES = 512 * 1024, 16 * 1024, 512
@@ -97,14 +97,17 @@ def _console(id: str, folder: Path, place: FilePosition) -> Iterator[tuple[str, 
 def log_text(path: Path, begin: int, end: int) -> tuple[str, int]:
     """The text of a log between two offsets, without secrets, and the offset behind it.
 
-    A reader chooses the offsets, and must not be able to cut a token into parts that nobody recognises: the text ends
+    A reader chooses the offsets, and must not be able to cut a token into parts that nobody recognizes: the text ends
     with a whole line where one ends in it, and is masked together with what stands before it.
     """
     before = max(0, begin - _LOOK_BACK_BYTES)
-    with regular(path) as file:
-        file.seek(before)
-        data = file.read(end - before)
-        is_all = not file.read(1)
+    try:
+        with regular_inside(path) as file:
+            file.seek(before)
+            data = file.read(end - before)
+            is_all = not file.read(1)
+    except OSError:
+        return "", begin
     if not is_all and (last := data.rfind(b"\n")) >= begin - before:
         data = data[: last + 1]
     whole = without_secrets(data.decode("utf-8", "replace"))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from burnish.serve.page.runs.runs import foreign_row
-from burnish.utils.files import regular
+from burnish.utils.files import regular_inside
 
 COLUMNS = ("step", "loss", "eval_loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "epoch", "time", "tokens")
 _KEYS: Mapping[str, tuple[str, ...]] = {
@@ -38,7 +38,7 @@ def rows_since(path: Path, offset: int, most_bytes: int = MOST_BYTES) -> tuple[l
 
 def _whole_lines(path: Path, offset: int, most_bytes: int) -> bytes:
     try:
-        with regular(path) as file:
+        with regular_inside(path) as file:
             file.seek(offset)
             data = file.read(most_bytes)
     except OSError:

@@ -25,9 +25,9 @@ from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import first_line
 from burnish.loop.state import STATE_NAME
-from burnish.report.journal import EVENTS, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
 from burnish.report.jsonl import LOG_NAME
-from burnish.utils.files import regular
+from burnish.report.metadata import EVENTS, GIVEN, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
+from burnish.utils.files import regular_inside
 
 RunState: TypeAlias = Literal[
     "queued", "starting", "running", "saving", "evaluating", "stopping", "stopped", "done", "failed", "died",
@@ -227,11 +227,20 @@ def object_in(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > 2**20:
             return {}
-        with regular(path) as file:
+        with regular_inside(path) as file:
             value = foreign_json(file.read())
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def given_text(folder: Path, most: int = 2**16) -> str:
+    """The text of a run's ``run.yaml``; "" if there is none in its folder."""
+    try:
+        with regular_inside(folder / GIVEN) as file:
+            return file.read(most).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def foreign_json(text: bytes) -> Any:
@@ -265,7 +274,7 @@ def _is_broken(path: Path) -> bool:
     if not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0):
         return False
     try:
-        with regular(path) as file:
+        with regular_inside(path) as file:
             text = file.read(2**20)
     except OSError:
         return True
@@ -278,7 +287,7 @@ def _is_broken(path: Path) -> bool:
 def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[dict[str, Any]]:
     """The objects on the last whole lines of a file, however long it is."""
     try:
-        with regular(path) as file:
+        with regular_inside(path) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - size))
             data = file.read(size)
@@ -295,7 +304,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
         try:
             if path.stat().st_size > 64 * 2**20:
                 continue
-            with regular(path) as file:
+            with regular_inside(path) as file:
                 state = foreign_json(file.read())
         except (OSError, ValueError, RecursionError):
             continue
