@@ -192,7 +192,7 @@ def told(run: Plan) -> dict[str, str]:
 
 def test_the_steps_are_counted_as_the_loop_will_count_them(made: Any) -> None:
     lines = told(made(num_train_epochs=2, save_steps=0.25, eval_strategy="epoch", val_size=10))
-    assert lines["processes"] == "x 1 = 8 rows a step"
+    assert lines["processes"] == "x 1 = effective batch size 8"
     assert lines["an epoch"] == "80 rows / 8 = 10 steps"
     assert lines["in all"] == "10 x 2 epochs = 20 steps"
     assert lines["save"] == "every 5 steps, 4 times"

@@ -26,6 +26,7 @@ from burnish.models.load import meta_model
 from burnish.parallel.options import device_of
 from burnish.parallel.precision import loaded_dtype
 from burnish.report.pace import counted
+from burnish.report.progress import counted_epochs
 from burnish.run.build import wants_padding_free, wants_prefix_sharing
 from burnish.run.callbacks import listeners_of
 from burnish.run.plan.checks import evaluates, trains
@@ -209,7 +210,7 @@ def pieces_of(row: Row, tokenizer: Any) -> list[tuple[str, bool, list[int]]]:
 def _steps(plan: Plan, prepared: Prepared) -> Section:
     options, steps = plan.options, prepared.steps
     kind = _kind(options)
-    rows = f"{counted(steps.rows_per_step, kind)} a step"
+    rows = f"effective batch size {steps.rows_per_step:,}"
     starter = plan.where("num_processes") or ("the launcher" if plan.world_size > 1 else "")
     lines = [
         Line("per device", f"{options.per_device_train_batch_size:,}", plan.where("per_device_train_batch_size")),
@@ -247,7 +248,8 @@ def _share_of_waiting(plan: Plan, prepared: Prepared) -> float | None:
 def _total(plan: Plan, prepared: Prepared) -> Line:
     options, steps = plan.options, prepared.steps
     if options.max_steps > 0:
-        return Line("in all", counted(steps.max_steps, "step"), plan.where("max_steps"))
+        share = f" = {counted_epochs(steps.epochs)}" if steps.epochs is not None else ""
+        return Line("in all", f"{counted(steps.max_steps, 'step')}{share}", plan.where("max_steps"))
     epochs = counted(options.num_train_epochs, "epoch")
     product = f"{steps.steps_per_epoch:,} x {epochs} = {counted(steps.max_steps, 'step')}"
     return Line("in all", product, plan.where("num_train_epochs"))

@@ -206,8 +206,8 @@ def build_loop(
 
     batch_size = options.per_device_train_batch_size
     facts = RunFacts(
-        len(prepared.rows), min(options.num_train_epochs, steps.num_train_epochs), batch_size, accumulation,
-        engine.world_size, steps.max_steps, *counts_of(model, prepared.sizes),
+        steps, batch_size, accumulation, engine.world_size, *counts_of(model, prepared.sizes),
+        unit="pack" if packs_rows(options, objective.default_packing) else "example",
     )  # fmt: skip
     state = TrainerState.at_start(options, steps, batch_size, engine.rank, local_rank())
     listeners = CallbackHandler(
