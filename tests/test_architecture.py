@@ -54,8 +54,8 @@ FLOORS = (
 )
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 # Files of the root and the floor they stand on: the entries are the command line's; names that are public, and names
-# that are elsewhere, are nobody's.
-ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None, "elsewhere": None}
+# of other libraries, are nobody's.
+ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None, "reexports": None}
 
 # Library -> the files or packages that may import it.
 DOORS = {
