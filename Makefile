@@ -4,6 +4,7 @@
 # make test-kills fuzz     a campaign that kills a real process at drawn instants and goes on: KILLS=300 SEED=0, ten minutes
 # make fuzz          inputs that nobody wrote, through every reader: INPUTS=100000 SEED=0
 # make test-distributed  runs of four processes: DDP, FSDP2, and DeepSpeed where it is installed
+# make test-avx2  the tests of the arithmetic again, as on a processor without AVX512 and without products of bfloat16
 # make test-web  the page in a browser
 # make check   format, lint, types, architecture: seconds
 # make wheel   build the wheel, install it into an empty environment elsewhere, run the demo from there
@@ -17,7 +18,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: test-web demo test test-kills test-fast test-slow check format wheel bench clean
+.PHONY: test-web demo test test-avx2 test-kills test-fast test-slow check format wheel bench clean
 
 demo: $(READY)
 	@$(BIN)/burnish demo
@@ -30,6 +31,12 @@ test-fast: $(DEV)
 
 test-distributed: $(DEV)
 	$(BIN)/python -m pytest -m distributed tests
+
+# Without test_cast_linear, which spends minutes in emulated bfloat16.
+test-avx2: $(DEV)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest -n 2 -m "not slow and not distributed" \
+	  tests/ops tests/optim tests/core/test_loop.py tests/engine/test_engines.py tests/app/test_every_key.py \
+	  -k "not cast_linear and (not every_key or fp16 or bf16)"
 
 test-slow: $(DEV)
 	$(BIN)/python -m pytest -m "slow or not slow and not distributed" -n 2 --dist loadfile

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from burnish.parallel.precision import has_fast_bfloat16
+
 
 @dataclass(frozen=True)
 class Row:
@@ -240,7 +242,9 @@ SEEN: dict[str, Row] = {
     "include_num_input_tokens_seen": Row(True, "log", lambda before, after: "num_input_tokens_seen" in after[0]),
     # where it runs
     "bf16": Row(True, "weights", other_numbers),
-    "fp16": Row(True, "weights", other_numbers),
+    "fp16": Row(True, "weights", other_numbers)
+    if has_fast_bfloat16()
+    else Row(True, "said", says('"fp16" on a CPU runs in float32')),
     "pure_bf16": Row(True, "dtypes", is_now({"torch.bfloat16"})),
     "tf32": Row(True, "said", says('"tf32" has no effect on a CPU')),
     "seed": Row(7, "order"),
@@ -374,9 +378,9 @@ SHOWN_BY: dict[str, str] = {
     "patches": "patching: without_patches_the_losses_are_the_same_but_for_rounding",
     "leave_out": "patching: explain_says_what_the_run_then_does",
     "enable_liger_kernel": "liger: the_kernels_are_taken_on_a_gpu_and_nowhere_else",
-    "quantization_bit": "quantize: a_model_is_quantised_while_it_is_loaded_but_for_its_head",
-    "quantization_type": "quantize: a_model_is_quantised_while_it_is_loaded_but_for_its_head",
-    "double_quantization": "quantize: a_model_is_quantised_while_it_is_loaded_but_for_its_head",
+    "quantization_bit": "quantize: a_model_is_quantized_while_it_is_loaded_but_for_its_head",
+    "quantization_type": "quantize: a_model_is_quantized_while_it_is_loaded_but_for_its_head",
+    "double_quantization": "quantize: a_model_is_quantized_while_it_is_loaded_but_for_its_head",
     "quantization_method": "llamafactory_runs: what_is_not_here_is_refused_by_name_with_what_to_use_instead",
     "preprocessing_batch_size": "prepare: examples_are_encoded_in_batches",
     "preprocessing_num_workers": "prepare: several_processes_give_the_same_rows_and_counts",
@@ -404,11 +408,11 @@ SHOWN_BY: dict[str, str] = {
     "export_size": "export: the_command_exports_from_the_file_that_trained",
     "export_device": "llamafactory_runs: the_file_that_merges_an_adapter_exports_the_whole_model",
     "infer_dtype": "every_key: the_format_of_exported_weights_is_the_one_that_is_named",
-    "export_quantization_bit": "quantised_export: the_file_of_llamafactory_that_quantises_is_read",
-    "export_quantization_dataset": "quantised_export: the_file_of_llamafactory_that_quantises_is_read",
-    "export_quantization_method": "quantised_export: layers_that_do_not_fit_are_named",
-    "export_quantization_nsamples": "quantised_export: rows_of_the_template_calibrate_and_others_measure",
-    "export_quantization_maxlen": "quantised_export: rows_of_the_template_calibrate_and_others_measure",
+    "export_quantization_bit": "quantized_export: the_file_of_llamafactory_that_quantizes_is_read",
+    "export_quantization_dataset": "quantized_export: the_file_of_llamafactory_that_quantizes_is_read",
+    "export_quantization_method": "quantized_export: layers_that_do_not_fit_are_named",
+    "export_quantization_nsamples": "quantized_export: rows_of_the_template_calibrate_and_others_measure",
+    "export_quantization_maxlen": "quantized_export: rows_of_the_template_calibrate_and_others_measure",
     "export_hub_model_id": "export: the_exported_folder_is_uploaded_where_asked_for",
     "report_to": "report_trackers: report_to_is_a_list_of_names",
     "run_name": "report_trackers: the_trackio_callback_of_transformers_runs_on_these_options",

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from burnish.cli import main
 from burnish.models.load import context_length
+from burnish.parallel import precision
 from burnish.run import build
 from small_run import as_words, make_user
 
@@ -114,6 +115,25 @@ def test_weights_are_held_in_the_format_that_is_asked_for(train, given, norms, r
     assert formats(model, lambda name: name in base and of_norms(name)) == {norms}
     assert formats(model, lambda name: name in base and of_the_rest(name)) == {rest}
     assert (folder / "train_results.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("is_fast", "given", "frozen"),
+    [
+        (True, {}, torch.bfloat16),
+        (True, {"bf16": False}, torch.float32),
+        (False, {}, torch.float32),
+        (False, {"bf16": True}, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_one_decision_sets_the_compute_dtype(train, tmp_path, monkeypatch, capfd, is_fast, given, frozen):
+    monkeypatch.setattr(precision, "cpu_instructions", lambda: "AVX512-BF16" if is_fast else "AVX2")
+    begun(tmp_path / "out").bfloat16().save_pretrained(tmp_path / "model")
+    model, _ = train(finetuning_type="lora", **given)
+    assert formats(model, lambda name: "lora_" not in name) == {frozen}
+    said = str(frozen).removeprefix("torch.")
+    assert f"Compute dtype: {said}, on cpu ({'AVX512-BF16' if is_fast else 'AVX2'})" in capfd.readouterr().out
 
 
 def test_norms_in_float32_and_every_weight_in_bfloat16_contradict(tmp_path, capsys):

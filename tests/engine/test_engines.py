@@ -12,11 +12,19 @@ from torch import nn
 from burnish import cli
 from burnish.parallel import multi_process as parallel
 from burnish.parallel import options as engine_options
+from burnish.parallel import precision
 from burnish.parallel import single as base
 from burnish.parallel.accelerate_launch import mixed_precision
 from burnish.parallel.create import create_engine
-from burnish.parallel.fsdp_settings import fsdp_settings
-from burnish.parallel.options import autocast_dtype, check_engine, device_of, engine_notes, full_eval_dtype
+from burnish.parallel.fsdp.settings import fsdp_settings
+from burnish.parallel.options import check_engine, device_of, engine_notes
+from burnish.parallel.precision import (
+    autocast_dtype,
+    cpu_instructions,
+    frozen_dtype,
+    full_eval_dtype,
+    has_fast_bfloat16,
+)
 from burnish.parallel.process_counts import world_size
 from burnish.parallel.single import EngineOptions, SingleEngine, compile_layers, set_seed
 from two_processes import in_two_processes
@@ -465,15 +473,66 @@ def test_one_engine_for_several_processes_is_refused(monkeypatch):
     assert "4 processes" in problems(engine="single")[0]
 
 
-def test_float16_on_a_cpu_runs_as_bfloat16_where_the_processor_has_it_and_says_so(monkeypatch):
-    monkeypatch.setattr(engine_options, "has_fast_bfloat16", lambda: True)
+@pytest.fixture
+def instructions(monkeypatch):
+    """Set what the processor is taken for: its capability in torch, its products of bfloat16, a limit of oneDNN."""
+
+    def take(capability="AVX512", has_bfloat16=True, has_amx=False, limit=None):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+        monkeypatch.setattr(precision.platform, "machine", lambda: "x86_64")
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+        monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+        if limit:
+            monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+
+    return take
+
+
+@pytest.mark.parametrize(
+    ("processor", "name"),
+    [
+        ({}, "AVX512-BF16"),
+        ({"has_amx": True}, "AMX"),
+        ({"has_bfloat16": False}, "AVX512"),
+        ({"capability": "AVX2"}, "AVX2"),
+        ({"capability": "DEFAULT"}, "SSE4"),
+        ({"limit": "AVX2"}, "AVX2"),
+        ({"limit": "AVX512_CORE_VNNI"}, "AVX512"),
+        ({"limit": "AVX512_CORE_BF16", "has_amx": True}, "AVX512-BF16"),
+        ({"limit": "avx512_core_amx", "has_amx": True}, "AMX"),
+    ],
+)
+def test_the_instructions_are_the_processors_within_the_limits_of_torch_and_onednn(processor, name, instructions):
+    instructions(**processor)
+    assert cpu_instructions() == name
+    assert has_fast_bfloat16() is (name in ("AMX", "AVX512-BF16"))
+
+
+def test_float16_on_a_cpu_runs_as_bfloat16_where_the_processor_has_it_and_says_so(instructions):
+    instructions()
     assert autocast_dtype(options(fp16=True), CPU) == torch.bfloat16
     assert "bfloat16" in engine_notes(options(fp16=True))[0]
-    monkeypatch.setattr(engine_options, "has_fast_bfloat16", lambda: False)
+    assert engine_notes(options(bf16=True)) == []
+    instructions("AVX2")
     assert autocast_dtype(options(fp16=True), CPU) is None
-    assert "float32" in engine_notes(options(fp16=True))[0]
+    assert "float32: AVX2 has no bfloat16 products" in engine_notes(options(fp16=True))[0]
     assert autocast_dtype(options(bf16=True), CPU) == torch.bfloat16
-    assert "emulated" in engine_notes(options(bf16=True))[0]
+    assert "(AVX2) emulates bfloat16 products" in engine_notes(options(bf16=True))[0]
+
+
+def test_frozen_weights_are_float32_where_bfloat16_is_emulated_or_refused(instructions):
+    half, gpu = torch.bfloat16, torch.device("cuda")
+    for capability, usual in (("AVX512", half), ("AVX2", torch.float32)):
+        instructions(capability)
+        assert frozen_dtype(options(), CPU, half) == usual
+        assert frozen_dtype(options(), CPU, torch.float16) == torch.float32
+        assert frozen_dtype(options(), gpu, torch.float16) == torch.float16
+        assert frozen_dtype(options(bf16=True), CPU, torch.float32) == half
+        assert frozen_dtype(options(pure_bf16=True), CPU, torch.float32) == half
+        for device in (CPU, gpu):
+            assert frozen_dtype(options(bf16=False), device, half) == torch.float32
 
 
 def test_float16_needs_a_scale_and_bfloat16_weights_no_autocast():

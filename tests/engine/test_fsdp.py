@@ -8,8 +8,8 @@ import torch
 
 import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
 from burnish.cli import main
-from burnish.parallel.fsdp import follow
-from burnish.parallel.fsdp_settings import FsdpSettings, fsdp_notes, fsdp_settings
+from burnish.parallel.fsdp.engine import follow
+from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_notes, fsdp_settings
 from burnish.parallel.options import EngineOptions, check_engine, engine_name, engine_notes
 from runs import weights_in
 from small_run import as_words, make_user

@@ -19,16 +19,16 @@ SLOWEST_S = 3.0
 
 def environment() -> dict[str, str]:
     """Name -> version or description, in the order of printing. Loads torch, to list devices."""
-    import torch
 
     from burnish import __version__
+    from burnish.parallel.precision import cpu_instructions
 
     libraries = {name: found for name in _LIBRARIES if (found := _version_of(name))}
     return {
         "burnish": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         **libraries,
-        "processor": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "processor": f"{os.cpu_count()} cores, {cpu_instructions()}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
         **_accelerators(),
     }

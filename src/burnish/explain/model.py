@@ -17,16 +17,17 @@ from burnish.models.load import SAMPLING, context_length, samples_without_sampli
 from burnish.models.patches.attention import PADDING_FREE
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.patches.liger import LIGER, takes_liger
-from burnish.models.quantization.quantize import UNTOUCHED, quantisation_of
+from burnish.models.quantization.quantize import UNTOUCHED, quantization_of
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fitted_shapes
 from burnish.parallel.checkpointing import checkpoint_activations
 from burnish.parallel.options import device_of
+from burnish.parallel.precision import device_in_words, loaded_dtype, name_of
 from burnish.run.build import takes_own_attention, wants_padding_free
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
-from burnish.run.plan.resources import compute_dtype, formats_in_words, held_dtype, loaded_dtype, trained_dtype
+from burnish.run.plan.resources import compute_dtype, formats_in_words, held_dtype, trained_dtype
 from burnish.run.prepare import Prepared
 from burnish.run.references import needs_reference, planned_reference
 from burnish.utils.patching import Reason, allows, patch, patch_summary, patches_of
@@ -36,11 +37,11 @@ def model_section(plan: Plan, prepared: Prepared) -> Section:
     options, config, sizes = plan.options, prepared.config, prepared.sizes
     begin = "random weights" if options.train_from_scratch else options.model_name_or_path
     device = device_of(options)
-    formats = f"forward passes in {_name(compute_dtype(options, config))}"
+    formats = f"forward passes in {name_of(compute_dtype(options, config))}"
     context = context_length(config)
     if trains(options):
         moved = torch.float32 if sizes.turns else trained_dtype(options, config)  # of a copy of what has its turn
-        formats += f", updates in {_name(moved)}"
+        formats += f", updates in {name_of(moved)}"
         share, method = f"{100 * sizes.trained / sizes.total:.3g} %", ADAPTERS.get(options.finetuning_type).summary
         trained = Line(
             "trained",
@@ -55,7 +56,7 @@ def model_section(plan: Plan, prepared: Prepared) -> Section:
         trained,
         *(Line(label, text, plan.where("use_badam")) for label, text in turns),
         Line("context", f"{context:,} tokens" if context else "without a limit"),
-        Line("device", f"{device}, {formats}"),
+        Line("device", f"{device_in_words(device)}, {formats}"),
         *(Line("formats", text) for text in _formats(options, prepared)),
         *_reference(plan, prepared),
     ]
@@ -65,7 +66,7 @@ def model_section(plan: Plan, prepared: Prepared) -> Section:
 def _formats(options: RunOptions, prepared: Prepared) -> list[str]:
     """The formats of the weights, where the run changes them."""
     config, saves = prepared.config, trains(options) and prepared.sizes.saves_whole_model
-    if quantisation_of(options, config):
+    if quantization_of(options, config):
         return []
     held, moved = held_dtype(options, config), trained_dtype(options, config)
     frozen = moved if prepared.sizes.total == prepared.sizes.trained or prepared.sizes.turns else held
@@ -123,7 +124,3 @@ def _reference(plan: Plan, prepared: Prepared) -> list[Line]:
         return []
     text = planned_reference(plan.options, prepared.sizes, prepared.formats)
     return [Line("reference", text, plan.where("ref_model"))]
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -26,9 +26,11 @@ _NOT_PARALLEL = {
 class MixedChoices(Protocol):
     """The options read here."""
 
-    bf16: bool
     fp16: bool
     pure_bf16: bool
+
+    @property
+    def bf16(self) -> bool | None: ...
 
 
 def mixed_precision(options: MixedChoices) -> str:
@@ -71,7 +73,7 @@ def is_true(value: object) -> bool:
 
 
 def _says_format(options: MixedChoices) -> bool:
-    return options.bf16 or options.fp16 or options.pure_bf16
+    return bool(options.bf16 or options.fp16 or options.pure_bf16)
 
 
 def _asked(variable: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from burnish.parallel.accelerate_launch import MixedChoices
 from burnish.parallel.deepspeed.settings import DeepspeedChoices
-from burnish.parallel.fsdp_settings import FsdpChoices
+from burnish.parallel.fsdp.settings import FsdpChoices
 from burnish.parallel.process_counts import ProcessOptions
 
 
@@ -17,7 +17,7 @@ class DeviceChoice(Protocol):
 
 
 class FormatChoices(MixedChoices, Protocol):
-    """The options that say in which formats is computed."""
+    """Options that set the compute dtype."""
 
     bf16_full_eval: bool
     fp16_full_eval: bool

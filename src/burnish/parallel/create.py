@@ -18,7 +18,7 @@ def create_engine(options: EngineChoices) -> Engine:
 
         return AccelerateEngine(options)
     if name == "fsdp":
-        from burnish.parallel.fsdp import FsdpEngine
+        from burnish.parallel.fsdp.engine import FsdpEngine
 
         return FsdpEngine(options)
     if name == "deepspeed":

@@ -24,7 +24,7 @@ from burnish.parallel.accelerate_launch import (
     mixed_precision,
 )
 from burnish.parallel.checkpointing import checkpointing_problems
-from burnish.parallel.choices import DeviceChoice, EngineChoices, FormatChoices
+from burnish.parallel.choices import DeviceChoice, EngineChoices
 from burnish.parallel.deepspeed.settings import (
     NAMES,
     asks_for_deepspeed,
@@ -32,7 +32,8 @@ from burnish.parallel.deepspeed.settings import (
     deepspeed_problems,
     zero_stage,
 )
-from burnish.parallel.fsdp_settings import asks_for_fsdp, fsdp_notes, fsdp_problems, fsdp_settings
+from burnish.parallel.fsdp.settings import asks_for_fsdp, fsdp_notes, fsdp_problems, fsdp_settings
+from burnish.parallel.precision import cpu_instructions, has_fast_bfloat16, slow_products
 from burnish.parallel.process_counts import AUTO
 
 
@@ -56,7 +57,10 @@ class EngineOptions:
         "of all processes.", unit="s", gt=0,
     )  # fmt: skip
     use_cpu: bool = option(False, "Use the CPU even if a GPU is available.", aliases=("no_cuda",))
-    bf16: bool = option(False, "Mixed precision training in bfloat16 (autocast); the weights stay in float32.")
+    bf16: bool | None = option(
+        None, "Mixed precision in bfloat16 (autocast), trained weights in float32; false: compute in float32. Default: "
+        "no autocast; frozen weights keep the dtype of their files where the device has fast products in it.",
+    )  # fmt: skip
     fp16: bool = option(False, "Mixed precision training in float16 with dynamic loss scaling.")
     pure_bf16: bool = option(False, "Keep weights, gradients and optimizer state in bfloat16, without autocast.")
     tf32: bool | None = option(None, "Allow TF32 matrix products for float32 on Ampere and newer GPUs.")
@@ -215,10 +219,10 @@ def engine_notes(options: EngineChoices) -> list[str]:
     device, notes = device_of(options), []
     asked = mixed_precision(options)
     if asked == "fp16" and device.type == "cpu":
-        instead = "bfloat16" if autocast_dtype(options, device) else "float32, because the processor has no bfloat16"
+        instead = "bfloat16" if has_fast_bfloat16() else f"float32: {cpu_instructions()} has no bfloat16 products"
         notes.append(f'"fp16" on a CPU runs in {instead}.')
     if asked == "bf16" and device.type == "cpu" and not has_fast_bfloat16():
-        notes.append('"bf16" on this processor is emulated: it saves memory and costs time.')
+        notes.append(f"{slow_products(torch.bfloat16)} Set bf16: false, unless memory is short.")
     if options.gradient_checkpointing_kwargs and not options.gradient_checkpointing:
         notes.append('"gradient_checkpointing_kwargs" has no effect without "gradient_checkpointing".')
     if device.type == "cpu" and (options.gradient_checkpointing_kwargs or {}).get("offload"):
@@ -262,28 +266,3 @@ def device_of(options: DeviceChoice) -> torch.device:
 def local_rank() -> int:
     """The number of this process on its machine, from the launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def autocast_dtype(options: FormatChoices, device: torch.device) -> torch.dtype | None:
-    """The dtype of products in the forward pass; None where it is that of the weights.
-
-    There are no fast kernels for float16 on a CPU: bfloat16 is used where the processor has it, else float32.
-    """
-    asked = mixed_precision(options)
-    if asked == "fp16" and device.type == "cpu":
-        return torch.bfloat16 if has_fast_bfloat16() else None
-    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(asked)
-
-
-def full_eval_dtype(options: FormatChoices) -> torch.dtype | None:
-    """The dtype to which the weights are converted for an evaluation outside of training; None leaves them."""
-    if options.bf16_full_eval:
-        return torch.bfloat16
-    return torch.float16 if options.fp16_full_eval else None
-
-
-def has_fast_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX, Arm's BF16)."""
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # Arm
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

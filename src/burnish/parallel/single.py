@@ -24,7 +24,8 @@ from burnish.parallel.checkpointing import checkpoint_activations
 from burnish.parallel.choices import EngineChoices
 from burnish.parallel.memory import keep_few_kernels, keep_freed_memory
 from burnish.parallel.offloading import Offloading
-from burnish.parallel.options import EngineOptions, autocast_dtype, check_engine, device_of
+from burnish.parallel.options import EngineOptions, check_engine, device_of
+from burnish.parallel.precision import autocast_dtype
 
 __all__ = ["EngineOptions", "SingleEngine", "check_engine", "set_seed"]
 

@@ -38,14 +38,14 @@ from burnish.losses.reference import (
     refuse_pieces,
 )
 from burnish.models.attention_choice import asked_attention
-from burnish.models.load import load_model
+from burnish.models.load import load_config, load_model
 from burnish.models.patches.attention import PADDING_FREE, make_padding_free
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.source import adapter_folders
 from burnish.run.plan.checks import trains
 from burnish.run.plan.memory import Formats, shown_bytes
 from burnish.run.plan.options import RunOptions
-from burnish.run.plan.resources import Sizes
+from burnish.run.plan.resources import Sizes, load_dtype
 from burnish.run.prepare import Prepared
 from burnish.run.reference_cache import fill
 from burnish.utils.patching import allows
@@ -161,8 +161,9 @@ def _second(
         options, model_name_or_path=options.ref_model, adapter_name_or_path=options.ref_model_adapters,
         quantization_bit=options.ref_model_quantization_bit, train_from_scratch=False,
     )  # fmt: skip
-    dtype = engine.dtype or "auto"
-    second: Any = load_model(asked, dtype=dtype, device=engine.device if asked.quantization_bit else None)
+    config = load_config(asked)
+    dtype, device = load_dtype(options, config, is_frozen=True), engine.device if asked.quantization_bit else None
+    second: Any = load_model(asked, dtype=dtype, device=device, config=config)
     for folder in adapter_folders(asked):
         load_adapter(second, folder)
         merge_into_base(second)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from burnish.parallel.deepspeed.settings import raw_settings, zero_stage
-from burnish.parallel.fsdp_settings import fsdp_settings
+from burnish.parallel.fsdp.settings import fsdp_settings
 from burnish.parallel.options import device_of, engine_name
 from burnish.run.plan.memory import DecoderShape, Formats, Term
 from burnish.run.plan.options import RunOptions

@@ -21,8 +21,10 @@ from burnish.config.errors import Problem
 from burnish.kernels.head_kernels import logits_bytes
 from burnish.loop.schedule import StepPlan, steps_of
 from burnish.losses.lm import way_of
+from burnish.models.quantization.quantize import quantized_by
 from burnish.optim.builtin import Turns, create_optimizer, keeps_load_precision, planned_turns
-from burnish.parallel.options import autocast_dtype, device_of
+from burnish.parallel.options import device_of
+from burnish.parallel.precision import autocast_dtype, frozen_dtype, loaded_dtype, name_of
 from burnish.report.pace import counted
 from burnish.run.plan.checks import nearest_existing, trains
 from burnish.run.plan.memory import DecoderShape, Formats, Term, disk_bytes, dora_term, memory_terms, shown_bytes
@@ -83,13 +85,19 @@ def held_dtype(options: RunOptions, config: Any) -> torch.dtype:
     if options.pure_bf16:
         return torch.bfloat16
     raised = trains(options) and options.finetuning_type == "full" and not keeps_load_precision(options)
-    cast = None if raised else autocast_dtype(options, device_of(options))
-    return cast or loaded_dtype(config)
+    return loaded_dtype(config) if raised else frozen_dtype(options, device_of(options), loaded_dtype(config))
 
 
-def loaded_dtype(config: Any) -> torch.dtype:
-    """The dtype of the model's files."""
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+def load_dtype(options: RunOptions, config: Any, is_frozen: bool = False) -> torch.dtype | str:
+    """The ``dtype`` with which the weights are loaded; "auto" where they keep the dtype of their files.
+
+    Args:
+        is_frozen: whether none of the weights train, as in a reference model.
+    """
+    in_files = loaded_dtype(config)
+    held = frozen_dtype(options, device_of(options), in_files) if is_frozen else held_dtype(options, config)
+    is_kept = held == in_files or (quantized_by(config) and held == torch.float32)  # its kernels choose their dtype
+    return "auto" if is_kept else held
 
 
 def formats_in_words(
@@ -101,7 +109,7 @@ def formats_in_words(
         frozen: in memory, of weights that do not train, or of all where there are no such.
         trained: of those that train; None for none. saved: of a whole model that is saved; None for an adapter.
     """
-    names = [str(dtype).removeprefix("torch.") for dtype in (in_files, frozen, trained or frozen, saved or in_files)]
+    names = [name_of(dtype) for dtype in (in_files, frozen, trained or frozen, saved or in_files)]
     if len({in_files, frozen, saved or in_files}) == 1:
         return []
     said = f"Formats: weights are {names[0]} in the files and {names[1]} in memory"
@@ -118,7 +126,7 @@ def formats_in(model: nn.Module) -> tuple[torch.dtype, torch.dtype | None]:
 def compute_dtype(options: RunOptions, config: Any) -> torch.dtype:
     """The dtype of the forward pass: autocast's, else that of most weights."""
     is_mostly_trained = options.pure_bf16 or (options.finetuning_type == "full" and trains(options))
-    usual = trained_dtype(options, config) if is_mostly_trained else loaded_dtype(config)
+    usual = trained_dtype(options, config) if is_mostly_trained else held_dtype(options, config)
     return autocast_dtype(options, device_of(options)) or usual
 
 

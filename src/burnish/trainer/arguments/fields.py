@@ -80,6 +80,7 @@ class Fields(Groups):
     )
 
     # --- types that differ
+    bf16: bool = option(False, "Mixed precision training in bfloat16 (autocast).")
     lr_scheduler_type: SchedulerType | str = option("linear", "Learning rate schedule.")
     lr_scheduler_kwargs: dict | str | None = option(  # type: ignore[type-arg, assignment]
         None, "Arguments of the learning rate schedule, such as num_cycles or min_lr."

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from burnish.config.options import option
-from burnish.parallel.options import device_of, has_fast_bfloat16
+from burnish.parallel.options import device_of
+from burnish.parallel.precision import has_fast_bfloat16
 from burnish.trainer import notes
 from burnish.trainer.arguments.training import AcceptsOldNames, TrainingArguments, for_argument_parser
 from burnish.trainer.arguments.values import dictionary_of
@@ -47,7 +48,7 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
     )
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
     bf16: bool | None = option(  # type: ignore[assignment]
-        None, "Mixed precision training in bfloat16. Default: on if the device supports it."
+        None, "Mixed precision training in bfloat16. Default: on if the device has fast bfloat16 products."
     )
 
     # --- the model

@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.models.source import refuse_no_place
+from burnish.parallel.precision import supported_dtype
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.inspection import is_peft_model
 from burnish.utils.json_files import read_object
@@ -255,4 +256,4 @@ def finish_peft(model: Any, args: TrlArguments) -> None:
         # bfloat16 can show, and stays.
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
-                parameter.data = parameter.data.to(torch.bfloat16)
+                parameter.data = parameter.data.to(supported_dtype(torch.bfloat16, parameter.device))

@@ -30,11 +30,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import register_pytree_node
 
 from burnish.checkpoint.parts import Part, Stateful
-from burnish.checkpoint.shards import Piece, Scattered
+from burnish.checkpoint.shards import Piece, ShardedTensor
 from burnish.config.errors import UserError, did_you_mean
 from burnish.loop.types import Loss
 from burnish.parallel.choices import EngineChoices
-from burnish.parallel.fsdp_settings import FsdpSettings, fsdp_settings
+from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_settings
 from burnish.parallel.multi_process import ParallelEngine, with_weights
 from burnish.parallel.single import layers_of
 
@@ -207,7 +207,7 @@ def piece_of(value: Any) -> Any:
 
 def placed(value: Any, like: Any) -> Any:
     """Return a tensor of a checkpoint in this rank's form: a part where ``like`` is one, else whole."""
-    if not isinstance(value, Scattered):
+    if not isinstance(value, ShardedTensor):
         return value
     if not isinstance(like, DTensor) or like.shape != value.shape:
         return value.whole()

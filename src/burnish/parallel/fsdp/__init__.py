@@ -1,0 +1,1 @@
+"""FSDP: the engine and its settings."""
