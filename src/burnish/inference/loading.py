@@ -40,11 +40,11 @@ from burnish.inference.scoring import NO_ANSWERS, ScoreEngine
 from burnish.inference.slots import Deliver, SlotLimits, Through
 from burnish.inference.types import BASE, InferenceEngine, Sampling
 from burnish.loop.types import Example, Message
-from burnish.losses.reward import ValueHead
+from burnish.losses.reward import REWARD_HEADS, RewardHead, ValueHead
 from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite
 from burnish.models.quantization.quantize import quantization_of, quantized_by
-from burnish.models.reward_files import BIAS, WEIGHT, read_head
+from burnish.models.reward_files import BIAS, WEIGHT, kind_of_head, read_head
 from burnish.models.source import adapter_folders, find_source, local_folder
 from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer
 from burnish.parallel.options import device_of
@@ -306,7 +306,7 @@ def _model(
     return model.eval().requires_grad_(False)
 
 
-def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> ValueHead | None:
+def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> RewardHead | None:
     """The head of a reward model, float32 on the CPU; None for a model that writes answers.
 
     Args:
@@ -316,8 +316,9 @@ def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> ValueHea
     found = read_head([*([base] if base is not None else []), *adapters])
     if found is None:
         return None
-    weights = found[0]
-    head = ValueHead(weights[WEIGHT].numel(), has_bias=BIAS in weights)
+    weights, file = found
+    kind = kind_of_head(file)
+    head = REWARD_HEADS[kind[0]](kind[1]) if kind else ValueHead(weights[WEIGHT].numel(), has_bias=BIAS in weights)
     head.take(weights)
     return head.requires_grad_(False)
 
@@ -330,7 +331,7 @@ def writes_answers(options: AnsweringOptions) -> bool:
         return True
 
 
-def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score: bool) -> ValueHead | None:
+def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score: bool) -> RewardHead | None:
     head = reward_head(options, adapters)
     if head is not None and not may_score:
         remedy = "Its scores: burnish predict writes a file; burnish api answers at POST /v1/score/evaluation."

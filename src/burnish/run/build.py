@@ -72,7 +72,7 @@ from burnish.run.recovery.stall import StallWatch
 from burnish.run.references import ask_beforehand, begin_reference, with_others_of_the_step, with_place_for_numbers
 from burnish.run.reward_heads import begin_head
 from burnish.utils.files import only_writer
-from burnish.utils.patching import allows, patch_summary
+from burnish.utils.patching import allows
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,6 @@ def build_loop(
     )  # fmt: skip
     for sentence in ask_beforehand(loop, prepared, options):
         note(sentence)
-    if patched := patch_summary(model):
-        note(f"Patched: {'; '.join(patched)}.")
     listeners.fire("on_init_end")
     return loop
 
