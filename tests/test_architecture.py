@@ -77,7 +77,7 @@ DOORS = {
     "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
     "gptqmodel": {"models/quantization/export.py"},
     "bitsandbytes": {"models", "optim"},
-    "yaml": {"run/plan/config_files.py", "data/chat/choose.py", "models/tokens.py"},
+    "yaml": {"report/card.py", "run/plan/config_files.py", "data/chat/choose.py", "models/tokens.py"},
     "rich": {"explain/view.py", "report"},
     "matplotlib": {"report"},
     "wandb": {"report/trackers.py"},
