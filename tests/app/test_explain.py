@@ -204,6 +204,8 @@ def test_who_set_a_value_is_told(made: Any, capsys: pytest.CaptureFixture[str]) 
     from burnish.explain.explain import explain
 
     explain(made(seed=7))
+    assert "DefaultFlowCallback" not in capsys.readouterr().out
+    explain(made(seed=7), shows_all=True)
     text = capsys.readouterr().out
     assert re.search(r"seed +7 \(default 42\)  \(run.yaml, line 9\)", text)
     assert re.search(r"accumulated +x 4  \(run.yaml, line 8\)", text)
@@ -333,7 +335,7 @@ def test_a_run_that_only_evaluates_is_told_by_what_it_does(made: Any, capsys: py
     assert "% of the tokens" in lines["measured"]
     assert lines["trained"].startswith("nothing")
     assert "activations" in lines
-    explain(run)
+    explain(run, shows_all=True)
     text = capsys.readouterr().out
     assert "on_evaluate" in text
     assert "Row 16 of 30, what is measured in" in text

@@ -52,14 +52,21 @@ LOOKED_AT = 1000
 """Rows whose labels are counted; all lengths are."""
 
 
-def explain(plan: Plan) -> None:
+EVENTS = "Events"
+"""The section that lists the callbacks of each event."""
+
+
+def explain(plan: Plan, shows_all: bool = False) -> None:
     """Print what ``burnish train`` would do with the same arguments.
 
+    Args:
+        shows_all: print the callbacks of each event as well.
     Raises:
         UserError: where it would be refused.
     """
     prepared = prepare(plan)
-    show(list(sections(plan, prepared)), list(samples(plan, prepared)))
+    found = [section for section in sections(plan, prepared) if shows_all or section.title != EVENTS]
+    show(found, list(samples(plan, prepared)))
 
 
 def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
@@ -334,7 +341,7 @@ def _measuring(plan: Plan, prepared: Prepared) -> Section:
 
 def _events(plan: Plan) -> Section:
     found = listeners_of(plan.options, [InterruptCallback()])
-    return Section("Events", [Line(event, ", ".join(names)) for event, names in found.items()])
+    return Section(EVENTS, [Line(event, ", ".join(names)) for event, names in found.items()])
 
 
 # --- options and resources --------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ Refuses: no data set to calibrate with, or one with a single row.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import ModelCardData
 
 from burnish.config.errors import UserError
 from burnish.config.options import raise_if
@@ -25,7 +26,7 @@ from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.models.quantization.export import QuantizationJob, check_quantized_export, group_of, quantize
 from burnish.models.tokens import fitted_shapes
-from burnish.report.card import CARD_NAME, is_hub_name, serving_lines
+from burnish.report.card import CARD_NAME, is_hub_name, serving_lines, under_metadata
 from burnish.run.plan.options import RunOptions
 
 HELD_OUT = 64
@@ -128,9 +129,10 @@ def card(name: str, said: str, options: RunOptions) -> str:
     """The model card of a quantized folder."""
     base = str(options.model_name_or_path)
     is_plain = is_hub_name(base) and not options.adapter_name_or_path
-    header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    header += [f"base_model: {json.dumps(base)}", "base_model_relation: quantized"] * is_plain
-    header += ["tags:", "- burnish", f"- {options.export_quantization_method}", "---"]
-    lines = ["", f"# {name}", "", said, "", "At a terminal, and as a server:", "", "```sh", *serving_lines(name), "```"]
+    metadata = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", base_model=base if is_plain else None,
+        base_model_relation="quantized" if is_plain else None, tags=["burnish", options.export_quantization_method],
+    )  # fmt: skip
+    lines = [f"# {name}", "", said, "", "At a terminal, and as a server:", "", "```sh", *serving_lines(name), "```"]
     needs = "transformers and burnish read it through the libraries gptqmodel and (GPTQ) optimum."
-    return "\n".join([*header, *lines, "", needs, ""])
+    return under_metadata(metadata, "\n".join([*lines, "", needs]))

@@ -72,7 +72,7 @@ from burnish.run.recovery.stall import StallWatch
 from burnish.run.references import ask_beforehand, begin_reference, with_others_of_the_step, with_place_for_numbers
 from burnish.run.reward_heads import begin_head
 from burnish.utils.files import only_writer
-from burnish.utils.patching import allows, patch_summary
+from burnish.utils.patching import allows
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def metadata_of(plan: Plan, engine: Engine, stats: DataStats) -> RunMetadata:
     metadata = RunMetadata(folder, partial(described, output_dir=str(folder)))
     given = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
     rows = {"seen": stats.seen, "dropped": sum(count for reason, count in stats if reason.startswith("dropped"))}
-    metadata.begin(given_yaml(given, plan.provenance, OF_ONE_START), [str(engine.device)], rows)
+    metadata.begin(given_yaml(given, plan.provenance, OF_ONE_START, plan.command), [str(engine.device)], rows)
     return metadata
 
 
@@ -229,8 +229,6 @@ def build_loop(
     )  # fmt: skip
     for sentence in ask_beforehand(loop, prepared, options):
         note(sentence)
-    if patched := patch_summary(model):
-        note(f"Patched: {'; '.join(patched)}.")
     listeners.fire("on_init_end")
     return loop
 
