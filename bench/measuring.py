@@ -5,7 +5,7 @@ fails is named with its last words, and the others go on.
 
 The first round runs all settings. The others run what the ratios of rates are made of: TRL's default, burnish, and of
 each peer the fastest setting of the first round; memory hardly differs from round to round. A round shuffles the
-settings, so that a neighbour on the machine or a warm processor favours none, and the rows, so that the spread of a
+settings, so that a neighbour on the machine or a warm processor favors none, and the rows, so that the spread of a
 ratio is also that over their order. What takes by far the longest goes first, TRL's default and the plain way: else the
 other processors wait for it.
 """

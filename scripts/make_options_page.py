@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.adapters.base import ADAPTERS
-from burnish.config.options import Spec, specs
+from burnish.config.options import OptionSpec, specs
 from burnish.config.registry import Registry
 from burnish.losses.base import OBJECTIVES
 from burnish.optim.builtin import OPTIMIZERS
@@ -34,7 +34,7 @@ CHOSEN_BY: dict[str, Registry[Any]] = {
     "finetuning_type": ADAPTERS, "stage": OBJECTIVES, "optim": OPTIMIZERS, "report_to": TRACKERS,
 }  # fmt: skip
 OTHER_MEANING = {
-    "max_length": "In TRL, the maximum sequence length, which is `cutoff_len` here. As in LLaMA-Factory: length of prompt and response."
+    "max_length": "In TRL, the maximum sequence length (`cutoff_len` here). As in LLaMA-Factory: prompt and response."
 }
 
 INTRODUCTION = """\
@@ -78,17 +78,17 @@ def _chosen(group: type) -> str:
     return ""
 
 
-def _row(spec: Spec) -> tuple[str, str, str]:
+def _row(spec: OptionSpec) -> tuple[str, str, str]:
     return f"`{spec.name}`", _default(spec), " ".join([_marked(spec.help), *_facts(spec)])
 
 
-def _default(spec: Spec) -> str:
+def _default(spec: OptionSpec) -> str:
     if spec.default is None:
         return ""
     return f"{shown(spec.default)}{f' {spec.unit}' if spec.unit else ''}"
 
 
-def _facts(spec: Spec) -> Iterator[str]:
+def _facts(spec: OptionSpec) -> Iterator[str]:
     if spec.choices:
         yield f"One of {_listed(shown(choice) for choice in spec.choices)}."
     elif spec.type_name in ("a list", "a mapping"):
@@ -133,14 +133,14 @@ def _keys_of_others() -> Iterator[str]:
     yield from _table(("key", "values that disable it", "what to do"), map(_absent, ABSENT))
 
 
-def _difference(tool: str, spec: Spec, there: Any) -> str:
+def _difference(tool: str, spec: OptionSpec, there: Any) -> str:
     """The meaning of another tool's option of the same name here, where it is not the same; else ""."""
     if spec.name in OTHER_MEANING and tool.startswith("TRL"):
         return OTHER_MEANING[spec.name]
     return "" if there == "?" or shown(spec.default) == shown(there) else shown(spec.default)
 
 
-def _without_effect(known: Mapping[str, Spec]) -> Iterator[tuple[str, str]]:
+def _without_effect(known: Mapping[str, OptionSpec]) -> Iterator[tuple[str, str]]:
     by_reason: dict[str, list[str]] = {}
     for spec in known.values():
         if spec.ignored:

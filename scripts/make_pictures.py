@@ -1,6 +1,6 @@
 """Makes docs/pictures: what a terminal shows of ``explain`` and of a run, as SVG.
 
-In: the carried demo, run for a few steps in a pseudo-terminal. Out: a picture each, with the colours of the terminal.
+In: the carried demo, run for a few steps in a pseudo-terminal. Out: a picture each, with the colors of the terminal.
 
     python scripts/make_pictures.py
 """
@@ -43,7 +43,7 @@ def user(folder: Path) -> None:
 
 
 def shown(words: list[str], folder: str) -> list[str]:
-    """The lines that stand in a terminal once ``burnish words`` has ended, with their colours."""
+    """The lines that stand in a terminal once ``burnish words`` has ended, with their colors."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)

@@ -226,7 +226,7 @@ class WeightedLoss:
 lm, classifier = seeded(gpt2), seeded(lambda: bert("SequenceClassification", num_labels=3))
 GROUPED = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
 ONE_RULE = "this model's loss is a mean whatever it is told; transformers adds the means of the micro-batches up"
-CARRIED = "transformers adds the gradient of the last, incomplete group to the next step; here it is a step"
+BUNDLED = "transformers adds the gradient of the last, incomplete group to the next step; here it is a step"
 
 CASES = [
     Case("causal LM, dropout", lm, text_rows),
@@ -242,7 +242,7 @@ CASES = [
     Case("causal LM, evaluation in between", lm, text_rows, {"eval_strategy": "steps", "eval_steps": 9},
          lambda: {"eval_dataset": text_rows(8)}),
     Case("causal LM, rows without a length", lm, lambda: Endless(24), GROUPED),
-    Case("causal LM, rows without a length, ragged", lm, lambda: Endless(22), GROUPED, differs=CARRIED),
+    Case("causal LM, rows without a length, ragged", lm, lambda: Endless(22), GROUPED, differs=BUNDLED),
     Case("causal LM, compute_loss_func", lm, text_rows, GROUPED, lambda: {"compute_loss_func": summed_loss}),
     Case("LoRA through peft", seeded(with_lora), text_rows, GROUPED),
     Case("classification", classifier, classes),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.options import Given, build
+from burnish.config.options import RawValue, build
 from burnish.data.options import DataOptions
 from burnish.data.sets.sources import DataSets, load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example
 
 
@@ -45,13 +45,13 @@ def write(path: Path, records: Any) -> Path:
 
 
 def data_options(**given: Any) -> DataOptions:
-    options, problems = build(DataOptions, {name: Given(value) for name, value in given.items()})
+    options, problems = build(DataOptions, {name: RawValue(value) for name, value in given.items()})
     assert not problems, problems
     return options
 
 
-def load(seed: int = 0, tally: Tally | None = None, asks_hubs: bool = True, **given: Any) -> DataSets:
-    return load_datasets(data_options(**given), seed, tally if tally is not None else Tally(), asks_hubs=asks_hubs)
+def load(seed: int = 0, stats: DataStats | None = None, asks_hubs: bool = True, **given: Any) -> DataSets:
+    return load_datasets(data_options(**given), seed, stats if stats is not None else DataStats(), asks_hubs=asks_hubs)
 
 
 def described(records: Sequence[Any], **entry: Any) -> list[Example]:

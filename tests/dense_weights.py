@@ -1,4 +1,4 @@
-"""The weight of a quantised layer as numbers, for comparisons."""
+"""The weight of a quantized layer as numbers, for comparisons."""
 
 import torch
 from peft.utils.integrations import dequantize_module_weight

@@ -27,7 +27,7 @@ import burnish
 from burnish.adapters.lora_fit import read_adapter_config as read_adapter
 from burnish.checkpoint.manifest import faults
 from burnish.config.errors import UserError
-from burnish.config.options import Given, specs
+from burnish.config.options import RawValue, specs
 from burnish.data.chat.rendering import Conversation, render
 from burnish.data.chat.tools.tool_formats import describe_tools
 from burnish.data.chat.tools.tools import ToolError, read_calls, read_tools
@@ -81,7 +81,7 @@ def _config(text: str) -> None:
 
 
 def _options(found: dict[str, Any]) -> None:
-    plan({name: Given(value, "here") for name, value in found.items()})
+    plan({name: RawValue(value, "here") for name, value in found.items()})
 
 
 def _records(raw: bytes, suffix: str) -> None:

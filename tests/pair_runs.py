@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.run.build import train_run
 from burnish.run.plan.plan import plan
 from small_run import WORDS, make_model
@@ -37,7 +37,7 @@ def given(workplace, **changes):
     for name in ("model_name_or_path", "ref_model"):
         if name in made:
             made[name] = str(workplace / made[name])
-    return {name: Given(value) for name, value in made.items()}
+    return {name: RawValue(value) for name, value in made.items()}
 
 
 def run_of(workplace, monkeypatch, **changes):

@@ -9,7 +9,7 @@ from burnish.data.batches.batching import BatchingOptions, collator
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.lm import LmOptions, SftObjective
 from burnish.models.patches.attention import make_padding_free
-from burnish.models.patches.fitted import fit
+from burnish.models.patches.capabilities import find_capabilities
 from burnish.parallel.options import EngineOptions
 from burnish.utils.patching import PatchOptions
 
@@ -35,7 +35,7 @@ def fitted(model, **given):
     options = Options(**given)
     objective = SftObjective(options, template=None)
     is_padding_free = options.padding_free and make_padding_free(model).is_flat
-    objective.notes = objective.fit(fit(model, head_of=model), collator(options, 0, is_padding_free))
+    objective.notes = objective.fit(find_capabilities(model, head_of=model), collator(options, 0, is_padding_free))
     return objective, objective.module(model)
 
 

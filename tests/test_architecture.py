@@ -54,8 +54,8 @@ FLOORS = (
 )
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 # Files of the root and the floor they stand on: the entries are the command line's; names that are public, and names
-# that are elsewhere, are nobody's.
-ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None, "elsewhere": None}
+# of other libraries, are nobody's.
+ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None, "reexports": None}
 
 # Library -> the files or packages that may import it.
 DOORS = {
@@ -77,7 +77,7 @@ DOORS = {
     "peft": {"adapters/peft.py", "adapters/lora.py", "adapters/lora_model.py", "adapters/lora_fit.py"},
     "gptqmodel": {"models/quantization/export.py"},
     "bitsandbytes": {"models", "optim"},
-    "yaml": {"run/plan/config_files.py", "data/chat/choose.py", "models/tokens.py"},
+    "yaml": {"report/card.py", "run/plan/config_files.py", "data/chat/choose.py", "models/tokens.py"},
     "rich": {"explain/view.py", "report"},
     "matplotlib": {"report"},
     "wandb": {"report/trackers.py"},

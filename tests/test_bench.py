@@ -19,7 +19,7 @@ import settings
 import torch
 import ways
 
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.kernels import attention
 from burnish.kernels.cpu import buffer_pool
 from burnish.kernels.tied import TIED
@@ -217,7 +217,7 @@ def _loss(folder, options):
     """The mean loss of three steps in float32."""
     folder.mkdir()
     given = make_user(folder, max_steps=3, template="qwen", **options)
-    made = plan({name: Given(value, "the command line") for name, value in given.items()})
+    made = plan({name: RawValue(value, "the command line") for name, value in given.items()})
     return build.train_run(made).output.training_loss
 
 

@@ -191,7 +191,7 @@ def test_the_readme_does_what_it_says(tmp_path):
 def test_what_the_readme_calls_missing_is_refused_by_name():
     from burnish.cli import COMMANDS, main
     from burnish.config.errors import UserError
-    from burnish.config.options import Given
+    from burnish.config.options import RawValue
     from burnish.run.plan.plan import plan
 
     table = [row.split(" | ") for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if " | " in row]
@@ -202,4 +202,4 @@ def test_what_the_readme_calls_missing_is_refused_by_name():
     there, missing = rows["stages"]
     for stage in missing:
         with pytest.raises(UserError, match=f'"stage" {stage} is not'):
-            plan({"stage": Given(stage)})
+            plan({"stage": RawValue(stage)})

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.kernels import attention
 from burnish.kernels.attention import Scores, Sequences, flat_attention
 from burnish.kernels.cross_entropy import TokenLoss
@@ -214,7 +214,7 @@ def test_a_run_goes_down_each_way_and_its_first_loss_is_that_of_float32(way, tmp
     losses = []
     for name, given in {"float32": {"bf16": False}, way: {"bf16": True, **WAYS_OF_A_RUN[way]}}.items():
         asked = make_user(tmp_path / name, **{"max_steps": 3, "logging_steps": 1, "use_cpu": False, **given})
-        train_run(plan({key: Given(value, "the test") for key, value in asked.items()}))
+        train_run(plan({key: RawValue(value, "the test") for key, value in asked.items()}))
         state = json.loads((tmp_path / name / "out" / "trainer_state.json").read_text())
         losses.append(state["log_history"][0]["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=0.02 if way != "4 bits" else 0.2)

@@ -4,7 +4,10 @@
 command line answers at once and a script pays only for what it touches.
 """
 
+import sys
 from importlib import import_module
+from opcode import opmap
+from types import FrameType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -43,9 +46,19 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
-    if not name.startswith("_") and (said := import_module("burnish.elsewhere").place_of(name)):
-        raise ImportError(said)  # an AttributeError would lose its words in ``from burnish import ...``
+    if not name.startswith("_"):
+        reexports = import_module("burnish.reexports")
+        if name in reexports.OWNER_OF:
+            return reexports.reexported(name)
+        if message := reexports.message_for(name):
+            # ``from burnish import name`` would replace the message of an AttributeError by its own.
+            raise ImportError(message) if _is_import(sys._getframe(1)) else AttributeError(message)
     raise AttributeError(f"module 'burnish' has no attribute {name!r}")
+
+
+def _is_import(frame: FrameType) -> bool:
+    """Return whether ``frame`` executes ``from burnish import name``; an attribute access otherwise."""
+    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 
 def __dir__() -> list[str]:

@@ -137,7 +137,8 @@ def _explain_run(words: Arguments) -> int:
         text, status = as_json(lambda: _plan([word for word in words if word != "--json"]))
         print_result(text)
         return status
-    plan = _plan(words)
+    shows_all = "--all" in words
+    plan = _plan([word for word in words if word != "--all"])
     from burnish.explain.explain import explain
     from burnish.parallel.process_counts import world_size
     from burnish.run.plan.plan import placing
@@ -145,7 +146,7 @@ def _explain_run(words: Arguments) -> int:
     plan = replace(plan, world_size=world_size(plan.options))
 
     with placing(plan.provenance):
-        explain(plan)
+        explain(plan, shows_all)
     return 0
 
 
@@ -238,7 +239,9 @@ class Command:
 _RUN_USAGE = "[run.yaml] [key=value ...] [--key value ...]"
 COMMANDS: dict[str, Command] = {
     "train": Command(_RUN_USAGE, "fine-tune a model", _train, _RUN),
-    "explain": Command(_RUN_USAGE, "say what train would do, and why, before it does it", _explain_run, _RUN),
+    "explain": Command(
+        f"[--all | --json] {_RUN_USAGE}", "say what train would do, and why, before it does it", _explain_run, _RUN
+    ),
     "export": Command(
         _RUN_USAGE, "merge adapters into their model and write it for use elsewhere", _export, _RUN, NEEDED_BY_EXPORT
     ),
@@ -309,6 +312,7 @@ def _help() -> str:
         "Options are LLaMA-Factory's and transformers', in a YAML file or on the command line, which wins:\n"
         "  burnish train --help            every option, by component\n"
         "  burnish train --help warmup     the options whose name or help holds that word\n"
+        "  burnish explain --all           the callbacks of each event too\n"
         "  --debug                         print the traceback of a failure\n"
     )
 

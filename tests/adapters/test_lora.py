@@ -23,7 +23,7 @@ from burnish.adapters.base import (
 from burnish.adapters.lora import LoraOptions, learning_rates, load_adapter
 from burnish.adapters.lora_model import merge_into_base, rows_through, set_active
 from burnish.config.errors import UserError
-from burnish.config.options import Given, build, union
+from burnish.config.options import RawValue, build, union
 from burnish.kernels.lora import lora_update
 from burnish.models.patches.fused import ADAPTED, patch_forwards
 from burnish.parallel.single import set_precision
@@ -314,12 +314,12 @@ def test_the_gradients_of_a_layer_are_those_of_its_formula():
     same(x.grad, g @ (w + s * b @ a))
 
 
-def test_a_quantised_base_keeps_its_own_product():
-    class Quantised(nn.Linear):  # what a 4-bit layer is to LoRA: something that multiplies
+def test_a_quantized_base_keeps_its_own_product():
+    class Quantized(nn.Linear):  # what a 4-bit layer is to LoRA: something that multiplies
         def forward(self, x):
             return F.linear(x, self.weight.round(), self.bias)
 
-    layer, x = adapted(Quantised(6, 5), r=3), torch.randn(4, 6)
+    layer, x = adapted(Quantized(6, 5), r=3), torch.randn(4, 6)
     before = layer.base_layer.weight.clone()
     a, b, scaling = numbers(layer, "one")
     w, xn = before.round().double().numpy(), x.double().numpy()
@@ -721,7 +721,7 @@ def test_a_rank_beyond_the_singular_values_is_refused_for_pissa():
 
 @pytest.mark.parametrize(("value", "bound"), [(1.5, "less than 1"), (-0.1, "at least 0")])
 def test_dropout_out_of_range_is_refused(value, bound):
-    _, (problem,) = build(Options, {"lora_dropout": Given(value, "run.yaml, line 3")})
+    _, (problem,) = build(Options, {"lora_dropout": RawValue(value, "run.yaml, line 3")})
     assert bound in str(problem)
     assert "run.yaml, line 3" in str(problem)
 

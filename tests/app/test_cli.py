@@ -9,7 +9,7 @@ import pytest
 
 from burnish import __version__, cli
 from burnish.config.options import specs
-from burnish.demo.command import CARRIED, DemoQuestion, answers, demo_plan, demo_questions, share_exact
+from burnish.demo.command import BUNDLED, DemoQuestion, answers, demo_plan, demo_questions, share_exact
 from burnish.run.plan.listing import list_options
 from burnish.run.plan.plan import RunOptions
 
@@ -155,6 +155,6 @@ def test_an_exact_match_is_letter_for_letter() -> None:
 
 def test_an_untrained_model_answers_nothing_right(tmp_path: Path) -> None:
     questions = demo_questions()[:8]
-    found = answers(CARRIED / "model", questions, batch_size=3)
+    found = answers(BUNDLED / "model", questions, batch_size=3)
     assert len(found) == 8
     assert share_exact(questions, found) == 0.0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.run.plan.config_files import merge, read_arguments, read_config, split_arguments
 
 
@@ -15,7 +15,7 @@ def config(tmp_path: Path, text: str, name: str = "run.yaml") -> Path:
     return path
 
 
-def values(given: dict[str, Given]) -> dict[str, object]:
+def values(given: dict[str, RawValue]) -> dict[str, object]:
     return {key: item.value for key, item in given.items()}
 
 
@@ -30,8 +30,8 @@ def refusal(path: Path) -> str:
 def test_each_value_knows_its_line(tmp_path: Path) -> None:
     path = config(tmp_path, "# a comment\nstage: sft\n\nlearning_rate: 1e-4  # peak\n")
     assert read_config(path) == {
-        "stage": Given("sft", f"{path}, line 2"),
-        "learning_rate": Given("1e-4", f"{path}, line 4"),
+        "stage": RawValue("sft", f"{path}, line 2"),
+        "learning_rate": RawValue("1e-4", f"{path}, line 4"),
     }
 
 
@@ -69,9 +69,9 @@ def test_a_shared_base_gives_way_to_the_keys_beside_it(tmp_path: Path) -> None:
 def test_a_json_file_works_and_knows_its_lines(tmp_path: Path) -> None:
     path = config(tmp_path, '{\n\t"stage": "sft",\n\t"packing": true,\n\t"s": "\\ud83d\\ude00"\n}\n', "run.json")
     assert read_config(path) == {
-        "stage": Given("sft", f"{path}, line 2"),
-        "packing": Given(True, f"{path}, line 3"),
-        "s": Given("\U0001f600", f"{path}, line 4"),
+        "stage": RawValue("sft", f"{path}, line 2"),
+        "packing": RawValue(True, f"{path}, line 3"),
+        "s": RawValue("\U0001f600", f"{path}, line 4"),
     }
 
 
@@ -226,6 +226,6 @@ def test_the_command_line_overrides_the_file_under_any_name(tmp_path: Path) -> N
     path = config(tmp_path, "evaluation_strategy: steps\nseed: 1\n")
     file, flags = read_arguments([str(path), "--eval_strategy", "no"])
     assert merge(file, flags, {"evaluation_strategy": "eval_strategy"}) == {
-        "seed": Given("1", f"{path}, line 2"),
-        "eval_strategy": Given("no", f"the command line, over {path}, line 1"),
+        "seed": RawValue("1", f"{path}, line 2"),
+        "eval_strategy": RawValue("no", f"the command line, over {path}, line 1"),
     }

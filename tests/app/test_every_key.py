@@ -17,7 +17,7 @@ import torch
 
 from burnish.cli import main
 from burnish.config.errors import UserError
-from burnish.config.options import Given, specs
+from burnish.config.options import RawValue, specs
 from burnish.models.generate import generation_config
 from burnish.parallel.create import create_engine
 from burnish.run import build
@@ -138,7 +138,7 @@ PARTS = (
 def looked_at(given: dict[str, Any], depth: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     """The parts of a run; where it is refused, the reason alone."""
     try:
-        made = plan({name: Given(value, "here") for name, value in given.items()})
+        made = plan({name: RawValue(value, "here") for name, value in given.items()})
         if depth < 2:
             prepared = prepare(made)
             found = of_rows(prepared)

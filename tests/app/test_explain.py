@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
-from burnish.config.options import Given
-from burnish.explain.view import Line, Sample, Section, drawn, without_colours
+from burnish.config.options import RawValue
+from burnish.explain.view import Line, Sample, Section, drawn, without_colors
 from burnish.run.plan.memory import DecoderShape, Formats, disk_bytes, layer_bytes_per_token, memory_terms, shown_bytes
 from burnish.run.plan.plan import Plan, plan
 from burnish.run.plan.resources import Sizes
@@ -117,8 +117,8 @@ def an_explanation() -> tuple[list[Any], list[Any]]:
     return sections, [Sample("Row 1 of 9", [("user\nhello ", False), ("hi!", True), ("x" * 2000, False)])]
 
 
-def test_what_is_trained_is_marked_without_colours() -> None:
-    text = without_colours(*an_explanation())
+def test_what_is_trained_is_marked_without_colors() -> None:
+    text = without_colors(*an_explanation())
     assert "user\n  hello ⟦hi!⟧" in text
     assert "Tiny  (run.yaml, line 1)" in text
     assert all(len(line) <= 120 for line in text.splitlines() if "xxx" not in line)
@@ -126,20 +126,20 @@ def test_what_is_trained_is_marked_without_colours() -> None:
 
 def test_a_line_break_that_is_trained_is_seen() -> None:
     sample = Sample("Row 1 of 1", [("question\n", False), ("answer\n", True)])
-    assert "question\n  ⟦answer↵" in without_colours([], [sample])
+    assert "question\n  ⟦answer↵" in without_colors([], [sample])
 
 
 def test_the_place_of_a_value_is_never_broken() -> None:
     for width in range(40, 100):
         section = Section("S", [Line("label", "some words that fill the line up", "runs/run.yaml, line 12")])
-        assert "(run.yaml, line 12)" in without_colours([section], [], width)
+        assert "(run.yaml, line 12)" in without_colors([section], [], width)
 
 
 def test_a_long_piece_gives_up_its_middle() -> None:
-    assert "1,400 characters" in without_colours(*an_explanation())
+    assert "1,400 characters" in without_colors(*an_explanation())
 
 
-def test_in_a_terminal_the_same_words_are_coloured() -> None:
+def test_in_a_terminal_the_same_words_are_colored() -> None:
     from rich.text import Text
 
     text = drawn(*an_explanation(), width=100)
@@ -176,7 +176,7 @@ def made(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
             "max_samples": 90, "output_dir": "out", "finetuning_type": "full", "per_device_train_batch_size": 2,
             "gradient_accumulation_steps": 4, **changes,
         }  # fmt: skip
-        return plan({name: Given(value, f"run.yaml, line {n}") for n, (name, value) in enumerate(values.items(), 1)})
+        return plan({name: RawValue(value, f"run.yaml, line {n}") for n, (name, value) in enumerate(values.items(), 1)})
 
     return make
 
@@ -192,7 +192,7 @@ def told(run: Plan) -> dict[str, str]:
 
 def test_the_steps_are_counted_as_the_loop_will_count_them(made: Any) -> None:
     lines = told(made(num_train_epochs=2, save_steps=0.25, eval_strategy="epoch", val_size=10))
-    assert lines["processes"] == "x 1 = 8 rows a step"
+    assert lines["processes"] == "x 1 = effective batch size 8"
     assert lines["an epoch"] == "80 rows / 8 = 10 steps"
     assert lines["in all"] == "10 x 2 epochs = 20 steps"
     assert lines["save"] == "every 5 steps, 4 times"
@@ -204,6 +204,8 @@ def test_who_set_a_value_is_told(made: Any, capsys: pytest.CaptureFixture[str]) 
     from burnish.explain.explain import explain
 
     explain(made(seed=7))
+    assert "DefaultFlowCallback" not in capsys.readouterr().out
+    explain(made(seed=7), shows_all=True)
     text = capsys.readouterr().out
     assert re.search(r"seed +7 \(default 42\)  \(run.yaml, line 9\)", text)
     assert re.search(r"accumulated +x 4  \(run.yaml, line 8\)", text)
@@ -333,7 +335,7 @@ def test_a_run_that_only_evaluates_is_told_by_what_it_does(made: Any, capsys: py
     assert "% of the tokens" in lines["measured"]
     assert lines["trained"].startswith("nothing")
     assert "activations" in lines
-    explain(run)
+    explain(run, shows_all=True)
     text = capsys.readouterr().out
     assert "on_evaluate" in text
     assert "Row 16 of 30, what is measured in" in text
@@ -385,5 +387,5 @@ def test_a_system_that_does_not_tell_its_memory_is_no_fault(monkeypatch: pytest.
         raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
 
     monkeypatch.setattr(psutil, "virtual_memory", unknown)
-    assert available_memory(plan({"use_cpu": Given(True), "output_dir": Given("o"), "model_name_or_path": Given("m"),
-                                  "dataset": Given("d")}).options) == 0  # fmt: skip
+    given = {"use_cpu": True, "output_dir": "o", "model_name_or_path": "m", "dataset": "d"}
+    assert available_memory(plan({name: RawValue(value) for name, value in given.items()}).options) == 0

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from burnish.checkpoint.snapshot import split
 from burnish.config.errors import UserError
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.explain.explain import Line, sections
 from burnish.loop.loop import Loop
 from burnish.parallel.single import SingleEngine
@@ -136,7 +136,7 @@ def planned(folder: Path, given: dict[str, Any], models: dict[str, Path]) -> tup
         "model_name_or_path": str(models[given.get("files", "float32")]),
         **{name: value for name, value in given.items() if name != "files"},
     })  # fmt: skip
-    made = plan({name: Given(value, "the command line") for name, value in options.items()})
+    made = plan({name: RawValue(value, "the command line") for name, value in options.items()})
     prepared = prepare(made)
     return made, prepared, {line.label: line.text for line in reversed(lines_of(made, prepared))}
 
@@ -211,8 +211,8 @@ def test_a_run_is_what_explain_said(name: str, models: dict[str, Path], tmp_path
     assert (not watch.patched) == ("without patches" in name)
 
     assert watch.rows == [4] * 5 or options.packing
-    assert "= 4 rows a step" in said["processes"] or options.packing
-    assert said["in all"] == "5 steps"
+    assert "= effective batch size 4" in said["processes"] or options.packing
+    assert said["in all"].startswith("5 steps")
     (file,) = (tmp_path / "out").glob("*model.safetensors")
     with safe_open(file, "pt") as saved:
         dtypes = {str(saved.get_tensor(key).dtype) for key in saved.keys()}  # noqa: SIM118

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import cli
 from burnish.config.errors import UserError
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.data.chat.table import table
 from burnish.export.export import _difference, export
 from burnish.export.modelfile import go_template
@@ -49,7 +49,7 @@ def made(tmp_path_factory):
 
 def run(made: Path, target: Path, **given) -> Path:
     given = {"model_name_or_path": str(made / "model"), "export_dir": str(target), "template": "qwen", **given}
-    return export({name: Given(value, "the command line") for name, value in given.items()})
+    return export({name: RawValue(value, "the command line") for name, value in given.items()})
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -151,16 +151,16 @@ def test_the_tokenizer_that_was_saved_with_the_adapter_is_taken(made, tmp_path):
     assert "<mark>" in exported.get_vocab()
 
 
-def test_a_merge_into_a_quantised_base_is_refused_with_the_remedy(made, tmp_path):
+def test_a_merge_into_a_quantized_base_is_refused_with_the_remedy(made, tmp_path):
     config = json.loads((made / "model" / "config.json").read_text())
-    folder = tmp_path / "quantised"
+    folder = tmp_path / "quantized"
     folder.mkdir()
     for path in (made / "model").iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     (folder / "config.json").write_text(
         json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}})
     )
-    with pytest.raises(UserError, match=r"quantised \(gptq\): an adapter cannot be merged") as caught:
+    with pytest.raises(UserError, match=r"quantized \(gptq\): an adapter cannot be merged") as caught:
         run(made, tmp_path / "out", model_name_or_path=str(folder), adapter_name_or_path=str(made / "one"))
     assert "full precision" in str(caught.value)
     assert not (tmp_path / "out").exists()

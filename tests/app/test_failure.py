@@ -135,7 +135,7 @@ except BaseException as error:
 """
 
 
-def test_a_file_that_may_not_grow_is_recognised_in_the_words_of_safetensors(tmp_path):
+def test_a_file_that_may_not_grow_is_recognized_in_the_words_of_safetensors(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SAVE_PAST_A_LIMIT, str(tmp_path)], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},

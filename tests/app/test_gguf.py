@@ -20,7 +20,7 @@ from transformers import (
 from transformers.tokenization_utils_base import generate_merges
 
 from burnish.config.errors import UserError
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.export.export import export
 from burnish.utils.work import watch_with
 from small_run import CHAT_TEMPLATE, WORDS, make_model
@@ -46,7 +46,7 @@ def model_in(folder: Path, kind: str) -> Path:
 
 def exported(folder: Path, model: Path, **given) -> Path:
     options = {"model_name_or_path": str(model), "export_dir": str(folder), "export_format": "gguf", **given}
-    export({name: Given(value, "the command line") for name, value in options.items()})
+    export({name: RawValue(value, "the command line") for name, value in options.items()})
     return next(folder.glob("*.gguf"), folder)
 
 
@@ -93,7 +93,7 @@ def test_a_type_of_a_file_that_is_not_asked_for_has_no_effect_and_that_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"model_name_or_path": str(model_in(tmp_path / "model", "llama")), "export_dir": str(tmp_path / "out")}
-    export({n: Given(v, "the command line") for n, v in {**options, "export_gguf_type": "q8_0"}.items()})
+    export({n: RawValue(v, "the command line") for n, v in {**options, "export_gguf_type": "q8_0"}.items()})
     assert '"export_gguf_type" has no effect without "export_format".' in capsys.readouterr().out
     assert not list((tmp_path / "out").glob("*.gguf"))
 

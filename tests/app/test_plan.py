@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from burnish.config.errors import UserError
-from burnish.config.options import Given, specs
+from burnish.config.options import RawValue, specs
 from burnish.run.plan import checks
 from burnish.run.plan.checks import trains
 from burnish.run.plan.config_files import split_arguments
@@ -17,10 +17,10 @@ from burnish.run.plan.unsupported import ABSENT, NO_EFFECT
 from small_run import WALK_THROUGH
 
 
-def given(tmp_path: Path, **values: object) -> dict[str, Given]:
+def given(tmp_path: Path, **values: object) -> dict[str, RawValue]:
     """A run that is right, with ``values`` over it, line by line."""
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": str(tmp_path / "out"), **values}
-    return {name: Given(value, f"run.yaml, line {line}") for line, (name, value) in enumerate(values.items(), 1)}
+    return {name: RawValue(value, f"run.yaml, line {line}") for line, (name, value) in enumerate(values.items(), 1)}
 
 
 def refused(tmp_path: Path, **values: object) -> list[str]:

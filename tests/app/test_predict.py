@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from burnish.config.errors import UserError
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.data.sets.sources import load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.inference.batch import generate_all
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
 from burnish.parallel.create import create_engine
@@ -38,7 +38,7 @@ def run_of(tmp_path, **given):
         **{"do_sample": False, "do_train": False, "predict_metrics": "exact_match", "per_device_eval_batch_size": 4,
            **given},
     )  # fmt: skip
-    made = plan({name: Given(value, "the command line") for name, value in given.items()})
+    made = plan({name: RawValue(value, "the command line") for name, value in given.items()})
     prepared = prepare(made)
     (tmp_path / "out").mkdir()
     return made, prepared, build_loop(made, prepared, create_engine(made.options), None)
@@ -135,7 +135,7 @@ def test_answers_do_not_depend_on_the_size_of_a_batch_nor_on_the_cache(size, cac
         tmp_path, predict_with_generate=True, cache_implementation=cache, per_device_eval_batch_size=size
     )
     model, stops = bare_model(run), prepared.template.stop_token_ids()
-    examples = load_datasets(made.options, made.options.seed, Tally()).eval[""]
+    examples = load_datasets(made.options, made.options.seed, DataStats()).eval[""]
     questions = questions_of(examples, prepared.template, stops)
     config = generation_config(model, prepared.tokenizer, stops, made.options)
     together = answer_all(run, questions, config, made.options)
@@ -148,7 +148,9 @@ def test_a_prediction_that_was_cut_short_goes_on_from_the_answers_it_has(tmp_pat
     made, prepared, run = run_of(tmp_path, predict_with_generate=True)
     made = replace(made, options=replace(made.options, do_sample=True, temperature=1.5))
     model, stops = bare_model(run), prepared.template.stop_token_ids()
-    questions = questions_of(load_datasets(made.options, made.options.seed, Tally()).eval[""], prepared.template, stops)
+    questions = questions_of(
+        load_datasets(made.options, made.options.seed, DataStats()).eval[""], prepared.template, stops
+    )
     config = generation_config(model, prepared.tokenizer, stops, made.options)
     whole, partial = answer_all(run, questions, config, made.options), tmp_path / "answers.partial.jsonl"
     asked = []
@@ -186,7 +188,9 @@ def test_a_static_cache_takes_keys_and_values_of_two_formats(tmp_path, num_beams
         tmp_path, predict_with_generate=True, cache_implementation="static", bf16=True, num_beams=num_beams
     )
     model, stops = bare_model(run), prepared.template.stop_token_ids()
-    questions = questions_of(load_datasets(made.options, made.options.seed, Tally()).eval[""], prepared.template, stops)
+    questions = questions_of(
+        load_datasets(made.options, made.options.seed, DataStats()).eval[""], prepared.template, stops
+    )
     answers = {}
     for cache in ("static", "dynamic"):
         options = replace(made.options, cache_implementation=cache)
@@ -251,7 +255,7 @@ def test_the_last_answer_of_a_conversation_is_asked_for(tmp_path):
     (question,) = questions_of([example], prepared.template, prepared.template.stop_token_ids())
     assert prepared.tokenizer.decode(question.label) == "stone"
     assert prepared.tokenizer.decode(question.prompt).endswith("blue<|im_end|>\n<|im_start|>assistant\n")
-    assert prepared.template.encode([example], Tally())[0]["input_ids"][: len(question.prompt)] == question.prompt
+    assert prepared.template.encode([example], DataStats())[0]["input_ids"][: len(question.prompt)] == question.prompt
 
 
 def test_a_prompt_with_a_completion_is_asked_without_a_template(tmp_path):
@@ -321,7 +325,7 @@ def test_generation_without_prompts_or_without_prediction_is_said():
 
 def test_the_length_of_answers_is_not_taken_for_that_of_rows():
     given = {"model_name_or_path": "m", "dataset": "d", "output_dir": "out", "max_length": 99}
-    made = plan({name: Given(value, "run.yaml") for name, value in given.items()})
+    made = plan({name: RawValue(value, "run.yaml") for name, value in given.items()})
     assert (made.options.max_length, made.options.cutoff_len) == (99, 2048)
     assert "cutoff_len" in " ".join(made.notes)
 
@@ -329,4 +333,4 @@ def test_the_length_of_answers_is_not_taken_for_that_of_rows():
 def test_a_presence_penalty_is_not_taken_for_a_repetition_penalty(tmp_path):
     given = {**make_user(tmp_path), "presence_penalty": 0.5}
     with pytest.raises(UserError, match='"presence_penalty"'):
-        plan({name: Given(value, "the command line") for name, value in given.items()})
+        plan({name: RawValue(value, "the command line") for name, value in given.items()})

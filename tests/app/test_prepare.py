@@ -11,7 +11,7 @@ import pytest
 from burnish.config.errors import Problem, UserError
 from burnish.data.rows.encode import encode_rows, encoding_title
 from burnish.data.rows.store import MANIFEST
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example, Message
 from burnish.utils.work import watch_with
 from data_sets import data_options
@@ -37,29 +37,33 @@ class Encoder:
     def __init__(self):
         self.batches = []
 
-    def __call__(self, batch, tally):
+    def __call__(self, batch, stats):
         self.batches.append(len(batch))
-        return [self.row(example, tally) for example in batch]
+        return [self.row(example, stats) for example in batch]
 
-    def row(self, example, tally):
+    def row(self, example, stats):
         n = int(example.messages[-1].content)
         if n % 7 == 0:
-            tally.add("dropped: a seventh", example)
+            stats.add("dropped: a seventh", example)
             return None
         row = {"input_ids": [n] * (n % 5 + 1), "labels": [IGNORE_INDEX] * (n % 5) + [n]}
         return {**row, "loss_weights": [0.1] * (n % 5 + 1)} if n % 3 == 0 else row
 
 
-def prepared(count=100, encode=None, tally=None, fingerprint="f", **options):
+def prepared(count=100, encode=None, stats=None, fingerprint="f", **options):
     return encode_rows(
-        examples(count), encode or Encoder(), tally or Tally(), fingerprint=fingerprint, options=data_options(**options)
+        examples(count),
+        encode or Encoder(),
+        stats or DataStats(),
+        fingerprint=fingerprint,
+        options=data_options(**options),
     )
 
 
 def test_rows_come_back_as_they_were_encoded():
-    encode, tally = Encoder(), Tally()
-    expected = [row for row in Encoder()(examples(100), Tally()) if row is not None]
-    rows = prepared(encode=encode, tally=tally)
+    encode, stats = Encoder(), DataStats()
+    expected = [row for row in Encoder()(examples(100), DataStats()) if row is not None]
+    rows = prepared(encode=encode, stats=stats)
     assert list(rows) == expected
     assert rows[-1] == expected[-1]
     assert rows[3:9:2] == expected[3:9:2]
@@ -75,7 +79,7 @@ def test_lengths_and_origins_are_known_without_reading_a_row():
 
 
 def test_rows_in_memory_are_the_same_as_rows_on_disk(tmp_path):
-    in_memory = encode_rows(examples(100), Encoder(), Tally(), fingerprint="f")
+    in_memory = encode_rows(examples(100), Encoder(), DataStats(), fingerprint="f")
     assert list(in_memory) == list(prepared())
     assert list(in_memory.lengths) == list(prepared().lengths)
 
@@ -96,9 +100,9 @@ def test_rows_that_were_encoded_before_are_found():
 
 
 def test_what_was_dropped_is_counted_again_when_the_rows_are_found():
-    first, again = Tally(), Tally()
-    prepared(tally=first)
-    prepared(tally=again)
+    first, again = DataStats(), DataStats()
+    prepared(stats=first)
+    prepared(stats=again)
     assert first.sentences() == again.sentences()
     assert again.records["dropped: a seventh"][1] == ("a.json", 8)
 
@@ -113,9 +117,9 @@ def test_other_settings_or_other_data_are_encoded_anew():
 
 def test_the_same_text_in_another_file_is_counted_under_its_name():
     prepared()
-    moved, tally = [Example(e.messages, source="b.json", number=e.number) for e in examples(100)], Tally()
-    encode_rows(moved, Encoder(), tally, fingerprint="f", options=data_options())
-    assert {source for source, _ in tally.records["dropped: a seventh"]} == {"b.json"}
+    moved, stats = [Example(e.messages, source="b.json", number=e.number) for e in examples(100)], DataStats()
+    encode_rows(moved, Encoder(), stats, fingerprint="f", options=data_options())
+    assert {source for source, _ in stats.records["dropped: a seventh"]} == {"b.json"}
 
 
 def test_overwrite_cache_encodes_again():
@@ -144,10 +148,10 @@ def test_a_cache_entry_that_lost_bytes_is_encoded_again(tmp_path):
 
 def test_an_interrupted_encoding_leaves_nothing_behind(tmp_path):
     class Stops(Encoder):
-        def __call__(self, batch, tally):
+        def __call__(self, batch, stats):
             if self.batches:
                 raise KeyboardInterrupt
-            return super().__call__(batch, tally)
+            return super().__call__(batch, stats)
 
     with pytest.raises(KeyboardInterrupt):
         prepared(encode=Stops(), preprocessing_batch_size=10)
@@ -158,14 +162,14 @@ def test_an_interrupted_encoding_leaves_nothing_behind(tmp_path):
 
 
 def test_examples_that_give_no_rows_make_an_empty_set():
-    rows = encode_rows(examples(1), Encoder(), Tally(), fingerprint="f", options=data_options())
+    rows = encode_rows(examples(1), Encoder(), DataStats(), fingerprint="f", options=data_options())
     assert len(rows) == 0
     assert list(rows) == list(rows.lengths) == []
 
 
 def test_a_label_per_row_stays_a_number():
     rows = encode_rows(
-        examples(3), lambda batch, tally: [{"input_ids": [1, 2], "labels": 1} for _ in batch], Tally(),
+        examples(3), lambda batch, stats: [{"input_ids": [1, 2], "labels": 1} for _ in batch], DataStats(),
         fingerprint="f", options=data_options(),
     )  # fmt: skip
     assert rows[2] == {"input_ids": [1, 2], "labels": 1}
@@ -183,7 +187,7 @@ def test_encoding_is_told_as_work_batch_by_batch():
     watch_with(told)
     try:
         encode_rows(
-            examples(25), Encoder(), Tally(), fingerprint="f", options=data_options(preprocessing_batch_size=10)
+            examples(25), Encoder(), DataStats(), fingerprint="f", options=data_options(preprocessing_batch_size=10)
         )
     finally:
         watch_with(None)
@@ -202,16 +206,16 @@ def two_cores(monkeypatch):
 
 @pytest.mark.run
 def test_several_processes_give_the_same_rows_and_counts(two_cores):
-    one, two = Tally(), Tally()
+    one, two = DataStats(), DataStats()
     parent = os.getpid()
 
-    def encode(batch, tally):
+    def encode(batch, stats):
         assert os.getpid() != parent
-        return Encoder()(batch, tally)
+        return Encoder()(batch, stats)
 
-    expected = list(prepared(tally=one, fingerprint="one"))
+    expected = list(prepared(stats=one, fingerprint="one"))
     found = prepared(
-        encode=encode, tally=two, fingerprint="two", preprocessing_num_workers=16, preprocessing_batch_size=10
+        encode=encode, stats=two, fingerprint="two", preprocessing_num_workers=16, preprocessing_batch_size=10
     )
     assert list(found) == expected
     assert one.records == two.records
@@ -219,7 +223,7 @@ def test_several_processes_give_the_same_rows_and_counts(two_cores):
 
 @pytest.mark.run
 def test_an_error_in_a_process_keeps_its_problems(two_cores):
-    def encode(batch, tally):
+    def encode(batch, stats):
         raise UserError([Problem("one.", where="a.json"), Problem("two.")])
 
     with pytest.raises(UserError) as caught:
@@ -235,9 +239,9 @@ def test_an_encoding_process_that_dies_is_reported(two_cores):
 
 def _prepare_slowly(queue):
     class Slow(Encoder):
-        def __call__(self, batch, tally):
+        def __call__(self, batch, stats):
             queue.put("encoded")
-            return super().__call__(batch, tally)
+            return super().__call__(batch, stats)
 
     queue.put(len(prepared(300, Slow(), preprocessing_batch_size=300)))
 
@@ -269,8 +273,8 @@ def test_a_tokenized_path_is_written_and_then_read(tmp_path):
 
 def test_each_set_has_a_folder_of_its_own():
     options = data_options(tokenized_path="rows")
-    encode_rows(examples(10), Encoder(), Tally(), fingerprint="f", options=options)
-    encode_rows(examples(5), Encoder(), Tally(), fingerprint="f", options=options, name="")
+    encode_rows(examples(10), Encoder(), DataStats(), fingerprint="f", options=options)
+    encode_rows(examples(5), Encoder(), DataStats(), fingerprint="f", options=options, name="")
     assert sorted(path.name for path in Path("rows").iterdir() if path.is_dir()) == ["eval", "train"]
 
 
@@ -292,9 +296,9 @@ def test_rows_that_were_made_otherwise_are_refused_with_the_difference():
 def test_encoded_rows_can_be_used_without_the_data_they_came_from():
     expected = list(prepared(tokenized_path="rows"))
     options = data_options(tokenized_path="rows")
-    assert list(encode_rows((), Encoder(), Tally(), fingerprint="f", options=options)) == expected
+    assert list(encode_rows((), Encoder(), DataStats(), fingerprint="f", options=options)) == expected
     with pytest.raises(UserError, match="settings was"):
-        encode_rows((), Encoder(), Tally(), fingerprint="g", options=options)
+        encode_rows((), Encoder(), DataStats(), fingerprint="g", options=options)
 
 
 def test_a_torn_tokenized_path_is_refused_and_not_repaired_in_silence():
@@ -319,7 +323,7 @@ def test_a_record_that_takes_long_is_named_while_it_is_encoded():
     try:
         for some in (given, given[:1]):
             encode_rows(
-                some, lambda batch, tally: [None] * len(batch), Tally(), fingerprint="f", title=encoding_title(some)
+                some, lambda batch, stats: [None] * len(batch), DataStats(), fingerprint="f", title=encoding_title(some)
             )
     finally:
         watch_with(None)

@@ -1,6 +1,6 @@
 """``burnish export`` in few bits: what it is calibrated with, what lies in the folder, and what is refused before.
 
-Where gptqmodel is installed it quantises a small model here, on the CPU, and the folder answers in transformers. A
+Where gptqmodel is installed it quantizes a small model here, on the CPU, and the folder answers in transformers. A
 stand-in for it, a package of a few lines that copies the folder, shows the rest everywhere.
 """
 
@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Co
 
 from burnish.cli import main
 from burnish.config.errors import UserError
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.export.export import export
-from burnish.models.quantization import export as quantised_export
+from burnish.models.quantization import export as quantized_export
 from burnish.models.quantization.export import group_of, perplexity
 from burnish.models.quantization.quantize import use_kernels_that_train
 from small_run import make_model, records
@@ -50,7 +50,7 @@ CONFIGS = "def GPTQConfig(**given): return given\ndef AWQConfig(**given): return
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    root = tmp_path_factory.mktemp("quantised")
+    root = tmp_path_factory.mktemp("quantized")
     make_model(root / "model", hidden_size=64, intermediate_size=128, num_key_value_heads=4)
     (root / "rows.json").write_text(json.dumps(records(40)))
     return root
@@ -58,7 +58,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def in_its_process(tmp_path, monkeypatch):
-    """A package "gptqmodel" that the process which quantises imports in place of the library."""
+    """A package "gptqmodel" that the process which quantizes imports in place of the library."""
     package = tmp_path / "stand_in" / "gptqmodel"
     (package / "quantization").mkdir(parents=True)
     (package / "__init__.py").write_text(STAND_IN)
@@ -75,13 +75,13 @@ def stand_in(in_its_process, monkeypatch):
     """The same, in this process, which has its libraries already."""
 
     def run_here(command, **more):
-        quantised_export.main(Path(command[-1]))
+        quantized_export.main(Path(command[-1]))
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.syspath_prepend(in_its_process)
     for name in [name for name in sys.modules if name.split(".")[0] == "gptqmodel"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(quantised_export.subprocess, "run", run_here)
+    monkeypatch.setattr(quantized_export.subprocess, "run", run_here)
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "gptqmodel"]:
         del sys.modules[name]
@@ -90,7 +90,7 @@ def stand_in(in_its_process, monkeypatch):
 def run(made: Path, target: Path, **given) -> Path:
     given = {"model_name_or_path": str(made / "model"), "export_dir": str(target), "template": "chatml",
              "export_quantization_bit": 4, "export_quantization_dataset": str(made / "rows.json"), **given}  # fmt: skip
-    return export({name: Given(value, "the command line") for name, value in given.items()})
+    return export({name: RawValue(value, "the command line") for name, value in given.items()})
 
 
 def test_rows_of_the_template_calibrate_and_others_measure(made, tmp_path, stand_in, capsys):
@@ -106,7 +106,7 @@ def test_rows_of_the_template_calibrate_and_others_measure(made, tmp_path, stand
     assert "Perplexity on 4 other rows" in capsys.readouterr().out
 
 
-def test_a_quantised_folder_holds_all_that_serves_it_and_nothing_is_left_beside_it(made, tmp_path, stand_in):
+def test_a_quantized_folder_holds_all_that_serves_it_and_nothing_is_left_beside_it(made, tmp_path, stand_in):
     folder = run(made, tmp_path / "place" / "out")
     assert {path.name for path in folder.iterdir()} == {
         "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
@@ -157,7 +157,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_quantised_is_refused_before_a_weight_is_read(made, tmp_path, stand_in, name):
+def test_what_cannot_be_quantized_is_refused_before_a_weight_is_read(made, tmp_path, stand_in, name):
     given, words = REFUSED[name]
     with pytest.raises(UserError, match=words):
         run(made, tmp_path / "place" / "out", **given)
@@ -190,7 +190,7 @@ def test_groups_are_the_largest_that_every_layer_can_be_divided_into(made, tmp_p
     assert group_of(AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model"))) == -1
 
 
-def test_the_file_of_llamafactory_that_quantises_is_read(made, tmp_path, stand_in, monkeypatch, capsys):
+def test_the_file_of_llamafactory_that_quantizes_is_read(made, tmp_path, stand_in, monkeypatch, capsys):
     monkeypatch.chdir(made)
     Path("c4_demo.jsonl").write_text("".join(json.dumps({"text": f"stone {n} river lamp"}) + "\n" for n in range(30)))
     Path("quantize.yaml").write_text(

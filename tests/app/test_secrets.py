@@ -19,7 +19,7 @@ import pytest
 from bad_inputs import ROWS, write
 from burnish import cli
 from burnish.config.options import specs
-from burnish.config.secrets import BLOTTED, has_secret_name, without_secrets
+from burnish.config.secrets import MASK, has_secret_name, without_secrets
 from burnish.run.plan.plan import RunOptions
 from burnish.trainer.arguments.training import TrainingArguments
 
@@ -231,7 +231,7 @@ def test_no_traceback_holds_a_secret(debug: list[str], user_folder: Path, monkey
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(user_folder), os.environ.get("PYTHONPATH", "")]))
     done = run("train", "run.yaml", *WORDS, *debug)
     assert done.returncode == 1
-    assert f"the hub refused {BLOTTED} and {BLOTTED}" in done.stderr
+    assert f"the hub refused {MASK} and {MASK}" in done.stderr
     Path("sitecustomize.py").unlink()
     shutil.rmtree("__pycache__", ignore_errors=True)  # it was compiled
     assert_nowhere(done.stdout + done.stderr, user_folder)
@@ -255,9 +255,9 @@ def test_the_arguments_of_a_script_do_not_show_their_token(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [("https://me:hunter22@host/v1 is away", f"https://me:{BLOTTED}@host/v1 is away"),
-     ("http://host/v1?api_key=hunter22&n=3", f"http://host/v1?api_key={BLOTTED}&n=3"),
-     ("http://host/sign-in#key=hunter22", f"http://host/sign-in#key={BLOTTED}"),
+    [("https://me:hunter22@host/v1 is away", f"https://me:{MASK}@host/v1 is away"),
+     ("http://host/v1?api_key=hunter22&n=3", f"http://host/v1?api_key={MASK}&n=3"),
+     ("http://host/sign-in#key=hunter22", f"http://host/sign-in#key={MASK}"),
      ("http://localhost:8000/v1?board=a, 1:30 me@here", "http://localhost:8000/v1?board=a, 1:30 me@here")],
 )  # fmt: skip
 def test_what_an_address_holds_of_secrets_is_replaced(text: str, shown: str) -> None:

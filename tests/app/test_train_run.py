@@ -1,7 +1,9 @@
 """A run from files to files, through the command line."""
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli import main
+from burnish.loop.meter import Meter
 from runs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights, weights_in
 from small_run import as_words, make_user
 
@@ -213,3 +216,39 @@ def test_real_files_of_four_kinds_train_together(tmp_path, golden_folder):
     }
     assert run(given) == 0
     assert history(tmp_path / "out")[-1]["train_loss"] > 0
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"max_steps": 10}, {"max_steps": 1}, {"num_train_epochs": 0.5}, {"dataloader_drop_last": True},
+        {"max_steps": 3, "streaming": True}, {"packing": True, "max_steps": 7}, {"gradient_accumulation_steps": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_numbers_of_the_first_lines_are_those_of_the_run_and_of_explain(given, tmp_path, capsys, monkeypatch):
+    made = make_user(tmp_path, count=22, save_strategy="no", plot_loss=False, logging_steps=1, **given)
+    rows_of_steps, add_rows = [], Meter.add_rows
+    monkeypatch.setattr(
+        Meter, "add_rows", lambda self, rows, tokens: rows_of_steps.append(int(rows)) or add_rows(self, rows, tokens)
+    )
+    assert run(made, "explain") == 0
+    explained = capsys.readouterr().out
+    assert run(made) == 0
+    out = capsys.readouterr().out
+    first = re.search(r"Training for ([\d,]+) steps?(?:: ([\d.]+) epochs? of (\d+) (example|pack)s?)?", out)
+    factors_of = r"Effective batch size (\d+) = (\d+) per device x (\d+) gradient accumulation x (\d+) process"
+    batch = re.search(factors_of, out)
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert int(first[1]) == state["max_steps"] == state["global_step"] == len(rows_of_steps)
+    assert f"{first[1]} step" in next(line for line in explained.splitlines() if "in all" in line)
+    size, *factors = map(int, batch.groups())
+    assert size == math.prod(factors)
+    assert max(rows_of_steps) == size or state["max_steps"] == 1
+    assert f"effective batch size {size}" in explained
+    per_epoch = math.ceil(int(first[3]) / size)
+    assert float(first[2]) == pytest.approx(state["max_steps"] / per_epoch, abs=0.006)
+    assert float(first[2]) == pytest.approx(state["epoch"], abs=1 / per_epoch)  # the last step of an epoch is smaller
+    assert first[4] == ("pack" if given.get("packing") else "example")
+    assert given.get("packing") or int(first[3]) == 22

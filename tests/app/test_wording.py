@@ -1,4 +1,4 @@
-"""Behaviour does not depend on wording: every sentence and every name of a check may change."""
+"""Behavior does not depend on wording: every sentence and every name of a check may change."""
 
 import json
 import os
@@ -36,13 +36,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def replace_sentences(patch: pytest.MonkeyPatch) -> None:
     """Replace all texts of problems by noise that names options at random; distinct sentences stay distinct."""
-    initialise = Problem.__init__
+    initialize = Problem.__init__
 
     def with_noise(
         self: Problem, what: str, where: str = "", why: str = "", remedy: str = "", option: Any = ()
     ) -> None:
         noise = f'{crc32(what.encode())} "seed", max_steps, "template".'
-        initialise(self, noise, where, why and "No reason.", remedy and "Set cutoff_len.", option)
+        initialize(self, noise, where, why and "No reason.", remedy and "Set cutoff_len.", option)
 
     patch.setattr(Problem, "__init__", with_noise)
 

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.kernels import attention
 from burnish.loop.meter import Meter
 from burnish.loop.schedule import Schedule
@@ -52,7 +52,7 @@ def meta_as_gpu(monkeypatch):
 def on_meta(folder, **given):
     """A run as a user asks for it, with everything that is on its device moved to one without values."""
     options = make_user(folder, **{"pure_bf16": True, **given})
-    planned = plan({name: Given(value, "test") for name, value in options.items()})
+    planned = plan({name: RawValue(value, "test") for name, value in options.items()})
     prepared = prepare(planned)
     run = build_loop(planned, prepared, SingleEngine(planned.options), None)
     run.model.to("meta")

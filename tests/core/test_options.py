@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.options import Given, build, changed_options, option, specs, union
+from burnish.config.options import RawValue, build, changed_options, option, specs, union
 
 
 @dataclass
@@ -33,7 +33,9 @@ Both = union("Both", Rate, Shape)
 
 
 def made(**given):
-    options, problems = build(Both, {k: Given(v, f"run.yaml, line {i}") for i, (k, v) in enumerate(given.items(), 1)})
+    options, problems = build(
+        Both, {k: RawValue(v, f"run.yaml, line {i}") for i, (k, v) in enumerate(given.items(), 1)}
+    )
     return options, [str(p) for p in problems]
 
 
@@ -153,7 +155,7 @@ def test_a_union_knows_who_declared_each_option_and_what_is_not_at_its_default()
 def test_problems_make_one_error_of_at_most_four_lines_each():
     from burnish.config.options import raise_if
 
-    _, problems = build(Both, {"limit": Given(0, "a"), "mode": Given("q", "b")})
+    _, problems = build(Both, {"limit": RawValue(0, "a"), "mode": RawValue("q", "b")})
     with pytest.raises(UserError) as raised:
         raise_if(problems)
     assert len(raised.value.problems) == 2

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.cli import main
-from burnish.config.secrets import BLOTTED, SecretFormatter, without_secrets
+from burnish.config.secrets import MASK, SecretFormatter, without_secrets
 
 ALNUM = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 HEX = "0123456789abcdef"
@@ -62,7 +62,7 @@ def test_a_token_of_a_known_shape_is_masked_wherever_it_stands(name: str) -> Non
     def check(token: str, before: str, after: str) -> None:
         shown = without_secrets(f"lr{before}{token}{after}end")
         assert secret_part(token) not in shown, (token, before, after)
-        assert BLOTTED in shown
+        assert MASK in shown
 
     check()
 
@@ -134,7 +134,7 @@ def test_no_error_about_the_command_line_shows_a_token(words: list[str], capfd: 
 
 def test_logs_are_masked_as_a_whole() -> None:
     record = logging.LogRecord("burnish", logging.INFO, "here", 1, "asked with %s", (f"Bearer {TOKEN}",), None)
-    assert SecretFormatter("%(message)s").format(record) == f"asked with Bearer {BLOTTED}"
+    assert SecretFormatter("%(message)s").format(record) == f"asked with Bearer {MASK}"
 
 
 def test_a_text_of_numbers_costs_next_to_nothing() -> None:

@@ -8,7 +8,7 @@ import pytest
 from burnish.config.errors import UserError
 from burnish.data.rows.encode import encode_rows
 from burnish.data.sets.sources import load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from data_sets import chat, data_options, load, qa, refusal, said, talk, write
 
 GOOD = [qa(number) for number in range(24)]
@@ -104,7 +104,7 @@ def test_json_that_python_refuses_to_read_is_named_by_its_line(value, why):
     assert "1 record before it can be read" in message
     large = data("b.json", f"[{json.dumps(GOOD[0])},\n{record}]")
     with pytest.raises(UserError, match=why):
-        load_datasets(data_options(dataset=large, streaming=True), 0, Tally(), may_stream=True)
+        load_datasets(data_options(dataset=large, streaming=True), 0, DataStats(), may_stream=True)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -113,7 +113,7 @@ def test_a_record_that_gives_a_key_twice_is_refused(name, streaming):
     records = [json.dumps(GOOD[0]), '{"instruction": "Add", "output": "1", "output": "2"}']
     text = "\n".join(records) if name.endswith("l") else f"[{', '.join(records)}]"
     with pytest.raises(UserError, match='it gives "output" twice'):
-        _all_of(load_datasets, data_options(dataset=data(name, text), streaming=streaming), 0, Tally(), streaming)
+        _all_of(load_datasets, data_options(dataset=data(name, text), streaming=streaming), 0, DataStats(), streaming)
 
 
 def _all_of(read, *arguments):
@@ -307,11 +307,11 @@ def test_faults_of_one_kind_are_one_problem_and_other_kinds_others():
 
 
 def test_bad_records_can_be_dropped_and_are_counted():
-    tally = Tally()
-    sets = load(tally=tally, dataset=data("a.json", [*GOOD, qa(1, 5)]), on_bad_record="drop")
+    stats = DataStats()
+    sets = load(stats=stats, dataset=data("a.json", [*GOOD, qa(1, 5)]), on_bad_record="drop")
     assert len(sets.train) == 24
-    assert tally.seen == 25
-    (sentence,) = tally.sentences()
+    assert stats.seen == 25
+    (sentence,) = stats.sentences()
     assert sentence.startswith("dropped:")
     assert "1 of 25 rows (data/a.json: 25)" in sentence
 
@@ -365,9 +365,9 @@ def test_if_all_answers_are_empty_the_run_stops():
 
 
 def test_some_empty_answers_are_dropped_and_counted():
-    tally = Tally()
-    assert len(load(tally=tally, dataset=data("a.json", [*GOOD, qa(1, "")])).train) == 24
-    assert tally.sentences() == ["dropped: all its answers are empty: 1 of 25 rows (data/a.json: 25)"]
+    stats = DataStats()
+    assert len(load(stats=stats, dataset=data("a.json", [*GOOD, qa(1, "")])).train) == 24
+    assert stats.sentences() == ["dropped: all its answers are empty: 1 of 25 rows (data/a.json: 25)"]
 
 
 def test_empty_answers_stop_the_run_or_are_kept_if_asked():
@@ -379,10 +379,10 @@ def test_empty_answers_stop_the_run_or_are_kept_if_asked():
 
 
 def test_a_conversation_with_one_empty_answer_is_kept_and_counted():
-    tally = Tally()
+    stats = DataStats()
     path = data("a.json", [talk(("human", "a"), ("gpt", ""), ("human", "b"), ("gpt", "c"))])
-    assert said(load(tally=tally, dataset=path).train[0])[1] == ("assistant", "")
-    assert tally.count("kept: an answer in it is empty") == 1
+    assert said(load(stats=stats, dataset=path).train[0])[1] == ("assistant", "")
+    assert stats.count("kept: an answer in it is empty") == 1
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def test_a_cache_that_cannot_be_written_is_said(monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", "file")
     sets = load(dataset=data("a.json", GOOD))
     with pytest.raises(UserError, match="BURNISH_CACHE"):
-        encode_rows(sets.train, lambda batch, tally: [], Tally(), fingerprint="x", options=data_options())
+        encode_rows(sets.train, lambda batch, stats: [], DataStats(), fingerprint="x", options=data_options())
 
 
 def test_a_data_set_that_is_described_twice_is_refused():

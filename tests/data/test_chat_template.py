@@ -9,7 +9,7 @@ from transformers import ByT5Tokenizer
 from burnish.config.errors import UserError
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.table import table
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from template_cases import CALL, WEATHER, byte_tokenizer, chat_of, template_options
 
@@ -73,9 +73,9 @@ def own(chat_template, tokenizer=None, **given):
 
 
 def encoded(template, *messages, **given):
-    tally = Tally()
-    row = template.encode([Example(messages, source="d.json", number=1, **given)], tally)[0]
-    return row, [reason for reason, _ in tally]
+    stats = DataStats()
+    row = template.encode([Example(messages, source="d.json", number=1, **given)], stats)[0]
+    return row, [reason for reason, _ in stats]
 
 
 def learned(row, tokenizer):

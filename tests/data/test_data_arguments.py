@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from burnish.cli import main
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.loop.types import IGNORE_INDEX
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
@@ -104,7 +104,7 @@ def test_an_argument_that_does_not_fit_is_refused(explained, given, sentence):
 def prepared(**given):
     """A run as it is known before its first step."""
     run = {"model_name_or_path": "model", "dataset": "a", "output_dir": "out", "cutoff_len": 64, "use_cpu": True}
-    return prepare(plan({name: Given(value) for name, value in {**run, **given}.items()}))
+    return prepare(plan({name: RawValue(value) for name, value in {**run, **given}.items()}))
 
 
 def first_row(**given):

@@ -8,7 +8,7 @@ from burnish.config.errors import UserError
 from burnish.data.sets.formats import FORMATS, convert_records
 from burnish.data.sets.records import Layout
 from burnish.data.sets.turns import OPENAI_TAGS
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Message
 from data_sets import chat, described, load, qa, refusal, said, talk, write
 
@@ -157,11 +157,11 @@ def test_an_empty_list_of_tools_is_no_tools():
 def test_a_thought_before_a_call_is_kept_and_other_text_is_counted():
     thought = {"messages": [{"role": "user", "content": "q"}, call("f", {}, content="<think>\nhm\n</think>")]}
     spoken = {"messages": [{"role": "user", "content": "q"}, call("f", {}, content="Let me see.")]}
-    tally = Tally()
-    sets = load(tally=tally, dataset="set", dataset_dir={"set": {"records": [thought, spoken], "formatting": "openai"}})
+    stats = DataStats()
+    sets = load(stats=stats, dataset="set", dataset_dir={"set": {"records": [thought, spoken], "formatting": "openai"}})
     assert said(sets.train[0])[1][1].startswith("<think>\nhm\n</think>\n\n[{")
     assert said(sets.train[1])[1][1].startswith("[{")
-    assert [places for reason, places in tally.records.items() if "text beside a tool call" in reason] == [[("set", 2)]]
+    assert [places for reason, places in stats.records.items() if "text beside a tool call" in reason] == [[("set", 2)]]
 
 
 def test_parts_of_text_are_joined():
@@ -216,14 +216,14 @@ def test_a_line_of_text_is_text(tmp_path):
         ({**qa(1), "text": "rendered"}, "alpaca"),
     ],
 )
-def test_the_format_of_a_path_is_recognised_and_said(tmp_path, record, name):
+def test_the_format_of_a_path_is_recognized_and_said(tmp_path, record, name):
     path = write(tmp_path / "a.json", [record, record])
     sets = load(dataset=str(path))
     assert len(sets.train) == 2
     assert f"{path}: read as {name} (" in sets.notes[0]
 
 
-def test_a_recognised_path_uses_the_optional_columns_it_has_and_names_the_rest(tmp_path):
+def test_a_recognized_path_uses_the_optional_columns_it_has_and_names_the_rest(tmp_path):
     path = write(tmp_path / "a.json", [{**qa(1), "system": "s", "history": [["a", "b"]], "id": 7}])
     sets = load(dataset=str(path))
     assert sets.train[0].system == "s"
@@ -233,7 +233,7 @@ def test_a_recognised_path_uses_the_optional_columns_it_has_and_names_the_rest(t
 
 @pytest.mark.parametrize("before", [1, 30])
 def test_an_optional_column_that_only_a_later_record_has_is_read_too(tmp_path, before):
-    """Also behind the records that the format is recognised by."""
+    """Also behind the records that the format is recognized by."""
     records = [qa(number) for number in range(before)]
     path = write(tmp_path / "a.json", [*records, {**qa(1), "system": "s", "history": [["a", "b"]]}])
     train = load(dataset=str(path)).train
@@ -275,10 +275,10 @@ def test_roles_under_other_names_are_read_and_said(tmp_path):
 
 def test_roles_under_other_names_are_counted_by_record(tmp_path):
     path = write(tmp_path / "a.json", [chat(("user", "q"), ("assistant", "a")), chat(("human", "q"), ("gpt", "a"))])
-    tally = Tally()
-    load(dataset=str(path), tally=tally)
-    assert f'kept: the role "gpt" is read as assistant: 1 of 2 rows ({path}: 2)' in tally.sentences()
-    assert f'kept: the role "human" is read as user: 1 of 2 rows ({path}: 2)' in tally.sentences()
+    stats = DataStats()
+    load(dataset=str(path), stats=stats)
+    assert f'kept: the role "gpt" is read as assistant: 1 of 2 rows ({path}: 2)' in stats.sentences()
+    assert f'kept: the role "human" is read as user: 1 of 2 rows ({path}: 2)' in stats.sentences()
 
 
 @pytest.mark.parametrize("query", [{}, {"input": None}, {"input": ""}], ids=str)
@@ -335,6 +335,6 @@ def test_a_pair_of_texts_whose_prompt_is_null_is_refused(answers):
     values = dict(zip(("chosen", "rejected"), answers, strict=True))
     layout = Layout("preference", columns, tags=OPENAI_TAGS)
     with pytest.raises(UserError, match='"prompt" is null, so the record asks nothing'):
-        convert_records([({"prompt": None, **values}, "a.json", 1)], layout, Tally())
-    (example,) = convert_records([({"prompt": "x", **values}, "a.json", 1)], layout, Tally())
+        convert_records([({"prompt": None, **values}, "a.json", 1)], layout, DataStats())
+    (example,) = convert_records([({"prompt": "x", **values}, "a.json", 1)], layout, DataStats())
     assert (example.prompt, example.chosen) == ("x", answers[0])

@@ -8,7 +8,7 @@ import pytest
 
 from burnish.data.batches.batching import pack, sequences_of
 from burnish.data.chat.choose import fit_tokenizer, load_template
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example, Message
 from few import few
 from small_run import CHAT_TEMPLATE
@@ -86,8 +86,8 @@ def reference(turns, name, tokenizer, which, mask_history=False, train_on_prompt
 def check(name, seed, has_flags, **given):
     template, tokenizer = loaded(name, **given)
     examples = conversations(seed, 12, has_flags)
-    turns = template.form.turns(examples, Tally())
-    for example, found, row in zip(examples, turns, template.encode(examples, Tally()), strict=True):
+    turns = template.form.turns(examples, DataStats())
+    for example, found, row in zip(examples, turns, template.encode(examples, DataStats()), strict=True):
         which = given["train_on_eos"]
         rules = {key: value for key, value in given.items() if key != "train_on_eos"}
         expected = reference(found, name, tokenizer, which, **rules)
@@ -112,7 +112,7 @@ def test_the_learned_tokens_are_those_of_a_plain_reference(name, has_flags):
 @pytest.mark.parametrize("which", ENDS)
 def test_packing_learns_of_each_row_what_the_row_learns_alone(which, rule):
     template, _ = loaded("qwen", train_on_eos=which, **rule)
-    rows = [row for row in template.encode(conversations(7, 40), Tally()) if row is not None]
+    rows = [row for row in template.encode(conversations(7, 40), DataStats()) if row is not None]
     capacity = max(len(row["input_ids"]) for row in rows) + 50
 
     def said(some):
@@ -128,5 +128,5 @@ def test_packing_learns_of_each_row_what_the_row_learns_alone(which, rule):
 
 def test_a_message_that_opens_with_a_stop_word_does_not_end_there():
     template, tokenizer = loaded("chatml", train_on_eos="all")  # <|im_start|> stops a generation too
-    row = template.encode([Example((Message("user", "a"), Message("assistant", "b", train=False)))], Tally())[0]
+    row = template.encode([Example((Message("user", "a"), Message("assistant", "b", train=False)))], DataStats())[0]
     assert [tokenizer.decode(label) for label in row["labels"] if label != IGNORE_INDEX] == ["<|im_end|>"] * 2

@@ -9,14 +9,14 @@ from burnish.data.options import DataOptions
 from burnish.data.sets.formats import FORMATS
 from burnish.data.sets.records import RecordNeeds
 from burnish.data.sets.sources import load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 
 
 def examples(folder, rows, needs, **given):
     file = folder / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     options = DataOptions(dataset=[str(file)], **given)
-    return list(load_datasets(options, 0, Tally(), bool(given.get("streaming")), needs=needs).train)
+    return list(load_datasets(options, 0, DataStats(), bool(given.get("streaming")), needs=needs).train)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_further_columns_are_part_of_the_fingerprint(tmp_path):
         file.write_text(json.dumps({**rows[0], "solution": solution}))
         for columns in ((), ("solution",)):
             options = DataOptions(dataset=[str(file)])
-            hashes.add(load_datasets(options, 0, Tally(), needs=RecordNeeds(columns=columns)).fingerprint)
+            hashes.add(load_datasets(options, 0, DataStats(), needs=RecordNeeds(columns=columns)).fingerprint)
     assert len(hashes) == 3
 
 

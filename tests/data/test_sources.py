@@ -11,7 +11,7 @@ import pytest
 from burnish.config.errors import MissingExtraError, UserError
 from burnish.data.sets.examples import content_hash
 from burnish.data.sets.mixing import merged_order, sampled, split_rows
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import ContentPart, Example, Message
 from data_sets import chat, load, qa, refusal, said, talk, write
 from few import few
@@ -326,10 +326,10 @@ def test_evaluation_sets_are_merged_or_kept_apart():
 
 
 def test_the_tally_counts_every_record_that_was_read():
-    tally = Tally()
+    stats = DataStats()
     info = in_memory(a=numbered(0, 3), b=numbered(10, 12))
-    load(tally=tally, dataset="a", eval_dataset="b", dataset_dir=info)
-    assert tally.seen == 5
+    load(stats=stats, dataset="a", eval_dataset="b", dataset_dir=info)
+    assert stats.seen == 5
 
 
 # --- fingerprints -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from burnish.data.reading.record_index import open_table
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.examples import ListedExamples
 from burnish.data.sets.sources import load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example
 from data_sets import data_options, load, qa, write
 
@@ -106,7 +106,7 @@ def test_a_broken_list_is_refused_as_reading_refuses_it(tmp_path, text):
 
 
 def streamed(**given):
-    return load_datasets(data_options(streaming=True, **given), 7, Tally(), may_stream=True)
+    return load_datasets(data_options(streaming=True, **given), 7, DataStats(), may_stream=True)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_streamed_sets_have_the_examples_of_those_that_are_loaded(tmp_path, give
 def test_what_is_wrong_with_a_record_is_said_when_it_is_met(tmp_path):
     path = write(tmp_path / "a.jsonl", [qa(number, 5 if number == 30 else "yes") for number in range(40)])
     train = streamed(dataset=str(path)).train
-    assert len(train.make(range(30), Tally())) == 30
+    assert len(train.make(range(30), DataStats())) == 30
     with pytest.raises(UserError, match=r'a.jsonl, record 31 \(line 31\): "output" must be text'):
-        train.make([30], Tally())
-    tally = Tally()
-    assert streamed(dataset=str(path), on_bad_record="drop").train.make([29, 30], tally)[1] is None
-    assert tally.sentences() == [f"dropped: a column is missing or of the wrong type: 1 of 2 rows ({path}: 31)"]
+        train.make([30], DataStats())
+    stats = DataStats()
+    assert streamed(dataset=str(path), on_bad_record="drop").train.make([29, 30], stats)[1] is None
+    assert stats.sentences() == [f"dropped: a column is missing or of the wrong type: 1 of 2 rows ({path}: 31)"]
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -145,11 +145,11 @@ def test_what_is_wrong_with_a_record_is_said_when_it_is_met(tmp_path):
 def number_rows(count):
     """Rows that hold their number, none for every fifth."""
 
-    def encode(examples, tally):
+    def encode(examples, stats):
         for example in examples:
             if example.number % 5 == 0:
-                tally.add("dropped: a fifth", example)
-        tally.seen += len(examples)
+                stats.add("dropped: a fifth", example)
+        stats.seen += len(examples)
         numbers = [example.number for example in examples]
         return [None if n % 5 == 0 else {"input_ids": [n] * (n % 3 + 1), "labels": [n]} for n in numbers]
 

@@ -7,10 +7,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from burnish.config.errors import UserError
-from burnish.config.options import Given, build, union
+from burnish.config.options import RawValue, build, union
 from burnish.data.chat.choose import TemplateOptions, check_template, fit_tokenizer, load_template
 from burnish.data.chat.truncate import EncodingOptions
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message, as_lists
 from template_cases import WEATHER, byte_tokenizer, template_options
 
@@ -26,7 +26,7 @@ def loaded(name, tokenizer=None, **given):
 
 
 def row_of(template, *messages, **given):
-    return template.encode([Example(messages, source="data.json", number=3, **given)], Tally())[0]
+    return template.encode([Example(messages, source="data.json", number=3, **given)], DataStats())[0]
 
 
 def learned(row, tokenizer):
@@ -83,9 +83,9 @@ def test_template_empty_by_name_is_llamafactorys_and_says_that_it_learns_no_end(
     template = load_template(template_options(template="empty"), tokenizer)
     assert learned(row_of(template, *HI), tokenizer) == ["hello"]
     assert any("no end token" in note for note in fit_tokenizer(template, tokenizer))
-    tally = Tally()
-    template.encode([Example(HI, source="d.json", number=4)], tally)
-    assert tally.records == {"kept, without an end token to learn": [("d.json", 4)]}
+    stats = DataStats()
+    template.encode([Example(HI, source="d.json", number=4)], stats)
+    assert stats.records == {"kept, without an end token to learn": [("d.json", 4)]}
 
 
 def test_a_template_of_ones_own_is_a_small_yaml_file(tmp_path):
@@ -168,12 +168,12 @@ def test_what_a_template_file_says_wrong_is_refused_with_file_and_key(tmp_path, 
 
 def test_options_have_llamafactorys_defaults_and_bounds():
     group = union("Options", TemplateOptions, EncodingOptions)
-    options, problems = build(group, {"max_seq_length": Given("512"), "enable_thinking": Given("null")})
+    options, problems = build(group, {"max_seq_length": RawValue("512"), "enable_thinking": RawValue("null")})
     assert not problems
     assert (options.cutoff_len, options.enable_thinking, options.train_on_prompt) == (512, None, False)
     assert build(group, {})[0].cutoff_len == 2048
     for wrong in ({"cutoff_len": 0}, {"truncation": "left"}, {"tool_format": "qwem"}, {"train_on_eos": "some"}):
-        assert build(group, {name: Given(value) for name, value in wrong.items()})[1], wrong
+        assert build(group, {name: RawValue(value) for name, value in wrong.items()})[1], wrong
 
 
 def test_train_on_prompt_is_refused_where_turns_end_at_the_next_ones_first_token():
@@ -286,7 +286,7 @@ def test_the_header_after_granites_tool_answer_is_closed():
 
 
 def test_llama3s_tools_give_the_same_row_on_every_day():
-    template, tokenizer = loaded("llama3")  # LLaMA-Factory writes the day of tokenising
+    template, tokenizer = loaded("llama3")  # LLaMA-Factory writes the day of tokenizing
     assert "Today Date: 26 Jul 2024\n" in tokenizer.decode(
         row_of(template, *HI, tools=json.dumps([WEATHER]))["input_ids"]
     )
@@ -350,7 +350,7 @@ def test_end_tokens_of_a_template_without_them_follow_the_option_too():
 
 def test_a_completion_is_learned_with_eos_and_its_prompt_is_not():
     template, tokenizer = loaded("qwen")
-    row = template.encode([Example(prompt="2 + 2 =", completion=" 4", number=1)], Tally())[0]
+    row = template.encode([Example(prompt="2 + 2 =", completion=" 4", number=1)], DataStats())[0]
     assert tokenizer.decode(row["input_ids"]) == "2 + 2 = 4<|im_end|>"
     assert learned(row, tokenizer) == [" 4<|im_end|>"]
 
@@ -359,8 +359,8 @@ def test_a_plain_text_is_learned_as_a_whole_with_one_eos():
     template, tokenizer = loaded("default")
     texts = ["once upon a time", "ends by itself</s>"]
     for rows in (
-        template.encode([Example(text=text) for text in texts], Tally()),
-        [as_lists(row) for row in template.encode_text([Example(text=text) for text in texts], Tally())],
+        template.encode([Example(text=text) for text in texts], DataStats()),
+        [as_lists(row) for row in template.encode_text([Example(text=text) for text in texts], DataStats())],
     ):
         assert [tokenizer.decode(row["input_ids"]) for row in rows] == ["once upon a time</s>", "ends by itself</s>"]
         assert all(row["labels"] == row["input_ids"] for row in rows)
@@ -368,7 +368,7 @@ def test_a_plain_text_is_learned_as_a_whole_with_one_eos():
 
 def test_plain_text_for_a_template_without_end_tokens_gets_one_eos_as_well():
     template, tokenizer = loaded("glm4")
-    rows = template.encode([Example(text="a"), Example(messages=HI), Example(prompt="b", completion="c")], Tally())
+    rows = template.encode([Example(text="a"), Example(messages=HI), Example(prompt="b", completion="c")], DataStats())
     assert tokenizer.decode(rows[0]["input_ids"]) == "a</s>"
     assert tokenizer.decode(rows[2]["input_ids"]) == "bc</s>"
     assert tokenizer.decode(rows[1]["input_ids"]).endswith("hello</s>")
@@ -377,14 +377,14 @@ def test_plain_text_for_a_template_without_end_tokens_gets_one_eos_as_well():
 def test_kinds_of_examples_may_be_mixed_and_keep_their_order():
     template, tokenizer = loaded("qwen")
     rows = template.encode(
-        [Example(text="t"), Example(messages=HI), Example(prompt="p", completion="c"), Example(text="")], Tally()
+        [Example(text="t"), Example(messages=HI), Example(prompt="p", completion="c"), Example(text="")], DataStats()
     )
     assert [row and tokenizer.decode(row["input_ids"])[:1] for row in rows] == ["t", "<", "p", None]
 
 
 def test_what_gives_no_row_is_counted_by_its_rule_and_record():
     template, _ = loaded("qwen")
-    tally = Tally()
+    stats = DataStats()
     bad_tools = {"tools": "{not json"}
     examples = [
         Example(HI[:1], source="d.json", number=1),
@@ -397,9 +397,9 @@ def test_what_gives_no_row_is_counted_by_its_rule_and_record():
         Example((*HI, Message("system", "s"), *HI), source="d.json", number=8),
         Example(HI, source="d.json", number=9),
     ]
-    rows = template.encode(examples, tally)
+    rows = template.encode(examples, stats)
     assert [row is None for row in rows] == [True] * 8 + [False]
-    assert {reason: [number for _, number in found] for reason, found in tally.records.items()} == {
+    assert {reason: [number for _, number in found] for reason, found in stats.records.items()} == {
         "dropped: it ends with a question, without an answer to learn": [1],
         "dropped: its questions (user, observation) and answers (assistant, function) do not alternate": [2],
         "dropped: it has no messages": [3],
@@ -460,7 +460,7 @@ def test_bos_opens_a_plain_text_where_the_tokenizer_would_put_it():
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
     template, _ = loaded("default", tokenizer)
-    rows = template.encode([Example(text="a"), Example(prompt="b", completion="c")], Tally())
+    rows = template.encode([Example(text="a"), Example(prompt="b", completion="c")], DataStats())
     assert [tokenizer.decode(row["input_ids"]) for row in rows] == ["<s>a</s>", "<s>bc</s>"]
     assert learned(rows[1], tokenizer) == ["c</s>"]
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.table import Token, table
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from few import few
 from template_cases import FEW_TEMPLATES, chat_of, template_options
@@ -74,12 +74,12 @@ def test_a_named_template_gives_the_golden_rows(name, rows):
         truncation = "llamafactory" if row["options"]["cutoff_len"] == 64 else "content"
         template = load_template(options(name, truncation=truncation, **row["options"]), tokenizer)
         fit_tokenizer(template, tokenizer)
-        tally = Tally()
-        made = template.encode([examples()[row["case"]]], tally)[0]
+        stats = DataStats()
+        made = template.encode([examples()[row["case"]]], stats)[0]
         where = (row["case"], row["options"])
         if row.get("dropped"):
             assert made is None, where
-            assert sum(count for _, count in tally) == 1, where
+            assert sum(count for _, count in stats) == 1, where
         else:
             assert made is not None, where
             assert made["input_ids"] == row["input_ids"], where
@@ -124,7 +124,7 @@ def test_a_tokenizer_is_fitted_as_the_golden_one(name, expected):
 
 
 # Where no control token stands between two slots, the text is the same and a token may span the border: the space that
-# ends "[/INST] " and the word after it are one token of the text, and two where each slot is tokenised by itself, as
+# ends "[/INST] " and the word after it are one token of the text, and two where each slot is tokenized by itself, as
 # training does. Of the 124 templates that shows in these, some only because this tokenizer lacks their control tokens.
 SPANNED = {
     "bailing", "breeze", "empty", "ernie_nothink", "fewshot", "gpt_oss", "hy_dense_1_8b", "hy_dense_7b", "index",
@@ -140,7 +140,7 @@ def test_the_saved_chat_template_renders_the_golden_conversations(name):
     tokenizer.chat_template = template.jinja()
     differs = False
     for given in examples().values():
-        row = template.encode([given], Tally())[0]
+        row = template.encode([given], DataStats())[0]
         if row is not None:
             tools = json.loads(given.tools) if given.tools else None
             ids = tokenizer.apply_chat_template(chat_of(given, table()[name]), tools=tools, return_dict=False)

@@ -7,7 +7,7 @@ import pytest
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.table import table
 from burnish.data.chat.tools.tools import ToolError, function_schema
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from few import few
 from template_cases import CONVERSATIONS, FEW_TEMPLATES, byte_tokenizer, chat_of, example, template_options
@@ -39,7 +39,7 @@ def test_the_saved_chat_template_renders_the_trained_tokens(name):
     for given in THINKING if name in ("qwen3", "glm4_7", "gpt_oss", "gemma4") else THINKING[:1]:
         template = trained(name, tokenizer, **given)
         for label, case in CONVERSATIONS.items():
-            row = template.encode([example(case)], Tally())[0]
+            row = template.encode([example(case)], DataStats())[0]
             if row is None:
                 assert cannot_be_written(label, spec)
                 continue
@@ -103,9 +103,9 @@ def test_parallel_calls_that_a_format_cannot_write_are_refused_in_both_places():
     tokenizer = byte_tokenizer()
     template = trained("glm4", tokenizer)
     case = CONVERSATIONS["tools at once"]
-    tally = Tally()
-    assert template.encode([example(case)], tally) == [None]
-    assert [reason for reason, _ in tally] == [
+    stats = DataStats()
+    assert template.encode([example(case)], stats) == [None]
+    assert [reason for reason, _ in stats] == [
         "dropped: it calls several tools at once, which the glm4 tool format cannot write"
     ]
     with pytest.raises(ToolError, match="several tools at once"):
@@ -118,7 +118,7 @@ def test_a_text_given_in_parts_is_rendered_as_the_text():
     tokenizer = byte_tokenizer()
     template = trained("llama3", tokenizer)
     chat = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, {"role": "assistant", "content": "ho"}]
-    row = template.encode([Example((Message("user", "hi"), Message("assistant", "ho")))], Tally())[0]
+    row = template.encode([Example((Message("user", "hi"), Message("assistant", "ho")))], DataStats())[0]
     assert tokenizer.apply_chat_template(chat, return_dict=False) == row["input_ids"]
 
 
@@ -128,7 +128,7 @@ def test_a_model_that_is_trained_again_reads_its_saved_template_as_it_was_traine
     template = trained(name, tokenizer)
     again = load_template(template_options(), tokenizer)
     for label in ("one turn", "system, three turns", "thoughts"):
-        first, second = (t.encode([example(CONVERSATIONS[label])], Tally())[0] for t in (template, again))
+        first, second = (t.encode([example(CONVERSATIONS[label])], DataStats())[0] for t in (template, again))
         assert second["input_ids"] == first["input_ids"], label
         # glm4 and gpt_oss learn eos at the next turn's first token; its own end is what a chat template can mark.
         differ = [at for at, (a, b) in enumerate(zip(first["labels"], second["labels"], strict=True)) if a != b]

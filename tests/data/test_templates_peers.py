@@ -12,7 +12,7 @@ from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.table import table
 from burnish.data.chat.tools.tool_calls import Call
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from few import few
 from template_cases import (
@@ -37,7 +37,7 @@ def rendered(name):
     template = load_template(template_options(template=name), tokenizer)
     fit_tokenizer(template, tokenizer)
     turns = [Message("user", "Hi."), Message("assistant", "Yes?"), Message("user", "Bye."), Message("assistant", "So.")]
-    (row,) = template.encode([Example(tuple(turns), "Be kind.")], Tally())
+    (row,) = template.encode([Example(tuple(turns), "Be kind.")], DataStats())
     pairs = zip(row["input_ids"], row["labels"], strict=True)
     parts = [(trained, tokenizer.decode([i for i, _ in part])) for trained, part in groupby(pairs, lambda p: p[1] >= 0)]
     return "".join(f"⟦{text}⟧" if trained else text for trained, text in parts)
@@ -70,7 +70,7 @@ def test_a_template_gives_the_rows_that_llamafactory_gives(name):
     for given, expected in zip(OPTIONS, golden["rows"].split(), strict=True):
         if expected != "-" and (table()[name].reasoning or not {"enable_thinking", "preserve_thinking"} & set(given)):
             template = load_template(template_options(template=name, truncation="llamafactory", **given), tokenizer)
-            rows = [[row["input_ids"], row["labels"]] for row in template.encode(examples, Tally()) if row]
+            rows = [[row["input_ids"], row["labels"]] for row in template.encode(examples, DataStats()) if row]
             assert sha256(json.dumps(rows).encode()).hexdigest()[:8] == expected, given
 
 
@@ -81,5 +81,5 @@ def test_a_tool_format_writes_what_llamafactory_writes(name):
     if name == "glm4":
         turns = turns[:1]  # it has no way to write two calls
     assert [tool_format.write(turn) for turn in turns] == GOLDEN["tool texts"][f"{name} calls"]
-    if name != "llama3":  # it names a fixed date, not the day of tokenising
+    if name != "llama3":  # it names a fixed date, not the day of tokenizing
         assert [tool_format.describe(listed) for listed in TOOLS] == GOLDEN["tool texts"][f"{name} tools"]

@@ -9,7 +9,7 @@ from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.tools.tool_calls import Call
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, describe_tools, exact_jinja
 from burnish.data.chat.tools.tools import ToolError, read_calls
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from template_cases import CALL, CALLS, TOOLS, WEATHER, byte_tokenizer, example, template_options
 
@@ -94,7 +94,7 @@ def test_another_tool_format_can_be_asked_for():
     template = load_template(template_options(template="qwen", tool_format="mistral"), tokenizer)
     fit_tokenizer(template, tokenizer)
     said = (Message("user", "x"), Message("function", CALL))
-    text = tokenizer.decode(template.encode([Example(said, tools=json.dumps([WEATHER]))], Tally())[0]["input_ids"])
+    text = tokenizer.decode(template.encode([Example(said, tools=json.dumps([WEATHER]))], DataStats())[0]["input_ids"])
     assert "[AVAILABLE_TOOLS] [" in text
     assert text.endswith(f"assistant\n[{CALL}]<|im_end|>")  # with plain slots, as LLaMA-Factory has it
     with pytest.raises(UserError, match="qwem"):
@@ -105,7 +105,7 @@ def test_an_empty_list_of_tools_opens_no_tools_section():
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template="qwen"), tokenizer)
     case = {"messages": [("user", "a"), ("assistant", "b")], "system": "S", "tools": "[]"}
-    assert "Tools" not in tokenizer.decode(template.encode([example(case)], Tally())[0]["input_ids"])
+    assert "Tools" not in tokenizer.decode(template.encode([example(case)], DataStats())[0]["input_ids"])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_answers_of_tools_called_at_once_stand_each_in_the_templates_tags(name, 
     fit_tokenizer(template, tokenizer)
     answers = [Message("observation", said) for said in ("one", "two")]
     call = Message("function", json.dumps(CALLS[0][0]))
-    row = template.encode([Example((Message("user", "x"), call, *answers, Message("assistant", "y")))], Tally())[0]
+    row = template.encode([Example((Message("user", "x"), call, *answers, Message("assistant", "y")))], DataStats())[0]
     assert written in tokenizer.decode(row["input_ids"])
     tags = {tokenizer.convert_tokens_to_ids(tag) for tag in ("<tool_response>", "</tool_response>")}
     assert sum(token in tags for token in row["input_ids"]) == written.count("tool_response>")

@@ -8,7 +8,7 @@ import pytest
 from burnish.config.errors import UserError
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.truncate import infer_seqlen
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message, as_lists
 from template_cases import CALL, WEATHER, byte_tokenizer, template_options
 
@@ -25,9 +25,9 @@ def loaded(name="chatml", **given):
 
 
 def encoded(template, *messages, **given):
-    tally = Tally()
-    row = template.encode([Example(messages, source="d.json", number=7, **given)], tally)[0]
-    return row, dict(tally.records)
+    stats = DataStats()
+    row = template.encode([Example(messages, source="d.json", number=7, **given)], stats)[0]
+    return row, dict(stats.records)
 
 
 def test_a_turn_shares_its_room_as_llamafactory_does():
@@ -51,7 +51,7 @@ def test_plain_texts_are_cut_as_llamafactory_cuts_them_where_that_is_asked_for(n
     template = load_template(options, tokenizer)
     fit_tokenizer(template, tokenizer)
     texts = ["Document one. " * 5, "Second doc. " * 40]
-    rows = [as_lists(row) for row in template.encode_text([Example(text=text) for text in texts], Tally())]
+    rows = [as_lists(row) for row in template.encode_text([Example(text=text) for text in texts], DataStats())]
     assert rows[0]["input_ids"] == case["out"]["input_ids"][0]
     assert rows[1]["input_ids"] == case["out"]["input_ids"][1][:40]
 
@@ -131,9 +131,9 @@ def test_dropping_and_raising_can_be_asked_for_instead():
     fits = Example((Message("user", "a"), Message("assistant", "b")), source="d.json", number=1)
     examples = [fits, *(Example(LONG, source="d.json", number=number) for number in (2, 3))]
     with pytest.raises(UserError) as refused:
-        template.encode(examples, Tally())
+        template.encode(examples, DataStats())
     assert [problem.where for problem in refused.value.problems] == ["d.json, record 2", "d.json, record 3"]
-    assert template.encode(examples[:1], Tally())[0] is not None
+    assert template.encode(examples[:1], DataStats())[0] is not None
 
 
 def test_of_a_long_system_message_and_a_short_question_the_system_message_gives():
@@ -170,17 +170,17 @@ def test_a_tool_call_and_a_list_of_tools_are_never_cut():
 
 def test_a_cut_text_keeps_its_eos():
     template, tokenizer = loaded("default", cutoff_len=10)
-    tally = Tally()
-    row = as_lists(template.encode_text([Example(text="once upon a time", source="d", number=1)], tally)[0])
+    stats = DataStats()
+    row = as_lists(template.encode_text([Example(text="once upon a time", source="d", number=1)], stats)[0])
     assert tokenizer.decode(row["input_ids"]) == "once upon</s>"
-    assert tally.count("cut: messages shortened to cutoff_len") == 1
-    whole = as_lists(template.encode_text([Example(text="once upon a time")], Tally(), truncate=False)[0])
+    assert stats.count("cut: messages shortened to cutoff_len") == 1
+    whole = as_lists(template.encode_text([Example(text="once upon a time")], DataStats(), truncate=False)[0])
     assert tokenizer.decode(whole["input_ids"]) == "once upon a time</s>"
 
 
 def test_a_cut_completion_keeps_its_eos_and_shares_with_its_prompt():
     template, tokenizer = loaded("default", cutoff_len=12)
-    row = template.encode([Example(prompt="p" * 30, completion="c" * 30)], Tally())[0]
+    row = template.encode([Example(prompt="p" * 30, completion="c" * 30)], DataStats())[0]
     assert tokenizer.decode(row["input_ids"]) == "pppppp" + "ccccc</s>"
 
 

@@ -128,9 +128,9 @@ def test_two_processes_of_accelerate_launch_end_in_the_weights_of_one(version, a
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", pytest.param("zero2", marks=needs_deepspeed)])
 def test_an_adapter_over_four_bits_ends_in_the_weights_of_one_process(engine, alone, tmp_path):
     _, four = alone
-    quantised = {**four, **LORA, "quantization_bit": 4, "max_steps": 2}
-    train({**quantised, "per_device_train_batch_size": 4, "num_processes": 1}, tmp_path / "one")
-    train({**quantised, **ENGINES[engine]}, tmp_path / "four")
+    quantized = {**four, **LORA, "quantization_bit": 4, "max_steps": 2}
+    train({**quantized, "per_device_train_batch_size": 4, "num_processes": 1}, tmp_path / "one")
+    train({**quantized, **ENGINES[engine]}, tmp_path / "four")
     assert_same(tmp_path / "four", tmp_path / "one")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.run import launch as launching
 from burnish.run.agreement import raise_unless_ranks_agree
 from burnish.run.launch import launch
@@ -60,7 +60,7 @@ waits_for_ever()
 def test_a_run_that_stands_still_ends_with_the_stacks_of_its_processes(monkeypatch, capfd):
     monkeypatch.setattr(launching, "PROGRAM", ("-c", STANDS_STILL))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    given = {"num_processes": Given(2), "use_cpu": Given(True), "stall_timeout_s": Given("0.5")}
+    given = {"num_processes": RawValue(2), "use_cpu": RawValue(True), "stall_timeout_s": RawValue("0.5")}
     assert launch([], given) == 1
     said = capfd.readouterr().err
     assert "stood still for longer than stall_timeout_s" in said

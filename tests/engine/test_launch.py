@@ -12,7 +12,7 @@ import pytest
 
 from burnish.cli import main
 from burnish.config.errors import UserError
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.parallel.options import EngineOptions, check_engine
 from burnish.parallel.process_counts import num_gpus, problems_of_machines, processes_here, world_size
 from burnish.run import launch as launching
@@ -21,7 +21,7 @@ from small_run import as_words, make_user
 
 pytestmark = pytest.mark.run
 
-TWO = {"num_processes": Given(2), "use_cpu": Given(True)}
+TWO = {"num_processes": RawValue(2), "use_cpu": RawValue(True)}
 
 TELLS = """
 import json, os, sys
@@ -88,9 +88,9 @@ def program(monkeypatch):
 
 
 def test_one_process_does_the_work_itself(program, monkeypatch):
-    assert launch([], {"use_cpu": Given(True)}) is None
-    assert launch([], {"num_processes": Given("1")}) is None
-    assert launch([], {"num_processes": Given("2"), "engine": Given("single")}) is None
+    assert launch([], {"use_cpu": RawValue(True)}) is None
+    assert launch([], {"num_processes": RawValue("1")}) is None
+    assert launch([], {"num_processes": RawValue("2"), "engine": RawValue("single")}) is None
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -145,13 +145,13 @@ def test_one_that_dies_ends_the_others_and_has_the_last_word(program, capfd, scr
 
 def test_what_fails_is_started_again_from_its_checkpoint_where_asked(program, tmp_path, capfd):
     program(FAILS_ONCE)
-    given = {**TWO, "output_dir": Given(str(tmp_path / "out"))}
+    given = {**TWO, "output_dir": RawValue(str(tmp_path / "out"))}
     (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint-3" / "manifest.json").touch()
     assert launch([str(tmp_path)], given) == 1
     for rank in range(2):
         (tmp_path / f"attempts{rank}").unlink()
-    assert launch([str(tmp_path), "overwrite_output_dir=true"], {**given, "max_restarts": Given("2")}) == 0
+    assert launch([str(tmp_path), "overwrite_output_dir=true"], {**given, "max_restarts": RawValue("2")}) == 0
     first, second = map(json.loads, (tmp_path / "attempts1").read_text().splitlines())
     assert first == ["overwrite_output_dir=true"]
     assert second == [*first, "--overwrite_output_dir", "false", "--resume_from_checkpoint", "true"]
@@ -161,9 +161,9 @@ def test_what_fails_is_started_again_from_its_checkpoint_where_asked(program, tm
 
 def test_a_signal_goes_to_the_first_process_and_stops_all_without_a_word(program, tmp_path, capfd):
     script = (
-        "import sys; from burnish.run import launch; from burnish.config.options import Given\n"
+        "import sys; from burnish.run import launch; from burnish.config.options import RawValue\n"
         f"launch.PROGRAM = ('-c', {STOPS_WHEN_ASKED!r})\n"
-        f"sys.exit(launch.launch([{str(tmp_path)!r}], {{'num_processes': Given(2)}}))"
+        f"sys.exit(launch.launch([{str(tmp_path)!r}], {{'num_processes': RawValue(2)}}))"
     )
     running = subprocess.Popen([sys.executable, "-c", script])
     until = time.monotonic() + 30

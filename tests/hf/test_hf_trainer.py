@@ -1,6 +1,7 @@
 """The Trainer: what it takes, what it refuses, what it trains, the order in which it reads, and its loss rule."""
 
 import importlib
+import importlib.util
 import warnings
 from dataclasses import replace
 
@@ -12,8 +13,9 @@ import transformers
 from torch.utils.data import Dataset, IterableDataset
 from transformers import DataCollatorWithPadding, default_data_collator
 
+import burnish
 from burnish import Trainer, TrainingArguments, UserError
-from burnish.elsewhere import ELSEWHERE
+from burnish.reexports import ABSENT, OWNER_OF
 from burnish.trainer import reporting
 from hf_toy import (
     Regression,
@@ -503,15 +505,56 @@ def test_metrics_are_printed_and_kept(tmp_path, capsys):
     assert trainer.metrics_format({"train_runtime": 61.0})["train_runtime"] == "0:01:01.00"
 
 
-@pytest.mark.parametrize("name", [*ELSEWHERE, "Trainers"])
-def test_a_name_that_is_elsewhere_is_refused_with_its_place(name):
+@pytest.mark.parametrize("name", [*ABSENT, "Trainers"])
+def test_a_name_that_is_not_available_is_refused_with_what_to_use(name):
     with pytest.raises(ImportError, match=name) as refused:
         exec(f"from burnish import {name}")  # as a script writes it
-    said = str(refused.value)
-    assert "{" not in said
-    assert name == "Trainers" or "cannot import name" not in said
-    library = next((library for library in ("transformers", "peft") if f"import from {library}." in said), None)
-    assert library is None or hasattr(importlib.import_module(library), name)
+    message = str(refused.value)
+    assert "{" not in message
+    assert name == "Trainers" or "cannot import name" not in message
+    assert not hasattr(burnish, name)
+    with pytest.raises(AttributeError, match=name):
+        getattr(burnish, name)
+
+
+@pytest.mark.parametrize(("name", "library"), OWNER_OF.items())
+def test_a_name_of_another_library_is_that_librarys(name, library):
+    if importlib.util.find_spec(library) is None:
+        with pytest.raises(ImportError, match=f"pip install {library}"):
+            getattr(burnish, name)
+    else:
+        assert getattr(burnish, name) is getattr(importlib.import_module(library), name)
+
+
+def test_arguments_may_be_given_by_position_as_in_transformers(tmp_path):
+    args = burnish.TrainingArguments(str(tmp_path), 4, 2.0)
+    assert (args.per_device_train_batch_size, args.num_train_epochs) == (4, 2.0)
+    with pytest.raises(TypeError, match="multiple values for argument 'per_device_train_batch_size'"):
+        burnish.TrainingArguments(str(tmp_path), 4, per_device_train_batch_size=2)
+
+
+def test_the_accelerator_has_the_public_names_of_accelerates(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = make_trainer(tmp_path, max_steps=1).accelerator
+    ran = []
+    accelerator.on_main_process(lambda: ran.append("main"))()
+    accelerator.on_process(process_index=1)(lambda: ran.append("second"))()
+    assert ran == ["main"]
+    with accelerator.split_between_processes([1, 2, 3]) as part:
+        assert part == [1, 2, 3]
+    accelerator.set_trigger()
+    assert (accelerator.check_trigger(), accelerator.check_trigger()) == (True, False)
+    accelerator.save({"a": 1}, tmp_path / "a.pt")
+    assert torch.load(tmp_path / "a.pt", weights_only=True) == {"a": 1}
+    for refused in (lambda: accelerator.load_state("x"), lambda: accelerator.register_for_checkpointing(object()),
+                    lambda: accelerator.get_tracker("wandb")):  # fmt: skip
+        with pytest.raises(ValueError, match=r"trainer|Trainer"):
+            refused()
+    internal = {"context_parallel", "parallel_rank", "shard_rank", "fp8", "lomo", "ulysses", "mesh", "verify_device", "profile",
+                "state_pre_hook", "join_uneven", "trigger_sync", "composable", "save_model", "should_save", "delay",
+                "on_local_process", "save_iteration"}  # fmt: skip
+    names = {name for name in dir(accelerate.Accelerator) if name[0] != "_" and not any(i in name for i in internal)}
+    assert sorted(name for name in names if not hasattr(accelerator, name)) == []
 
 
 def test_what_scripts_ask_a_trainer(tmp_path):

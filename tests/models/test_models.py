@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from burnish.adapters.base import ADAPTERS, ModelState, trainable_summary
 from burnish.config.errors import UserError
-from burnish.config.options import Given, build
+from burnish.config.options import RawValue, build
 from burnish.models.check import check_model
 from burnish.models.load import (
     check_context,
@@ -136,7 +136,7 @@ def test_a_generation_config_that_cannot_be_saved_is_patched_and_said(tmp_path):
 
 
 def test_new_special_tokens_is_another_name_of_add_special_tokens():
-    made, problems = build(ModelOptions, {"new_special_tokens": Given("<a>,<b>", "")})
+    made, problems = build(ModelOptions, {"new_special_tokens": RawValue("<a>,<b>", "")})
     assert problems == []
     assert made.add_special_tokens == ["<a>", "<b>"]
 

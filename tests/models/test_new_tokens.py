@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli import main
 from burnish.config.errors import UserError
-from burnish.config.options import Given
-from burnish.data.tally import Tally
+from burnish.config.options import RawValue
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from burnish.models.load import load_model
 from burnish.models.options import ModelOptions
@@ -140,12 +140,12 @@ def test_new_rows_of_a_whole_model_are_trained_and_saved(tmp_path, user):
 @pytest.mark.parametrize("template", ["chatml", None])
 def test_data_may_hold_the_tokens_that_a_run_adds_and_not_those_of_its_template(user, template):
     user |= {"add_special_tokens": ["<calc>", "<|im_start|>"], "template": template}
-    given = {name: Given(value) for name, value in user.items() if "special_tokens_" not in name}
+    given = {name: RawValue(value) for name, value in user.items() if "special_tokens_" not in name}
     run = prepare(plan({name: item for name, item in given.items() if name != "init_special_tokens"}))
     calc, start = run.tokenizer.convert_tokens_to_ids(["<calc>", "<|im_start|>"])
     assert run.rows[0]["input_ids"].count(calc) == 1
     question = Message("user", "What do <|im_start|> and <calc> mean?")
-    (row,) = run.template.encode([Example((question, Message("assistant", "Something")))], Tally())
+    (row,) = run.template.encode([Example((question, Message("assistant", "Something")))], DataStats())
     assert row["input_ids"].count(start) == 2  # before the question, and before the answer
     assert row["input_ids"].count(calc) == 1
 

@@ -18,7 +18,7 @@ from burnish.kernels.shared_prefix import laid_out
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.lm import LmOptions, SftObjective
 from burnish.models.patches.attention import make_padding_free
-from burnish.models.patches.fitted import fit
+from burnish.models.patches.capabilities import find_capabilities
 from burnish.parallel.options import EngineOptions
 from burnish.run.build import wants_prefix_sharing
 from burnish.utils.patching import PatchOptions
@@ -135,7 +135,7 @@ def test_the_gradient_of_a_run_is_the_sum_over_its_uses():
 
 def gradients(model, batch, options=None):
     objective = SftObjective(options or Options(), template=None)
-    objective.fit(fit(model, head_of=model), lambda rows: batch)
+    objective.fit(find_capabilities(model, head_of=model), lambda rows: batch)
     module = objective.module(model)
     made = objective.collate([])
     loss = objective.loss(module, made).total / objective.num_items(made)
@@ -240,7 +240,7 @@ def test_noise_on_embeddings_and_a_loss_over_all_tokens_need_all_of_them():
         assert not wants_prefix_sharing(SftObjective(options, template=None), model, options, torch.device("cpu"))
     options = Options(router_aux_loss_coef=0.0)
     assert wants_prefix_sharing(SftObjective(options, template=None), model, options, torch.device("cpu"))
-    assert fit(model, padding_free=True, prefix_sharing=True).shares_prefixes
+    assert find_capabilities(model, padding_free=True, prefix_sharing=True).shares_prefixes
 
 
 def test_only_flat_batches_leave_tokens_out():
@@ -257,7 +257,7 @@ def test_only_flat_batches_leave_tokens_out():
 def test_a_run_ends_in_the_same_weights(tmp_path, method):
     from safetensors.torch import load_file
 
-    system = "You are a helpful assistant who knows the colours of stones and rivers, and answers in one word."
+    system = "You are a helpful assistant who knows the colors of stones and rivers, and answers in one word."
     given = make_user(tmp_path, default_system=system, finetuning_type=method, include_num_input_tokens_seen=True)
     made = {}
     for shares in (True, False):

@@ -37,7 +37,7 @@ def packed(numbers, dim, order=range(8)):
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).contiguous()
 
 
-def quantised(weight, method):
+def quantized(weight, method):
     """(O, I) to the tensors of a layer, and to the (O, I) that they stand for: 16 steps around a zero point of 8."""
     columns = weight.t().unflatten(0, (-1, G))  # (I / G, G, O)
     scales = (columns.abs().amax(1) / 7).half()
@@ -53,7 +53,7 @@ def quantised(weight, method):
     return {**made, "scales": scales.contiguous()}, stands_for
 
 
-def quantise(folder, method):
+def quantize(folder, method):
     """The model in ``folder`` anew with packed layers, as such models lie on the hub; layer -> its weight."""
     files, weights = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
@@ -61,7 +61,7 @@ def quantise(folder, method):
             files[name] = weight.half()
             continue
         layer = name.removesuffix(".weight")
-        tensors, weights[layer] = quantised(weight, method)
+        tensors, weights[layer] = quantized(weight, method)
         files |= {f"{layer}.{part}": tensor for part, tensor in tensors.items()}
     save_file(files, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -76,7 +76,7 @@ def ready(tmp_path, method, **given):
         tmp_path, finetuning_type="lora", learning_rate=1e-2, plot_loss=False, max_steps=6, save_steps=4,
         save_strategy="steps", **given,
     )  # fmt: skip
-    return given, quantise(tmp_path / "model", method)
+    return given, quantize(tmp_path / "model", method)
 
 
 @pytest.fixture
@@ -146,6 +146,6 @@ def test_without_its_library_a_packed_model_says_what_to_install(method, tmp_pat
     given, _ = ready(tmp_path, method)
     assert main(["train", *as_words(given)]) == 2
     said = capfd.readouterr().err
-    assert f"its weights are quantised by {method}" in said
+    assert f"its weights are quantized by {method}" in said
     assert "pip install gptqmodel" in said
     assert not (tmp_path / "out").exists()

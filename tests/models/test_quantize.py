@@ -20,7 +20,7 @@ from burnish.config.errors import UserError
 from burnish.models.load import load_model
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.quantization import quantize
-from burnish.models.quantization.quantize import check_quantised_files, check_quantization, quantised_by
+from burnish.models.quantization.quantize import check_quantization, check_quantized_files, quantized_by
 from burnish.run.plan.plan import RunOptions
 from dense_weights import dense
 from small_run import as_words, make_model, make_user
@@ -83,7 +83,7 @@ def adapted(bnb, names=("default",), compute_dtype=torch.float32, **settings):
 
 
 def product(lora, x, *names):
-    """``x Wᵀ + b + Σ s x Aᵀ Bᵀ`` over the dequantised weight, in numpy."""
+    """``x Wᵀ + b + Σ s x Aᵀ Bᵀ`` over the dequantized weight, in numpy."""
     weight, bias = dense(lora.base_layer).numpy(), lora.base_layer.bias.float().numpy()
     result = x.numpy() @ weight.T + bias
     for name in names:
@@ -101,7 +101,7 @@ def test_weights_of_4_bits_are_the_nearest_of_the_sixteen_numbers(bnb):
     assert_close(dense(layer), nf4(weight), 1e-6)
 
 
-def test_a_model_is_quantised_while_it_is_loaded_but_for_its_head(bnb, tmp_path):
+def test_a_model_is_quantized_while_it_is_loaded_but_for_its_head(bnb, tmp_path):
     folder = wide_model(tmp_path / "model")
     plain = load(folder).model.layers[0].mlp.up_proj.weight.detach().numpy()
     for given, tolerance in (
@@ -133,7 +133,7 @@ def test_lora_over_4_bits_is_the_formula_and_leaves_the_base(bnb):
     assert torch.equal(lora.base_layer.weight.data, before)
 
 
-def test_its_gradients_are_those_over_the_dequantised_weight(bnb):
+def test_its_gradients_are_those_over_the_dequantized_weight(bnb):
     lora, x = adapted(bnb), torch.randn(6, 64, requires_grad=True)
     lora(x).square().sum().backward()
     own = [x.grad.clone(), *(factor.grad.clone() for factor in factors(lora, "default"))]
@@ -186,7 +186,7 @@ def test_dora_over_4_bits_is_length_times_direction(bnb):
     assert_close(lora(x), expected, 1e-3)
 
 
-def test_a_merge_into_a_quantised_base_is_refused_with_the_remedy(bnb):
+def test_a_merge_into_a_quantized_base_is_refused_with_the_remedy(bnb):
     model = nn.ModuleDict({"layer": adapted(bnb)})
     with pytest.raises(UserError, match="burnish export"):
         merge_into_base(model)
@@ -250,7 +250,7 @@ def options(**given):
         ({"adapter_name_or_path": ["a"], "create_new_adapter": True}, "burnish export"),
     ],
 )
-def test_what_cannot_be_done_with_a_quantised_base_is_refused_with_the_remedy(monkeypatch, given, words):
+def test_what_cannot_be_done_with_a_quantized_base_is_refused_with_the_remedy(monkeypatch, given, words):
     monkeypatch.setattr(quantize, "find_spec", lambda name: SimpleNamespace())
     (problem,) = check_quantization(options(quantization_bit=4, **given))
     assert words in str(problem)
@@ -262,17 +262,17 @@ def test_a_missing_library_is_said_with_its_extra(monkeypatch):
     (problem,) = check_quantization(options(quantization_bit=4))
     assert "burnish[quantization]" in problem.remedy
     config = {"quantization_config": {"quant_method": "gptq"}}
-    (problem,) = check_quantised_files(options(), config)
+    (problem,) = check_quantized_files(options(), config)
     assert "pip install gptqmodel optimum" in str(problem)
 
 
-def test_files_that_are_quantised_already_are_not_quantised_again_nor_trained_whole(monkeypatch):
+def test_files_that_are_quantized_already_are_not_quantized_again_nor_trained_whole(monkeypatch):
     monkeypatch.setattr(quantize, "find_spec", lambda name: SimpleNamespace())
     config = SimpleNamespace(quantization_config={"quant_method": "awq"})
-    assert quantised_by(config) == "awq"
-    assert not check_quantised_files(options(), config)
-    assert "quantization_bit" in str(check_quantised_files(options(quantization_bit=4), config)[0])
-    assert "finetuning_type: lora" in str(check_quantised_files(options(finetuning_type="full"), config)[0])
+    assert quantized_by(config) == "awq"
+    assert not check_quantized_files(options(), config)
+    assert "quantization_bit" in str(check_quantized_files(options(quantization_bit=4), config)[0])
+    assert "finetuning_type: lora" in str(check_quantized_files(options(finetuning_type="full"), config)[0])
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

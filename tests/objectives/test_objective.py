@@ -6,7 +6,7 @@ import torch
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import pack
 from burnish.data.batches.stream import _blank
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example
 from burnish.losses.base import OBJECTIVES
 from burnish.losses.lm import PretrainObjective, SftObjective
@@ -269,19 +269,19 @@ def test_a_row_is_as_long_as_its_tokens_and_not_as_its_padding():
 class Template:
     fingerprint = "abc"
 
-    def encode_flat(self, examples, tally):
+    def encode_flat(self, examples, stats):
         return [{"input_ids": [1], "labels": [1]} for _ in examples]
 
-    def encode_text(self, examples, tally, truncate=True):
+    def encode_text(self, examples, stats, truncate=True):
         return [{"input_ids": [2, 2], "labels": [2, 2]} if truncate else None for _ in examples]
 
 
 def test_fine_tuning_encodes_conversations_and_pretraining_text():
-    examples, tally = [Example(text="a")], Tally()
-    assert SftObjective(Options(), Template()).encode(examples, tally)[0]["input_ids"] == [1]
+    examples, stats = [Example(text="a")], DataStats()
+    assert SftObjective(Options(), Template()).encode(examples, stats)[0]["input_ids"] == [1]
     pretrain = PretrainObjective(Options(), Template())
-    assert pretrain.encode(examples, tally)[0]["input_ids"] == [2, 2]
-    assert pretrain.encode(examples, tally, truncate=False) == [None]
+    assert pretrain.encode(examples, stats)[0]["input_ids"] == [2, 2]
+    assert pretrain.encode(examples, stats, truncate=False) == [None]
 
 
 def test_objectives_are_known_by_their_stage_and_rows_of_one_are_not_taken_for_the_others():

@@ -26,7 +26,7 @@ from burnish.run.plan.plan import RunOptions, component_notes
 pytestmark = pytest.mark.run
 
 HERE = [m.name for m in OPTIMIZERS if "refused" not in m.traits]
-WIDTH = 64  # a matrix of 64 x 64 is the smallest that the 8-bit libraries quantise
+WIDTH = 64  # a matrix of 64 x 64 is the smallest that the 8-bit libraries quantize
 
 
 def options_for(name, **given):

@@ -5,7 +5,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.run.build import train_run
 from burnish.run.plan.plan import plan
 
@@ -56,7 +56,7 @@ def run(folder, monkeypatch, **given):
     for name in ("model_name_or_path", "ref_model", "adapter_name_or_path"):
         if made.get(name):
             made[name] = str(folder / "models" / made[name])
-    train_run(plan({name: Given(value) for name, value in made.items() if value is not None}))
+    train_run(plan({name: RawValue(value) for name, value in made.items() if value is not None}))
     state = json.loads((folder / "out" / "trainer_state.json").read_text())
     return [log for log in state["log_history"] if "loss" in log], norms(folder / "out")
 

@@ -13,7 +13,7 @@ from burnish.losses.preference_options import PairOptions, PreferenceOptions
 from burnish.losses.reference import SecondModel
 from burnish.losses.reward import RewardObjective, RewardOptions
 from burnish.models.patches.attention import make_padding_free
-from burnish.models.patches.fitted import fit
+from burnish.models.patches.capabilities import find_capabilities
 from burnish.parallel.options import EngineOptions
 from burnish.parallel.single import SingleEngine
 from burnish.utils.patching import PatchOptions
@@ -62,7 +62,9 @@ def update(kind, cut, is_padding_free=True, needed=True, fused=True, **given):
         assert make_padding_free(policy).is_flat
         assert make_padding_free(reference).is_flat
     torch.manual_seed(0)
-    objective.fit(fit(policy, head_of=policy), collator(options, 0, is_padding_free, is_padding_free and needed))
+    objective.fit(
+        find_capabilities(policy, head_of=policy), collator(options, 0, is_padding_free, is_padding_free and needed)
+    )
     if kind != "scores":
         objective.reference = SecondModel(objective.module_of_reference(reference))
     module, engine = objective.module(policy).train(), SingleEngine(EngineOptions(use_cpu=True))

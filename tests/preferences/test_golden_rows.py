@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.sets.records import RecordNeeds
 from burnish.data.sets.sources import load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.base import OBJECTIVES
 from data_sets import data_options
@@ -50,9 +50,9 @@ def encoded(name, folder, template, stage, cutoff_len=1024, count=None, **given)
     made = load_template(template_options(template=template, cutoff_len=cutoff_len, **given), tokenizer)
     fit_tokenizer(made, tokenizer)
     options = data_options(dataset=name, dataset_dir=str(folder), max_samples=count, on_bad_record="drop")
-    examples = load_datasets(options, 0, Tally(), needs=RecordNeeds(OBJECTIVES[stage].records, stage=stage)).train
+    examples = load_datasets(options, 0, DataStats(), needs=RecordNeeds(OBJECTIVES[stage].records, stage=stage)).train
     encode = made.encode_verdicts if stage == "kto" else made.encode_pairs
-    return [row for row in encode(examples, Tally()) if row is not None]
+    return [row for row in encode(examples, DataStats()) if row is not None]
 
 
 def prompt_of(row, side):

@@ -11,7 +11,7 @@ from burnish.losses.lm import LmOptions
 from burnish.losses.preference_options import PreferenceOptions
 from burnish.losses.reference import SecondModel
 from burnish.models.patches.attention import make_padding_free
-from burnish.models.patches.fitted import fit
+from burnish.models.patches.capabilities import find_capabilities
 from burnish.parallel.options import EngineOptions
 from burnish.parallel.single import SingleEngine
 from burnish.utils.patching import PatchOptions
@@ -119,7 +119,9 @@ def test_the_first_micro_batches_of_kto_are_those_of_trl(folder):
 def fitted_kto(policy, reference):
     options = Flat()
     objective = KtoObjective(options, template=None)
-    objective.fit(fit(policy, head_of=policy), collate_prefix_sharing if make_padding_free(policy).is_flat else None)
+    objective.fit(
+        find_capabilities(policy, head_of=policy), collate_prefix_sharing if make_padding_free(policy).is_flat else None
+    )
     make_padding_free(reference)
     objective.reference = SecondModel(objective.module_of_reference(reference))
     return objective, objective.module(policy)

@@ -79,7 +79,7 @@ def test_a_weight_for_the_router_of_a_model_without_one_is_refused(folder, tmp_p
         make("DPOTrainer", folder / "model", tmp_path, router_aux_loss_coef=0.1)
 
 
-def test_a_model_that_is_there_is_not_quantised(folder, tmp_path):
+def test_a_model_that_is_there_is_not_quantized(folder, tmp_path):
     four = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
     with pytest.raises(UserError, match="already instantiated"):
         make("DPOTrainer", read(folder / "model"), tmp_path, given=four)

@@ -13,7 +13,7 @@ import pytest
 
 import burnish
 from burnish.cli import main
-from burnish.report.journal import Journal, boot_id, given_yaml, launched, start_ticks
+from burnish.report.metadata import RunMetadata, boot_id, given_yaml, launched, start_ticks
 from burnish.serve.page.runs.runs import find, is_alive, read_run, run_folders, tail_lines
 from small_run import make_model, records
 
@@ -210,10 +210,10 @@ def test_runs_lie_no_deeper_than_they_are_looked_for(tmp_path):
 
 
 def test_a_journal_that_cannot_be_written_stops_nothing(tmp_path):
-    journal = Journal(tmp_path / "no such folder", described=str)
-    with journal:
-        journal.begin("a: 1\n", ["cpu"])
-        journal.event("note", "unheard")
+    metadata = RunMetadata(tmp_path / "no such folder", described=str)
+    with metadata:
+        metadata.begin("a: 1\n", ["cpu"])
+        metadata.event("note", "unheard")
 
 
 def test_values_are_written_as_yaml_reads_them():

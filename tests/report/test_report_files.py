@@ -242,11 +242,11 @@ def test_drawing_changes_no_backend_and_keeps_no_figure(tmp_path):
 def facts(**changes):
     known = {
         "name": "first", "base_model": "Qwen/Qwen2-0.5B", "datasets": ["tatsu-lab/alpaca", "data/mine.json"],
-        "stage": "sft", "method": "lora", "trainable_parameters": 1000, "all_parameters": 100_000,
-        "is_adapter": True,
+        "stage": "sft", "stage_title": "supervised fine-tuning", "method": "lora",
+        "trainable_parameters": 1000, "all_parameters": 100_000, "is_adapter": True, "folder": "saves/first",
         "options": {"learning_rate": 1e-4, "output_dir": "/home/me/out", "hub_token": "secret",
                     "model_name_or_path": "/home/me/models/Qwen2-0.5B", "note": "a: b"},
-        "results": {"eval_loss": 1.25}, "tally": ["dropped: no answer: 2 of 10 rows (mine.json: 3, 4)"],
+        "results": {"eval_loss": 1.25}, "stats": ["dropped: no answer: 2 of 10 rows (mine.json: 3, 4)"],
     }  # fmt: skip
     return CardFacts(**{**known, **changes})
 
@@ -282,8 +282,17 @@ def test_names_that_exist_on_one_machine_only_are_not_given_to_the_hub(tmp_path,
     assert "datasets" not in read
 
 
+def test_the_base_of_a_local_model_is_the_one_that_its_own_card_names(tmp_path):
+    write_card(tmp_path / "sft", facts())
+    found = header(card_text(facts(base_model=str(tmp_path / "sft"))))
+    assert (found["base_model"], found["base_model_relation"]) == ("Qwen/Qwen2-0.5B", "adapter")
+    (tmp_path / "sft" / "README.md").write_text("---\nbase_model: [\n---\n")
+    assert "base_model" not in header(card_text(facts(base_model=str(tmp_path / "sft"))))
+
+
 def test_a_card_tells_no_secret_and_no_folder():
     text = card_text(facts())
+    assert "burnish chat saves/first\n" in text
     assert "/home/me" not in text
     assert "secret" not in text
     assert "hub_token" not in text

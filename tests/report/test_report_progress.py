@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from burnish.config.errors import Problem
+from burnish.loop.schedule import StepPlan
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report import console
 from burnish.report.options import ReportOptions
@@ -34,7 +35,7 @@ from burnish.report.progress import (
 
 pytestmark = pytest.mark.run
 
-FACTS = RunFacts(3200, 3.0, 4, 2, 1, 1200, 90_000, 9_000_000)
+FACTS = RunFacts(StepPlan(3200, 8, 400, 1200, 3), 4, 2, 1, 90_000, 9_000_000)
 
 
 class Clock:
@@ -108,11 +109,29 @@ def test_a_run_begins_with_its_numbers_and_ends_with_a_summary(capsys):
     fake_run(ProgressCallback(FACTS), 1200, 100)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
-        "Training for 1,200 steps: 3 epochs of 3,200 rows",
-        "  8 rows a step = 4 per device x 2 accumulated x 1 process",
+        "Training for 1,200 steps: 3 epochs of 3,200 examples",
+        "  Effective batch size 8 = 4 per device x 2 gradient accumulation x 1 process",
         "  90,000 of 9,000,000 parameters are trained (1 %)",
     ]
     assert lines[-1].startswith("Trained 1,200 steps in 20:00, mean loss 1.5000, last 0.0033")
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (StepPlan(200, 8, 25, 400, 16), "Training for 400 steps: 16 epochs of 200 examples"),
+        (StepPlan(200, 8, 25, 30, 2), "Training for 30 steps: 1.2 epochs of 200 examples"),
+        (StepPlan(200, 200, 1, 1, 1), "Training for 1 step: 1 epoch of 200 examples"),
+        (StepPlan(None, 16, 400, 400, 1), "Training for 400 steps on a streamed dataset"),
+    ],
+)
+def test_the_first_line_follows_the_plan(steps, words):
+    assert RunFacts(steps, 2, 4, 2, 1, 2).sentences()[0] == words
+
+
+def test_the_effective_batch_size_names_its_factors():
+    facts = RunFacts(StepPlan(200, 16, 25, 400, 16), 2, 4, 2, 1, 2)
+    assert facts.sentences()[1] == ("  Effective batch size 16 = 2 per device x 4 gradient accumulation x 2 processes")
 
 
 def test_a_run_that_was_stopped_says_where(capsys):
@@ -188,7 +207,7 @@ def test_the_live_line_fits_every_width(width):
         assert "━" in text.plain
 
 
-def test_what_is_done_and_what_is_not_differ_without_colour():
+def test_what_is_done_and_what_is_not_differ_without_color():
     plain = live_line(600, 1200).line(120).plain
     assert plain.count("━") == plain.count("─") > 10
 
@@ -258,7 +277,7 @@ def test_a_terminal_gets_one_live_line_and_its_cursor_back():
     assert shown.count("\n") < 30
 
 
-def test_no_color_leaves_no_colour():
+def test_no_color_leaves_no_color():
     shown = in_terminal(NO_COLOR="1")
     assert not re.search(r"\x1b\[(\d;)?(3|9)\d", shown)
     assert "━" in shown

@@ -10,7 +10,7 @@ import pytest
 
 from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.errors import UserError
-from burnish.config.options import Given, build, union
+from burnish.config.options import RawValue, build, union
 from burnish.loop.events import CallbackHandler, FlowOptions
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.options import ReportOptions, check_trackers, counts_tokens, tracker_notes
@@ -22,7 +22,7 @@ Options = union("Options", ReportOptions, CheckpointOptions, FlowOptions)
 
 
 def parsed(**given):
-    options, problems = build(Options, {name: Given(value) for name, value in given.items()})
+    options, problems = build(Options, {name: RawValue(value) for name, value in given.items()})
     assert not problems, problems
     return options
 

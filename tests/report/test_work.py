@@ -64,7 +64,7 @@ def test_the_sentence_says_how_far_how_fast_and_how_long():
 def test_the_bar_fits_the_terminal(width):
     file = io.StringIO()
     Console(file=file, width=width, force_terminal=True, _environ={}).print(line(50, 100, 5.0))
-    assert all(len(text) <= width + 40 for text in file.getvalue().splitlines())  # escapes of colours among them
+    assert all(len(text) <= width + 40 for text in file.getvalue().splitlines())  # escapes of colors among them
     assert ("━" in file.getvalue()) == (width >= 60)
 
 

@@ -233,7 +233,7 @@ def test_tokens_are_looked_at() -> None:
 def test_ctrl_c_behind_the_last_word_of_an_answer_ends_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     talk, _, out = talk_of([Event("content", "a"), Event("end", end=AnswerEnded("stop"))])
 
-    def tell(text: str, colour: str = "") -> None:
+    def tell(text: str, color: str = "") -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(talk.console, "tell", tell)

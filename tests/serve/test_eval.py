@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +17,9 @@ from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
 from burnish.run.plan.plan import RunOptions
 from burnish.serve.eval import command
-from burnish.serve.eval.choices import Chooser, Chosen
 from burnish.serve.eval.harness import EngineModel
-from burnish.serve.eval.questions import ChoiceQuestion, Subject, read_task
-from burnish.serve.eval.results import Answers, accuracies, accuracy, compared
+from burnish.serve.eval.local_tasks import Subject, local_tasks
+from burnish.serve.eval.results import Answers, Chosen, accuracies, accuracy, chosen, compared
 from small_run import make_model
 
 pytestmark = pytest.mark.run
@@ -57,91 +57,65 @@ def loop_over(model: Path, slots: int = 4, **given):
     return loaded, Scheduler(loaded.model, SlotLimits(slots, loaded.context))
 
 
-def test_files_of_each_kind_are_read(task_dir: Path) -> None:
-    maths = {subject.key: subject for subject in read_task("mmlu_test", task_dir)}["maths"]
-    assert (maths.name, maths.category, len(maths.examples), len(maths.questions)) == ("mathematics", "STEM", 2, 6)
-    assert maths.questions[1] == ChoiceQuestion("A, or B?", ("a", "b", "c", "d"), "A")
-    assert read_task("ceval_test", task_dir)[0].questions[0].answer is None
-    assert read_task("cmmlu_test", task_dir)[0].examples[0].answer == "C"
-    assert [question.answer for question in read_task("own_test", task_dir)[0].questions] == ["B", "A", "B", None]
+def tasks(task: str, task_dir: Path, **given):
+    return local_tasks(task, task_dir, given.pop("lang", "en"), given.pop("num_shots", 5), draws=False)
+
+
+def test_files_of_each_kind_become_tasks_of_the_harness(task_dir: Path) -> None:
+    maths = {subject.key: subject for subject in tasks("mmlu_test", task_dir)}["maths"]
+    assert (maths.category, maths.config["num_fewshot"]) == ("STEM", 2)
+    assert "about mathematics." in maths.config["description"]
+    assert maths.config["dataset_kwargs"]["header"] is None
+    (law,) = tasks("cmmlu_test", task_dir, lang="zh", num_shots=0)
+    assert (law.config["dataset_kwargs"]["header"], law.config["num_fewshot"]) == (0, 0)
+    assert law.config["dataset_kwargs"]["column_names"][1:] == ["question", "A", "B", "C", "D", "answer"]
+    assert law.config["doc_to_text"].endswith("答案：")
 
 
 def test_a_task_is_read_from_a_zip_file(task_dir: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "mmlu.zip", "w") as zipped:
         for path in (task_dir / "mmlu").rglob("*.*"):
             zipped.write(path, path.relative_to(task_dir / "mmlu"))
-    assert read_task("mmlu_test", tmp_path) == read_task("mmlu_test", task_dir)
+    unpacked, plain = tasks("mmlu_test", tmp_path), tasks("mmlu_test", task_dir)
+    assert [(one.key, one.category, one.fingerprint) for one in unpacked] == [
+        (one.key, one.category, one.fingerprint) for one in plain
+    ]
 
 
 def test_a_task_that_is_not_there_is_refused(task_dir: Path) -> None:
     with pytest.raises(UserError, match='Did you mean "mmlu"'):
-        read_task("mmul_test", task_dir)
+        tasks("mmul_test", task_dir)
     with pytest.raises(UserError, match='no split "val"'):
-        read_task("mmlu_val", task_dir)
+        tasks("mmlu_val", task_dir)
     with pytest.raises(UserError, match="name and a split"):
-        read_task("mmlu", task_dir)
+        tasks("mmlu", task_dir)
 
 
-def test_prompts_are_the_benchmarks_own_lines(model: Path, task_dir: Path) -> None:
+def test_a_benchmark_opens_with_its_own_line_and_a_choice_is_scored_as_the_template_writes_it(model: Path) -> None:
     loaded, loop = loop_over(model)
-    maths = read_task("mmlu_test", task_dir)[1]
-    messages = Chooser(loop, loaded.template, num_shots=1).messages(maths, maths.examples[:1], maths.questions[0])
-    assert [message.role for message in messages] == ["user", "assistant", "user"]
-    assert messages[0].content == (
-        "The following are multiple choice questions (with answers) about mathematics.\n\n"
-        "What is 1 + 1?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:"
-    )
-    assert messages[2].content == "What is 1 + 1?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:"
-
-
-def test_choices_are_scored_by_the_model_alone(model: Path, task_dir: Path) -> None:
-    loaded, loop = loop_over(model)
-    maths = read_task("mmlu_test", task_dir)[1]
-    chooser = Chooser(loop, loaded.template, num_shots=0)
-    for number, (question, chosen) in enumerate(zip(maths.questions, chooser.choose(maths), strict=True)):
-        prompt, answers = chooser._fitting(maths, question, number)
-        with torch.no_grad():
-            logits = loaded.model(torch.tensor([prompt])).logits[0, -1]
-        expected = torch.stack([logits[ids[0]] for ids in answers]).softmax(0)
-        assert chosen.chances == pytest.approx(expected.tolist(), abs=1e-5)
-        assert chosen.letter == "ABCD"[int(expected.argmax())]
-
-
-def test_choices_that_begin_alike_are_scored_whole(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, loop = loop_over(model)
-    subject = Subject("x", "x", "", (), (ChoiceQuestion("Q?", ("a", "b"), "A"),), "")
-    chooser = Chooser(loop, loaded.template, num_shots=0)
-    apart = chooser.choose(subject)[0]
-    prompt, answers = chooser._fitting(subject, subject.questions[0], 0)
-    shared = 9
-    monkeypatch.setattr(chooser, "_fitting", lambda *_: (prompt, [[shared, *ids] for ids in answers]))
-    whole = chooser.choose(subject)[0]
+    of_harness = EngineModel(loop, loaded.template, loaded.form, "m", is_benchmark=True)
+    turns = [{"role": "system", "content": "About maths.\n\n"}, {"role": "user", "content": "Q?\nAnswer:"}]
+    text = of_harness.apply_chat_template(turns)
+    assert text == "<|im_start|>user\nAbout maths.\n\nQ?\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
+    ids, letters = of_harness._ids(text), [of_harness._ids(letter) for letter in "ABCD"]
+    found = of_harness.loglikelihood([request(text, letter) for letter in "ABCD"])
     with torch.no_grad():
-        logits = loaded.model(torch.tensor([[*prompt, shared]])).logits[0, -1]
-    assert whole.chances == pytest.approx(torch.stack([logits[i[0]] for i in answers]).softmax(0).tolist(), abs=1e-5)
-    assert whole.chances != pytest.approx(apart.chances, abs=1e-6)
+        logps = loaded.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    assert [score for score, _ in found] == pytest.approx([float(logps[ids[0]]) for ids in letters], abs=1e-4)
 
 
-def test_shots_are_the_first_or_drawn_by_seed_subject_and_number(model: Path) -> None:
-    loaded, loop = loop_over(model)
-    examples = tuple(ChoiceQuestion(f"Q{n}?", ("a", "b"), "A") for n in range(9))
-    subject = Subject("x", "x", "", examples, (), "")
-    assert Chooser(loop, loaded.template, num_shots=3).shots(subject, 4) == examples[:3]
-    drawn = [Chooser(loop, loaded.template, num_shots=3, draws=True).shots(subject, n) for n in (0, 1, 0)]
-    assert drawn[0] == drawn[2] != drawn[1]
-
-
-def test_shots_that_do_not_fit_are_left_out_and_counted(model: Path) -> None:
-    loaded, loop = loop_over(model)  # 256 tokens of context
-    examples = tuple(ChoiceQuestion("word " * 30, ("a", "b"), "A") for _ in range(5))
-    chooser = Chooser(loop, loaded.template)
-    chooser.choose(Subject("x", "x", "", examples, (ChoiceQuestion("Q?", ("a", "b"), "A"),), ""))
-    assert chooser.shortened == 1
+def test_without_the_harness_the_extra_is_named(
+    model: Path, task_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["eval", str(model), "task=mmlu_test", f"task_dir={task_dir}"]) == 2
+    assert 'pip install "burnish[eval]"' in capsys.readouterr().err
 
 
 def test_the_command_writes_its_files_and_goes_on(
     model: Path, task_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("lm_eval")
     words = ["eval", str(model), "task=mmlu_test", f"task_dir={task_dir}", "n_shot=1", f"save_dir={tmp_path / 'out'}"]
     assert main(words) == 0
     out = tmp_path / "out"
@@ -153,20 +127,25 @@ def test_the_command_writes_its_files_and_goes_on(
     assert "Average:" in (out / "results.log").read_text()
     lines = (out / "answers.jsonl").read_text().splitlines()
     (out / "answers.jsonl").write_text("\n".join(lines[:-1]) + '\n{"subject": "ma')  # cut while it was written
-    asked = []
-    choose = Chooser.choose
-    monkeypatch.setattr(Chooser, "choose", lambda self, subject: asked.append(subject.key) or choose(self, subject))
+    asked, run = [], command.run_tasks
+
+    def recorded(of, tasks, *rest):
+        asked.extend(task["task"] for task in tasks)
+        return run(of, tasks, *rest)
+
+    monkeypatch.setattr(command, "run_tasks", recorded)
     assert main(words) == 0
-    assert asked == ["maths"]
+    assert asked == ["mmlu_maths"]
     assert json.loads((out / "results.json").read_text()) == letters
     assert main([*words, "n_shot=0"]) == 0
-    assert asked == ["maths", "logic", "maths"]  # other shots, other answers
+    assert asked == ["mmlu_maths", "mmlu_logic", "mmlu_maths"]  # other shots, other answers
     capsys.readouterr()
 
 
 def test_several_models_stand_in_one_table(
     model: Path, task_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("lm_eval")
     other = make_model(tmp_path / "other", seed=3)
     assert main(["eval", str(model), str(other), "task=mmlu_test", f"task_dir={task_dir}", "n_shot=0"]) == 0
     printed = capsys.readouterr().out
@@ -174,17 +153,22 @@ def test_several_models_stand_in_one_table(
     assert "±" in printed
 
 
-def test_without_told_answers_no_accuracy_is_claimed(task_dir: Path) -> None:
-    subjects = read_task("ceval_test", task_dir)
-    found = accuracies(subjects, {"law": [Chosen("A", (1.0,), None)]})
-    assert found == {"num_questions": 1, "num_answered": 0}
+def subject(key: str, category: str = "") -> Subject:
+    return Subject(key, category, {}, "")
+
+
+def test_without_told_answers_no_accuracy_is_claimed() -> None:
+    unknown = chosen({"filtered_resps": [(-1.0, False), (-0.5, True)], "target": ""})
+    assert (unknown.letter, unknown.is_right) == ("B", None)
+    assert accuracies([subject("law")], {"law": [unknown]}) == {"num_questions": 1, "num_answered": 0}
+    right = chosen({"filtered_resps": [(-1.0, False), (-0.5, True)], "target": "B"})
+    assert right.is_right
+    assert sum(right.chances) == pytest.approx(1)
 
 
 def test_averages_are_over_questions_and_categories() -> None:
-    subjects = [Subject(k, k, c, (), (ChoiceQuestion("?", ("a", "b"), "A"),) * n, "") for k, c, n in
-                (("x", "STEM", 3), ("y", "", 1))]  # fmt: skip
     done = {"x": [Chosen("A", (), True)] * 3, "y": [Chosen("B", (), False)]}
-    found = accuracies(subjects, done)
+    found = accuracies([subject("x", "STEM"), subject("y")], done)
     assert (found["accuracy"], found["macro_accuracy"]) == (75.0, 50.0)
     assert found["accuracy_stderr"] == pytest.approx(100 * (0.75 * 0.25 / 3) ** 0.5, abs=1e-3)
     assert {key: each["accuracy"] for key, each in found["categories"].items()} == {"STEM": 100.0, "Other": 0.0}
@@ -192,16 +176,14 @@ def test_averages_are_over_questions_and_categories() -> None:
 
 
 def test_the_paired_error_counts_the_questions_that_differ() -> None:
-    subjects = [Subject("x", "x", "", (), (ChoiceQuestion("?", ("a", "b"), "A"),) * 4, "")]
     of = [{"x": [Chosen("A", (), right) for right in rights]} for rights in ((1, 1, 0, 0), (1, 1, 1, 0))]
-    assert compared(["one", "two"], subjects, of)[2].split() == ["two", "75.00", "+25.00", "±", "21.65"]
+    assert compared(["one", "two"], [subject("x")], of)[2].split() == ["two", "75.00", "+25.00", "±", "21.65"]
 
 
 def test_answers_of_another_model_are_begun_anew(tmp_path: Path) -> None:
-    subject = Subject("x", "x", "", (), (ChoiceQuestion("?", ("a", "b"), "A"),), "")
-    Answers(tmp_path, {"model": 1}).add(subject, [Chosen("A", (0.5, 0.5), True)])
-    assert Answers(tmp_path, {"model": 1}).whole(subject) == [Chosen("A", (0.5, 0.5), True)]
-    assert Answers(tmp_path, {"model": 2}).whole(subject) is None
+    Answers(tmp_path, {"model": 1}).add(subject("x"), [Chosen("A", (0.5, 0.5), True)])
+    assert Answers(tmp_path, {"model": 1}).done == {"x": [Chosen("A", (0.5, 0.5), True)]}
+    assert Answers(tmp_path, {"model": 2}).done == {}
 
 
 def test_a_data_set_is_measured_as_by_a_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import burnish
 from burnish.config.errors import UserError
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.serve.api.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key
 from burnish.serve.http.guards import new_key, same_key
 from burnish.serve.http.hosts import host_name, is_loopback
@@ -170,7 +170,7 @@ def test_llamafactorys_variables_are_read_where_no_option_is_given() -> None:
         "API_VERBOSE": "1",
         "API_HOST": "",
     }
-    found = from_environment({"api_port": Given("1")}, environment)
+    found = from_environment({"api_port": RawValue("1")}, environment)
     assert {name: given.value for name, given in found.items()} == {
         "api_key": "k" * 9, "api_root_path": "/x", "api_log": "content",
     }  # fmt: skip
@@ -179,9 +179,9 @@ def test_llamafactorys_variables_are_read_where_no_option_is_given() -> None:
 
 def test_a_key_on_the_command_line_is_refused() -> None:
     assert "list of processes" in str(
-        problems_of_key({"api_key": Given("x", "the command line")}, "the command line")[0]
+        problems_of_key({"api_key": RawValue("x", "the command line")}, "the command line")[0]
     )
-    assert not problems_of_key({"api_key": Given("x", "run.yaml, line 3")}, "the command line")
+    assert not problems_of_key({"api_key": RawValue("x", "run.yaml, line 3")}, "the command line")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ KEY = "a-key-of-tests-0123456789"
 def make_runs(root: Path) -> None:
     """Runs whose files a page reads: one of burnish that is done, one of LLaMA-Factory, one of transformers, a failed
     one."""
-    from burnish.report.journal import launched
+    from burnish.report.metadata import launched
 
     first = root / "saves" / "first"
     first.mkdir(parents=True)

@@ -9,7 +9,7 @@ import pytest
 from burnish.config.errors import UserError
 from burnish.data.options import DataOptions
 from burnish.data.sets.sources import load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.serve.page.planner_process import columns_of_file
 
 RECORDS = [{"frage": "1+1", "antwort": "2", "n": 3}, {"frage": "Hot?", "antwort": "cold"}]
@@ -43,7 +43,7 @@ def test_columns_are_written_where_the_trainer_reads_them_and_nothing_is_written
     entry = {"file_name": "own.jsonl", "formatting": "alpaca", "columns": body["columns"]}
     assert json.loads((root / "sets/dataset_info.json").read_text()) == {"own": entry}
     assert page.get("/api/datasets")["datasets"] == [{"name": "own", "folder": "sets"}]
-    (example, _) = load_datasets(DataOptions(dataset=["own"], dataset_dir=str(root / "sets")), 0, Tally()).train
+    (example, _) = load_datasets(DataOptions(dataset=["own"], dataset_dir=str(root / "sets")), 0, DataStats()).train
     assert [message.content for message in example.messages] == ["1+1", "2"]
     for change, wanted in (
         ({"columns": {"prompt": "antwort"}}, 409), ({"formatting": "shell"}, 422), ({"columns": {"prompt": 3}}, 422),

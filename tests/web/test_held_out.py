@@ -11,7 +11,7 @@ import pytest
 import burnish
 from burnish.config.errors import UserError
 from burnish.data.sets.sources import load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from burnish.serve.page.planner_process import held_out, question_of
 
@@ -27,7 +27,7 @@ def test_the_record_is_one_that_the_run_itself_holds_out() -> None:
 
     found = held_out(VALUES, 3)
     options = RunOptions(**{**VALUES, "val_size": 5.0, "max_samples": 50, "dataset": ["demo_train"]})
-    sets = load_datasets(options, options.seed, Tally())
+    sets = load_datasets(options, options.seed, DataStats())
     record = sets.eval[""][2]
     assert (found["user"], found["answer"]) == tuple(message.content for message in record.messages)
     assert (found["number"], found["of"], found["place"]) == (3, 5, record.place)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from burnish.cli import main
-from burnish.report.journal import launched
+from burnish.report.metadata import launched
 
 HUGE = "9" * 400
 ALIVE = {**launched([]), "time": 1.79e9}

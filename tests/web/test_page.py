@@ -18,7 +18,7 @@ import pytest
 
 import burnish
 from burnish.config.errors import UserError
-from burnish.report.journal import launched
+from burnish.report.metadata import launched
 from burnish.serve.http.errors import APIError
 from burnish.serve.page.command import read_options
 from burnish.serve.page.home import Home
@@ -531,14 +531,14 @@ def test_the_layout_names_options_that_there_are() -> None:
 
 
 def test_what_is_carried_is_what_it_says_it_is() -> None:
-    carried = WEB / "carried"
+    bundled = WEB / "bundled"
     said = dict(
-        reversed(line.split()) for line in (carried / "README.md").read_text().splitlines() if line.startswith("    ")
+        reversed(line.split()) for line in (bundled / "README.md").read_text().splitlines() if line.startswith("    ")
     )
     assert set(said) == {"uPlot.iife.min.js", "uPlot.min.css"}
     for name, digest in said.items():
-        assert hashlib.sha256((carried / name).read_bytes()).hexdigest() == digest
-    assert "MIT" in (carried / "uPlot.LICENSE").read_text()
+        assert hashlib.sha256((bundled / name).read_bytes()).hexdigest() == digest
+    assert "MIT" in (bundled / "uPlot.LICENSE").read_text()
 
 
 def test_the_pages_folder_is_its_owners_and_one_page_uses_it(tmp_path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from burnish.report.journal import launched
+from burnish.report.metadata import launched
 
 TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
 WORD = "correct-horse-battery"

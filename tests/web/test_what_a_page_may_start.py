@@ -13,7 +13,7 @@ import pytest
 
 import burnish
 from burnish.config.options import specs
-from burnish.report.journal import launched
+from burnish.report.metadata import launched
 from burnish.run.plan.options import RunOptions
 
 OPTIONS = specs(RunOptions)

@@ -65,7 +65,7 @@ def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: n
             )
         )
     if getattr(model, "quantization_method", None) is not None:
-        what = f"a quantised model cannot be trained with finetuning_type {finetuning_type}."
+        what = f"a quantized model cannot be trained with finetuning_type {finetuning_type}."
         problems.append(
             Problem(
                 what,

@@ -236,7 +236,7 @@ def rows_through(model: nn.Module, adapters: Sequence[str]) -> Iterator[None]:
         restore(made)
 
 
-def _is_quantised(layer: nn.Module) -> bool:
+def _is_quantized(layer: nn.Module) -> bool:
     """Return whether the weight of ``layer`` is anything but a matrix of floating-point numbers."""
     weight = getattr(layer, "weight", None)
     return not (isinstance(weight, Tensor) and weight.is_floating_point())
@@ -251,10 +251,10 @@ def merge_into_base(model: nn.Module) -> nn.Module:
     modules = list(adapter_modules(model))
     layers = [(path, module) for path, module in modules if hasattr(module, "base_layer")]
     for _, layer in layers:
-        if _is_quantised(layer.base_layer):
+        if _is_quantized(layer.base_layer):
             kind = type(layer.base_layer).__name__
             raise UserError(
-                f"an adapter cannot be merged into a quantised base ({kind}): the sum would be rounded away.",
+                f"an adapter cannot be merged into a quantized base ({kind}): the sum would be rounded away.",
                 remedy="Merge it into the base in full precision: burnish export without quantization_bit.",
             )
     before = [(layer, dict(layer.base_layer.named_parameters(recurse=False))) for _, layer in layers]

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from burnish.checkpoint.manifest import faults, flush_folders, write_manifest
 from burnish.checkpoint.parts import Part
 from burnish.checkpoint.shards import (
-    Scattered,
+    ShardedTensor,
     gather_reports,
     index_name,
     read_scattered,
@@ -385,7 +385,7 @@ def has_part(folder: Path, stem: str) -> bool:
 
 
 def _read_part(folder: Path, stem: str, in_pieces: bool = False) -> Any:
-    """Args: in_pieces: leave tensors ``Scattered``, for a part of which each rank reads its own."""
+    """Args: in_pieces: leave tensors ``ShardedTensor``, for a part of which each rank reads its own."""
     tensors: dict[str, Any] = {}
     if (folder / index_name(stem)).is_file():
         scattered = read_scattered(folder, stem)
@@ -395,7 +395,7 @@ def _read_part(folder: Path, stem: str, in_pieces: bool = False) -> Any:
 
         tensors = load_file(folder / f"{stem}.safetensors")
         if in_pieces:
-            tensors = {name: Scattered.of(tensor) for name, tensor in tensors.items()}
+            tensors = {name: ShardedTensor.of(tensor) for name, tensor in tensors.items()}
     if not (folder / f"{stem}.json").is_file():
         return tensors
     return join(tensors, json.loads((folder / f"{stem}.json").read_text(encoding="utf-8")))

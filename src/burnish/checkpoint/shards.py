@@ -68,11 +68,11 @@ class Shards(Protocol):
         ...
 
     def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of ``state``, which holds ``Scattered`` tensors."""
+        """Take this rank's part of ``state``, which holds ``ShardedTensor`` tensors."""
         ...
 
 
-class Scattered:
+class ShardedTensor:
     """A tensor of a checkpoint, read piece by piece.
 
     Args:
@@ -83,7 +83,7 @@ class Scattered:
         self.shape, self.dtype, self.pieces = torch.Size(shape), dtype, pieces
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Scattered:
+    def of(cls, tensor: Tensor) -> ShardedTensor:
         return cls(tensor.shape, tensor.dtype, [(0, tensor.reshape(-1))])
 
     def stretch(self, begin: int, count: int) -> Tensor:
@@ -142,7 +142,7 @@ def write_index(folder: Path, stem: str, world_size: int) -> None:
     write_json(folder / index_name(stem), {"tensors": tensors}, indent=1, sort_keys=True)
 
 
-def read_scattered(folder: Path, stem: str) -> dict[str, Scattered]:
+def read_scattered(folder: Path, stem: str) -> dict[str, ShardedTensor]:
     """Open the tensors of a sharded part. Files are mapped, so that only the pieces that are used are read.
 
     Raises:
@@ -159,7 +159,7 @@ def read_scattered(folder: Path, stem: str) -> dict[str, Scattered]:
         ends = [0, *(begin + elements.numel() for begin, elements in pieces)]
         if [begin for begin, _ in pieces] != ends[:-1] or ends[-1] != prod(entry["shape"]):
             raise UserError(f"the pieces of {key} do not make up the tensor.", where=str(folder / index_name(stem)))
-        found[key] = Scattered(entry["shape"], pieces[0][1].dtype, pieces)
+        found[key] = ShardedTensor(entry["shape"], pieces[0][1].dtype, pieces)
     return found
 
 

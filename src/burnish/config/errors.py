@@ -148,7 +148,7 @@ _MEMORY_TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out. torch's error is recognised by its name, so that no import is needed here."""
+    """Return whether memory ran out. torch's error is recognized by its name, so that no import is needed here."""
     names = {kind.__name__ for kind in type(error).__mro__}
     is_torch = "OutOfMemoryError" in names or ("RuntimeError" in names and any(t in str(error) for t in _MEMORY_TEXTS))
     return isinstance(error, MemoryError) or is_torch

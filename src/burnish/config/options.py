@@ -75,7 +75,7 @@ def option(
 
 
 @dataclass(frozen=True)
-class Spec:
+class OptionSpec:
     """One option as declared."""
 
     name: str
@@ -108,7 +108,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Given:
+class RawValue:
     """A value as it was given, and who gave it: ``run.yaml, line 12`` or ``the command line``."""
 
     value: Any
@@ -116,7 +116,7 @@ class Given:
 
 
 @cache
-def specs(group: type) -> dict[str, Spec]:
+def specs(group: type) -> dict[str, OptionSpec]:
     """The options of a group or union by name, in order of declaration."""
     hints = get_type_hints(group)
     found = {}
@@ -127,7 +127,7 @@ def specs(group: type) -> dict[str, Spec]:
             else (f.default_factory() if f.default_factory is not MISSING else None)
         )
         meta = f.metadata
-        found[f.name] = Spec(
+        found[f.name] = OptionSpec(
             name=f.name,
             type=hints[f.name],
             default=default,
@@ -168,7 +168,7 @@ def union(name: str, *groups: type, doc: str = "") -> type:
     return dataclass(made)
 
 
-def build(group: type[Built], given: Mapping[str, Given]) -> tuple[Built, list[Problem]]:
+def build(group: type[Built], given: Mapping[str, RawValue]) -> tuple[Built, list[Problem]]:
     """Make an instance of ``group`` from raw values; returns it, and everything that is wrong with them.
 
     Unknown names get the nearest right one; aliases are resolved; each value is converted to its declared type and
@@ -200,7 +200,7 @@ def build(group: type[Built], given: Mapping[str, Given]) -> tuple[Built, list[P
     return group(**values), problems
 
 
-def _unknown(key: str, item: Given, known: Sequence[str]) -> Problem:
+def _unknown(key: str, item: RawValue, known: Sequence[str]) -> Problem:
     place = f" {'on' if item.where.endswith('line') else 'in'} {item.where}" if item.where else ""
     inside = [name for name in item.value if name in known] if isinstance(item.value, Mapping) else []
     if inside:
@@ -209,7 +209,7 @@ def _unknown(key: str, item: Given, known: Sequence[str]) -> Problem:
     return Problem(f'Unknown option "{key}"{place}.{did_you_mean(key, known)}')
 
 
-def convert(spec: Spec, raw: Any) -> Any:
+def convert(spec: OptionSpec, raw: Any) -> Any:
     """Convert ``raw`` (from YAML, a flag or Python) to the declared type.
 
     Raises:
@@ -248,12 +248,12 @@ def set_without(options: Any, switches: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _open_text(spec: Spec) -> bool:
+def _open_text(spec: OptionSpec) -> bool:
     # "str | Literal[...]": the choices are suggestions, any text is allowed.
     return str in members(spec.type) and spec.raw_choices is None
 
 
-def check_bounds(spec: Spec, value: float) -> None:
+def check_bounds(spec: OptionSpec, value: float) -> None:
     """Check a number against the option's bounds. Raises ValueError, with a half sentence, where it lies outside."""
     limits = [(_BOUNDS[name], bound) for name, bound in spec.bounds.items() if bound is not None]
     if not all(holds(value, bound) for (holds, _), bound in limits):

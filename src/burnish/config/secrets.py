@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-BLOTTED = "<secret>"
+MASK = "<secret>"
 SHORTEST = 6
 """A shorter value would be found in ordinary words."""
 _NAMES = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|ACCESSKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
@@ -89,15 +89,15 @@ def without_secrets(text: str) -> str:
     """Return ``text`` with each secret in it replaced."""
     named = {value for name, value in os.environ.items() if has_secret_name(name) and len(value) >= SHORTEST}
     for secret in sorted(_given | named, key=len, reverse=True):
-        text = text.replace(secret, BLOTTED)
+        text = text.replace(secret, MASK)
     if "://" in text:
-        text = _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>{BLOTTED}", text)
+        text = _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>{MASK}", text)
     lower = text.lower()  # most texts hold nothing of it, and a search for plain words is fast
     if any(word in lower for word in _WORDS):
         text = _AFTER_NAME.sub(_masked, text)
     if any(begin in text for begin, _ in _SHAPES):
-        text = _TOKEN.sub(BLOTTED, text)
-    return _SCHEME.sub(rf"\g<1>{BLOTTED}", text) if "bearer" in lower or "basic" in lower else text
+        text = _TOKEN.sub(MASK, text)
+    return _SCHEME.sub(rf"\g<1>{MASK}", text) if "bearer" in lower or "basic" in lower else text
 
 
 def _masked(match: re.Match[str]) -> str:
@@ -109,12 +109,12 @@ def _masked(match: re.Match[str]) -> str:
         return match[0]
     if not re.search("[:=]", match["between"]) and not (before and before[0].startswith("--")):
         return match[0]  # "the hub_token of ..."
-    return f"{match['word']}{match['between']}{BLOTTED}"
+    return f"{match['word']}{match['between']}{MASK}"
 
 
 def _holds_secret(key: Any, value: Any) -> bool:
     is_text = isinstance(value, str | list) and value != ""
-    return is_text and without_secrets(f"{key}: {json.dumps(value)}").endswith(f": {BLOTTED}")
+    return is_text and without_secrets(f"{key}: {json.dumps(value)}").endswith(f": {MASK}")
 
 
 def shown(value: Any) -> Any:
@@ -122,7 +122,7 @@ def shown(value: Any) -> Any:
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Mapping):
-        return {key: BLOTTED if _holds_secret(key, item) else shown(item) for key, item in value.items()}
+        return {key: MASK if _holds_secret(key, item) else shown(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         are_numbers = {*map(type, value)} <= {int, float, type(None)}
         return value if are_numbers else [shown(item) for item in value]

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.models.quiet import quiet
 from burnish.report.console import note
 from burnish.run.plan.config_files import read_config, split_arguments
 from burnish.run.plan.plan import Plan, plan
 
-CARRIED = Path(__file__).parent
+BUNDLED = Path(__file__).parent
 SHOWN = 6
 """Held-out questions printed with their answers."""
 
@@ -43,7 +43,7 @@ def demo(words: list[str]) -> int:
     run = demo_plan(words[is_dpo:], name)
     questions, pairs = demo_questions(), demo_questions("pairs_heldout") if is_dpo else []
     note(f"A small model that was not taught this yet answers {len(questions)} held-out questions ...")
-    before, knew = answers(CARRIED / "model", questions), preferred(CARRIED / "model", pairs)
+    before, knew = answers(BUNDLED / "model", questions), preferred(BUNDLED / "model", pairs)
     result = train_run(run)
     if result.exit_code is not None:
         return result.exit_code
@@ -59,17 +59,17 @@ def demo(words: list[str]) -> int:
 
 def demo_plan(words: list[str], name: str = "demo.yaml") -> Plan:
     """The included configuration, with the paths of the installed package, overridden by the command line."""
-    given = read_config(CARRIED / name)
-    places = {"model_name_or_path": CARRIED / "model", "dataset_dir": CARRIED / "data"}
+    given = read_config(BUNDLED / name)
+    places = {"model_name_or_path": BUNDLED / "model", "dataset_dir": BUNDLED / "data"}
     config, flags = split_arguments(words)
     if config is not None:
         what = f"burnish demo has a configuration of its own. Received: {config}."
         raise UserError(what, remedy=f"Try: burnish train {config}")
-    return plan({**given, **{name: Given(str(path), "burnish demo") for name, path in places.items()}, **flags})
+    return plan({**given, **{name: RawValue(str(path), "burnish demo") for name, path in places.items()}, **flags})
 
 
 def demo_questions(name: str = "heldout") -> list[DemoQuestion]:
-    lines = (CARRIED / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (BUNDLED / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return [
         DemoQuestion(f"{r['instruction']}\n{r['input']}".strip(), r.get("output") or r["chosen"], r.get("rejected", ""))
@@ -148,7 +148,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _next_steps(output_dir: str, name: str) -> str:
-    config = _short_path(CARRIED / name)
+    config = _short_path(BUNDLED / name)
     command = _command()
     return (
         f"\nnext, from {Path.cwd()}:\n"

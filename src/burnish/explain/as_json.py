@@ -18,7 +18,7 @@ from burnish.config.options import specs
 from burnish.data.batches.batching import answers_of
 from burnish.data.rows.row_set import ListedRows
 from burnish.explain.explain import curve_of, first_of_pack, memory_terms_of, pieces_of, sections
-from burnish.report.journal import given_yaml
+from burnish.report.metadata import given_yaml
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan, placing
@@ -39,7 +39,7 @@ def explained_parts(chosen: Plan, num_rows: int = 2, seed: int = 0) -> Iterator[
     prepared = prepare(chosen)
     yield {
         "notes": [*chosen.notes, *prepared.notes],
-        "dropped": prepared.tally.sentences(),
+        "dropped": prepared.stats.sentences(),
         "sections": [
             {"title": section.title, "lines": [[line.label, line.text, line.where] for line in section.lines]}
             for section in sections(chosen, prepared)

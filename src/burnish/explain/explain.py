@@ -12,7 +12,7 @@ from itertools import groupby, islice
 from typing import Any
 
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
-from burnish.config.secrets import BLOTTED
+from burnish.config.secrets import MASK
 from burnish.data.batches.batching import answers_of, collate_prefix_sharing, packs_rows
 from burnish.data.batches.stream import num_tokens, order_of, share_of_waiting
 from burnish.data.rows.row_set import ListedRows, RowSet
@@ -26,6 +26,7 @@ from burnish.models.load import meta_model
 from burnish.parallel.options import device_of
 from burnish.parallel.precision import loaded_dtype
 from burnish.report.pace import counted
+from burnish.report.progress import counted_epochs
 from burnish.run.build import wants_padding_free, wants_prefix_sharing
 from burnish.run.callbacks import listeners_of
 from burnish.run.plan.checks import evaluates, trains
@@ -51,14 +52,21 @@ LOOKED_AT = 1000
 """Rows whose labels are counted; all lengths are."""
 
 
-def explain(plan: Plan) -> None:
+EVENTS = "Events"
+"""The section that lists the callbacks of each event."""
+
+
+def explain(plan: Plan, shows_all: bool = False) -> None:
     """Print what ``burnish train`` would do with the same arguments.
 
+    Args:
+        shows_all: print the callbacks of each event as well.
     Raises:
         UserError: where it would be refused.
     """
     prepared = prepare(plan)
-    show(list(sections(plan, prepared)), list(samples(plan, prepared)))
+    found = [section for section in sections(plan, prepared) if shows_all or section.title != EVENTS]
+    show(found, list(samples(plan, prepared)))
 
 
 def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
@@ -85,7 +93,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
     lines = [
         Line("data sets", ", ".join(map(str, named or [])) or "none", plan.where(by)),
         Line("template", prepared.template.name, plan.where("template")),
-        Line("records", f"{prepared.tally.seen:,} read{also}"),
+        Line("records", f"{prepared.stats.seen:,} read{also}"),
     ]
     if is_trained or len(prepared.rows):
         unread = "" if is_trained else ", which the run has no use for"
@@ -109,7 +117,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
             why = "no loss depends on them, or rows share them"
             text = f"{100 * spared:.3g} % of the tokens need not be computed: {why}; if the model has no dropout"
             lines.append(Line("spared", text, plan.where("needed_tokens_only")))
-    lines += [Line("counted", sentence) for sentence in prepared.tally.sentences()]
+    lines += [Line("counted", sentence) for sentence in prepared.stats.sentences()]
     return Section("Data", lines)
 
 
@@ -209,7 +217,7 @@ def pieces_of(row: Row, tokenizer: Any) -> list[tuple[str, bool, list[int]]]:
 def _steps(plan: Plan, prepared: Prepared) -> Section:
     options, steps = plan.options, prepared.steps
     kind = _kind(options)
-    rows = f"{counted(steps.rows_per_step, kind)} a step"
+    rows = f"effective batch size {steps.rows_per_step:,}"
     starter = plan.where("num_processes") or ("the launcher" if plan.world_size > 1 else "")
     lines = [
         Line("per device", f"{options.per_device_train_batch_size:,}", plan.where("per_device_train_batch_size")),
@@ -247,7 +255,8 @@ def _share_of_waiting(plan: Plan, prepared: Prepared) -> float | None:
 def _total(plan: Plan, prepared: Prepared) -> Line:
     options, steps = plan.options, prepared.steps
     if options.max_steps > 0:
-        return Line("in all", counted(steps.max_steps, "step"), plan.where("max_steps"))
+        share = f" = {counted_epochs(steps.epochs)}" if steps.epochs is not None else ""
+        return Line("in all", f"{counted(steps.max_steps, 'step')}{share}", plan.where("max_steps"))
     epochs = counted(options.num_train_epochs, "epoch")
     product = f"{steps.steps_per_epoch:,} x {epochs} = {counted(steps.max_steps, 'step')}"
     return Line("in all", product, plan.where("num_train_epochs"))
@@ -332,7 +341,7 @@ def _measuring(plan: Plan, prepared: Prepared) -> Section:
 
 def _events(plan: Plan) -> Section:
     found = listeners_of(plan.options, [InterruptCallback()])
-    return Section("Events", [Line(event, ", ".join(names)) for event, names in found.items()])
+    return Section(EVENTS, [Line(event, ", ".join(names)) for event, names in found.items()])
 
 
 # --- options and resources --------------------------------------------------------------------------------------------
@@ -341,7 +350,7 @@ def _events(plan: Plan) -> Section:
 def _options(plan: Plan) -> Section:
     """Every option that is not at its default."""
     lines = [
-        Line(spec.name, f"{BLOTTED if spec.is_secret else shown(value)} (default {shown(spec.default)})", where)
+        Line(spec.name, f"{MASK if spec.is_secret else shown(value)} (default {shown(spec.default)})", where)
         for spec, value, where in plan.changed()
     ]
     return Section("Options that are not at their default", lines)

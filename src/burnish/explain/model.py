@@ -17,7 +17,7 @@ from burnish.models.load import SAMPLING, context_length, samples_without_sampli
 from burnish.models.patches.attention import PADDING_FREE
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.patches.liger import LIGER, takes_liger
-from burnish.models.quantization.quantize import UNTOUCHED, quantisation_of
+from burnish.models.quantization.quantize import UNTOUCHED, quantization_of
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fitted_shapes
 from burnish.parallel.checkpointing import checkpoint_activations
@@ -66,7 +66,7 @@ def model_section(plan: Plan, prepared: Prepared) -> Section:
 def _formats(options: RunOptions, prepared: Prepared) -> list[str]:
     """The formats of the weights, where the run changes them."""
     config, saves = prepared.config, trains(options) and prepared.sizes.saves_whole_model
-    if quantisation_of(options, config):
+    if quantization_of(options, config):
         return []
     held, moved = held_dtype(options, config), trained_dtype(options, config)
     frozen = moved if prepared.sizes.total == prepared.sizes.trained or prepared.sizes.turns else held

@@ -1,7 +1,7 @@
-"""Printing of an explanation: columns and colours in a terminal, the same words as plain lines anywhere else.
+"""Printing of an explanation: columns and colors in a terminal, the same words as plain lines anywhere else.
 
 In: the sections and samples of ``explain.py``. Out: text on standard output. In a terminal a trained token is bold and
-green; without colours it is between ⟦ and ⟧.
+green; without colors it is between ⟦ and ⟧.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def show(sections: Sequence[Section], samples: Sequence[Sample]) -> None:
         screen = Console()
         screen.print(drawn(sections, samples, screen.width), soft_wrap=True, highlight=False)
     else:
-        print_result(without_colours(sections, samples))
+        print_result(without_colors(sections, samples))
 
 
-def without_colours(sections: Sequence[Section], samples: Sequence[Sample], width: int = 100) -> str:
-    """The text without colours."""
+def without_colors(sections: Sequence[Section], samples: Sequence[Sample], width: int = 100) -> str:
+    """The text without colors."""
     blocks = ["\n".join([section.title, *_section_lines(section, width)]) for section in sections]
     blocks += [f"{sample.title} in {_OPEN} {_CLOSE}\n{_indented(_marked(sample))}" for sample in samples]
     return "\n\n".join(blocks)
@@ -119,11 +119,11 @@ def _indented(text: str) -> str:
     return textwrap.indent(text.rstrip("\n"), "  ", lambda line: True)
 
 
-# --- colours ----------------------------------------------------------------------------------------------------------
+# --- colors ----------------------------------------------------------------------------------------------------------
 
 
 def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) -> Text:
-    """The text with colours: titles bold, labels in cyan, places of values dim, trained tokens green."""
+    """The text with colors: titles bold, labels in cyan, places of values dim, trained tokens green."""
     from rich.text import Text
 
     text = Text()
@@ -138,7 +138,7 @@ def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) ->
 
 
 def _drawn_line(line: Line, width: int, labels: int) -> Text:
-    """The line in the layout of ``without_colours``, its parts coloured."""
+    """The line in the layout of ``without_colors``, its parts colored."""
     from rich.text import Text
 
     text = Text("\n".join(_wrapped(line, width, labels)) + "\n")

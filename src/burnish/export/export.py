@@ -3,11 +3,11 @@
     plan       the options of the model, its adapters and its template; the file of the training works too
     merge      the adapters, in their order, into the base
     save       safetensors in shards, config, tokenizer with the chat template, a Modelfile for Ollama
-    quantise   where export_quantization_bit asks for it: GPTQ or AWQ in place of full precision
+    quantize   where export_quantization_bit asks for it: GPTQ or AWQ in place of full precision
     compare    one conversation, rendered from the folder and by the template of the training: the ids must be equal
     upload     to the hub, where asked for
 
-Refuses, before a weight is read: what ``train`` would refuse of model, adapter and template; a quantised base, into
+Refuses, before a weight is read: what ``train`` would refuse of model, adapter and template; a quantized base, into
 which nothing can be merged; a folder that is not empty.
 """
 
@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 from burnish.config.errors import Problem, UserError
-from burnish.config.options import Given, build, raise_if, specs
+from burnish.config.options import RawValue, build, raise_if, specs
 from burnish.data.chat.choose import check_template, fit_tokenizer, load_template
 from burnish.data.chat.rendering import PROMPT, Conversation, chat_ids
 from burnish.data.chat.rows import Template
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.export.gguf import check_gguf, gguf_file, write_gguf
 from burnish.export.modelfile import modelfile
-from burnish.export.quantized import calibration, quantise_into
+from burnish.export.quantized import calibration, quantize_into
 from burnish.inference.loading import (
     LONG_ENOUGH,
     as_chat,
@@ -45,7 +45,7 @@ from burnish.models.check import check_model
 from burnish.models.export import inference_dtype, problems_of_export, upload, without_gguf
 from burnish.models.load import context_length, load_config
 from burnish.models.quantization.export import without_bits
-from burnish.models.quantization.quantize import quantisation_of
+from burnish.models.quantization.quantize import quantization_of
 from burnish.models.reward_files import save_reward_head
 from burnish.models.save import save_model
 from burnish.models.source import adapter_folders, find_source
@@ -55,11 +55,11 @@ from burnish.report.console import note
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import aliases
 from burnish.run.plan.unsupported import take_absent
-from burnish.run.recovery.clearing import SetAside, left_by_a_killed_process
+from burnish.run.recovery.clearing import BackupOnOverwrite, left_by_a_killed_process
 from burnish.utils.files import named_where_full, only_writer
 
 
-def export(given: Mapping[str, Given]) -> Path:
+def export(given: Mapping[str, RawValue]) -> Path:
     """Run the whole of ``burnish export``. Returns the folder.
 
     Raises:
@@ -87,7 +87,7 @@ def export(given: Mapping[str, Given]) -> Path:
     folder = Path(options.export_dir or "")
     with (
         only_writer(folder),
-        SetAside(folder, also=_OWN_FILES),
+        BackupOnOverwrite(folder, also=_OWN_FILES),
         named_where_full(folder, "Free some space, or name an export_dir on another disk, and export again."),
         _place_of_weights(folder, using is not None) as place,
     ):
@@ -102,7 +102,7 @@ def export(given: Mapping[str, Given]) -> Path:
             file.write_text(modelfile(template, tokenizer, context_length(model.config)), encoding="utf-8")
         else:  # which Ollama does not read
             del model  # another process loads it
-            notes += quantise_into(folder, place, tokenizer, using, options)
+            notes += quantize_into(folder, place, tokenizer, using, options)
         notes += compare_templates(folder, template, options)
         gguf = gguf_file(folder, options) if options.export_format == "gguf" else None
         notes += write_gguf(folder, gguf, options) if gguf is not None else []
@@ -136,12 +136,12 @@ def _place_of_weights(folder: Path, is_passing: bool) -> Iterator[Path]:
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 
-def export_options(given: Mapping[str, Given]) -> RunOptions:
+def export_options(given: Mapping[str, RawValue]) -> RunOptions:
     """Check and build the options that an export reads. Options of training may be among them."""
     present, problems, _ = take_absent(given, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     problems += [*wrong, *check_template(options)]
-    problems += [] if problems else quantised_base(options) or check_model(options, needs_head=writes_answers(options))
+    problems += [] if problems else quantized_base(options) or check_model(options, needs_head=writes_answers(options))
     if not problems:
         folders = [find_source(options.model_name_or_path, options).folder, *adapter_folders(options)]
         problems += problems_of_export(
@@ -162,10 +162,10 @@ def export_options(given: Mapping[str, Given]) -> RunOptions:
     return options
 
 
-def quantised_base(options: RunOptions) -> list[Problem]:
-    """A problem where the base is quantised, or would be while it is loaded."""
+def quantized_base(options: RunOptions) -> list[Problem]:
+    """A problem where the base is quantized, or would be while it is loaded."""
     try:
-        method = quantisation_of(options, load_config(options))
+        method = quantization_of(options, load_config(options))
     except UserError:
         return []  # check_model finds what is wrong with it
     if not method:
@@ -173,11 +173,11 @@ def quantised_base(options: RunOptions) -> list[Problem]:
     what = "an adapter cannot be merged into it" if options.adapter_name_or_path else "it stays as it is"
     return [
         Problem(
-            f"the base model is quantised ({method}): {what}.",
+            f"the base model is quantized ({method}): {what}.",
             where=str(options.model_name_or_path),
             remedy="Leave quantization_bit out, so that the adapter is merged into the model as it was before."
             if options.quantization_bit
-            else "Set model_name_or_path to the model that was quantised, in full precision.",
+            else "Set model_name_or_path to the model that was quantized, in full precision.",
         )
     ]
 
@@ -199,7 +199,7 @@ def compare_templates(folder: Path, template: Template, options: RunOptions) -> 
     example = readable_example(template)
     if example is None:
         return ["The template writes no plain conversation, so the exported chat template was not compared with it."]
-    row = template.encode([example], Tally())[0]
+    row = template.encode([example], DataStats())[0]
     assert row is not None
     chat = as_chat(example)
     for trained, exported in (

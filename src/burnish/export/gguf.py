@@ -2,7 +2,7 @@
 
 In:  the folder that ``burnish export`` wrote. Out: ``<name>.gguf`` in it. Two ways:
 
-- with ``llama_cpp``, a checkout or an installation of llama.cpp: its own converter and its own quantiser, as processes;
+- with ``llama_cpp``, a checkout or an installation of llama.cpp: its own converter and its own quantizer, as processes;
 - without, this file over the library ``gguf`` (extra ``gguf``), for the shapes of llama, mistral, qwen2 and qwen3 with
   the tokenizers of ``gguf_tokens.py``, as f32, f16, bf16 or q8_0 and its like.
 

@@ -1,7 +1,7 @@
 """An export in few bits: rows to calibrate with, the folder that they make, and a card with what was lost.
 
     rows      of ``export_quantization_dataset``, or of the training, written by the template that trained
-    quantise  the folder in full precision (``models/quantization/export.py``)
+    quantize  the folder in full precision (``models/quantization/export.py``)
     card      perplexity before and after, on rows that did not calibrate; nor train, where the training held some out
 
 Refuses: no data set to calibrate with, or one with a single row.
@@ -9,7 +9,6 @@ Refuses: no data set to calibrate with, or one with a single row.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Sequence
@@ -17,15 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCardData
+
 from burnish.config.errors import UserError
 from burnish.config.options import raise_if
 from burnish.data.chat.choose import load_template
 from burnish.data.sets.sources import load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
-from burnish.models.quantization.export import QuantisationJob, check_quantised_export, group_of, quantise
+from burnish.models.quantization.export import QuantizationJob, check_quantized_export, group_of, quantize
 from burnish.models.tokens import fitted_shapes
-from burnish.report.card import CARD_NAME, is_hub_name, serving_lines
+from burnish.report.card import CARD_NAME, is_hub_name, serving_lines, under_metadata
 from burnish.run.plan.options import RunOptions
 
 HELD_OUT = 64
@@ -50,7 +51,7 @@ def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration
         UserError: for what the user gave.
     """
     shapes = fitted_shapes(config, tokenizer, options)
-    raise_if(check_quantised_export(options, shapes))
+    raise_if(check_quantized_export(options, shapes))
     named = options.export_quantization_dataset
     if not (named or options.dataset):
         what = '"export_quantization_bit" needs rows to calibrate with, and no data set is named.'
@@ -62,12 +63,12 @@ def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration
     reading = replace(options, cutoff_len=options.export_quantization_maxlen, streaming=False, tokenized_path=None)
     if named:
         reading = replace(reading, dataset=[named], val_size=0, interleave_probs=None, mix_strategy="concat")
-    sets = load_datasets(reading, options.seed, Tally())
+    sets = load_datasets(reading, options.seed, DataStats())
     template = load_template(reading, tokenizer)
 
     def encoded(examples: Sequence[Example], count: int) -> list[Row]:
         order = random.Random(options.seed).sample(range(len(examples)), len(examples))  # noqa: S311
-        found = (template.encode([examples[place]], Tally())[0] for place in order)
+        found = (template.encode([examples[place]], DataStats())[0] for place in order)
         rows = []
         for row in found:
             rows += [row] if row is not None else []
@@ -86,21 +87,21 @@ def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration
     return Calibration(rows[: options.export_quantization_nsamples], others, group_of(shapes))
 
 
-def quantise_into(folder: Path, source: Path, tokenizer: Any, using: Calibration, options: RunOptions) -> list[str]:
-    """Quantise ``source``, a whole model, and fill ``folder``. Returns sentences for a person.
+def quantize_into(folder: Path, source: Path, tokenizer: Any, using: Calibration, options: RunOptions) -> list[str]:
+    """Quantize ``source``, a whole model, and fill ``folder``. Returns sentences for a person.
 
     Args:
         source: a folder that is taken away afterwards; its neighbours are for temporary files.
     """
     source = source.resolve()
-    made = source.parent / "quantised"
+    made = source.parent / "quantized"
     device = "cpu" if options.export_device == "cpu" else "cuda"
-    job = QuantisationJob(
+    job = QuantizationJob(
         str(source), str(made), options.export_quantization_method, options.export_quantization_bit or 4, using.group,
         [row["input_ids"] for row in using.rows], using.held_out, f"{options.export_size}GB",
         options.trust_remote_code, device,
     )  # fmt: skip
-    before, after = quantise(job, source.parent)
+    before, after = quantize(job, source.parent)
     (made / "quant_log.csv").unlink(missing_ok=True)  # seconds and losses of each layer
     tokenizer.save_pretrained(made)
     shutil.copyfile(source / "generation_config.json", made / "generation_config.json")
@@ -115,7 +116,7 @@ def quantise_into(folder: Path, source: Path, tokenizer: Any, using: Calibration
     return [said, *([f"That is {worse:.0%} worse: more bits, or other rows to calibrate with."] * (worse > WORSE))]
 
 
-def _sentence(job: QuantisationJob, before: float, after: float) -> str:
+def _sentence(job: QuantizationJob, before: float, after: float) -> str:
     group = f"groups of {job.group} inputs" if job.group > 0 else "one scale per output"
     tokens = sum(label != -100 for row in job.held_out for label in row["labels"][1:])
     return (
@@ -125,12 +126,13 @@ def _sentence(job: QuantisationJob, before: float, after: float) -> str:
 
 
 def card(name: str, said: str, options: RunOptions) -> str:
-    """The model card of a quantised folder."""
+    """The model card of a quantized folder."""
     base = str(options.model_name_or_path)
     is_plain = is_hub_name(base) and not options.adapter_name_or_path
-    header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    header += [f"base_model: {json.dumps(base)}", "base_model_relation: quantized"] * is_plain
-    header += ["tags:", "- burnish", f"- {options.export_quantization_method}", "---"]
-    lines = ["", f"# {name}", "", said, "", "At a terminal, and as a server:", "", "```sh", *serving_lines(name), "```"]
+    metadata = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", base_model=base if is_plain else None,
+        base_model_relation="quantized" if is_plain else None, tags=["burnish", options.export_quantization_method],
+    )  # fmt: skip
+    lines = [f"# {name}", "", said, "", "At a terminal, and as a server:", "", "```sh", *serving_lines(name), "```"]
     needs = "transformers and burnish read it through the libraries gptqmodel and (GPTQ) optimum."
-    return "\n".join([*header, *lines, "", needs, ""])
+    return under_metadata(metadata, "\n".join([*lines, "", needs]))

@@ -11,7 +11,7 @@ from burnish.data.chat.rows import Template
 from burnish.inference.replies.reply_forms import ReplyForm
 from burnish.inference.slots import Through
 from burnish.inference.types import Sampling
-from burnish.losses.reward import ValueHead
+from burnish.losses.reward import RewardHead
 
 if TYPE_CHECKING:
     from burnish.inference.options import AnsweringOptions
@@ -48,4 +48,4 @@ class LoadedModel:
     adapters: tuple[str, ...] = ()
     through: Through | None = None
     notes: tuple[str, ...] = ()
-    head: ValueHead | None = None
+    head: RewardHead | None = None

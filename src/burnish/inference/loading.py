@@ -31,7 +31,7 @@ from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import RECORDED, fit_tokenizer, load_template
 from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.rows import Template
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.inference.engine import LocalEngine
 from burnish.inference.loaded_model import LoadedModel
 from burnish.inference.options import is_remote
@@ -40,11 +40,11 @@ from burnish.inference.scoring import NO_ANSWERS, ScoreEngine
 from burnish.inference.slots import Deliver, SlotLimits, Through
 from burnish.inference.types import BASE, InferenceEngine, Sampling
 from burnish.loop.types import Example, Message
-from burnish.losses.reward import ValueHead
+from burnish.losses.reward import REWARD_HEADS, RewardHead, ValueHead
 from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, load_config, load_model, raise_if_not_finite
-from burnish.models.quantization.quantize import quantisation_of, quantised_by
-from burnish.models.reward_files import BIAS, WEIGHT, read_head
+from burnish.models.quantization.quantize import quantization_of, quantized_by
+from burnish.models.reward_files import BIAS, WEIGHT, kind_of_head, read_head
 from burnish.models.source import adapter_folders, find_source, local_folder
 from burnish.models.tokens import TOKENIZER_FILES, fit_vocabulary, fitted_shapes, load_tokenizer
 from burnish.parallel.options import device_of
@@ -198,7 +198,7 @@ def readable_example(template: Template) -> Example | None:
     """A conversation that the template accepts: with a system message, else without one."""
     for system in ("You answer in one line.", None):
         example = Example(messages=CONVERSATION, system=system, source="export", number=1)
-        if template.encode([example], Tally())[0] is not None:
+        if template.encode([example], DataStats())[0] is not None:
             return example
     return None
 
@@ -283,15 +283,15 @@ def _model(
     options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path], notes: list[str],
     needs_head: bool = True,
 ) -> nn.Module:  # fmt: skip
-    """The model that answers, on its device and in its format; an adapter stays beside a quantised base."""
+    """The model that answers, on its device and in its format; an adapter stays beside a quantized base."""
     device = device_of(options)
-    if method := quantisation_of(options, config):
-        dtype: Any = "auto" if quantised_by(config) else supported_dtype(loaded_dtype(config), device)
+    if method := quantization_of(options, config):
+        dtype: Any = "auto" if quantized_by(config) else supported_dtype(loaded_dtype(config), device)
         model: nn.Module = load_model(
             options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head
         )
         if len(adapters) > 1:
-            what = f"several adapters cannot be merged into a base that is quantised ({method})."
+            what = f"several adapters cannot be merged into a base that is quantized ({method})."
             raise UserError(what, remedy="Merge all but the last: burnish export without quantization_bit.")
         for folder in adapters:
             load_adapter(model, folder)
@@ -306,7 +306,7 @@ def _model(
     return model.eval().requires_grad_(False)
 
 
-def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> ValueHead | None:
+def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> RewardHead | None:
     """The head of a reward model, float32 on the CPU; None for a model that writes answers.
 
     Args:
@@ -316,8 +316,9 @@ def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> ValueHea
     found = read_head([*([base] if base is not None else []), *adapters])
     if found is None:
         return None
-    weights = found[0]
-    head = ValueHead(weights[WEIGHT].numel(), has_bias=BIAS in weights)
+    weights, file = found
+    kind = kind_of_head(file)
+    head = REWARD_HEADS[kind[0]](kind[1]) if kind else ValueHead(weights[WEIGHT].numel(), has_bias=BIAS in weights)
     head.take(weights)
     return head.requires_grad_(False)
 
@@ -330,7 +331,7 @@ def writes_answers(options: AnsweringOptions) -> bool:
         return True
 
 
-def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score: bool) -> ValueHead | None:
+def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score: bool) -> RewardHead | None:
     head = reward_head(options, adapters)
     if head is not None and not may_score:
         remedy = "Its scores: burnish predict writes a file; burnish api answers at POST /v1/score/evaluation."

@@ -25,7 +25,7 @@ from burnish.inference.types import Logprob, Sampling
 _FIRST_SORTED = 256
 """Number of most likely tokens that are searched first for the end of the nucleus."""
 _COLDEST, _LARGEST = 1e-5, 1e30
-"""The lowest temperature above 0 and the largest penalised score: beyond them float32 overflows."""
+"""The lowest temperature above 0 and the largest penalized score: beyond them float32 overflows."""
 _ROUNDING = 1e-3
 """Upper bound of the rounding error of a sum of float32 probabilities, in any order."""
 
@@ -77,9 +77,9 @@ def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
     if bias := [(at, *pair) for at, row in enumerate(rows) for pair in row.sampling.bias.items()]:
         places, (values,) = _entries(bias, scores)
         scores[places] += values
-    penalised = [(at, row) for at, row in enumerate(rows) if row.sampling.repetition_penalty != 1]
+    penalized = [(at, row) for at, row in enumerate(rows) if row.sampling.repetition_penalty != 1]
     if found := [
-        (at, token, row.sampling.repetition_penalty) for at, row in penalised for token in {*row.prompt, *row.answer}
+        (at, token, row.sampling.repetition_penalty) for at, row in penalized for token in {*row.prompt, *row.answer}
     ]:
         places, (penalties,) = _entries(found, scores)
         before = scores[places]

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from burnish.config.errors import UserError
 from burnish.inference.types import Closed, EngineFacts, GenerationRequest, OutputCallback, RequestHandle
 from burnish.kernels.probe import causal_lm
-from burnish.losses.reward import ValueHead
+from burnish.losses.reward import RewardHead
 
 AT_ONCE = 8
 """Texts in one forward pass."""
@@ -32,7 +32,7 @@ class ScoreEngine:
         context: tokens of the longest text.
     """
 
-    def __init__(self, model: nn.Module, head: ValueHead, context: int) -> None:
+    def __init__(self, model: nn.Module, head: RewardHead, context: int) -> None:
         self.model, self.head, self.context = model, head, context
         self._is_closed = False
         self._tokens = 0

@@ -187,12 +187,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for begin in range(0, len(h), size):
                 part = slice(begin, begin + size)
                 logits = logits_into(h[part], w, None if bias is None else bias.to(dtype), whole)
-                made, slope = _chunk(
+                made, grad_logits = _chunk(
                     logits, targets[part], None if weights is None else weights[part], rules, any(needs)
                 )
                 sums = [so_far + value for so_far, value in zip(sums, made, strict=True)]
-                if slope is not None:
-                    gradients.add(part, slope, h[part], w, is_first=begin == 0)
+                if grad_logits is not None:
+                    gradients.add(part, grad_logits, h[part], w, is_first=begin == 0)
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(sums[1], sums[2])
         return tuple(sums)  # type: ignore[return-value]
@@ -252,24 +252,24 @@ def _rows(
     """
     smoothing, at_target = rules.label_smoothing, targets.unsqueeze(-1)
     capped = rules.softcap * torch.tanh(logits.float() / rules.softcap) if rules.softcap else logits
-    slope = torch.softmax(capped, -1, dtype=torch.float32)  # p; the only exponential per logit
-    log_p, log_sum = _logarithms(capped, slope, at_target)
+    grad_logits = torch.softmax(capped, -1, dtype=torch.float32)  # p; the only exponential per logit
+    log_p, log_sum = _logarithms(capped, grad_logits, at_target)
     losses = -log_p * (1 - smoothing)
     if smoothing:
         losses += smoothing * (log_sum - capped.mean(-1, dtype=torch.float32))
     none = torch.zeros_like(losses)
     correct = (capped.max(-1).indices == targets).float() if rules.accuracy else none  # a quarter of argmax's time
-    entropy = log_sum - (slope * capped).sum(-1) if rules.entropy else none
+    entropy = log_sum - (grad_logits * capped).sum(-1) if rules.entropy else none
     if rules.factor:
-        factors = loss_factors(slope, targets, rules)
+        factors = loss_factors(grad_logits, targets, rules)
         losses, weights = losses * factors, factors if weights is None else weights * factors
     if needs_slope:
         if smoothing:
-            slope -= smoothing / slope.shape[-1]
-        slope.scatter_add_(-1, at_target, slope.new_full(at_target.shape, smoothing - 1))
+            grad_logits -= smoothing / grad_logits.shape[-1]
+        grad_logits.scatter_add_(-1, at_target, grad_logits.new_full(at_target.shape, smoothing - 1))
         if rules.softcap:
-            slope *= 1 - (capped / rules.softcap).square()
-        logits.copy_(slope if weights is None else slope.mul_(weights.unsqueeze(-1)))
+            grad_logits *= 1 - (capped / rules.softcap).square()
+        logits.copy_(grad_logits if weights is None else grad_logits.mul_(weights.unsqueeze(-1)))
     return losses, correct, entropy
 
 
@@ -308,22 +308,24 @@ class Gradients(NamedTuple):
             torch.zeros_like(bias) if needs[2] and bias is not None else None,
         )
 
-    def add(self, part: slice, slope: Tensor, hidden: Tensor, weight: Tensor, is_first: bool) -> None:
-        """Add a chunk: ``slope`` (n, V), ``hidden`` (n, H) and ``weight`` (V, H), all in the dtype of the products."""
+    def add(self, part: slice, grad_logits: Tensor, hidden: Tensor, weight: Tensor, is_first: bool) -> None:
+        """Add a chunk: ``grad_logits`` (n, V), ``hidden`` (n, H), ``weight`` (V, H), in the dtype of the products."""
         if self.bias is not None:
-            self.bias.add_(slope.sum(0, dtype=torch.float32))
+            self.bias.add_(grad_logits.sum(0, dtype=torch.float32))
         if self.hidden is not None:
-            self.hidden[part] = slope @ weight
+            self.hidden[part] = grad_logits @ weight
         if self.weight is not None:
-            self._add_to_weight(slope, hidden, is_first)
+            self._add_to_weight(grad_logits, hidden, is_first)
 
-    def _add_to_weight(self, slope: Tensor, hidden: Tensor, is_first: bool) -> None:
+    def _add_to_weight(self, grad_logits: Tensor, hidden: Tensor, is_first: bool) -> None:
         assert self.weight is not None
         # Tiles are for the cache of a CPU; a GPU computes one product, not a hundred small ones.
         row_bytes, is_cpu = hidden.shape[1] * hidden.element_size(), hidden.device.type == "cpu"
         height = max(1, _TILE_BYTES // row_bytes) if is_cpu else len(self.weight)
-        for tile, slopes in zip(torch.split(self.weight, height), torch.split(slope, height, dim=1), strict=True):
-            product = slopes.t() @ hidden
+        for tile, grad_tiles in zip(
+            torch.split(self.weight, height), torch.split(grad_logits, height, dim=1), strict=True
+        ):
+            product = grad_tiles.t() @ hidden
             if is_first:
                 tile.copy_(product)
             else:

@@ -8,7 +8,7 @@ In:  modules that keep a layer and its factors under peft's names. Out: their fo
   added to it where it lies, and the same to its input's gradient.
 - ``joint_projections``: several such layers over one input (queries, keys and values; a gate and its fellow). All A lie
   under each other: one product with the input, one of their gradients, one of what they give the input.
-- ``lora_update``: the layer answers by itself (quantised, trained, sharded, listened to), and the update is added.
+- ``lora_update``: the layer answers by itself (quantized, trained, sharded, listened to), and the update is added.
 
 What is more than this formula, DoRA say, is left to the module's own forward pass.
 
@@ -383,7 +383,7 @@ def _is_joint(numbers: Adapted, x: Tensor) -> bool:
 
 def _is_frozen_product(layer: nn.Module) -> bool:
     """Return whether ``layer`` is torch's own linear layer over a plain frozen tensor, without hooks (such as one that
-    gathers a sharded weight). A quantised or distributed weight has a class of its own."""
+    gathers a sharded weight). A quantized or distributed weight has a class of its own."""
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return False
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)

@@ -119,7 +119,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Capabilities:
     """Findings about a model; false and None where it does not, or was not asked.
 
     Args:
@@ -142,7 +142,7 @@ class Fitted:
 def find_head(model: nn.Module) -> Head | None:
     """Find the head of a causal language model; None where its logits do not follow the formula of ``Head``.
 
-    None too where the head is no plain linear layer (quantised, adapted), or where it has hooks, which would not be
+    None too where the head is no plain linear layer (quantized, adapted), or where it has hooks, which would not be
     called. For the comparison the hidden states are multiplied by a thousand, so that a cap or an offset shows, which
     hardly changes small logits.
     """

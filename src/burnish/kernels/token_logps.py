@@ -42,13 +42,13 @@ class LogpRules:
         softcap: logits become ``softcap * tanh(logit / softcap)``.
         accuracy: whether the most probable candidate is right; takes one more pass over the logits.
         entropy: of the prediction, in nats; one more.
-        evenness: log p(token) - ln Σ_v p(v)²; one more (WPO).
+        sum_squared_probs: log p(token) - ln Σ_v p(v)²; one more (WPO).
     """
 
     softcap: float | None = None
     accuracy: bool = False
     entropy: bool = False
-    evenness: bool = False
+    sum_squared_probs: bool = False
 
     @property
     def of_loss(self) -> TokenLoss:
@@ -61,7 +61,7 @@ class TokenLogps(NamedTuple):
     logps: Tensor  # in nats, at most 0
     correct: Tensor  # 1 or 0
     entropy: Tensor  # in nats
-    evenness: Tensor  # log p(token) - ln Σ_v p(v)²
+    sum_squared_probs: Tensor  # log p(token) - ln Σ_v p(v)²
 
 
 def linear_token_logps(
@@ -93,7 +93,7 @@ def plain_token_logps(logits: Tensor, targets: Tensor, rules: LogpRules | None =
         logps,
         (measured.argmax(-1) == targets).float() if rules.accuracy else none,
         -(measured.exp() * measured).sum(-1) if rules.entropy else none,
-        logps.detach() - torch.logsumexp(2 * measured, -1) if rules.evenness else none,
+        logps.detach() - torch.logsumexp(2 * measured, -1) if rules.sum_squared_probs else none,
     )
 
 
@@ -110,9 +110,16 @@ class _LinearTokenLogps(torch.autograd.Function):
             slopes = torch.empty_like(hidden) if makes_gradient else None  # (N, H) of each token's own logp
             found = []
             for part, logits in _chunks(h, w, b):
-                evenness = _evenness(logits, targets[part], rules)
+                sum_squared_probs = _evenness(logits, targets[part], rules)
                 losses, correct, entropy = token_values(logits, targets[part], None, rules.of_loss, makes_gradient)
-                found.append((-losses, correct, entropy, evenness - losses if rules.evenness else evenness))
+                found.append(
+                    (
+                        -losses,
+                        correct,
+                        entropy,
+                        sum_squared_probs - losses if rules.sum_squared_probs else sum_squared_probs,
+                    )
+                )
                 if slopes is not None:
                     slopes[part] = torch.mm(logits, w).neg_()
         if head_trains:
@@ -155,7 +162,7 @@ def _chunks(h: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, 
 
 def _evenness(logits: Tensor, targets: Tensor, rules: LogpRules) -> Tensor:
     """(n,) -ln Σ_v p(v)², before the logits are overwritten; zero where not asked for."""
-    if not rules.evenness:
+    if not rules.sum_squared_probs:
         return torch.zeros(len(targets), device=logits.device)
     wide = logits.float()
     if rules.softcap:

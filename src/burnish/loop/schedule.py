@@ -64,6 +64,11 @@ class StepPlan:
     max_steps: int
     num_train_epochs: int  # epochs begun
 
+    @property
+    def epochs(self) -> float | None:
+        """Epochs that ``max_steps`` steps are, the last one in part; None if the training set has no length."""
+        return None if self.rows is None or not self.steps_per_epoch else self.max_steps / self.steps_per_epoch
+
 
 NO_STEPS = StepPlan(0, 0, 0, 0, 0)
 """The plan of a run that only evaluates or predicts."""

@@ -2,9 +2,9 @@
 
 A member is a class ``(options, template, tokenizer) -> Objective``. A run calls, in this order:
 
-    objective.encode(examples, tally)         rows, before a weight is read
+    objective.encode(examples, stats)         rows, before a weight is read
     objective.inspect(rows, rows_per_step)    remarks on the training rows
-    objective.fit(fitted, collate)            takes over what the model can do; sentences for the user
+    objective.fit(capabilities, collate)            takes over what the model can do; sentences for the user
     objective.module(model)                   the model and its loss as one module, for the engine to wrap
     objective.setup(module)                   once, with the module as the engine prepared it
     objective.collate(rows)                   a micro-batch
@@ -25,7 +25,7 @@ from torch import nn
 from burnish.config.checks import check
 from burnish.config.errors import Problem
 from burnish.config.registry import Registry
-from burnish.kernels.probe import Fitted
+from burnish.kernels.probe import Capabilities
 from burnish.loop.protocols import Engine, Objective
 from burnish.loop.types import IGNORE_INDEX, TOKEN_COLUMNS, Batch, Example, Row
 
@@ -37,10 +37,10 @@ class RowEncoder(Protocol):
 
     @property
     def fingerprint(self) -> str: ...
-    def encode_flat(self, examples: Sequence[Example], tally: Any) -> list[Row | None]: ...
-    def encode_text(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[Row | None]: ...
-    def encode_pairs(self, examples: Sequence[Example], tally: Any) -> list[Row | None]: ...
-    def encode_verdicts(self, examples: Sequence[Example], tally: Any) -> list[Row | None]: ...
+    def encode_flat(self, examples: Sequence[Example], stats: Any) -> list[Row | None]: ...
+    def encode_text(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> list[Row | None]: ...
+    def encode_pairs(self, examples: Sequence[Example], stats: Any) -> list[Row | None]: ...
+    def encode_verdicts(self, examples: Sequence[Example], stats: Any) -> list[Row | None]: ...
 
 
 class StageObjective(Objective, Protocol):
@@ -116,7 +116,7 @@ class StageObjective(Objective, Protocol):
         """Names of the metrics of an evaluation; None where they are not known beforehand."""
         return None
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]: ...
+    def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]: ...
     def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
         """Remarks on the training rows. Raises UserError where nothing can be learned from them."""
         return []
@@ -125,7 +125,7 @@ class StageObjective(Objective, Protocol):
         """Tell whether tokens that no loss depends on may be left out. Args: model: need have no weights."""
         return False
 
-    def fit(self, fitted: Fitted, collate: Collate) -> list[str]: ...
+    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]: ...
 
 
 OBJECTIVES: Registry[type[StageObjective]] = Registry("stage")

@@ -119,9 +119,9 @@ class KtoObjective(AnswersObjective):
         sides = [f"{name}/{side}" for name in ("rewards", "logps") for side in ("chosen", "rejected")]
         return ["loss", *sides, "rewards/margins", "kl"]
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]:
+    def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Args: truncate: without effect: answers are always held to ``cutoff_len``."""
-        return self.template.encode_verdicts(examples, tally)
+        return self.template.encode_verdicts(examples, stats)
 
     def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
         """List remarks about the verdicts of a set that the user should read.

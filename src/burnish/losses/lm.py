@@ -25,7 +25,7 @@ from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
 from burnish.kernels.cross_entropy import TokenLoss, TokenSums
 from burnish.kernels.head_kernels import BACKENDS, LIBRARIES, head_obstacle
-from burnish.kernels.probe import Fitted, Head, causal_lm
+from burnish.kernels.probe import Capabilities, Head, causal_lm
 from burnish.kernels.tied import TIED, TiedEmbedding
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Row
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
@@ -155,11 +155,11 @@ class LmObjective(StageObjective):
         accuracy, entropy = self.options.compute_accuracy, self.options.compute_entropy
         return ["loss", *["accuracy"] * accuracy, *["entropy"] * entropy, "aux_loss"]
 
-    def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
+    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Take over how the model makes its logits.
 
         Args:
-            fitted: what the model was asked (``models.fitted``).
+            capabilities: what the model was asked (``models.patches.capabilities``).
             collate: rows -> micro-batch, padding-free or padded (``data.batches.batching.collator``).
         Returns:
             Sentences for the user.
@@ -167,12 +167,12 @@ class LmObjective(StageObjective):
             UserError: where ``fused_loss`` is asked for and the head of the model does not allow it, and where the loss
                 of a router would have no gradient.
         """
-        self.collate, inner = partial(collate_learned, collate), causal_lm(fitted.model)
+        self.collate, inner = partial(collate_learned, collate), causal_lm(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
             raise UserError(ROUTER_WITHOUT_GRADIENT)
         if self.options.fused_loss is False:
             return []
-        self.head, self.makes_some_logits = fitted.head, fitted.makes_some_logits
+        self.head, self.makes_some_logits = capabilities.head, capabilities.makes_some_logits
         if self.head is not None:
             bias, weight = self.head.linear.bias, self.head.linear.weight
             what = head_obstacle(way_of(self.options), weight.device, token_loss(self.options), bias is not None)
@@ -214,9 +214,9 @@ class SftObjective(LmObjective):
 
     title = "supervised fine-tuning"
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[Row | None]:
+    def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> list[Row | None]:
         """Encode conversations. Args: truncate: without effect: they are always truncated, turn by turn."""
-        return self.template.encode_flat(examples, tally)
+        return self.template.encode_flat(examples, stats)
 
 
 @OBJECTIVES.register("pt", options=LmOptions)
@@ -227,9 +227,9 @@ class PretrainObjective(LmObjective):
     has_prompts = False
     title = "continued pretraining"
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> list[Row | None]:
+    def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> list[Row | None]:
         """Encode texts. Args: truncate: to ``cutoff_len``; false where packing splits rows (``splits_rows``)."""
-        return self.template.encode_text(examples, tally, truncate=truncate)
+        return self.template.encode_text(examples, stats, truncate=truncate)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

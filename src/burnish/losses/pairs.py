@@ -23,7 +23,7 @@ from burnish.checkpoint.parts import Stateful
 from burnish.config.checks import check
 from burnish.config.errors import Problem, UserError
 from burnish.kernels.elementwise import rounding_as_trained
-from burnish.kernels.probe import Fitted, Head, causal_lm, find_head, makes_some_logits
+from burnish.kernels.probe import Capabilities, Head, causal_lm, find_head, makes_some_logits
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.modes import evaluating
 from burnish.loop.protocols import Engine
@@ -133,12 +133,12 @@ class AnswersObjective(StageObjective):
         if self.reference is not None:
             self.reference.setup(module)
 
-    def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
+    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Take over how the model makes its logits. As ``LmObjective.fit``."""
-        self.collate, inner = partial(self._collated, collate), causal_lm(fitted.model)
+        self.collate, inner = partial(self._collated, collate), causal_lm(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
             raise UserError(ROUTER_WITHOUT_GRADIENT)
-        self.head, self.makes_some_logits = fitted.head, fitted.makes_some_logits
+        self.head, self.makes_some_logits = capabilities.head, capabilities.makes_some_logits
         if self.head is not None or self.options.fused_loss is False:
             return []
         name = type(inner).__name__
@@ -151,7 +151,7 @@ class AnswersObjective(StageObjective):
         """The model as one that is asked for answers. ``fit`` comes first."""
         options = self.options
         rules = LogpRules(
-            self.head.softcap if self.head else None, accuracy=True, entropy=True, evenness=self.asks_evenness
+            self.head.softcap if self.head else None, accuracy=True, entropy=True, sum_squared_probs=self.asks_evenness
         )  # fmt: skip
         self.aux_coefficient = aux_coefficient(causal_lm(model), options.router_aux_loss_coef)
         return SequenceModel(
@@ -236,9 +236,9 @@ class PairObjective(AnswersObjective):
         names = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins"))]
         return [*names, "logps/chosen", "logps/rejected"]
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]:
+    def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
-        return self.template.encode_pairs(examples, tally)
+        return self.template.encode_pairs(examples, stats)
 
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         """The micro-batch, and of its pairs ``items`` (P,), what each counts; ``reference`` (S,) where rows have it."""
@@ -334,7 +334,7 @@ class PairObjective(AnswersObjective):
     def _with_additions(self, losses: Tensor, pairs: Pairs, values: SequenceValues, batch: Batch) -> Tensor:
         options = self.options
         if options.use_weighting:
-            means = values.evenness / batch["lengths"]
+            means = values.sum_squared_probs / batch["lengths"]
             losses = losses * wpo_weights(means[0::2], means[1::2])
         if options.pref_bco_weight:
             weight = options.pref_bco_weight

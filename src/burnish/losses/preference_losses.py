@@ -126,7 +126,7 @@ def ipo(pairs: Pairs, shape: LossShape) -> Tensor:
 
 
 def sigmoid_norm(pairs: Pairs, shape: LossShape) -> Tensor:
-    """-ln σ(β (r(y+)/|y+| - r(y-)/|y-|)): length-normalised DPO, Tülu 3, Lambert et al. 2024,
+    """-ln σ(β (r(y+)/|y+| - r(y-)/|y-|)): length-normalized DPO, Tülu 3, Lambert et al. 2024,
     https://arxiv.org/abs/2411.15124"""
     return -F.logsigmoid(shape.beta * _mean_delta(pairs, shape))
 

@@ -13,7 +13,7 @@ is the end token, that look ends one token early.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -22,8 +22,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from burnish.config.errors import UserError
 from burnish.config.options import option
-from burnish.kernels.probe import Fitted, causal_lm
+from burnish.config.registry import Registry
+from burnish.kernels.probe import Capabilities, causal_lm
 from burnish.loop.protocols import Engine
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
@@ -36,24 +38,60 @@ WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
 """LLaMA-Factory's names in ``value_head.safetensors``."""
 
 
+class RewardHead(nn.Module):
+    """A module that scores hidden states. A member of ``REWARD_HEADS`` is a subclass, called with the width H.
+
+    Args:
+        width: H.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(N, H) -> (N,) float32."""
+        raise NotImplementedError
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of the head, by their names in its file."""
+        return {f"v_head.{name}": parameter for name, parameter in self.named_parameters()}
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Args: weights: as ``weights`` gives them.
+
+        Raises:
+            UserError: where they are those of another head.
+        """
+        own = self.weights()
+        if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in weights.items()}:
+            raise UserError(f"The weights of the reward head do not fit {type(self).__name__}.", option="reward_head")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name])
+
+
+REWARD_HEADS: Registry[Callable[[int], RewardHead]] = Registry("reward head")
+
+
 @dataclass
 class RewardOptions:
-    """Reward modeling."""
+    """Learning a reward model."""
 
     center_rewards_coefficient: float | None = option(
-        None, "Weight of a penalty on the squared sum of the scores of a pair, which centers them at 0.", ge=0
+        None, "Weight of the square of a pair's summed scores, which keeps their mean near 0.", ge=0
     )
     reward_head: str | None = option(
-        None,
-        "Format of the saved reward model: a language model with a separate value head (value_head), or a "
-        "sequence classifier of transformers (score). Default: as the model was loaded; value_head for a "
-        "new one.",
-        choices=("value_head", "score"),
+        None, "The head, and the form in which it is saved: a linear layer in a file beside the language model "
+        "(value_head), or a sequence classifier of transformers (score). Default: as the model was loaded; value_head "
+        "for a new head.",
+        choices=REWARD_HEADS.names,
     )  # fmt: skip
 
 
-class ValueHead(nn.Module):
-    """One number of the hidden states of a token: a linear layer in float32.
+@REWARD_HEADS.register("value_head")
+class ValueHead(RewardHead):
+    """A linear layer in float32.
 
     Args:
         width: H.
@@ -61,7 +99,7 @@ class ValueHead(nn.Module):
     """
 
     def __init__(self, width: int, has_bias: bool = True) -> None:
-        super().__init__()
+        super().__init__(width)
         self.summary = nn.Linear(width, 1, bias=has_bias, dtype=torch.float32)
         with torch.no_grad():
             # A new score of a row of normed hidden states is of the order of 1 (Stiennon et al. 2020, appendix B.1).
@@ -70,15 +108,9 @@ class ValueHead(nn.Module):
                 self.summary.bias.zero_()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(N, H) -> (N,) float32."""
         with torch.autocast(hidden.device.type, enabled=False):  # FSDP and ZeRO may have made it bfloat16
             scores: Tensor = self.summary(hidden.to(self.summary.weight.dtype)).squeeze(-1)
         return scores.float()
-
-    def weights(self) -> dict[str, Tensor]:
-        """The weights of the head, by their names in its file."""
-        bias = {} if self.summary.bias is None else {BIAS: self.summary.bias}
-        return {WEIGHT: self.summary.weight, **bias}
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Args: weights: as ``weights`` gives them; where a bias is missing it is zero."""
@@ -87,6 +119,12 @@ class ValueHead(nn.Module):
             if self.summary.bias is not None:
                 given = weights.get(BIAS)
                 self.summary.bias.zero_() if given is None else self.summary.bias.copy_(given.reshape(1))
+
+
+@REWARD_HEADS.register("score")
+def score_head(width: int) -> RewardHead:
+    """A linear layer in float32 without a bias, saved as a sequence classifier of transformers."""
+    return ValueHead(width, has_bias=False)
 
 
 class ScoringModel(nn.Module):
@@ -131,7 +169,8 @@ class RewardObjective(StageObjective):
     def __init__(self, options: RewardChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         self.options = options
         self.template = template
-        self.head: nn.Module | None = None  # a ``ValueHead``, or a score that is a part of the model
+        self.head: nn.Module | None = None  # a ``RewardHead``, or a score that is a part of the model
+        self.head_kind = ""  # the name of a head of another package, as its file has it
         self.came_as_score = False  # the head was a sequence classifier's; whoever assembles the run says so
         self.collate: Collate = unfitted
         self.margins = Margins()
@@ -143,19 +182,19 @@ class RewardObjective(StageObjective):
 
     @property
     def parts(self) -> Mapping[str, Any]:
-        return {"value_head": HeadState(self.head)} if isinstance(self.head, ValueHead) else {}
+        return {"value_head": HeadState(self.head)} if isinstance(self.head, RewardHead) else {}
 
-    def encode(self, examples: Sequence[Example], tally: Any, truncate: bool = True) -> Sequence[Row | None]:
+    def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
-        return self.template.encode_pairs(examples, tally)
+        return self.template.encode_pairs(examples, stats)
 
-    def fit(self, fitted: Fitted, collate: Collate) -> list[str]:
+    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """As ``LmObjective.fit``."""
-        self.collate, inner = partial(self._collated, collate), causal_lm(fitted.model)
+        self.collate, inner = partial(self._collated, collate), causal_lm(capabilities.model)
         if self.head is None:
             width = inner.get_input_embeddings().weight.shape[1]
             width = getattr(inner.config.get_text_config(), "hidden_size", width)
-            self.head = ValueHead(width, has_bias=self.options.reward_head != "score")
+            self.head = REWARD_HEADS[self.options.reward_head or "value_head"](width)
         output = inner.get_output_embeddings()
         if output is not None and output.weight is not inner.get_input_embeddings().weight:
             output.requires_grad_(False)  # it is not asked, so nothing would move it
@@ -244,9 +283,9 @@ _LAST = 1000
 
 
 class HeadState:
-    """The value head as a part of a checkpoint."""
+    """The head as a part of a checkpoint."""
 
-    def __init__(self, head: ValueHead) -> None:
+    def __init__(self, head: RewardHead) -> None:
         self.head = head
 
     def parameters(self) -> Iterable[nn.Parameter]:

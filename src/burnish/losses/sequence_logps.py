@@ -37,7 +37,7 @@ class SequenceValues(NamedTuple):
     logps: Tensor  # sums of ``token_logps``
     correct: Tensor  # tokens predicted right; zero where not asked for
     entropy: Tensor  # in nats; zero where not asked for
-    evenness: Tensor  # log p(token) - ln Σ_v p(v)²; zero where not asked for
+    sum_squared_probs: Tensor  # log p(token) - ln Σ_v p(v)²; zero where not asked for
     mean_logits: Tensor  # mean over the vocabulary; zero where the batch has no ``mean_row``
     aux: Tensor | None = None  # () the loss of a router, a mean over tokens
 
@@ -111,7 +111,7 @@ class SequenceModel(nn.Module):
         logps = tokens.logps * batch["factors"] if "factors" in batch else tokens.logps
         return SequenceValues(
             logps, _sums(logps, owner, count), _sums(tokens.correct, owner, count), _sums(tokens.entropy, owner, count),
-            _sums(tokens.evenness, owner, count), _sums(mean_logits, owner, count), aux,
+            _sums(tokens.sum_squared_probs, owner, count), _sums(mean_logits, owner, count), aux,
         )  # fmt: skip
 
     def _in_chunks(

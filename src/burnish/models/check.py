@@ -16,7 +16,7 @@ from burnish.config.options import raise_if
 from burnish.models.attention_choice import attention_problems
 from burnish.models.load import load_config, meta_model, weight_problems
 from burnish.models.options import ModelOptions
-from burnish.models.quantization.quantize import check_quantised_files
+from burnish.models.quantization.quantize import check_quantized_files
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, shard_names
 from burnish.utils.json_files import FETCH_AGAIN, read_object
@@ -47,7 +47,7 @@ def check_model(options: ModelOptions, asks_library: bool = True, needs_head: bo
     problems += _check_json(source.folder)
     identity = _check_identity(source.folder, raw, options) if asks_library else []
     problems += identity
-    problems += check_quantised_files(options, raw)
+    problems += check_quantized_files(options, raw)
     if not identity and not options.train_from_scratch and source.has_weights:
         problems += _check_weights(source.folder, raw, options, asks_library, needs_head)
     return problems
@@ -132,7 +132,7 @@ def _check_weights(
 
 
 def _wholly_integers(folder: Path, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
-    """Weights in numbers that mean nothing without their scales, in a model that does not say it is quantised."""
+    """Weights in numbers that mean nothing without their scales, in a model that does not say it is quantized."""
     if raw.get("quantization_config"):
         return []
     matrices = [name for name, info in tensors.items() if len(info.shape) > 1 and info.dtype in _NOT_WEIGHTS]
@@ -144,7 +144,7 @@ def _wholly_integers(folder: Path, raw: dict[str, Any], tensors: dict[str, Tenso
             f"{tensors[matrices[0]].dtype}), and its config.json has no quantization_config.",
             where=str(folder),
             why="Without it their scales are not known, and they would be read as if they had none.",
-            remedy="Fetch config.json again, or use the model as it was before it was quantised.",
+            remedy="Fetch config.json again, or use the model as it was before it was quantized.",
         )
     ]
 

@@ -25,8 +25,8 @@ from burnish.models.attention_choice import asked_attention
 from burnish.models.options import ModelOptions
 from burnish.models.quantization.quantize import (
     keep_as_loaded,
-    quantised_by,
     quantization_arguments,
+    quantized_by,
     use_kernels_that_train,
 )
 from burnish.models.quiet import quiet, refused_conversions
@@ -281,7 +281,7 @@ def _pretrained_model(
     from transformers import AutoModelForCausalLM
 
     source = find_source(options.model_name_or_path, options, with_weights=True)
-    talks = redirect_stdout(sys.stderr) if quantised_by(config) else nullcontext()  # gptqmodel has much to say
+    talks = redirect_stdout(sys.stderr) if quantized_by(config) else nullcontext()  # gptqmodel has much to say
     with quiet(), talks, refused_conversions(source.name):
         model, found = AutoModelForCausalLM.from_pretrained(
             source.name,

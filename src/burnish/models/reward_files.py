@@ -22,7 +22,7 @@ from burnish.utils.tensor_files import read_header
 
 VALUE_HEAD, OLD_VALUE_HEAD = "value_head.safetensors", "value_head.bin"
 WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
-_SCORE = "score.weight"
+_SCORE, _KIND = "score.weight", "reward_head"
 _WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
 
 
@@ -40,7 +40,21 @@ def _value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
     from safetensors.torch import load_file
 
     file = folder / VALUE_HEAD
-    return (_checked(load_file(file), file), file) if file.is_file() and read_header(file) else None
+    if not file.is_file() or not read_header(file):
+        return None
+    found = load_file(file)
+    return (found if kind_of_head(file) else _checked(found, file)), file
+
+
+def kind_of_head(file: Path) -> tuple[str, int] | None:
+    """The name of the reward head in a file, and its width; None for the plain linear layer."""
+    from safetensors import safe_open
+
+    if file.name != VALUE_HEAD:
+        return None
+    with safe_open(file, "pt") as tensors:
+        metadata = tensors.metadata() or {}
+    return (metadata[_KIND], int(metadata["width"])) if _KIND in metadata else None
 
 
 def _old_value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
@@ -76,13 +90,13 @@ def _score(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
     return None
 
 
-def write_value_head(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Args: weights: by LLaMA-Factory's names; float32."""
+def write_value_head(folder: Path, weights: Mapping[str, Tensor], kind: tuple[str, int] | None = None) -> None:
+    """Args: weights: by LLaMA-Factory's names; float32. kind: name and width of another head than the linear layer."""
     from safetensors.torch import save_file
 
-    whole = {WEIGHT: weights[WEIGHT], BIAS: weights.get(BIAS, torch.zeros(1))}
-    save_file({name: value.float().contiguous() for name, value in whole.items()}, folder / VALUE_HEAD,
-              metadata={"format": "pt"})  # fmt: skip
+    whole = dict(weights) if kind else {WEIGHT: weights[WEIGHT], BIAS: weights.get(BIAS, torch.zeros(1))}
+    metadata = {"format": "pt"} | ({_KIND: kind[0], "width": str(kind[1])} if kind else {})
+    save_file({name: value.float().contiguous() for name, value in whole.items()}, folder / VALUE_HEAD, metadata)
 
 
 def save_classifier(model: nn.Module, tokenizer: Any, weights: Mapping[str, Tensor], folder: Path) -> None:

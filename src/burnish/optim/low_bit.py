@@ -20,7 +20,7 @@ from burnish.optim.delegating import Delegating, copied
 from burnish.utils.patching import Reason, hook
 
 LIBRARY = "torchao"
-_KIND = "quantised as"
+_KIND = "quantized as"
 _PLAIN = Reason("optimizer", "a checkpoint holds plain tensors of its moments")
 
 

@@ -1,4 +1,4 @@
-"""Muon: orthogonalised momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+"""Muon: orthogonalized momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
 It trains the matrices inside the layers; AdamW trains embeddings, the head, norms and biases, as the authors say. The
 step is scaled to the length of AdamW's (Liu et al. 2025, section 2.2, https://arxiv.org/abs/2502.16982), so learning

@@ -21,7 +21,7 @@ class Offloading:
     """Moves tensors that autograd keeps to the machine's memory during the forward pass, and back when needed.
 
     The copies run in parallel to the computation, on a stream of their own. Weights are not moved, nor are autocast's
-    copies of them in half precision; both are recognised by their shapes.
+    copies of them in half precision; both are recognized by their shapes.
 
     Args:
         device: the model's device. On a CPU nothing is gained; there it serves tests only.

@@ -1,7 +1,7 @@
 """The model card: ``README.md`` beside the weights, which says what they are and how to load them.
 
 In: facts about the run (``CardFacts``). Out: markdown under a YAML header that the Hugging Face hub accepts
-(https://huggingface.co/docs/hub/model-cards). The card says nothing that is not known: no licence unless it is given,
+(https://huggingface.co/docs/hub/model-cards). The card says nothing that is not known: no license unless it is given,
 no base model or data set by a name that exists on one machine only, no local folder, no secret.
 """
 
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
+from huggingface_hub import CardData, ModelCard, ModelCardData
+from yaml import YAMLError
 
 import burnish
 from burnish.config.secrets import has_secret_name
@@ -23,7 +27,6 @@ CARD_NAME = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL_OPTIONS = {"output_dir", "dataset_dir", "cache_dir", "resume_from_checkpoint", "logging_dir", "config_name"}
 """Options that name a place on one machine and say nothing about the model."""
-_YAML_WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 _ADAPTERS = {"lora": "A LoRA adapter"}
 _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 
@@ -34,6 +37,7 @@ class CardFacts:
 
     Args:
         name: of the model: the last part of ``output_dir``.
+        folder: for the commands that load it; its name if empty.
         base_model: ``model_name_or_path`` as given; "" when trained from scratch.
         datasets: names or files as given.
         stage: the name of the stage.
@@ -42,8 +46,7 @@ class CardFacts:
         loads_in_peft: whether an adapter is in peft's format; one of another package may have its own.
         options: those that are not at their default.
         results: the final metrics.
-        tally: a sentence per reason why rows were dropped or cut.
-        patches: a sentence per kind of what was done to the model's code while it was trained.
+        stats: a sentence per reason why rows were dropped or cut.
         has_chat_template: whether the saved tokenizer renders conversations.
         pictures: what a picture shows -> the name of its file beside the card.
         stage_title: how a sentence names the stage; its name if empty.
@@ -66,8 +69,7 @@ class CardFacts:
     loads_in_peft: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     results: Mapping[str, float] = field(default_factory=dict)
-    tally: Sequence[str] = ()
-    patches: Sequence[str] = ()
+    stats: Sequence[str] = ()
     has_chat_template: bool = True
     pictures: Mapping[str, str] = field(default_factory=dict)
     license: str = ""
@@ -77,35 +79,40 @@ class CardFacts:
     stage_title: str = ""
     has_prompts: bool = True
     unnamed: str = "that began with random weights"
+    folder: str = ""
 
 
-def write_card(folder: str | Path, facts: CardFacts) -> Path:
+def write_card(folder: str | Path, facts: CardFacts, metadata: CardData | None = None) -> Path:
     path = Path(folder) / CARD_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, card_text(facts))
+    write_whole(path, card_text(facts, metadata))
     return path
 
 
-def card_text(facts: CardFacts, header: str = "") -> str:
-    """The whole card. Args: header: in place of the one that the facts give."""
+def card_text(facts: CardFacts, metadata: CardData | None = None) -> str:
+    """The whole card.
+
+    Args:
+        metadata: in place of ``hub_metadata(facts)``.
+    """
     sections = [_opening(facts), _use(facts), _training(facts), _results(facts), _rows(facts), _versions()]
-    return (header or _header(facts)) + "\n" + "\n\n".join(section for section in sections if section) + "\n"
+    return under_metadata(metadata or hub_metadata(facts), "\n\n".join(section for section in sections if section))
 
 
-def _header(facts: CardFacts) -> str:
-    """The YAML that the hub reads. JSON strings are valid YAML, so values are quoted as in JSON."""
-    on_hub = is_hub_name(facts.base_model)
-    entries: dict[str, Any] = {
-        "library_name": _library(facts),
-        "pipeline_tag": "text-generation",
-        "license": facts.license,
-        "base_model": facts.base_model if on_hub else "",
-        "base_model_relation": ("adapter" if facts.is_adapter else "finetune") if on_hub else "",
-        "datasets": [name for name in facts.datasets if is_hub_name(name)],
-        "tags": list(dict.fromkeys(["burnish", facts.stage, facts.method])),
-    }
-    lines = [line for name, value in entries.items() if value for line in _yaml(name, value)]
-    return "\n".join(["---", *lines, "---", ""])
+def hub_metadata(facts: CardFacts) -> ModelCardData:
+    """The metadata that the hub reads."""
+    base = hub_name_of(facts.base_model)
+    return ModelCardData(
+        library_name=_library(facts) or None, pipeline_tag="text-generation", license=facts.license or None,
+        base_model=base, base_model_relation=("adapter" if facts.is_adapter else "finetune") if base else None,
+        datasets=[name for name in facts.datasets if is_hub_name(name)] or None,
+        tags=list(dict.fromkeys(["burnish", facts.stage, facts.method])),
+    )  # fmt: skip
+
+
+def under_metadata(metadata: CardData, text: str) -> str:
+    """``text`` below the YAML block of its metadata."""
+    return f"---\n{metadata.to_yaml()}\n---\n\n{text}\n"
 
 
 def _library(facts: CardFacts) -> str:
@@ -115,19 +122,16 @@ def _library(facts: CardFacts) -> str:
     return "peft" if facts.loads_in_peft else ""
 
 
-def _yaml(name: str, value: str | list[str]) -> Iterator[str]:
-    if isinstance(value, list):
-        yield f"{name}:"
-        yield from (f"- {_yaml_text(item)}" for item in value)
-    else:
-        yield f"{name}: {_yaml_text(value)}"
-
-
-def _yaml_text(value: Any) -> str:
-    """Write ``value`` plainly where YAML reads it back as the same text, else quoted."""
-    text = str(value)
-    is_plain = re.fullmatch(r"[A-Za-z][\w./-]*", text) and text.lower() not in _YAML_WORDS
-    return text if is_plain else json.dumps(text, ensure_ascii=False)
+def hub_name_of(base: str) -> str | None:
+    """The hub id of a base model; of a local folder the one that its own card names, if any."""
+    if is_hub_name(base):
+        return base
+    card = Path(base).expanduser() / CARD_NAME
+    try:
+        named = ModelCard.load(card).data.base_model if base and card.is_file() else None
+    except (OSError, ValueError, YAMLError):
+        return None
+    return named if isinstance(named, str) and is_hub_name(named) else None
 
 
 def is_hub_name(name: str) -> bool:
@@ -185,7 +189,7 @@ def _use(facts: CardFacts) -> str:
     code = [*imports, "", *load, *(["", *_generate(facts.has_prompts and facts.has_chat_template)] if writes else [])]
     if not writes:
         return "\n".join(["## How to use it", "", "```python", *code, "```"])
-    served = serving_lines(facts.name, facts.is_adapter)
+    served = serving_lines(facts.folder or facts.name, facts.is_adapter)
     lines = ["## How to use it", "", "```python", *code, "```"]
     return "\n".join([*lines, "", "At a terminal, and as a server:", "", "```sh", *served, "```"])
 
@@ -225,23 +229,20 @@ def _generate(is_chat: bool) -> list[str]:
 def _training(facts: CardFacts) -> str:
     """The options of the run, as a YAML file that ``burnish train`` takes."""
     shown = {k: v for k, v in facts.options.items() if k not in _LOCAL_OPTIONS and not has_secret_name(k)}
-    patched = [f"Parts of it ran burnish's code meanwhile: {'; '.join(facts.patches)}."] if facts.patches else []
-    if not shown and not patched:
+    if not shown:
         return ""
-    opening = ["Every option that was not at its default:", ""] if shown else []
-    code = ["```yaml", *(f"{name}: {_yaml_value(value)}" for name, value in shown.items()), "```"] if shown else []
-    return "\n".join(["## How it was trained", "", *opening, *code, *([""] if shown and patched else []), *patched])
-
-
-def _yaml_value(value: Any) -> str:
-    value = _without_folders(value)
-    return _yaml_text(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    plain = _without_folders(json.loads(json.dumps(shown, default=str)))
+    written = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10_000)
+    opening = "Every option that was not at its default:"
+    return f"## How it was trained\n\n{opening}\n\n```yaml\n{written}```"
 
 
 def _without_folders(value: Any) -> Any:
     """Shorten absolute paths to their last part, so that no folder of this machine is named."""
     if isinstance(value, list):
         return [_without_folders(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_folders(item) for name, item in value.items()}
     return Path(value).name if isinstance(value, str) and value.startswith(("/", "~/")) else value
 
 
@@ -258,7 +259,7 @@ def _number(value: Any) -> str:
 
 
 def _rows(facts: CardFacts) -> str:
-    lines = [f"- {sentence}" for sentence in (*facts.data, *facts.tally)]
+    lines = [f"- {sentence}" for sentence in (*facts.data, *facts.stats)]
     title = "## The data" if facts.data else "## What happened to the data"
     return "\n".join([title, "", *lines]) if lines else ""
 

@@ -1,6 +1,6 @@
 """Output to the terminal, all of it written here: notes, warnings, problems, and the live line of a run.
 
-In a terminal, text is coloured by rich (NO_COLOR turns colours off); anywhere else (a pipe, a file, a CI log) the same
+In a terminal, text is colored by rich (NO_COLOR turns colors off); anywhere else (a pipe, a file, a CI log) the same
 words are plain lines. Notes and progress go to standard output, warnings and problems to standard error. While there is
 a live line, everything is printed above it.
 """
@@ -50,13 +50,13 @@ def is_live() -> bool:
 
 def note(text: str) -> None:
     """Print something worth knowing. Of several processes, only the first prints it."""
-    if is_speaker():
+    if is_main_process():
         _print(text, "", "", sys.stdout)
 
 
 def warn(text: str) -> None:
     """Print something that is probably not meant. Of several processes, only the first prints it."""
-    if is_speaker():
+    if is_main_process():
         _print(text, "warning", "yellow", sys.stderr)
 
 
@@ -73,12 +73,12 @@ def problem(found: Problem | str) -> None:
         with open(os.environ[FAILURE_FILE], "a", encoding="utf-8") as file:
             file.write(without_secrets(f"{found}{END_OF_PROBLEM}"))
         return
-    if not is_speaker():
+    if not is_main_process():
         found = f"{found}\n  Process {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '?')}."
     _print(str(found), "error", "red", sys.stderr)
 
 
-def is_speaker() -> bool:
+def is_main_process() -> bool:
     """Return whether this process prints what all processes of the run know: the first of them does."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -88,23 +88,23 @@ def print_result(text: str) -> None:
     say(text, sys.stdout, must=True)
 
 
-def _print(text: str, label: str, colour: str, stream: TextIO | None) -> None:
+def _print(text: str, label: str, color: str, stream: TextIO | None) -> None:
     """Print ``text`` if possible. A terminal that has gone is no error: training goes on without it."""
     _keep(f"{label}: {text}" if label else text)
     if stream is None or not is_terminal(stream):
         say(f"{label}: {text}" if label else text, stream)
         return
     try:
-        _draw(encodable(without_secrets(text), stream), label, colour, stream)
+        _draw(encodable(without_secrets(text), stream), label, color, stream)
     except OSError:  # the terminal has gone
         end_live()
         let_go(stream)
 
 
-def _draw(text: str, label: str, colour: str, stream: TextIO) -> None:
+def _draw(text: str, label: str, color: str, stream: TextIO) -> None:
     from rich.text import Text
 
-    line = Text(f"{label}: ", style=f"bold {colour}") if label else Text()
+    line = Text(f"{label}: ", style=f"bold {color}") if label else Text()
     first, newline, rest = text.partition("\n")
     line.append(first).append(newline + rest, style="dim" if label else "")
     # soft_wrap: a terminal that is made wider reflows the line, and a path can be copied whole.
@@ -123,8 +123,8 @@ _SHORTEST, _LONGEST = 5, 40
 
 
 def bar(width: int, share: float, ascii_only: bool) -> list[Text]:
-    """A bar of at most ``width`` columns, or nothing where that is too few: two kinds of line rather than two colours,
-    so that it can be read without colour.
+    """A bar of at most ``width`` columns, or nothing where that is too few: two kinds of line rather than two colors,
+    so that it can be read without color.
 
     Args:
         share: what is done, in [0, 1].

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUE, _GREY = "#1f6fb4", "#5f6b76"
-_COLOURS = (_BLUE, "#d1603d", "#3d8f5f", "#8a5fb0", "#b08a1f", _GREY)
+_COLORS = (_BLUE, "#d1603d", "#3d8f5f", "#8a5fb0", "#b08a1f", _GREY)
 _REWARDS = ("chosen", "rejected", "margins")
 _SCORES = ("max", "mean", "min")
 _INCHES, _DOTS_PER_INCH = (8.0, 4.8), 120
@@ -71,10 +71,10 @@ def plot_margins(margins: Mapping[str, Sequence[float]], folder: str | Path, tit
     figure, axes = _figure()
     least, most = (pick(map(pick, finite.values())) for pick in (min, max))
     edges = _edges(min(least, 0.0), max(most, 0.0))
-    for (name, of_set), colour in zip(finite.items(), cycle(_COLOURS)):
+    for (name, of_set), color in zip(finite.items(), cycle(_COLORS)):
         right = sum(value > 0 for value in of_set) / len(of_set)
         label = f"{name}: {right:.0%} of {len(of_set):,} pairs right"
-        axes.hist(of_set, bins=edges, color=colour, alpha=0.55 if len(finite) > 1 else 0.8, label=label)
+        axes.hist(of_set, bins=edges, color=color, alpha=0.55 if len(finite) > 1 else 0.8, label=label)
     axes.axvline(0.0, color=_GREY, linewidth=1.2)
     _dress(axes, "margin of each pair", title, has_legend=True, below="score of the chosen answer - of the rejected")
     axes.set_ylabel("pairs", color=_GREY)
@@ -126,11 +126,11 @@ def _draw(path: Path, label: str, title: str, found: Sequence[Curve], is_noisy: 
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = _figure()
-    for curve, colour in zip(found, _COLOURS * (1 + len(found) // len(_COLOURS)), strict=False):
+    for curve, color in zip(found, _COLORS * (1 + len(found) // len(_COLORS)), strict=False):
         if is_noisy:
-            _draw_noisy(axes, curve, colour)
+            _draw_noisy(axes, curve, color)
         else:
-            axes.plot(curve.steps, curve.values, color=colour, marker="o", markersize=4, label=_set_name(curve.name))
+            axes.plot(curve.steps, curve.values, color=color, marker="o", markersize=4, label=_set_name(curve.name))
     _dress(axes, label, title, has_legend=is_noisy or len(found) > 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return _saved(figure, path)
@@ -154,10 +154,10 @@ def _saved(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _draw_noisy(axes: Axes, curve: Curve, colour: str) -> None:
+def _draw_noisy(axes: Axes, curve: Curve, color: str) -> None:
     marker = "o" if len(curve.values) == 1 else ""
-    axes.plot(curve.steps, curve.values, color=colour, alpha=0.35, linewidth=1, marker=marker, label="original")
-    axes.plot(curve.steps, smoothed(curve.values), color=colour, linewidth=1.8, label="smoothed")
+    axes.plot(curve.steps, curve.values, color=color, alpha=0.35, linewidth=1, marker=marker, label="original")
+    axes.plot(curve.steps, smoothed(curve.values), color=color, linewidth=1.8, label="smoothed")
 
 
 def _set_name(name: str) -> str:

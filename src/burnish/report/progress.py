@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.config.errors import skipped_sentence
 from burnish.loop.events import TrainerCallback
 from burnish.loop.meter import RATES
+from burnish.loop.schedule import StepPlan
 from burnish.report import console
 from burnish.report.console import GAP, bar
 from burnish.report.options import ReportOptions
@@ -37,30 +38,41 @@ _EVAL = "eval "
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts for the first lines of a run."""
+    """Facts for the first lines of a run.
 
-    num_rows: int | None  # None where the training set has no length
-    num_train_epochs: float
+    Args:
+        steps: the plan of the run, which ``burnish explain`` prints too.
+        unit: what a row of the training set is: "example", or "pack" of several.
+    """
+
+    steps: StepPlan
     per_device_batch_size: int
     accumulation: int
     world_size: int
-    max_steps: int
     trainable_parameters: int
     all_parameters: int
+    unit: str = "example"
 
     def sentences(self) -> list[str]:
         """The numbers of transformers' "Running training" banner, in three lines."""
-        rows_per_step = self.per_device_batch_size * self.accumulation * self.world_size
         processes = counted(self.world_size, "process", "processes")
         share = 100 * self.trainable_parameters / max(self.all_parameters, 1)
-        epochs = counted(self.num_train_epochs, "epoch")
-        of_rows = f": {epochs} of {counted(self.num_rows, 'row')}" if self.num_rows is not None else ""
         return [
-            f"Training for {counted(self.max_steps, 'step')}{of_rows}",
-            f"  {counted(rows_per_step, 'row')} a step = {self.per_device_batch_size} per device"
-            f" x {self.accumulation} accumulated x {processes}",
+            f"Training for {counted(self.steps.max_steps, 'step')}{self._share_of_data()}",
+            f"  Effective batch size {self.steps.rows_per_step} = {self.per_device_batch_size} per device"
+            f" x {self.accumulation} gradient accumulation x {processes}",
             f"  {self.trainable_parameters:,} of {self.all_parameters:,} parameters are trained ({share:.3g} %)",
         ]
+
+    def _share_of_data(self) -> str:
+        if self.steps.rows is None or self.steps.epochs is None:
+            return " on a streamed dataset"
+        return f": {counted_epochs(self.steps.epochs)} of {counted(self.steps.rows, self.unit)}"
+
+
+def counted_epochs(epochs: float) -> str:
+    """``1 epoch``, ``16 epochs``, ``2.35 epochs``."""
+    return counted(round(epochs, 2), "epoch")
 
 
 def progress_callback(options: ReportOptions, facts: RunFacts | None = None) -> TrainerCallback:

@@ -33,7 +33,7 @@ class WorkLine:
     def begin(self, what: str, total: int | None, unit: str) -> None:
         self.what, self.total, self.unit, self.done = what, total, unit, 0
         self._began_s, self._is_over = self._clock(), threading.Event()
-        if console.is_speaker() and not console.is_live():  # a training shows its evaluations in its own line
+        if console.is_main_process() and not console.is_live():  # a training shows its evaluations in its own line
             self._thread = threading.Thread(target=self._show, name="burnish-work", daemon=True)
             self._thread.start()
 

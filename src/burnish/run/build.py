@@ -24,8 +24,8 @@ from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
 from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
-from burnish.data.tally import Tally
-from burnish.kernels.probe import Fitted
+from burnish.data.stats import DataStats
+from burnish.kernels.probe import Capabilities
 from burnish.loop.events import CallbackHandler
 from burnish.loop.loop import TrainOutput
 from burnish.loop.protocols import Engine
@@ -35,10 +35,10 @@ from burnish.models.attention_choice import asked_attention
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.load import load_model, raise_if_adapter_not_finite, raise_if_empty, raise_if_not_finite
 from burnish.models.patches.attention import PADDING_FREE
-from burnish.models.patches.fitted import fit
+from burnish.models.patches.capabilities import find_capabilities
 from burnish.models.patches.fused import patch_forwards
 from burnish.models.patches.liger import LIGER, apply_liger, takes_liger
-from burnish.models.quantization.quantize import quantisation_of
+from burnish.models.quantization.quantize import quantization_of
 from burnish.models.save import save_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fit_vocabulary
@@ -48,7 +48,7 @@ from burnish.parallel.options import local_rank
 from burnish.parallel.precision import compute_sentence, loaded_dtype
 from burnish.parallel.single import set_seed
 from burnish.report.console import kept_in, note, set_log_levels, warn
-from burnish.report.journal import JOURNAL_NAMES, OF_ONE_START, Journal, given_yaml
+from burnish.report.metadata import METADATA_NAMES, OF_ONE_START, RunMetadata, given_yaml
 from burnish.report.options import counts_tokens
 from burnish.report.profile import watch
 from burnish.report.progress import RunFacts
@@ -62,17 +62,17 @@ from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import compute_dtype, counts_of, formats_in, formats_in_words, load_dtype
 from burnish.run.prepare import Prepared, prepare
-from burnish.run.recovery.clearing import SetAside
+from burnish.run.recovery.clearing import BackupOnOverwrite
 from burnish.run.recovery.failure import TRACEBACK_NAME, described
 from burnish.run.recovery.interrupt import InterruptCallback
 from burnish.run.recovery.resume import accumulation_for, start_of
-from burnish.run.recovery.saving import PatientCheckpoints, status_of
+from burnish.run.recovery.saving import RetryingCheckpoints, status_of
 from burnish.run.recovery.spikes import train_with_rollback
 from burnish.run.recovery.stall import StallWatch
 from burnish.run.references import ask_beforehand, begin_reference, with_others_of_the_step, with_place_for_numbers
 from burnish.run.reward_heads import begin_head
 from burnish.utils.files import only_writer
-from burnish.utils.patching import allows, patch_summary
+from burnish.utils.patching import allows
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def train_run(plan: Plan) -> Result:
     prepared = prepare(plan)
     for sentence in (*plan.notes, *prepared.notes):
         note(sentence)
-    for sentence in prepared.tally.sentences():
+    for sentence in prepared.stats.sentences():
         warn(sentence)
     return run_prepared(plan, prepared)
 
@@ -106,28 +106,28 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
     is_first = engine.rank == 0
     set_log_levels(options, is_first, local_rank() == 0)
     interrupts = InterruptCallback(partial(any_of_ranks, engine), options.max_train_seconds)
-    with only_writer(folder, JOURNAL_NAMES) if is_first else nullcontext(), interrupts as interrupt:
+    with only_writer(folder, METADATA_NAMES) if is_first else nullcontext(), interrupts as interrupt:
         start = start_of(plan, prepared.fingerprints, prepared.steps)
         for sentence in filter(None, (*start.notes, start.done)):
             note(sentence)
         if start.done:
             return Result(None, folder)
-        journal = journal_of(plan, engine, prepared.tally) if is_first else None
+        metadata = metadata_of(plan, engine, prepared.stats) if is_first else None
         replaces = is_first and start.checkpoint is None and options.overwrite_output_dir and trains(options)
-        with journal or nullcontext(), SetAside(folder) if replaces else nullcontext() as earlier:
+        with metadata or nullcontext(), BackupOnOverwrite(folder) if replaces else nullcontext() as earlier:
             if is_first:
                 remove_remains(folder, options)
             engine.barrier()
             raise_unless_ranks_agree(plan, prepared.fingerprints(), len(prepared.rows), engine)
             watch_over = [StallWatch(options.stall_timeout_s)] if options.stall_timeout_s else []
-            own = [interrupt, *filter(None, [earlier, journal]), *watch_over]
+            own = [interrupt, *filter(None, [earlier, metadata]), *watch_over]
             loop = build_loop(plan, prepared, engine, start.checkpoint, own)
             if start.checkpoint is not None:
                 loop.load(start.checkpoint)
             if options.profile:
                 watch(loop, folder / "profile", options)
             with kept_in(folder) if is_first else nullcontext():
-                return train_and_finish(loop, plan, prepared, interrupt, journal)
+                return train_and_finish(loop, plan, prepared, interrupt, metadata)
 
 
 def any_of_ranks(engine: Engine, asked: bool) -> bool:
@@ -145,7 +145,7 @@ def remove_remains(folder: Path, options: RunOptions) -> None:
 
 
 def train_and_finish(
-    loop: RunLoop, plan: Plan, prepared: Prepared, interrupt: InterruptCallback, journal: Journal | None
+    loop: RunLoop, plan: Plan, prepared: Prepared, interrupt: InterruptCallback, metadata: RunMetadata | None
 ) -> Result:
     options, folder = plan.options, output_folder(plan.options)
     try:
@@ -153,21 +153,21 @@ def train_and_finish(
     finally:
         loop.checkpoints.wait()  # one that is under way is whole before the folder is let go
     if interrupt.exit_code is not None:
-        if journal is not None:
-            journal.stopped(interrupt.exit_code)
+        if metadata is not None:
+            metadata.stopped(interrupt.exit_code)
         return Result(output, folder, exit_code=interrupt.exit_code)
     metrics = finish(loop, plan, prepared, output)
     return Result(output, folder, metrics, exit_code=status_of(loop.checkpoints))
 
 
-def journal_of(plan: Plan, engine: Engine, tally: Tally) -> Journal:
+def metadata_of(plan: Plan, engine: Engine, stats: DataStats) -> RunMetadata:
     """Facts about the run for other readers, begun: who runs it, and what was given."""
     folder = output_folder(plan.options)
-    journal = Journal(folder, partial(described, output_dir=str(folder)))
+    metadata = RunMetadata(folder, partial(described, output_dir=str(folder)))
     given = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
-    rows = {"seen": tally.seen, "dropped": sum(count for reason, count in tally if reason.startswith("dropped"))}
-    journal.begin(given_yaml(given, plan.provenance, OF_ONE_START), [str(engine.device)], rows)
-    return journal
+    rows = {"seen": stats.seen, "dropped": sum(count for reason, count in stats if reason.startswith("dropped"))}
+    metadata.begin(given_yaml(given, plan.provenance, OF_ONE_START), [str(engine.device)], rows)
+    return metadata
 
 
 # --- build ------------------------------------------------------------------------------------------------------------
@@ -187,14 +187,14 @@ def build_loop(
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     model = trained_model(prepared, adapter, engine, options)
-    fitted, notes = fit_objective(objective, model, prepared.tokenizer, options)
+    capabilities, notes = fit_objective(objective, model, prepared.tokenizer, options)
     notes += begin_head(objective, options, engine)
-    notes += begin_reference(objective, model, adapter, engine, options, fitted.is_padding_free)
+    notes += begin_reference(objective, model, adapter, engine, options, capabilities.is_padding_free)
     for sentence in notes:
         note(sentence)
 
     accumulation = accumulation_for(found, options, engine.world_size)
-    pads, most = not fitted.is_padding_free, options.max_tokens_per_batch
+    pads, most = not capabilities.is_padding_free, options.max_tokens_per_batch
     budget = Budget(most, pads) if most else None
     stream = row_stream(prepared, options, engine, accumulation, budget)
 
@@ -206,15 +206,15 @@ def build_loop(
 
     batch_size = options.per_device_train_batch_size
     facts = RunFacts(
-        len(prepared.rows), min(options.num_train_epochs, steps.num_train_epochs), batch_size, accumulation,
-        engine.world_size, steps.max_steps, *counts_of(model, prepared.sizes),
+        steps, batch_size, accumulation, engine.world_size, *counts_of(model, prepared.sizes),
+        unit="pack" if packs_rows(options, objective.default_packing) else "example",
     )  # fmt: skip
     state = TrainerState.at_start(options, steps, batch_size, engine.rank, local_rank())
     listeners = CallbackHandler(
         callbacks_of(options, facts, callbacks), options, state, TrainerControl(), model=model, optimizer=optimizer,
         lr_scheduler=scheduler, processing_class=prepared.tokenizer, train_dataloader=stream, eval_dataloader=None,
     )  # fmt: skip
-    checkpoints = PatientCheckpoints(
+    checkpoints = RetryingCheckpoints(
         output_folder(options), fingerprints=prepared.fingerprints(), limit=options.save_total_limit,
         write_extras=partial(write_companions, model, adapter, prepared.tokenizer),
         in_background=options.save_in_background, processes=engine, listeners=listeners,
@@ -229,8 +229,6 @@ def build_loop(
     )  # fmt: skip
     for sentence in ask_beforehand(loop, prepared, options):
         note(sentence)
-    if patched := patch_summary(model):
-        note(f"Patched: {'; '.join(patched)}.")
     listeners.fire("on_init_end")
     return loop
 
@@ -239,7 +237,7 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
     """The model with its weights, on its device, and what moves in the format in which it moves."""
     in_files = loaded_dtype(prepared.config)
     notes = [compute_sentence(compute_dtype(options, prepared.config), in_files, engine.device)]
-    device = engine.device if quantisation_of(options, prepared.config) else None  # its kernels are chosen for a device
+    device = engine.device if quantization_of(options, prepared.config) else None  # its kernels are chosen for a device
     model = load_model(
         options,
         dtype=load_dtype(options, prepared.config),
@@ -260,7 +258,7 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
     engine.place(model, trainable_dtype(options, model, engine))
     turns = prepared.sizes.turns.lines if prepared.sizes.turns and trains(options) else ()
     notes += [f"{label.capitalize()}: {text}." for label, text in turns]
-    if not quantisation_of(options, prepared.config):
+    if not quantization_of(options, prepared.config):
         saved: Any = model.config.dtype if adapter.saves_whole_model and trains(options) else None
         notes += formats_in_words(in_files, *formats_in(model), saved)
     for sentence in (*notes, *adapter.notes, *parameter_lines(model, options)):
@@ -305,7 +303,7 @@ def write_companions(model: Any, adapter: ModelAdapter, tokenizer: Any, target: 
 
 def fit_objective(
     objective: StageObjective, model: Any, tokenizer: Any, options: RunOptions
-) -> tuple[Fitted, list[str]]:
+) -> tuple[Capabilities, list[str]]:
     """Choose between flat and padded batches, and find the way through layers and head.
 
     Returns:
@@ -317,16 +315,16 @@ def fit_objective(
         said = apply_liger(model, options.liger_kernel_config, is_asked=is_asked)
     if not options.torch_compile:  # a compiler fuses by itself
         patch_forwards(model, options)
-    fitted = fit(
+    capabilities = find_capabilities(
         model, padding_free=wants_padding_free(options), own_attention=takes_own_attention(options),
         prefix_sharing=wants_prefix_sharing(objective, model, options, device),
         head_of=None if options.fused_loss is False else model,
     )  # fmt: skip
-    if options.needed_tokens_only and not fitted.shares_prefixes:
+    if options.needed_tokens_only and not capabilities.shares_prefixes:
         what = "rows are padded, or model or loss draw at random, or go over all of them"
         said = [*said, f"All tokens are computed, needed or not: {what}."]
-    collate = collator(options, tokenizer.pad_token_id, fitted.is_padding_free, fitted.shares_prefixes)
-    return fitted, [*fitted.notes, *said, *objective.fit(fitted, collate)]
+    collate = collator(options, tokenizer.pad_token_id, capabilities.is_padding_free, capabilities.shares_prefixes)
+    return capabilities, [*capabilities.notes, *said, *objective.fit(capabilities, collate)]
 
 
 def takes_own_attention(options: RunOptions) -> bool:

@@ -32,7 +32,6 @@ from burnish.run.recovery.failure import failure_in_words
 from burnish.run.recovery.fingerprints import work_of
 from burnish.run.recovery.resume import write_finished
 from burnish.run.reward_heads import save_head
-from burnish.utils.patching import patch_summary
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -164,10 +163,10 @@ def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
 
 
 def count_streamed(prepared: Prepared) -> None:
-    """Report the tally of rows that were encoded during training (streaming)."""
+    """Report the stats of rows that were encoded during training (streaming)."""
     if prepared.rows.is_streamed:
-        prepared.tally.merge(prepared.rows.counted())
-        for sentence in prepared.tally.sentences():
+        prepared.stats.merge(prepared.rows.counted())
+        for sentence in prepared.stats.sentences():
             warn(sentence)
 
 
@@ -201,7 +200,7 @@ def describe(
     write_card(
         folder,
         CardFacts(
-            name=folder.resolve().name,
+            name=folder.resolve().name, folder="" if folder.is_absolute() else str(folder),
             base_model="" if options.train_from_scratch else options.model_name_or_path or "",
             datasets=[str(name) for name in options.dataset or []],
             stage=options.stage, stage_title=prepared.objective.title,
@@ -210,7 +209,7 @@ def describe(
             is_adapter=not trained.adapter.saves_whole_model,
             loads_in_peft=(folder / "adapter_config.json").is_file(),
             options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
-            tally=prepared.tally.sentences(), patches=patch_summary(trained.model),
+            stats=prepared.stats.sentences(),
             has_chat_template=bool(prepared.tokenizer.chat_template),
             pictures=pictures,
         ),

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any
 
 from burnish.config.errors import Problem
-from burnish.config.options import Given, raise_if
+from burnish.config.options import RawValue, raise_if
 from burnish.parallel.process_counts import (
     AUTO,
     free_port,
@@ -53,7 +53,7 @@ _LOOKS_EVERY_S = 0.05
 _LAST_LINES = 12
 
 
-def launch(words: Sequence[str], given: Mapping[str, Given]) -> int | None:
+def launch(words: Sequence[str], given: Mapping[str, RawValue]) -> int | None:
     """Start the processes of ``burnish train *words`` on this machine, wait for them, and print how they ended.
 
     Args:
@@ -95,7 +95,7 @@ class Asked:
     output_dir: str | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Given]) -> Asked:
+    def of(cls, given: Mapping[str, RawValue]) -> Asked:
         text = {name: str(item.value).strip().lower() for name, item in given.items()}
         processes = text.get("num_processes", AUTO)
         return cls(

@@ -25,7 +25,7 @@ import torch
 from burnish.adapters.base import ModelState
 from burnish.data.chat.rows import Template
 from burnish.data.sets.sources import load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.inference.batch import Finished, generate_all
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
@@ -69,7 +69,9 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
     run.set_training_mode(False)
     metrics: dict[str, float] = {}
     if options.predict_with_generate:
-        sets: Mapping[str, Sequence[Example]] = load_datasets(options, options.seed, Tally(), may_stream(options)).eval
+        sets: Mapping[str, Sequence[Example]] = load_datasets(
+            options, options.seed, DataStats(), may_stream(options)
+        ).eval
         for name, examples in sets.items():
             metrics |= predict(run, prepared, options, examples, name, folder)
     else:
@@ -141,7 +143,7 @@ def _scores(texts: Sequence[str], labels: Sequence[str], options: RunOptions) ->
 
 def questions_of(examples: Sequence[Example], template: Template, stops: Sequence[int]) -> list[Question]:
     """Make questions: for the last answer of each conversation, or for the completion of a prompt."""
-    rows = template.encode(examples, Tally())
+    rows = template.encode(examples, DataStats())
     found = []
     for example, row in zip(examples, rows, strict=True):
         if row is None or example.text is not None:

@@ -25,7 +25,7 @@ from burnish.data.rows.encode import encode_rows, encoding_title
 from burnish.data.rows.row_set import ListedRows, RowSet, packed
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.sources import DataSets, load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
 from burnish.loop.types import Example, Row
 from burnish.losses.base import OBJECTIVES, StageObjective
@@ -61,7 +61,7 @@ class Prepared:
     where: Origins
     sizes: Sizes
     formats: Formats
-    tally: Tally
+    stats: DataStats
     fingerprints: Callable[[], Mapping[str, Any]]  # called only if needed, because it fetches weights from a hub
     notes: list[str] = field(default_factory=list)
 
@@ -69,10 +69,10 @@ class Prepared:
 def prepare(plan: Plan) -> Prepared:
     """Make rows of records, and refuse everything that can be refused. Reads no weight and writes no file but the cache
     of encoded rows."""
-    options, tally = plan.options, Tally()
+    options, stats = plan.options, DataStats()
     notes: list[str] = []
     set_seed(options.seed, options.full_determinism)
-    sets = load_data(plan, tally)
+    sets = load_data(plan, stats)
     config = load_config(options, options.cutoff_len, notes)
     tokenizer = load_tokenizer(options, notes)
     template = load_template(options, tokenizer)
@@ -83,11 +83,11 @@ def prepare(plan: Plan) -> Prepared:
     raise_if([*check_vocabulary(tokenizer, config, options), *adapter.check(shapes)])
 
     objective = OBJECTIVES[options.stage](options, template, tokenizer)
-    rows, sample, where = training_rows(sets, objective, config, tally, options)
-    eval_rows = {name: evaluation_rows(some, name, objective, tally, options) for name, some in sets.eval.items()}
+    rows, sample, where = training_rows(sets, objective, config, stats, options)
+    eval_rows = {name: evaluation_rows(some, name, objective, stats, options) for name, some in sets.eval.items()}
     if not len(sample) and trains(options):
-        tally.merge(rows.counted())
-        raise UserError(nothing_to_learn(tally, options))
+        stats.merge(rows.counted())
+        raise UserError(nothing_to_learn(stats, options))
     steps = plan_steps(options, len(rows), plan.world_size, objective.inner_steps) if trains(options) else NO_STEPS
     sizes = sizes_of(adapter, shapes, options, steps.max_steps)
     formats = formats_of(options, config, sizes, shapes)
@@ -106,18 +106,18 @@ def prepare(plan: Plan) -> Prepared:
         contents["eval_data"] = blake2b("\n".join(hashes).encode(), digest_size=16).hexdigest()
     fingerprints = cache(partial(fingerprints_of, plan, contents, steps))
     return Prepared(
-        tokenizer, template, config, objective, rows, sample, eval_rows, steps, where, sizes, formats, tally,
+        tokenizer, template, config, objective, rows, sample, eval_rows, steps, where, sizes, formats, stats,
         fingerprints, notes,
     )  # fmt: skip
 
 
-def load_data(plan: Plan, tally: Tally) -> DataSets:
+def load_data(plan: Plan, stats: DataStats) -> DataSets:
     """Load the data sets. Their problems are reported together with those of the model's files."""
     options = plan.options
     problems = check_model(options, needs_head=OBJECTIVES[options.stage].uses_lm_head)
     try:
         sets = load_datasets(
-            options, options.seed, tally, may_stream(options), asks_hubs=not problems, needs=record_needs(options),
+            options, options.seed, stats, may_stream(options), asks_hubs=not problems, needs=record_needs(options),
             looks_back=OBJECTIVES[options.stage].mismatched_responses(options) == "set",
         )  # fmt: skip
     except UserError as error:
@@ -127,22 +127,22 @@ def load_data(plan: Plan, tally: Tally) -> DataSets:
 
 
 def training_rows(
-    sets: DataSets, objective: StageObjective, config: Any, tally: Tally, options: RunOptions
+    sets: DataSets, objective: StageObjective, config: Any, stats: DataStats, options: RunOptions
 ) -> tuple[RowSet[Row | None], RowSet[Row], Origins]:
     """The rows of the training set, those known before the first step, and where each comes from."""
     if sets.train.is_streamed:
         streamed = StreamedRows(sets.train, objective.encode, partial(refuse_long, config))
         return streamed, sample_of(streamed), Origins(sets.train, streamed, None)
-    plain = encode(sets.train, objective, tally, options, data=sets.fingerprint)
+    plain = encode(sets.train, objective, stats, options, data=sets.fingerprint)
     pack = partial(packed, options=options, default=objective.default_packing, capacity=options.cutoff_len)
     rows = pack(plain)
     return rows, rows, Origins(sets.train, plain, None if rows is plain else pack)
 
 
 def evaluation_rows(
-    examples: Sequence[Example], name: str, objective: StageObjective, tally: Tally, options: RunOptions
+    examples: Sequence[Example], name: str, objective: StageObjective, stats: DataStats, options: RunOptions
 ) -> RowSet[Row]:
-    rows = encode(examples, objective, tally, options, name)
+    rows = encode(examples, objective, stats, options, name)
     return packed(rows, options, objective.default_packing, options.cutoff_len, is_eval=True)
 
 
@@ -154,7 +154,7 @@ def check_lengths(sets: Sequence[RowSet[Row]], config: Any, options: RunOptions)
 
 
 def encode(
-    examples: Sequence[Example], objective: StageObjective, tally: Tally, options: RunOptions,
+    examples: Sequence[Example], objective: StageObjective, stats: DataStats, options: RunOptions,
     eval_name: str | None = None, data: str | None = None,
 ) -> RowSet[Row]:  # fmt: skip
     """Encode a set.
@@ -166,14 +166,14 @@ def encode(
     is_eval = eval_name is not None
     truncate = not splits_rows(options, objective.default_packing, is_eval)
 
-    def encoded(batch: Sequence[Example], counted: Tally) -> Sequence[Row | None]:
+    def encoded(batch: Sequence[Example], counted: DataStats) -> Sequence[Row | None]:
         refuse_endless(batch)
         return objective.encode(batch, counted, truncate=truncate)
 
     return encode_rows(
         examples,
         encoded,
-        tally,
+        stats,
         title=encoding_title(examples),
         fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": truncate},
         options=options,
@@ -193,9 +193,9 @@ def sample_of(rows: RowSet[Any]) -> ListedRows:
     return ListedRows([row for row in some if row is not None])
 
 
-def nothing_to_learn(tally: Tally, options: RunOptions) -> Problem:
-    reasons = "; ".join(tally.sentences()) or "the training set is empty"
-    is_cut = any("cutoff_len" in reason or "cut" in reason.split() for reason, _ in tally)
+def nothing_to_learn(stats: DataStats, options: RunOptions) -> Problem:
+    reasons = "; ".join(stats.sentences()) or "the training set is empty"
+    is_cut = any("cutoff_len" in reason or "cut" in reason.split() for reason, _ in stats)
     return Problem(
         f"No row is left to learn from: {reasons}.",
         where=", ".join(map(str, options.dataset or [])),

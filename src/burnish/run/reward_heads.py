@@ -14,11 +14,12 @@ from torch import nn
 from burnish.config.errors import UserError
 from burnish.loop.protocols import Engine, Objective
 from burnish.losses.base import StageObjective
-from burnish.losses.reward import BIAS, RewardObjective, ValueHead
+from burnish.losses.reward import BIAS, REWARD_HEADS, RewardHead, RewardObjective, ValueHead
 from burnish.models.reward_files import (
     OLD_VALUE_HEAD,
     VALUE_HEAD,
     add_score_to_adapter,
+    kind_of_head,
     read_head,
     save_classifier,
     write_value_head,
@@ -30,7 +31,7 @@ from burnish.run.plan.options import RunOptions
 
 def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -> list[str]:
     """Give the objective the head that the run begins with; what a person should know of it."""
-    if not isinstance(objective, RewardObjective) or not isinstance(objective.head, ValueHead):
+    if not isinstance(objective, RewardObjective) or not isinstance(objective.head, RewardHead):
         return []
     found = read_head(head_folders(options))
     if found is None and not trains(options):
@@ -43,8 +44,13 @@ def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -
         _refuse_classifier(objective, options, engine)
         return ["The reward head is new: random weights, bias 0."]
     weights, file = found
+    if kind := kind_of_head(file):
+        objective.head = REWARD_HEADS[objective.options.reward_head or kind[0]](objective.head.width)
+        objective.head.take(weights)
+        objective.head_kind = kind[0]
+        return [f"The reward head is that of {file} ({kind[0]})."]
     objective.came_as_score = file.name not in (VALUE_HEAD, OLD_VALUE_HEAD)
-    if objective.came_as_score and objective.options.reward_head is None:
+    if objective.came_as_score and objective.options.reward_head is None and isinstance(objective.head, ValueHead):
         objective.head.summary.register_parameter("bias", None)  # a classifier, as which it is saved again, has none
     objective.head.take(weights)
     _refuse_classifier(objective, options, engine)
@@ -58,8 +64,10 @@ def _refuse_classifier(objective: RewardObjective, options: RunOptions, engine: 
 
 
 def saved_head(objective: RewardObjective) -> str:
-    """Return the form in which the head is saved: value_head or score."""
-    return objective.options.reward_head or ("score" if objective.came_as_score else "value_head")
+    """Return the form in which the head is saved: value_head, score, or the name of another head."""
+    return (
+        objective.options.reward_head or objective.head_kind or ("score" if objective.came_as_score else "value_head")
+    )
 
 
 def head_folders(options: RunOptions) -> list[Path]:
@@ -75,12 +83,15 @@ def save_head(
     objective: Objective, model: nn.Module, tokenizer: Any, folder: Path, *, is_adapter: bool, engine: Engine
 ) -> None:
     """Write the head of what was saved in ``folder``, so that its owner's readers find it. All ranks call it."""
-    if not isinstance(objective, RewardObjective) or not isinstance(objective.head, ValueHead):
+    if not isinstance(objective, RewardObjective) or not isinstance(objective.head, RewardHead):
         return
     weights = {name: engine.whole(value).detach().cpu() for name, value in objective.head.weights().items()}
     if engine.rank > 0:
         return
     asked = saved_head(objective)
+    if asked not in ("value_head", "score"):
+        write_value_head(folder, weights, (asked, objective.head.width))
+        return
     has_bias = BIAS in weights and bool(weights[BIAS].any())
     if asked == "value_head" or has_bias:  # a classifier has no place for a bias
         write_value_head(folder, weights)

@@ -17,14 +17,14 @@ from typing import Any
 
 from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.errors import UserError
-from burnish.config.options import Given, build, raise_if, specs
+from burnish.config.options import RawValue, build, raise_if, specs
 from burnish.data.chat.choose import TemplateOptions, check_template
 from burnish.data.chat.truncate import EncodingOptions
 from burnish.data.options import DataOptions
 from burnish.inference.loading import writes_answers
 from burnish.inference.options import check_infer, infer_notes
 from burnish.models.check import check_model
-from burnish.report.journal import GIVEN, LAUNCH
+from burnish.report.metadata import GIVEN, LAUNCH
 from burnish.run.plan.config_files import CONFIG_SUFFIXES, merge, path_of, read_arguments
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import aliases, provenance_of
@@ -52,7 +52,7 @@ class Serving:
     name: str
     notes: tuple[str, ...]
     provenance: Mapping[str, str]
-    rest: Mapping[str, Given]
+    rest: Mapping[str, RawValue]
 
 
 def serving_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> Serving:
@@ -104,7 +104,7 @@ def servings_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool =
 _NAMES = ("model_name_or_path", "adapter_name_or_path")
 
 
-def _checked(given: Mapping[str, Given], rest: Mapping[str, Given], name: str) -> Serving:
+def _checked(given: Mapping[str, RawValue], rest: Mapping[str, RawValue], name: str) -> Serving:
     present, problems, _ = take_absent(given, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     problems += [*wrong, *check_template(options), *check_infer(options)]
@@ -127,11 +127,11 @@ def _is_config(path: str) -> bool:
     return path.endswith(CONFIG_SUFFIXES)
 
 
-def _value(given: Mapping[str, Given], key: str) -> Any:
+def _value(given: Mapping[str, RawValue], key: str) -> Any:
     return given[key].value if key in given else None
 
 
-def _trained_by(given: Mapping[str, Given]) -> str | None:
+def _trained_by(given: Mapping[str, RawValue]) -> str | None:
     """The folder that a training file writes, where a model is in it."""
     folder = _value(given, "output_dir")
     if folder is None or not any((Path(str(folder)) / name).is_file() for name in (ADAPTER, MODEL)):
@@ -139,19 +139,19 @@ def _trained_by(given: Mapping[str, Given]) -> str | None:
     return str(folder)
 
 
-def found_in(path: str, given: Mapping[str, Given]) -> dict[str, Given]:
+def found_in(path: str, given: Mapping[str, RawValue]) -> dict[str, RawValue]:
     """Options for the content of a folder: a model, an adapter with its base, or a run that has only checkpoints."""
     folder, where = expanded(path), path
     if not folder.is_dir():
-        return {"model_name_or_path": Given(path, where)}
+        return {"model_name_or_path": RawValue(path, where)}
     if not any((folder / name).is_file() for name in (ADAPTER, MODEL)):
         folder = _newest_checkpoint(folder)
     if (folder / ADAPTER).is_file():
         return _of_adapter(folder, given)
-    return {"model_name_or_path": Given(str(folder), where)}
+    return {"model_name_or_path": RawValue(str(folder), where)}
 
 
-def data_of_run(path: str, given: Mapping[str, Given]) -> dict[str, Given]:
+def data_of_run(path: str, given: Mapping[str, RawValue]) -> dict[str, RawValue]:
     """Sets, template and lengths of the run that made a folder or checkpoint, as its ``run.yaml`` has them.
 
     Args:
@@ -167,7 +167,7 @@ def data_of_run(path: str, given: Mapping[str, Given]) -> dict[str, Given]:
     begun = read_object(folder / LAUNCH).get("folder") if (folder / LAUNCH).is_file() else None
     if isinstance(begun, str):
         moved = data_seen_from(Path(begun), {name: item.value for name, item in found.items()})
-        found |= {name: Given(value, where) for name, value in moved.items()}
+        found |= {name: RawValue(value, where) for name, value in moved.items()}
     own_sets = ("dataset", "eval_dataset", "val_size") if "eval_dataset" in given or "val_size" in given else ()
     return {name: item for name, item in found.items() if name not in own_sets}
 
@@ -188,18 +188,18 @@ def _newest_checkpoint(folder: Path) -> Path:
     return newest
 
 
-def _of_adapter(folder: Path, given: Mapping[str, Given]) -> dict[str, Given]:
+def _of_adapter(folder: Path, given: Mapping[str, RawValue]) -> dict[str, RawValue]:
     try:
         config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
         base, kind = config["base_model_name_or_path"], config.get("peft_type", "LORA")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"its base cannot be read: {error}.", where=str(folder / ADAPTER)) from error
-    found = {"adapter_name_or_path": Given([str(folder)], str(folder))}
+    found = {"adapter_name_or_path": RawValue([str(folder)], str(folder))}
     if "model_name_or_path" not in given:
         if not base:
             what = "the adapter does not say which model it is for."
             raise UserError(what, where=str(folder), remedy="Add model_name_or_path=...")
-        found["model_name_or_path"] = Given(base, str(folder / ADAPTER))
+        found["model_name_or_path"] = RawValue(base, str(folder / ADAPTER))
     if kind != "LORA":
-        found["finetuning_type"] = Given("peft", str(folder / ADAPTER))
+        found["finetuning_type"] = RawValue("peft", str(folder / ADAPTER))
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,11 @@ class EngineAccelerator:
         plugin = SimpleNamespace(set_state_dict_type=lambda *given: None) if engine.is_sharded else None
         self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=plugin, num_processes=engine.world_size)
         self.parallelism_config = None
+        self.project_dir: str | None = None
+        self.trackers: list[Any] = []  # report_to's trackers belong to the callbacks
+        self.step_scheduler_with_optimizer = True
+        self.non_blocking, self.use_stateful_dataloader = False, False
+        self._is_triggered = False
         self.sync_gradients = True
         # For scripts that read them here. burnish itself divides rows between processes, and accumulates: a step of
         # accelerate is a micro-batch, as in transformers.
@@ -57,6 +62,14 @@ class EngineAccelerator:
     local_process_index = property(lambda self: local_rank())
     is_main_process = property(lambda self: self.engine.rank == 0)
     is_local_main_process = property(lambda self: local_rank() == 0)
+    is_last_process = property(lambda self: self.engine.rank == self.engine.world_size - 1)
+    use_distributed = property(lambda self: self.engine.world_size > 1)
+    multi_device = property(lambda self: self.engine.world_size > 1)
+    gradient_accumulation_steps = property(lambda self: self.gradient_state.plugin_kwargs["num_steps"])
+    is_fsdp2 = property(lambda self: self.engine.splits_weights)
+    optimizer_step_was_skipped = property(lambda self: False)  # read after a step of the loop, which reports it
+    deepspeed_plugin = property(lambda self: self.state.deepspeed_plugin)
+    logging_dir = property(lambda self: self.project_dir)
     scaler = property(lambda self: getattr(self.engine, "scaler", None))
 
     @property
@@ -99,6 +112,99 @@ class EngineAccelerator:
                 "TrainingArguments.output_dir; trainer.save_model(folder) writes the model elsewhere."
             )
         return self._trainer_save()
+
+    def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
+        """Refuse: the run resumes by ``trainer.train(resume_from_checkpoint=...)``."""
+        raise ValueError(
+            f"accelerator.load_state is not supported. Received: {input_dir!r}. Call "
+            "trainer.train(resume_from_checkpoint=folder) to resume from a checkpoint."
+        )
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Refuse: a checkpoint holds the parts of the run and the callbacks that have a state."""
+        raise ValueError(
+            "accelerator.register_for_checkpointing is not supported. Give the object to a TrainerCallback that "
+            "implements ExportableState: its state is saved in each checkpoint."
+        )
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Save ``obj`` to the file ``f`` on the main process, with ``torch.save`` or as safetensors."""
+        if not self.is_main_process:
+            return
+        if safe_serialization:
+            from safetensors.torch import save_file
+
+            save_file(obj, str(f), metadata={"format": "pt"})
+        else:
+            torch.save(obj, f)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Refuse: trackers run as callbacks of the trainer."""
+        raise ValueError(
+            f"There is no tracker {name!r} in the accelerator. The trackers of report_to are callbacks: see "
+            "trainer.callback_handler.callbacks."
+        )
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Return the optimizer, which the engine has prepared already."""
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return the schedule, which the loop advances."""
+        return scheduler
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Decorate a function so that it runs on the main process only."""
+        return self._only_if(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Decorate a function so that it runs on the main process of each node only."""
+        return self._only_if(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Any:
+        """Decorate a function so that it runs on the last process only."""
+        return self._only_if(lambda: self.is_last_process, function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorate a function so that it runs on one process only."""
+        return self._only_if(lambda: self.process_index == (process_index or 0), function)
+
+    def _only_if(self, is_wanted: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
+        if function is None:
+            return lambda inner: self._only_if(is_wanted, inner)
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if is_wanted() else None
+
+        return run
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this process's slice of a list, tuple, tensor or dict of them; the first processes get one more.
+
+        Args:
+            apply_padding: repeat the last element, so that all processes get as many.
+        """
+        yield _slice_of(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def set_trigger(self) -> None:
+        """Set a flag that ``check_trigger`` reports on all processes."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any process has called ``set_trigger`` since the last call."""
+        flag = torch.tensor(float(self._is_triggered), device=self.device)
+        is_set = bool(self.engine.sum(flag) > 0)
+        self._is_triggered = False if is_set else self._is_triggered
+        return is_set
+
+    def clear(self, *parts: Any) -> tuple[()]:
+        """Same as ``free_memory``."""
+        return self.free_memory(*parts)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Do nothing: the engine unscales gradients before it clips them."""
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The model inside the wrappers of the engine, or of a script's own ``DataParallel``."""
@@ -175,6 +281,20 @@ class EngineAccelerator:
     def end_training(self) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _slice_of(inputs: Any, rank: int, world_size: int, pads: bool) -> Any:
+    """The slice of ``inputs`` for one process, as accelerate divides them."""
+    if isinstance(inputs, dict):
+        return {name: _slice_of(values, rank, world_size, pads) for name, values in inputs.items()}
+    share, rest = divmod(len(inputs), world_size)
+    begin = rank * share + min(rank, rest)
+    part = inputs[begin : begin + share + (rank < rest)]
+    missing = share + (rest > 0) - len(part) if pads else 0
+    if not missing:
+        return part
+    last = inputs[-1:]
+    return torch.cat([part, *[last] * missing]) if isinstance(inputs, Tensor) else part + last * missing
 
 
 class Later:

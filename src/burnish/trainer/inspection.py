@@ -1,6 +1,6 @@
 """Facts that the Trainer needs about a model before it trains it, read from its class and its config.
 
-Nothing here calls the model; what only a forward pass can tell is asked in ``models/patches/fitted.py``.
+Nothing here calls the model; what only a forward pass can tell is asked in ``models/patches/capabilities.py``.
 """
 
 from __future__ import annotations

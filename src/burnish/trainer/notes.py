@@ -8,19 +8,19 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from burnish.report.console import is_speaker
+from burnish.report.console import is_main_process
 
 _OURS = str(Path(__file__).parents[1])
 
 
 def warn(message: str, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
     """``warnings.warn``, with the same ``stacklevel`` as there."""
-    if is_speaker():
+    if is_main_process():
         warnings.warn(message, category, stacklevel=stacklevel + 1)
 
 
 def _is_for_a_person(record: logging.LogRecord) -> bool:
-    return is_speaker() or not record.pathname.startswith(_OURS)
+    return is_main_process() or not record.pathname.startswith(_OURS)
 
 
 # A script may set the level of this logger for its own processes; burnish's warnings go through it.

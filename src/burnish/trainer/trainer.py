@@ -1,4 +1,4 @@
-"""``Trainer``, with the constructor, methods and behaviour of transformers' class, on burnish's loop.
+"""``Trainer``, with the constructor, methods and behavior of transformers' class, on burnish's loop.
 
 Nothing is inherited from transformers, and nothing of what training *is* happens here: a method says what a run is made
 of, and a function of the file that it names does the work. In the order below: the constructor, callbacks, training,
@@ -35,7 +35,7 @@ from burnish.checkpoint import checkpoint
 from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.checkpoint.comparison import compare_with_checkpoint
 from burnish.config.errors import is_out_of_memory, skipped_sentence
-from burnish.kernels.probe import Fitted
+from burnish.kernels.probe import Capabilities
 from burnish.loop.loop import Loop, TrainOutput, set_optimizer_mode
 from burnish.loop.protocols import Objective
 from burnish.loop.schedule import StepPlan
@@ -178,7 +178,7 @@ class Trainer:
         self.can_return_loss = can_return_loss(type(inspection.base_model(model)))
         self.label_smoother = inspection.smoother_of(model, args.label_smoothing_factor)
         self.neftune_noise_alpha = args.neftune_noise_alpha
-        self._asked: Fitted | None = None
+        self._asked: Capabilities | None = None
         self._num_parameters: int | None = None
 
     def _start_state(self) -> None:
@@ -459,14 +459,14 @@ class Trainer:
             loss = loss_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
 
-    def _fitted(self) -> Fitted:
+    def _fitted(self) -> Capabilities:
         """Findings about the model's forward pass, of which it is asked once."""
         if self._asked is None or self._asked.model is not self.model:
             asked = self._ask()
             self._asked = replace(asked, head=None, shares_prefixes=False) if self._engine.frees_weights else asked
         return self._asked
 
-    def _ask(self) -> Fitted:
+    def _ask(self) -> Capabilities:
         return fit_prefix_sharing(self.model, self._leaves_tokens_out and has_plain_loss(self.model))
 
     @property

@@ -1,7 +1,7 @@
 """Names, dtypes and shapes of the tensors in a safetensors file, from its header; no tensor is read.
 
 The format: eight bytes, little endian, the length of the header; the header, JSON; the tensors, end to end
-(https://huggingface.co/docs/safetensors, "Format"). So a file that was cut off is recognised by its size alone.
+(https://huggingface.co/docs/safetensors, "Format"). So a file that was cut off is recognized by its size alone.
 
 In:  a file, or a folder of shards with their index.
 Out: name -> ``TensorInfo``.

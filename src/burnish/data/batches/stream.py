@@ -23,6 +23,7 @@ import torch
 from burnish.config.checks import notes
 from burnish.config.options import option
 from burnish.data.batches.budget import Budget
+from burnish.loop.protocols import Stream
 from burnish.loop.types import IGNORE_INDEX, Batch, Row, StepBatch
 from burnish.utils.sequences import OnDemand
 
@@ -191,8 +192,40 @@ def _grouped_by_length(order: list[int], lengths: Sequence[int], batch_size: int
     return [item for part in stretches for item in part]
 
 
-class RowStream:
-    """The groups of a training set that has a length.
+class StepBatchLoader(Stream):
+    """The step batches of an epoch, and a cursor: the epoch, and the position in it, as plain data.
+
+    Subclasses give ``step_batches``, ``length`` and ``leave_out``.
+    """
+
+    epoch = 0
+    position = 0  # of this epoch, in the unit of ``length``
+
+    @property
+    def length(self) -> int:
+        """Items, or micro-batches, of the current epoch."""
+        raise NotImplementedError
+
+    def advance(self, step_batch: StepBatch) -> None:
+        if step_batch.cursor is not None:
+            self.epoch, self.position = step_batch.cursor["epoch"], step_batch.cursor["position"]
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.position >= self.length
+
+    def end_epoch(self) -> None:
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+class RowStream(StepBatchLoader):
+    """The step batches of a training set that has a length.
 
     Args:
         items: rows or packs.
@@ -219,18 +252,17 @@ class RowStream:
         self.blank_row = blank_row or BLANK_ROW
         self.collate = collate
         self.lengths = lengths
-        self.epoch = 0
-        self.position = 0  # items of this epoch that have been used
         self.left_out: frozenset[int] = frozenset()  # items that no step takes; their places in the order stay
 
-    def __len__(self) -> int:
+    @property
+    def length(self) -> int:
         """The number of items that an epoch uses."""
         across = self.cut.batch_size * self.cut.world_size
         return len(self.items) - (len(self.items) % across if self.cut.drop_last else 0)
 
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the groups from the cursor to the end of the epoch."""
-        epoch, size, across = self.epoch, len(self), self.cut.batch_size * self.cut.world_size
+        epoch, size, across = self.epoch, self.length, self.cut.batch_size * self.cut.world_size
         order = self.order(epoch)[:size]
         starts = range(self.position, size, self.cut.rows_per_step)
 
@@ -291,26 +323,14 @@ class RowStream:
         strategy = "group_by_length" if self.options.group_by_length else self.options.train_sampling_strategy
         return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step, self.buffer_size)
 
-    def advance(self, step_batch: StepBatch) -> None:
-        if step_batch.cursor is not None:
-            self.load_state_dict(step_batch.cursor)
-
-    @property
-    def is_used_up(self) -> bool:
-        return self.position >= len(self)
-
-    def end_epoch(self) -> None:
-        self.load_state_dict({"epoch": self.epoch + 1, "position": 0})
-
     def leave_out(self, items: Sequence[int]) -> None:
         self.left_out |= frozenset(items)
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"epoch": self.epoch, "position": self.position}
-        return state | {"left_out": sorted(self.left_out)} if self.left_out else state
+        return super().state_dict() | ({"left_out": sorted(self.left_out)} if self.left_out else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.epoch, self.position = state["epoch"], state["position"]
+        super().load_state_dict(state)
         self.leave_out(state.get("left_out", ()))
 
 

@@ -19,7 +19,7 @@ from burnish.data.chat.labels import NO_MESSAGE, Segment, TemplateChoices, Turn
 from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.chat.tools.tools import ToolError, function_schema, read_calls, read_tools
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import Example, Ids, Message
 
@@ -81,9 +81,9 @@ class JinjaFormat:
         """The token that closes a row where the template ends answers without a control token: eos."""
         return None if self.renderer.end_word else self.tokenizer.eos_token
 
-    def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]:
-        """The turns of each conversation, None where it has none to learn from (counted in ``tally``)."""
-        rendered = self._rendered(examples, tally)
+    def turns(self, examples: Sequence[Example], stats: DataStats) -> list[list[Turn] | None]:
+        """The turns of each conversation, None where it has none to learn from (counted in ``stats``)."""
+        rendered = self._rendered(examples, stats)
         written = [one for one in rendered if one is not None]
         edges = [[edge for span in one.spans for edge in span] for one in written]
         located = iter(self.encoder.located([one.text for one in written], edges))
@@ -104,17 +104,17 @@ class JinjaFormat:
         text = self.renderer.render(chat, self._tools(example), prompt=True)
         return self.encoder.encode([text])[text].tolist()
 
-    def _rendered(self, examples: Sequence[Example], tally: Tally) -> list[Rendered | None]:
-        """The renderings of conversations, None where there is nothing to learn from one (counted in ``tally``)."""
+    def _rendered(self, examples: Sequence[Example], stats: DataStats) -> list[Rendered | None]:
+        """The renderings of conversations, None where there is nothing to learn from one (counted in ``stats``)."""
         inputs = [self._input(example) for example in examples]
         made = self.renderer.rendered([each for each in inputs if not isinstance(each, ValueError)])
         found: list[Rendered | None] = []
         for example, each in zip(examples, inputs, strict=True):
             rendered = each if isinstance(each, ValueError) else next(made)
             if isinstance(rendered, ValueError):
-                tally.add(f"dropped: {rendered}", example)
+                stats.add(f"dropped: {rendered}", example)
             elif any(first.role == second.role == "user" for first, second in pairwise(example.messages)):
-                tally.add(TWO_QUESTIONS, example)
+                stats.add(TWO_QUESTIONS, example)
             found.append(None if isinstance(rendered, ValueError) else rendered)
         return found
 

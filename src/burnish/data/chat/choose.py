@@ -5,7 +5,7 @@ before any data is read: a template that does not exist, and one whose control t
 
     template = load_template(options, tokenizer)     # by name, from a file, or the tokenizer's own
     notes = fit_tokenizer(template, tokenizer)       # eos, pad and stop tokens as the template wants them
-    rows = template.encode(examples, tally)
+    rows = template.encode(examples, stats)
     tokenizer.chat_template = template.jinja()       # renders the tokens that were trained
 """
 

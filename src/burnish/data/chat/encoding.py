@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from burnish.data.chat.labels import EncodedConversation, Segment, Turn, concatenated, masked
 from burnish.data.chat.preferences import pair_rows, verdict_rows, with_answer, with_other
 from burnish.data.chat.truncate import fit_turns, refuse_long
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example, Row, as_lists
 
 NOTHING_TO_LEARN = "dropped: nothing to learn"
@@ -50,7 +50,7 @@ class ConversationEncoder:
         self.encoding, self.tokenizer, self.cutoff_len = options, tokenizer, cutoff_len
 
     def _chats(
-        self, examples: Sequence[Example], tally: Tally, last_only: bool
+        self, examples: Sequence[Example], stats: DataStats, last_only: bool
     ) -> Iterator[EncodedConversation | None]:
         """Encode and label conversations; None where one gives no turn, which is counted.
 
@@ -59,58 +59,58 @@ class ConversationEncoder:
         """
         raise NotImplementedError
 
-    def _texts(self, examples: Sequence[Example], tally: Tally) -> Iterator[EncodedConversation | None]:
+    def _texts(self, examples: Sequence[Example], stats: DataStats) -> Iterator[EncodedConversation | None]:
         """Encode and label plain texts, and prompts with completions."""
         raise NotImplementedError
 
-    def encode(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
-        """A row per example, None where it gives nothing to learn; what was dropped or cut is added to ``tally``.
+    def encode(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
+        """A row per example, None where it gives nothing to learn; what was dropped or cut is added to ``stats``.
 
         Conversations become turns; a completion is learned after its prompt, a text as a whole, each with eos.
 
         Raises:
             UserError: if a row is too long and ``on_too_long`` is "raise"; names every such row of the batch.
         """
-        return [as_lists(row) for row in self.encode_flat(examples, tally)]
+        return [as_lists(row) for row in self.encode_flat(examples, stats)]
 
-    def encode_flat(self, examples: Sequence[Example], tally: Tally, truncate: bool = True) -> list[Row | None]:
+    def encode_flat(self, examples: Sequence[Example], stats: DataStats, truncate: bool = True) -> list[Row | None]:
         """Like ``encode``, with arrays in place of lists.
 
         Args:
             truncate: truncate rows to ``cutoff_len``, and drop those without trained tokens; false for packing that
                 concatenates rows and splits them.
         """
-        return self._rows(examples, self._conversations(examples, tally), tally, truncate)
+        return self._rows(examples, self._conversations(examples, stats), stats, truncate)
 
-    def encode_text(self, examples: Sequence[Example], tally: Tally, truncate: bool = True) -> list[Row | None]:
+    def encode_text(self, examples: Sequence[Example], stats: DataStats, truncate: bool = True) -> list[Row | None]:
         """The same for pretraining: plain texts alone, and None for examples of another kind."""
-        return self._rows(examples, list(self._texts(examples, tally)), tally, truncate)
+        return self._rows(examples, list(self._texts(examples, stats)), stats, truncate)
 
-    def encode_pairs(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
+    def encode_pairs(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         """A row of two sequences per pair of responses, as arrays.
 
         Raises:
             UserError: if a row is too long and ``on_too_long`` is "raise".
         """
         sides = [
-            self._answers([with_answer(example, side) for example in examples], tally)
+            self._answers([with_answer(example, side) for example in examples], stats)
             for side in ("chosen", "rejected")
         ]
-        return pair_rows(examples, sides[0], sides[1], self.encoding, self.cutoff_len, tally)
+        return pair_rows(examples, sides[0], sides[1], self.encoding, self.cutoff_len, stats)
 
-    def encode_verdicts(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
+    def encode_verdicts(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         """A row per response with a label, as arrays; with its prompt and another response where the example has one.
 
         Raises:
             UserError: if a row is too long and ``on_too_long`` is "raise".
         """
-        own = self._answers(examples, tally)
-        beside = iter(self._answers([with_other(one) for one in examples if one.other is not None], Tally()))
+        own = self._answers(examples, stats)
+        beside = iter(self._answers([with_other(one) for one in examples if one.other is not None], DataStats()))
         others = [None if example.other is None else next(beside) for example in examples]
-        return verdict_rows(examples, own, others, self.encoding, self.cutoff_len, tally)
+        return verdict_rows(examples, own, others, self.encoding, self.cutoff_len, stats)
 
     def _conversations(
-        self, examples: Sequence[Example], tally: Tally, last_only: bool = False
+        self, examples: Sequence[Example], stats: DataStats, last_only: bool = False
     ) -> list[EncodedConversation | None]:
         """Encode and label examples of any kind, each with its own; None where one gives no turn.
 
@@ -118,13 +118,13 @@ class ConversationEncoder:
             last_only: the last response alone is trained, as in preferences.
         """
         is_plain = [example.text is not None or example.completion is not None for example in examples]
-        texts = self._texts([e for e, plain in zip(examples, is_plain, strict=True) if plain], tally)
-        chats = self._chats([e for e, plain in zip(examples, is_plain, strict=True) if not plain], tally, last_only)
+        texts = self._texts([e for e, plain in zip(examples, is_plain, strict=True) if plain], stats)
+        chats = self._chats([e for e, plain in zip(examples, is_plain, strict=True) if not plain], stats, last_only)
         return [next(texts if plain else chats) for plain in is_plain]
 
-    def _answers(self, examples: Sequence[Example], tally: Tally) -> list[Turn | None]:
+    def _answers(self, examples: Sequence[Example], stats: DataStats) -> list[Turn | None]:
         """The prompt of each example, which is everything before the last response, and that response."""
-        encoded = self._conversations(examples, tally, last_only=True)
+        encoded = self._conversations(examples, stats, last_only=True)
         return [None if one is None else self._as_one_turn(one) for one in encoded]
 
     def _as_one_turn(self, encoded: EncodedConversation) -> Turn:
@@ -144,40 +144,44 @@ class ConversationEncoder:
         return prompt, closed
 
     def _rows(
-        self, examples: Sequence[Example], encoded: Sequence[EncodedConversation | None], tally: Tally, truncate: bool
+        self,
+        examples: Sequence[Example],
+        encoded: Sequence[EncodedConversation | None],
+        stats: DataStats,
+        truncate: bool,
     ) -> list[Row | None]:
         if not truncate:
             return [None if one is None else self._joined(one) for one in encoded]
         if self.encoding.on_too_long == "raise":
             refuse_long(examples, (0 if one is None else one.length for one in encoded), self.cutoff_len)
         return [
-            None if one is None else self._row(example, one, tally)
+            None if one is None else self._row(example, one, stats)
             for example, one in zip(examples, encoded, strict=True)
         ]
 
-    def _row(self, example: Example, encoded: EncodedConversation, tally: Tally) -> Row | None:
+    def _row(self, example: Example, encoded: EncodedConversation, stats: DataStats) -> Row | None:
         if encoded.length > self.cutoff_len:
             if self.encoding.on_too_long == "drop":
-                tally.add(TOO_LONG, example)
+                stats.add(TOO_LONG, example)
                 return None
-            encoded = self._truncated(example, encoded, tally)
+            encoded = self._truncated(example, encoded, stats)
         row = self._joined(encoded)
         if row["labels"] == masked(len(row["labels"])):
-            tally.add(NOTHING_TO_LEARN, example)
+            stats.add(NOTHING_TO_LEARN, example)
             return None
         if encoded.ends and not any(label in encoded.ends for label in reversed(row["labels"])):
-            tally.add(NO_END, example)
+            stats.add(NO_END, example)
         return row
 
-    def _truncated(self, example: Example, encoded: EncodedConversation, tally: Tally) -> EncodedConversation:
+    def _truncated(self, example: Example, encoded: EncodedConversation, stats: DataStats) -> EncodedConversation:
         room, turns = self.cutoff_len - (encoded.closing is not None), encoded.turns
         last_first = self.encoding.mask_history
         kept = fit_turns(turns, room, self.encoding.truncation, last_first)
         if len(kept) < len(turns):
-            tally.add(LEFT_OUT, example)
+            stats.add(LEFT_OUT, example)
         before = turns[len(turns) - len(kept) :] if last_first else turns[: len(kept)]
         if any(len(now.ids) < len(was.ids) for now, was in zip(chain(*kept), chain(*before), strict=True)):
-            tally.add(SHORTENED, example)
+            stats.add(SHORTENED, example)
         return EncodedConversation(kept, encoded.closing if kept else None, encoded.ends)
 
     def _joined(self, encoded: EncodedConversation) -> Row:

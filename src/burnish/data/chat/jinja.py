@@ -5,7 +5,7 @@ tokens are trained: the default system message, all earlier turns, tools and cal
 as they were learned. Answers stand between ``{% generation %}`` marks, and the header that invites an answer is
 written before an answer, or at the end where ``add_generation_prompt`` asks for it.
 
-Two things may differ. A chat template gives the tokenizer one text, and training tokenises slot by slot: where there is
+Two things may differ. A chat template gives the tokenizer one text, and training tokenizes slot by slot: where there is
 no control token between two slots, a tokenizer may merge the end of one with the start of the next; and one whose
 normalizer prepends a space (``Prepend``) does so before each slot, also where it has a space. And phi4_mini
 repeats the JSON of the tools exactly as the record spells it, which a chat template never sees.

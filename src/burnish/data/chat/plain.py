@@ -27,7 +27,7 @@ from burnish.data.chat.labels import EncodedConversation, Segment, Turn, masked
 from burnish.data.chat.preferences import pair_rows, verdict_rows
 from burnish.data.chat.rendering import Conversation, UnreadableTemplate, chat_ids, marked_ids
 from burnish.data.chat.table import TemplateSpec
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Message, Row
 from burnish.utils.sequences import shared_beginning
@@ -79,30 +79,30 @@ class PlainTemplate(ConversationEncoder):
         known = [self._templates, self.encoder.identity, str(self.tokenizer.special_tokens_map), asdict(self.options)]
         return sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
-    def encode_pairs(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
+    def encode_pairs(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         if not any("chosen_ids" in example.extra for example in examples):
             self._asked = {}  # the prompts of this batch, which both answers follow
-            rows = super().encode_pairs(examples, tally)
+            rows = super().encode_pairs(examples, stats)
             self._asked = None
             return rows
         chosen, rejected = ([_of_ids(one.extra, f"{side}_ids") for one in examples] for side in ("chosen", "rejected"))
-        return pair_rows(examples, chosen, rejected, self.options, self.cutoff_len, tally)
+        return pair_rows(examples, chosen, rejected, self.options, self.cutoff_len, stats)
 
-    def encode_verdicts(self, examples: Sequence[Example], tally: Tally) -> list[Row | None]:
+    def encode_verdicts(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         if not any("completion_ids" in example.extra for example in examples):
-            return super().encode_verdicts(examples, tally)
+            return super().encode_verdicts(examples, stats)
         own = [_of_ids(example.extra, "completion_ids") for example in examples]
         beside = [_of_ids(one.extra, KL_IDS) if one.extra.get(KL_IDS) else None for one in examples]
-        return verdict_rows(examples, own, beside, self.options, self.cutoff_len, tally)
+        return verdict_rows(examples, own, beside, self.options, self.cutoff_len, stats)
 
     # --- texts --------------------------------------------------------------------------------------------------------
 
-    def _texts(self, examples: Sequence[Example], tally: Tally) -> Iterator[EncodedConversation | None]:
+    def _texts(self, examples: Sequence[Example], stats: DataStats) -> Iterator[EncodedConversation | None]:
         texts = [e.text if e.completion is None else (e.prompt or "") + e.completion for e in examples]
         ids = self._ids([self._with_eos(text or "") for text in texts])
         prompts = iter(self._ids([e.prompt or "" for e in examples if e.completion is not None]))
         for example, whole in zip(examples, ids, strict=True):
-            begin = 0 if example.completion is None else self._begin(next(prompts), whole, example, tally)
+            begin = 0 if example.completion is None else self._begin(next(prompts), whole, example, stats)
             yield self._trained_from(begin, whole)
 
     def _with_eos(self, text: str) -> str:
@@ -115,7 +115,7 @@ class PlainTemplate(ConversationEncoder):
     # --- conversations ------------------------------------------------------------------------------------------------
 
     def _chats(
-        self, examples: Sequence[Example], tally: Tally, last_only: bool
+        self, examples: Sequence[Example], stats: DataStats, last_only: bool
     ) -> Iterator[EncodedConversation | None]:
         chats = [one for one in examples if "input_ids" not in one.extra]
         wholes, prompts = iter(self._wholes(chats)), iter(self._prompts(chats))
@@ -124,7 +124,7 @@ class PlainTemplate(ConversationEncoder):
                 yield self._labelled(example.extra)
                 continue
             (ids, mask), prompt = next(wholes), next(prompts)
-            begin = 0 if prompt is None else self._begin(prompt, ids, example, tally)
+            begin = 0 if prompt is None else self._begin(prompt, ids, example, stats)
             yield self._trained_from(begin, ids, mask)
 
     def _wholes(self, examples: Sequence[Example]) -> Iterator[tuple[Ids, Sequence[int] | None]]:
@@ -168,10 +168,10 @@ class PlainTemplate(ConversationEncoder):
             labels = _where(columns[name], labels) if name in columns else labels
         return EncodedConversation([(_segment(ids[:0], labels[:0]), _segment(ids, labels))])
 
-    def _begin(self, prompt: Sequence[int], whole: Ids, example: Example, tally: Tally) -> int:
+    def _begin(self, prompt: Sequence[int], whole: Ids, example: Example, stats: DataStats) -> int:
         begin = shared_beginning(prompt, whole)
         if begin < len(prompt):
-            tally.add(PARTED, example)
+            stats.add(PARTED, example)
         return begin
 
     def _trained_from(self, begin: int, ids: Ids, mask: Sequence[int] | None = None) -> EncodedConversation:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from burnish.data.chat.labels import Segment, Turn, concatenated, masked
 from burnish.data.chat.truncate import fit_segments, refuse_long
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.utils.sequences import shared_beginning
 
@@ -55,9 +55,9 @@ def with_other(example: Example) -> Example:
 
 def pair_rows(
     examples: Sequence[Example], chosen: Sequence[Turn | None], rejected: Sequence[Turn | None],
-    options: TruncationChoices, room: int, tally: Tally,
+    options: TruncationChoices, room: int, stats: DataStats,
 ) -> list[Row | None]:  # fmt: skip
-    """A row per pair, None where it gives nothing to train on (counted in ``tally``).
+    """A row per pair, None where it gives nothing to train on (counted in ``stats``).
 
     Raises:
         UserError: where a row is too long and ``on_too_long`` is "raise".
@@ -66,9 +66,9 @@ def pair_rows(
     _refuse_long(examples, pairs, options, room)
     rows: list[Row | None] = []
     for example, pair in zip(examples, pairs, strict=True):
-        fitted = None if pair is None else _fitted(example, pair, options, room, tally)
+        fitted = None if pair is None else _fitted(example, pair, options, room, stats)
         if fitted is not None and fitted[1].ids == fitted[2].ids:
-            tally.add(EQUAL_AFTER_CUT, example)
+            stats.add(EQUAL_AFTER_CUT, example)
             fitted = None
         if fitted is None:
             rows.append(None)
@@ -81,18 +81,18 @@ def pair_rows(
 
 def verdict_rows(
     examples: Sequence[Example], own: Sequence[Turn | None], others: Sequence[Turn | None],
-    options: TruncationChoices, room: int, tally: Tally,
+    options: TruncationChoices, room: int, stats: DataStats,
 ) -> list[Row | None]:  # fmt: skip
     """A row per labelled response, and its prompt with another response where the example has one."""
     _refuse_long(examples, own, options, room)
     rows: list[Row | None] = []
     for example, turn, other in zip(examples, own, others, strict=True):
-        fitted = None if turn is None else _fitted(example, turn, options, room, tally)
+        fitted = None if turn is None else _fitted(example, turn, options, room, stats)
         if fitted is None:
             rows.append(None)
             continue
         row: Row = {**_columns(fitted[0], fitted[1], ""), "tag": bool(example.tag)}
-        beside = None if other is None else _fitted(example, other, options, room, Tally())
+        beside = None if other is None else _fitted(example, other, options, room, DataStats())
         rows.append(row if beside is None else row | _columns(beside[0], beside[1], "kl_"))
     return rows
 
@@ -128,19 +128,19 @@ def _length(encoded: Sequence[Segment]) -> int:
 
 
 def _fitted(
-    example: Example, encoded: Sequence[Segment], options: TruncationChoices, room: int, tally: Tally
+    example: Example, encoded: Sequence[Segment], options: TruncationChoices, room: int, stats: DataStats
 ) -> list[Segment] | None:
     """A prompt and its responses within ``room`` tokens; None where they are dropped for it, which is counted."""
     fitted: list[Segment] | None = list(encoded)
     if _length(encoded) > room:
         if options.on_too_long == "drop":
-            tally.add(TOO_LONG, example)
+            stats.add(TOO_LONG, example)
             return None
         fitted = fit_segments(encoded[0], encoded[1:], room, options.truncation)
         if fitted is not None:
-            tally.add(CUT, example)
+            stats.add(CUT, example)
     if fitted is None or not all(response.is_trained for response in fitted[1:]):
-        tally.add(NOTHING_LEFT, example)
+        stats.add(NOTHING_LEFT, example)
         return None
     return fitted
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from burnish.data.chat.encoding import NO_TEXT, ConversationEncoder
 from burnish.data.chat.labels import EncodedConversation, Ends, Segment, TemplateChoices, Turn, label_turns, masked
 from burnish.data.chat.table import TemplateSpec
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.data.tokens.encoder import Encoder, shared_start
 from burnish.loop.types import Example, Ids
 
@@ -41,7 +41,7 @@ class TemplateFormat(Protocol):
         """The same where only the last response is trained, so that thoughts of earlier ones may go."""
         ...
 
-    def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]: ...
+    def turns(self, examples: Sequence[Example], stats: DataStats) -> list[list[Turn] | None]: ...
     def prompt(self, example: Example) -> list[int]: ...
     def end_words(self) -> tuple[str, ...]: ...
     def jinja(self) -> str | dict[str, str]: ...
@@ -108,21 +108,21 @@ class Template(ConversationEncoder):
         return _hashed(self.form.encoder.identity)
 
     def _chats(
-        self, examples: Sequence[Example], tally: Tally, last_only: bool
+        self, examples: Sequence[Example], stats: DataStats, last_only: bool
     ) -> Iterator[EncodedConversation | None]:
         form = self.form.answering_last() if last_only else self.form
         word = form.closing_word
         closing = None if word is None else int(self.tokenizer.convert_tokens_to_ids(word))
         ends = Ends(self.end_ids(), closing if self.spec and not last_only else None)
         wanted = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
-        for turns in form.turns(examples, tally) if examples else ():
+        for turns in form.turns(examples, stats) if examples else ():
             if turns is None:
                 yield None
                 continue
             labelled = label_turns(turns[-1:] if last_only else turns, self.options, ends)
             yield EncodedConversation([*turns[:-1], *labelled] if last_only else labelled, closing, wanted)
 
-    def _texts(self, examples: Sequence[Example], tally: Tally) -> Iterator[EncodedConversation | None]:
+    def _texts(self, examples: Sequence[Example], stats: DataStats) -> Iterator[EncodedConversation | None]:
         """Plain texts and completions. They have no template around them, and may hold control tokens."""
         ending = self.spec.text_end if self.spec else ""
         texts = [
@@ -134,7 +134,7 @@ class Template(ConversationEncoder):
         opening = self.opening_ids() if examples else array("i")
         for example, text, prompt in zip(examples, texts, prompts, strict=True):
             if not text:
-                tally.add(NO_TEXT, example)
+                stats.add(NO_TEXT, example)
                 yield None
                 continue
             trained_from = shared_start(ids[prompt], ids[text])[0] if prompt else 0

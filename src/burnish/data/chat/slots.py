@@ -1,4 +1,4 @@
-"""A conversation under a named template: each message goes into its slots, each slot is tokenised by itself.
+"""A conversation under a named template: each message goes into its slots, each slot is tokenized by itself.
 
 In: examples with messages. Out: their turns, encoded. A conversation alternates: a question (user, observation), then
 an answer (assistant, function); one that does not is counted and gives no turns. Observations in a row, the answers to
@@ -25,7 +25,7 @@ from burnish.data.chat.labels import Segment, TemplateChoices, Turn, concatenate
 from burnish.data.chat.table import CONTENT, Slots, TemplateSpec, Token
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, describe_tools
 from burnish.data.chat.tools.tools import ToolError, read_calls
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import Example, Ids, Message
 
@@ -105,10 +105,10 @@ class SlotFormat:
     def jinja(self) -> str:
         return write_jinja(self.spec, self.options, self.tokenizer)
 
-    def turns(self, examples: Sequence[Example], tally: Tally) -> list[list[Turn] | None]:
-        """The turns of each conversation, None where it has none to learn from (counted in ``tally``)."""
+    def turns(self, examples: Sequence[Example], stats: DataStats) -> list[list[Turn] | None]:
+        """The turns of each conversation, None where it has none to learn from (counted in ``stats``)."""
         examples = [self._with_observations_joined(example) for example in examples]
-        conversations = [self._try(example, tally) for example in examples]
+        conversations = [self._try(example, stats) for example in examples]
         ids = self._ids(conversations)
         return [
             None if written is None else self._turns(example.messages, written, ids)
@@ -144,14 +144,14 @@ class SlotFormat:
                 joined.append(message)
         return replace(example, messages=tuple(joined))
 
-    def _try(self, example: Example, tally: Tally) -> Written | None:
+    def _try(self, example: Example, stats: DataStats) -> Written | None:
         rule = broken_rule(example.messages)
         if rule is None:
             try:
                 return self._conversation(example)
             except ToolError as error:
                 rule = str(error)
-        tally.add(f"dropped: {rule}", example)
+        stats.add(f"dropped: {rule}", example)
         return None
 
     def _conversation(self, example: Example) -> Written:
@@ -235,7 +235,7 @@ class SlotFormat:
         return [(token.name,)] if token.kind == "named" else []
 
     def _ids(self, conversations: Sequence[Written | None]) -> Mapping[str, Ids]:
-        """Tokenise all texts of a batch in one call; returns text -> ids."""
+        """Tokenize all texts of a batch in one call; returns text -> ids."""
         return self.encoder.encode(
             "".join(element)
             for written in conversations

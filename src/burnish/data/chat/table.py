@@ -7,7 +7,7 @@ A slot list says how a message is written. Its elements are
 - text with ``{{content}}`` where the message goes (text without it is constant);
 - ``{bos}`` and ``{eos}``: the tokenizer's own token, nothing where it has none;
 - ``{"token": "<|user|>"}``: this token by name; ``{"token_if_known": ...}``: nothing where the tokenizer lacks it.
-Each element is tokenised by itself, so no token ever spans two of them. A list of one element may be written bare.
+Each element is tokenized by itself, so no token ever spans two of them. A list of one element may be written bare.
 
 The texts and flags are those of LLaMA-Factory as of August 2026 (src/llamafactory/data/template.py), apart from the
 two faults named in docs/decisions/0010-templates-as-data.md.
@@ -23,8 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from burnish.config.errors import Problem, did_you_mean
+from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.config.options import raise_if
+from burnish.config.registry import Registry
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 
 CONTENT = "{{content}}"
@@ -156,11 +157,22 @@ def read_row(name: str, row: Mapping[str, Any], where: str = "") -> TemplateSpec
     return TemplateSpec(name=name, **values)
 
 
+TEMPLATES: Registry[TemplateSpec] = Registry("template")
+"""Templates that other packages add, each a row as ``read_row`` makes it."""
+
+
 @cache
 def table() -> Mapping[str, TemplateSpec]:
-    """Read the table: name -> row, in the order of the file."""
+    """Read the table: name -> row, in the order of the file, and after them the rows of other packages.
+
+    Raises:
+        UserError: where another package's template has the name of one in the file.
+    """
     rows = json.loads((Path(__file__).parent / "templates.json").read_text(encoding="utf-8"))
-    return {name: read_row(name, row) for name, row in rows.items()}
+    added = {member.name: member.value for member in TEMPLATES}
+    if both := sorted(rows.keys() & added.keys()):
+        raise UserError(f'The template "{both[0]}" of another package has the name of a template of burnish.')
+    return {**{name: read_row(name, row) for name, row in rows.items()}, **added}
 
 
 def _slots(value: Any) -> Slots:

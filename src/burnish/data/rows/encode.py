@@ -1,7 +1,7 @@
 """Examples -> rows, once: encoded in batches, cached on disk under a hash of everything that they depend on.
 
 In: examples, a function that encodes a batch of them, and everything else that the rows depend on (``fingerprint``).
-Out: ``Rows``. The tally of what was dropped or cut is kept with the rows, and read again with them.
+Out: ``Rows``. Statistics of dropped and truncated examples are stored with the rows.
 
 The cache is $BURNISH_CACHE or ~/.cache/burnish. An entry is a folder, written under another name and renamed when it is
 whole; of several processes that need the same rows one encodes, and the others wait for it. ``tokenized_path`` keeps
@@ -32,16 +32,16 @@ from burnish.data.length import num_characters
 from burnish.data.options import DataOptions
 from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_rows_manifest
 from burnish.data.sets.examples import content_hash
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.utils.files import named_where_full, open_lock
 from burnish.utils.work import work
 
-Encode: TypeAlias = "Callable[[Sequence[Any], Tally], Sequence[Row | None]]"
+Encode: TypeAlias = "Callable[[Sequence[Any], DataStats], Sequence[Row | None]]"
 """A batch of examples, or of what it makes examples of -> a row for each, None where it gives none; reasons go into the
-tally."""
-Encoded: TypeAlias = "tuple[Sequence[Row | None], Tally]"
-"""A row for each example, None where it gives none, and the tally of what was dropped or cut."""
+stats."""
+Encoded: TypeAlias = "tuple[Sequence[Row | None], DataStats]"
+"""A row for each example, None where it gives none, and the stats of what was dropped or cut."""
 
 BATCH_SIZE = 1000
 """Examples encoded together if no option says otherwise: enough for all threads of a tokenizer."""
@@ -50,7 +50,7 @@ IN_CACHE = "Set the environment variable BURNISH_CACHE to a folder that can be w
 
 
 def encode_rows(
-    examples: Sequence[Any], encode: Encode, tally: Tally, *, fingerprint: str | Mapping[str, Any],
+    examples: Sequence[Any], encode: Encode, stats: DataStats, *, fingerprint: str | Mapping[str, Any],
     options: DataOptions | None = None, name: str = "train", data: str | None = None, places: str | None = None,
     title: str = "Encoding",
 ) -> Rows:  # fmt: skip
@@ -70,17 +70,17 @@ def encode_rows(
     """
     if options is None:
         writer = RowWriter()
-        _encode_all(examples, encode, tally, writer, BATCH_SIZE, 1, title)
+        _encode_all(examples, encode, stats, writer, BATCH_SIZE, 1, title)
         return writer.in_memory()
     made_from = _made_from(data or content_hash(examples), fingerprint)
-    if places is None:  # the tally names them
+    if places is None:  # the statistics name them
         places = "\n".join(f"{example.source}:{example.number}" for example in examples)
     folder = _folder(options, name, made_from, places)
     with alone(folder, "Name another tokenized_path." if options.tokenized_path else IN_CACHE):
         if _is_stale(folder, options):
             _make(folder, examples, encode, made_from, options, title)
         _refuse_others(folder, made_from, options, has_data=bool(examples))
-        tally.merge(Tally.from_json(read_rows_manifest(folder)["tally"]))
+        stats.merge(DataStats.from_json(read_rows_manifest(folder)["stats"]))
         return open_rows(folder, is_cache=options.tokenized_path is None)
 
 
@@ -93,12 +93,12 @@ def _make(
     title: str,
 ) -> None:
     """Encode into a temporary folder, and rename it to ``folder`` when it is whole."""
-    tally = Tally()
+    stats = DataStats()
     size, workers = options.preprocessing_batch_size, _num_workers(options, len(examples))
     with replacing(folder) as partial:
         writer = RowWriter(partial)
-        _encode_all(examples, encode, tally, writer, size, workers, title)
-        writer.close(made_from=made_from, tally=tally.to_json())
+        _encode_all(examples, encode, stats, writer, size, workers, title)
+        writer.close(made_from=made_from, stats=stats.to_json())
 
 
 # --- fingerprints of rows, and folders --------------------------------------------------------------------------------
@@ -214,13 +214,13 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def _encode_all(
-    examples: Sequence[Any], encode: Encode, tally: Tally, writer: RowWriter, batch_size: int, num_workers: int,
+    examples: Sequence[Any], encode: Encode, stats: DataStats, writer: RowWriter, batch_size: int, num_workers: int,
     title: str,
 ) -> None:  # fmt: skip
     starts = range(0, len(examples), batch_size)
     with work(title, len(examples), "records") as advance:
         for start, (rows, counted) in zip(starts, _batches(examples, encode, starts, num_workers), strict=True):
-            tally.merge(counted)
+            stats.merge(counted)
             for origin, row in enumerate(rows, start=start):
                 if row is not None:
                     writer.add(origin, row)
@@ -237,11 +237,11 @@ def encoding_title(examples: Sequence[Example]) -> str:
 
 
 def _batches(examples: Sequence[Any], encode: Encode, starts: range, num_workers: int) -> Iterator[Encoded]:
-    """Yield rows and tally of each batch, in order."""
+    """Yield rows and stats of each batch, in order."""
 
     def encoded(start: int) -> Encoded | tuple[Problem, ...]:
         """Encode one batch, or return its problems: an exception would lose them on its way between processes."""
-        counted = Tally()
+        counted = DataStats()
         try:
             return encode(examples[start : start + starts.step], counted), counted
         except UserError as error:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from burnish.data.batches.batching import PackingChoices, lengths_of, pack, packs_rows, strategy_of
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Row
 from burnish.utils.sequences import OnDemand
 
@@ -21,7 +21,7 @@ class RowSet(OnDemand[RowT_co]):
     """The rows of a dataset. Subclasses give ``__len__`` and ``made``."""
 
     is_streamed = False
-    """True where rows are encoded when they are used, so that lengths and tally are not known before."""
+    """True where rows are encoded when they are used, so that lengths and stats are not known before."""
 
     @cached_property
     def lengths(self) -> Sequence[int]:
@@ -41,9 +41,9 @@ class RowSet(OnDemand[RowT_co]):
         """Return a key for each row of a step (of all ranks, in order), where a row depends on the others of it."""
         return dict(zip(chosen, chosen, strict=True))
 
-    def counted(self) -> Tally:
+    def counted(self) -> DataStats:
         """Count what was dropped or cut since the run began."""
-        return Tally()
+        return DataStats()
 
 
 class RowsOver(RowSet["Row | None"]):
@@ -66,7 +66,7 @@ class RowsOver(RowSet["Row | None"]):
     def origin(self, index: int) -> int:
         return self.rows.origin(index)
 
-    def counted(self) -> Tally:
+    def counted(self) -> DataStats:
         return self.rows.counted()
 
 

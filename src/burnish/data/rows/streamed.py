@@ -13,7 +13,7 @@ from burnish.data.length import refuse_endless
 from burnish.data.rows.encode import Encode
 from burnish.data.rows.row_set import RowSet
 from burnish.data.sets.examples import Examples
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Row, as_lists
 
 
@@ -29,8 +29,8 @@ class StreamedRows(RowSet["Row | None"]):
 
     def __init__(self, examples: Examples, encode: Encode, check: Callable[[Row], None] = lambda row: None) -> None:
         self.examples, self.encode, self.check = examples, encode, check
-        self.tally = Tally()
-        self._is_seen = bytearray(len(examples))  # 1 for an example that is in the tally
+        self.stats = DataStats()
+        self._is_seen = bytearray(len(examples))  # 1 for an example that is in the stats
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -40,23 +40,23 @@ class StreamedRows(RowSet["Row | None"]):
 
     def some(self, examples: Sequence[int]) -> list[Row | None]:
         """The rows of these examples. Raises UserError where one of them cannot be encoded."""
-        tally = Tally()
-        found = self.examples.make(examples, tally)
+        stats = DataStats()
+        found = self.examples.make(examples, stats)
         present = [example for example in found if example is not None]
         refuse_endless(present)
-        rows = iter(self.encode(present, tally))
+        rows = iter(self.encode(present, stats))
         made = [None if example is None else next(rows) for example in found]
         for row in filter(None, made):
             self.check(row)
         if not all(self._is_seen[example] for example in examples):  # all were counted in an earlier epoch
-            self.tally.merge(tally)
+            self.stats.merge(stats)
         for example in examples:
             self._is_seen[example] = 1
         return [as_lists(row) for row in made]
 
-    def counted(self) -> Tally:
-        """The tally of the examples so far, each counted once."""
-        whole = Tally(seen=sum(self._is_seen) if self.tally.seen else 0)
-        for reason, found in self.tally.records.items():
+    def counted(self) -> DataStats:
+        """The stats of the examples so far, each counted once."""
+        whole = DataStats(seen=sum(self._is_seen) if self.stats.seen else 0)
+        for reason, found in self.stats.records.items():
             whole.records[reason] = list(dict.fromkeys(found))
         return whole

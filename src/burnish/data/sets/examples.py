@@ -21,7 +21,7 @@ from burnish.data.reading.record_index import Table
 from burnish.data.sets.formats import Bad, bad_records, converted, place, same_in
 from burnish.data.sets.preferences import last_answer, said
 from burnish.data.sets.records import Layout
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from burnish.utils.sequences import OnDemand
 
@@ -77,7 +77,7 @@ class Examples(OnDemand[Example]):
         """Changes with what the examples say, and with their order."""
         raise NotImplementedError
 
-    def make(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
+    def make(self, indices: Sequence[int], stats: DataStats) -> list[Example | None]:
         """Make these examples, None where a record gives none; dropped records are counted."""
         raise NotImplementedError
 
@@ -85,13 +85,13 @@ class Examples(OnDemand[Example]):
         """The examples at ``indices``, in that order."""
         raise NotImplementedError
 
-    def answered(self, on_empty_target: str, tally: Tally) -> Examples:
+    def answered(self, on_empty_target: str, stats: DataStats) -> Examples:
         """The examples that have something to learn, if that is known before they are used."""
         return self
 
-    def held(self, tally: Tally) -> ListedExamples:
+    def held(self, stats: DataStats) -> ListedExamples:
         """All examples, in memory, without those that a record does not give."""
-        return ListedExamples([example for example in self.make(range(len(self)), tally) if example is not None])
+        return ListedExamples([example for example in self.make(range(len(self)), stats) if example is not None])
 
     def places(self) -> Callable[[int], str]:
         """Return a function that tells the file and record of an example, and that holds no text of it."""
@@ -114,18 +114,18 @@ class ListedExamples(Examples):
     def content_hash(self) -> str:
         return content_hash(self.examples)
 
-    def make(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
+    def make(self, indices: Sequence[int], stats: DataStats) -> list[Example | None]:
         return [self.examples[index] for index in indices]
 
-    def make_one(self, index: int, tally: Tally, on_bad_record: str, bad: Bad) -> Example:
+    def make_one(self, index: int, stats: DataStats, on_bad_record: str, bad: Bad) -> Example:
         return self.examples[index]
 
     def chosen(self, indices: Sequence[int]) -> ListedExamples:
         return ListedExamples([self.examples[index] for index in indices])
 
-    def answered(self, on_empty_target: str, tally: Tally) -> ListedExamples:
+    def answered(self, on_empty_target: str, stats: DataStats) -> ListedExamples:
         """The examples that have something to learn. Raises UserError where there are examples, and none has."""
-        kept = [e for e in with_answers(self.examples, on_empty_target, tally) if e is not None]
+        kept = [e for e in with_answers(self.examples, on_empty_target, stats) if e is not None]
         if self.examples and not kept:
             raise UserError(empty_problem(self.examples, are_all=True))
         return ListedExamples(kept)
@@ -163,9 +163,9 @@ class StreamedSet:
             number -= len(file)
         raise IndexError(index)
 
-    def make_one(self, index: int, tally: Tally, on_bad_record: str, bad: Bad) -> Example | None:
+    def make_one(self, index: int, stats: DataStats, on_bad_record: str, bad: Bad) -> Example | None:
         """Make an example; None, and its problem in ``bad``, where the record breaks its format."""
-        return next(converted([self.located(index)], self.layout, tally, on_bad_record, bad))
+        return next(converted([self.located(index)], self.layout, stats, on_bad_record, bad))
 
     @cached_property
     def content_hash(self) -> str:
@@ -200,30 +200,30 @@ class StreamedExamples(Examples):
     def __len__(self) -> int:
         return len(self.order)
 
-    def make(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
+    def make(self, indices: Sequence[int], stats: DataStats) -> list[Example | None]:
         """Make these examples.
 
         Raises:
             UserError: with all records among these that break their format or have no answer, where that is not
                 allowed.
         """
-        found = self._read(indices, tally)
+        found = self._read(indices, stats)
         if not self.looks_back:
             return found
         return [one and self._with_other(one, index) for one, index in zip(found, indices, strict=True)]
 
-    def _read(self, indices: Sequence[int], tally: Tally) -> list[Example | None]:
+    def _read(self, indices: Sequence[int], stats: DataStats) -> list[Example | None]:
         bad: Bad = []
         places = [self.order[index] for index in indices]
-        found = [self.sets[int(s)].make_one(int(row), tally, self.on_bad_record, bad) for s, row in places]
+        found = [self.sets[int(s)].make_one(int(row), stats, self.on_bad_record, bad) for s, row in places]
         if bad and self.on_bad_record != "drop":
             raise UserError(bad_records(bad, are_all=False))
-        return with_answers(found, self.on_empty_target, tally)
+        return with_answers(found, self.on_empty_target, stats)
 
     def _with_other(self, example: Example, index: int) -> Example:
         for back in range(1, min(len(self), LOOKED_BACK + 1)):
             try:
-                (before,) = self._read([(index - back) % len(self)], Tally())
+                (before,) = self._read([(index - back) % len(self)], DataStats())
             except UserError:  # a bad record, which stops the run when it is used itself
                 continue
             if before is not None and said(last_answer(before)) != said(last_answer(example)):
@@ -237,17 +237,17 @@ class StreamedExamples(Examples):
 
     def made(self, index: int) -> Example:
         """Make one example. Raises IndexError for a record that gives none."""
-        (example,) = self.make([index], Tally())
+        (example,) = self.make([index], DataStats())
         if example is None:
             raise IndexError(f"example {index} gives nothing to learn")
         return example
 
     def some(self, indices: Sequence[int]) -> list[Example]:
-        return [example for example in self.make(indices, Tally()) if example is not None]
+        return [example for example in self.make(indices, DataStats()) if example is not None]
 
     def places(self) -> Callable[[int], str]:
         def place(index: int) -> str:
-            (found,) = self._read([index], Tally())
+            (found,) = self._read([index], DataStats())
             return f"example {index + 1}" if found is None else found.place
 
         return place
@@ -266,7 +266,7 @@ LOOKED_BACK = 100
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def with_answers(examples: Sequence[Example | None], on_empty_target: str, tally: Tally) -> list[Example | None]:
+def with_answers(examples: Sequence[Example | None], on_empty_target: str, stats: DataStats) -> list[Example | None]:
     """The examples, None in place of those that have nothing to learn. Examples without any answer are counted later,
     by the template.
 
@@ -279,13 +279,13 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, tally
         answers = _answers(example) if example is not None else []
         is_empty = bool(answers) and on_empty_target != "keep" and not any(answer.strip() for answer in answers)
         if example is not None and is_empty:
-            tally.add(EMPTY, example)
+            stats.add(EMPTY, example)
             empty.append(example)
         elif example is not None:
             if not all(answer.strip() for answer in answers):
-                tally.add(EMPTY_KEPT, example)
+                stats.add(EMPTY_KEPT, example)
             for mark in marks_in(example):
-                tally.add(MARKED.format(mark=mark), example)
+                stats.add(MARKED.format(mark=mark), example)
         kept.append(None if is_empty else example)
     if empty and on_empty_target == "raise":
         raise UserError(empty_problem(empty, are_all=len(empty) == len(examples)))

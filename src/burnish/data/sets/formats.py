@@ -30,7 +30,7 @@ from burnish.data.reading.json_files import Values, shortened
 from burnish.data.sets.preferences import judged
 from burnish.data.sets.records import BadRecord, Layout, Record, as_text, as_turns
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 
 SHOWN = 5
@@ -163,7 +163,7 @@ Bad: TypeAlias = "list[tuple[Record, BadRecord]]"
 
 
 def convert_records(
-    records: Iterable[tuple[Values, str, int]], layout: Layout, tally: Tally, on_bad_record: str = "raise"
+    records: Iterable[tuple[Values, str, int]], layout: Layout, stats: DataStats, on_bad_record: str = "raise"
 ) -> list[Example]:
     """Convert records to examples; a record is (values, source, its number in the source from 1).
 
@@ -171,20 +171,20 @@ def convert_records(
         UserError: for records that break the format, unless they are dropped and some are left.
     """
     bad: Bad = []
-    examples = [e for e in converted(records, layout, tally, on_bad_record, bad) if e is not None]
+    examples = [e for e in converted(records, layout, stats, on_bad_record, bad) if e is not None]
     if bad and (on_bad_record != "drop" or not examples):
         raise UserError(bad_records(bad, are_all=not examples))
     return examples
 
 
 def converted(
-    records: Iterable[tuple[Values, str, int]], layout: Layout, tally: Tally, on_bad_record: str, bad: Bad
+    records: Iterable[tuple[Values, str, int]], layout: Layout, stats: DataStats, on_bad_record: str, bad: Bad
 ) -> Iterator[Example | None]:
     """Yield the example of each record, None for one that breaks the format, which is added to ``bad``."""
     read = FORMATS[layout.format]
     for values, source, number in records:
         record, example = Record(values, source, number, layout), None
-        tally.seen += 1
+        stats.seen += 1
         layout.awaited.difference_update(values)
         try:
             record.refuse_media()
@@ -194,9 +194,9 @@ def converted(
         except BadRecord as error:
             bad.append((record, error))
             if on_bad_record == "drop":
-                tally.add(f"dropped: {error.reason}", record.example())
+                stats.add(f"dropped: {error.reason}", record.example())
         while layout.dropped_parts:
-            tally.add(layout.dropped_parts.pop(), record.example())
+            stats.add(layout.dropped_parts.pop(), record.example())
         yield example
 
 

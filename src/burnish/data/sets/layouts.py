@@ -1,4 +1,4 @@
-"""The layout of a data set: as described with LLaMA-Factory's keys, or recognised from its first records.
+"""The layout of a data set: as described with LLaMA-Factory's keys, or recognized from its first records.
 
 In: format, columns and tags as given, and the first records. Out: a ``Layout``, checked against those records, so that
 a name which does not fit is one problem and not one per record. Refused: columns that are not there, records that fit
@@ -31,7 +31,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
 
     Where an entry of ``dataset_info.json`` names no columns, LLaMA-Factory's names are taken, and nothing else is read;
     such an entry is also refused if there is a column of images or other media. Without a description the format is
-    recognised, and optional columns are read if they are there.
+    recognized, and optional columns are read if they are there.
 
     Args:
         needs: what the stage needs of the records; by default single answers.
@@ -61,7 +61,7 @@ def _plain(source: DataSource, records: Sequence[Values], where: str, needs: Rec
             layout = replace(layout, media=tuple(column for column in _columns_of(records) if column in MEDIA))
         _check(layout, records, where, needs, is_given=source.columns is not None)
         return layout
-    return _recognised(records, where, source, needs)
+    return _recognized(records, where, source, needs)
 
 
 def _holds(traits: Mapping[str, Any], needs: RecordNeeds) -> bool:
@@ -142,8 +142,8 @@ def _has_required(name: str, records: Sequence[Values], needs: RecordNeeds = ANS
     return all(any(layout.columns[part] in values for values in records) for part in required)
 
 
-def _recognised(records: Sequence[Values], where: str, source: DataSource, needs: RecordNeeds) -> Layout:
-    """Recognise the layout from the first record of a known shape; only of the source's format, if it names one."""
+def _recognized(records: Sequence[Values], where: str, source: DataSource, needs: RecordNeeds) -> Layout:
+    """Recognize the layout from the first record of a known shape; only of the source's format, if it names one."""
     for values in records:
         known = (member for member in FORMATS if _holds(member.traits, needs))
         claims = {member.name: columns for member in known if (columns := _claim(member.traits, values, needs))}
@@ -182,7 +182,7 @@ def _with_optional(
     name: str, columns: Mapping[str, str], tags: Mapping[str, str | None] | None, records: Sequence[Values],
     needs: RecordNeeds,
 ) -> Layout:  # fmt: skip
-    """The layout with all optional columns, which any record may have, and a note of what was recognised."""
+    """The layout with all optional columns, which any record may have, and a note of what was recognized."""
     traits, found = FORMATS.get(name).traits, _columns_of(records)
     optional = {**traits.get("optional", {}), **{column: column for column in MEDIA}}
     layout = named_layout(name, {**traits["columns"], **optional, **columns}, tags)

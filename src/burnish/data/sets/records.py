@@ -32,7 +32,7 @@ class BadRecord(ValueError):
     Args:
         what: a sentence: expected and received.
         remedy: what to do.
-        reason: the reason in the tally.
+        reason: the reason in the stats.
     """
 
     def __init__(self, what: str, remedy: str = "", reason: str = "a column is missing or of the wrong type") -> None:

@@ -1,7 +1,7 @@
 """The data sets of a run: from the names in its options to examples for training and evaluation.
 
 In: ``DataOptions``, a seed. Out: ``DataSets``. In the order of LLaMA-Factory (src/llamafactory/data/loader.py): load,
-``num_samples``, ``max_samples``, convert, merge, split. What is dropped on the way is counted in the tally.
+``num_samples``, ``max_samples``, convert, merge, split. What is dropped on the way is counted in the stats.
 
 Refuses, all sets at once: what ``dataset_info.py`` cannot find, ``files.py`` cannot read, ``layouts.py`` cannot tell
 and ``formats.py`` cannot convert; data sets without a record, and those whose answers are all empty.
@@ -31,14 +31,14 @@ from burnish.data.sets.layouts import layout_of, missing_columns
 from burnish.data.sets.mixing import merged_order, sampled, split_rows
 from burnish.data.sets.preferences import unpaired, with_other_answers
 from burnish.data.sets.records import Layout, RecordNeeds
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example
 from burnish.utils.files import check_below_roots
 
 __all__ = ["DataOptions", "DataSets", "check_data", "load_datasets"]
 
 PEEKED = 20
-"""Number of first records from which a layout is recognised, and against which it is checked."""
+"""Number of first records from which a layout is recognized, and against which it is checked."""
 LOOKED_AT = 1000
 """Number of first records in which a column is looked for when streaming."""
 
@@ -64,7 +64,7 @@ class DataSets:
 
 
 def load_datasets(
-    options: DataOptions, seed: int, tally: Tally, may_stream: bool = False, asks_hubs: bool = True,
+    options: DataOptions, seed: int, stats: DataStats, may_stream: bool = False, asks_hubs: bool = True,
     needs: RecordNeeds | None = None, looks_back: bool = True,
 ) -> DataSets:  # fmt: skip
     """The training and evaluation examples that the options name.
@@ -81,7 +81,7 @@ def load_datasets(
     """
     raise_if(check_data(options))
     needs = needs or RecordNeeds()
-    loading = _Loading(options, seed, tally, asks_hubs, needs)
+    loading = _Loading(options, seed, stats, asks_hubs, needs)
     is_streamed = may_stream and options.streaming
     train = loading.named("dataset", is_streamed)
     others = loading.named("eval_dataset")
@@ -93,14 +93,14 @@ def load_datasets(
     if options.val_size and train:
         learned, held_out = split_rows(len(sets.train), options.val_size, seed)
         whole = sets.train
-        sets.eval[""] = whole.chosen(held_out).held(tally)
+        sets.eval[""] = whole.chosen(held_out).held(stats)
         sets.train = whole.chosen(learned)
     elif options.eval_on_each_dataset:
         sets.eval.update(others)
     elif others:
         sets.eval[""] = _merge(list(others.values()), options, seed)
-    sets.train = sets.train.answered(options.on_empty_target, tally)
-    sets.eval = {name: examples.answered(options.on_empty_target, tally) for name, examples in sets.eval.items()}
+    sets.train = sets.train.answered(options.on_empty_target, stats)
+    sets.eval = {name: examples.answered(options.on_empty_target, stats) for name, examples in sets.eval.items()}
     if needs.kind == "verdicts":
         if looks_back and not is_streamed:
             sets.train = ListedExamples(with_other_answers(sets.train))
@@ -128,11 +128,11 @@ def _streamed(
 class _Loading:
     """Loads one data set after the other, and collects the problems of all."""
 
-    def __init__(self, options: DataOptions, seed: int, tally: Tally, asks_hubs: bool, needs: RecordNeeds) -> None:
+    def __init__(self, options: DataOptions, seed: int, stats: DataStats, asks_hubs: bool, needs: RecordNeeds) -> None:
         import numpy
 
         self.options = options
-        self.tally = tally
+        self.stats = stats
         self.asks_hubs = asks_hubs
         self.needs = needs
         self.generator = numpy.random.RandomState(seed)
@@ -178,7 +178,7 @@ class _Loading:
         if not first:
             raise UserError("the data set holds no records.", where=_named(source))
         layout = layout_of(source, [values for values, _, _ in first], _named(source), self.needs)
-        examples = convert_records(chain(first, records), layout, self.tally, self.options.on_bad_record)
+        examples = convert_records(chain(first, records), layout, self.stats, self.options.on_bad_record)
         if layout.awaited:
             raise UserError(missing_columns(layout, layout.awaited, [values for values, _, _ in first], _named(source)))
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]

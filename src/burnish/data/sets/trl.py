@@ -18,7 +18,7 @@ from burnish.data.sets.formats import Bad, bad_records, converted
 from burnish.data.sets.preferences import unpaired
 from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.data.sets.turns import OPENAI_TAGS
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example
 from burnish.utils.sequences import OnDemand
 
@@ -121,7 +121,9 @@ SIDE = "burnish_side"
 """The column that says which answer of a pair becomes a labelled answer."""
 
 
-def examples_of(located: Sequence[Located], layout: Layout, tally: Tally, on_bad_record: str) -> list[Example | None]:
+def examples_of(
+    located: Sequence[Located], layout: Layout, stats: DataStats, on_bad_record: str
+) -> list[Example | None]:
     """The examples of records, None for those that are dropped.
 
     Args:
@@ -132,9 +134,9 @@ def examples_of(located: Sequence[Located], layout: Layout, tally: Tally, on_bad
     """
     bad: Bad = []
     if layout.format != OF_IDS:
-        examples = list(converted(located, layout, tally, on_bad_record, bad))
+        examples = list(converted(located, layout, stats, on_bad_record, bad))
     else:
-        tally.seen += len(located)
+        stats.seen += len(located)
         examples = [_of_ids(*one, layout, bad) for one in located]
     for at, (values, source, number) in enumerate(located):
         example, said = examples[at], endless(values.values())
@@ -146,7 +148,7 @@ def examples_of(located: Sequence[Located], layout: Layout, tally: Tally, on_bad
         if own := values.get("chat_template_kwargs"):
             example = replace(example, extra={"chat_template_kwargs": own})
         examples[at] = _one_side(example, values)
-        _count_oddities(example, tally)
+        _count_oddities(example, stats)
     if bad and on_bad_record != "drop":
         bad.sort(key=lambda one: one[0].number)
         raise UserError(bad_records(bad, are_all=on_bad_record == "refuse"))
@@ -171,19 +173,19 @@ def _of_ids(values: Mapping[str, Any], source: str, number: int, layout: Layout,
     return Example(extra=extra, tag=label, margin=extra.get("margin"), source=source, number=number)
 
 
-def _count_oddities(example: Example, tally: Tally) -> None:
+def _count_oddities(example: Example, stats: DataStats) -> None:
     """Count what a script can hardly mean, and some template or model may."""
     for mark in marks_in(example):
-        tally.add(MARKED.format(mark=mark), example)
+        stats.add(MARKED.format(mark=mark), example)
     answers = [one for one in (example.chosen, example.rejected) if isinstance(one, tuple)]
     raws = [message.raw or {} for message in (*example.messages, *(m for answer in answers for m in answer))]
     roles = [raw.get("role") for raw in raws]
     if not roles:
         return
     if "assistant" not in roles:
-        tally.add(NO_ASSISTANT, example)
+        stats.add(NO_ASSISTANT, example)
     for role in dict.fromkeys(roles):
         if role not in ROLES:
-            tally.add(UNKNOWN_ROLE.format(role=role), example)
+            stats.add(UNKNOWN_ROLE.format(role=role), example)
     if "system" in roles[1:]:
-        tally.add(LATE_SYSTEM, example)
+        stats.add(LATE_SYSTEM, example)

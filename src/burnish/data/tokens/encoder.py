@@ -5,7 +5,7 @@ positions of characters among the tokens. A whole text is tokenized at once, so 
 ``apply_chat_template``.
 
 The text of a user goes through ``hide`` first: a special token spelled out in it ("<|im_end|>") is replaced by two
-private characters, which no template changes, and is tokenised as ordinary text in the end. So it can neither end a
+private characters, which no template changes, and is tokenized as ordinary text in the end. So it can neither end a
 turn nor begin one, whatever a template does to the text. "Special" are the tokens that the tokenizer marks as special;
 those that it merely added (``<tool_call>`` in Qwen's) keep their meaning.
 """
@@ -86,7 +86,7 @@ class Encoder:
     def continued(self, text: str) -> list[int]:
         """The ids of plain text that continues other text, without a space before it.
 
-        SentencePiece tokenizers put a space before the first word. So the text is tokenised after a line break, which
+        SentencePiece tokenizers put a space before the first word. So the text is tokenized after a line break, which
         merges with nothing, and the line break is removed again.
         """
         anchor, ids = self.plain(_ANCHOR), self.plain(_ANCHOR + text)

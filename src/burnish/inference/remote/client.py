@@ -2,7 +2,7 @@
 
 In:  requests, as the engine in this process takes them. Out: the same words. Prompts travel as arrays of ids, so that
      no server renders a conversation by another template; replies are read from ids by ``replies.py`` where the server
-     gives ids, and from its text, tokenised again, where it does not. Each request is one streamed request in a thread
+     gives ids, and from its text, tokenized again, where it does not. Each request is one streamed request in a thread
      of its own. A key is sent to the address that was given or started, and to nobody else; no redirect is followed.
      Written against a stub with recorded replies; no server of vLLM or SGLang was at hand, so that what they do beyond
      those replies is not known here.

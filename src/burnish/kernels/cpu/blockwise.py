@@ -70,10 +70,14 @@ class _Blockwise(torch.autograd.Function):
             q, upstream = (_folded(x[:, rows], groups) for x in (query, grad))
             weights = _weights(q, key[:, seen], ctx.scale, rows)
             grad_value[:, seen] += torch.bmm(weights.transpose(1, 2), upstream)
-            slope = torch.bmm(upstream, value[:, seen].transpose(1, 2))
-            slope = torch.ops.aten._softmax_backward_data(slope, weights, -1, slope.dtype)  # dS, summed in float32
-            grad_query[:, rows] = scaled_product(slope, key[:, seen], ctx.scale).view(len(query), -1, query.shape[2])
-            grad_key[:, seen] += scaled_product(slope.transpose(1, 2), q, ctx.scale)
+            grad_scores = torch.bmm(upstream, value[:, seen].transpose(1, 2))
+            grad_scores = torch.ops.aten._softmax_backward_data(
+                grad_scores, weights, -1, grad_scores.dtype
+            )  # dS, summed in float32
+            grad_query[:, rows] = scaled_product(grad_scores, key[:, seen], ctx.scale).view(
+                len(query), -1, query.shape[2]
+            )
+            grad_key[:, seen] += scaled_product(grad_scores.transpose(1, 2), q, ctx.scale)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None
 
 

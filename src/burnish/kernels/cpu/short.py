@@ -221,12 +221,12 @@ class _Short(torch.autograd.Function):
         ):
             upstream = _stacked(upstream, groups)
             _fill(of_value, torch.bmm(used.transpose(1, 2), upstream))
-            slope = torch.bmm(upstream, v.transpose(1, 2))
+            grad_scores = torch.bmm(upstream, v.transpose(1, 2))
             if is_used is not None:
-                slope = torch.ops.aten.native_dropout_backward(slope, is_used, 1 / (1 - ctx.dropout))
-            slope = torch.ops.aten._softmax_backward_data(slope, weights, -1, slope.dtype)
-            _fill(of_query, scaled_product(slope, k, ctx.scale))
-            _fill(of_key, scaled_product(slope.transpose(1, 2), q, ctx.scale))
+                grad_scores = torch.ops.aten.native_dropout_backward(grad_scores, is_used, 1 / (1 - ctx.dropout))
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_scores, weights, -1, grad_scores.dtype)
+            _fill(of_query, scaled_product(grad_scores, k, ctx.scale))
+            _fill(of_key, scaled_product(grad_scores.transpose(1, 2), q, ctx.scale))
         return *map(BucketPlaces.gathered, layouts, grads), None, None, None, None
 
 

@@ -4,7 +4,7 @@ layers run ``ops.cpu.cast_linear``; on any device, adapted layers run ``ops.lora
 In: a loaded model. Out: the same model, in which modules that compute the same as burnish's functions are replaced by
 these. Modules are found by their structure, never by their class's name, and each is tested first: for the same random
 input, its output must equal that of the function. Weights, names of weights, hooks and wrapped linear layers (LoRA,
-quantised) stay as they are. A module runs its own code on a device for which there is nothing faster, and what was
+quantized) stay as they are. A module runs its own code on a device for which there is nothing faster, and what was
 replaced before, by Liger for example, stays replaced. Adapters on gate and up share their products
 (``ops.lora``), as do those on queries, keys and values too.
 """

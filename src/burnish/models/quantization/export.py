@@ -34,7 +34,7 @@ from burnish.config.checks import notes
 from burnish.config.errors import MissingExtraError, Problem
 from burnish.config.options import option, set_without
 from burnish.loop.types import IGNORE_INDEX, Row
-from burnish.models.quantization.quantize import LIBRARY_OF, quantised_by, use_kernels_that_train
+from burnish.models.quantization.quantize import LIBRARY_OF, quantized_by, use_kernels_that_train
 from burnish.utils.work import work
 
 EXTRA = "gptq"
@@ -45,7 +45,7 @@ _WORD = 32  # bits in which weights are packed, along inputs and along outputs
 
 
 @dataclass
-class QuantisedExportOptions:
+class QuantizedExportOptions:
     """Quantized export."""
 
     export_quantization_bit: int | None = option(
@@ -68,22 +68,22 @@ class QuantisedExportOptions:
     )
 
 
-def without_bits(options: QuantisedExportOptions) -> list[str]:
+def without_bits(options: QuantizedExportOptions) -> list[str]:
     """A sentence for each option of an export in few bits where none is asked for."""
     parts = ("method", "dataset", "nsamples", "maxlen")
     return set_without(options, {f"export_quantization_{part}": "export_quantization_bit" for part in parts})
 
 
 @notes
-def quantised_export_notes(options: QuantisedExportOptions) -> list[str]:
+def quantized_export_notes(options: QuantizedExportOptions) -> list[str]:
     if options.export_quantization_bit is None:
         return without_bits(options)
     return ['"export_quantization_bit" has no effect on training: burnish export reads it.']
 
 
 @dataclass(frozen=True)
-class QuantisationJob:
-    """All that the process which quantises is told.
+class QuantizationJob:
+    """All that the process which quantizes is told.
 
     Args:
         group: inputs that share a scale; -1 for all inputs of an output.
@@ -104,7 +104,7 @@ class QuantisationJob:
     device: str
 
 
-def check_quantised_export(options: QuantisedExportOptions, shapes: nn.Module) -> list[Problem]:
+def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -> list[Problem]:
     """Find what keeps a model from being exported in few bits. Args: shapes: the model, without weights maybe."""
     method, bits = options.export_quantization_method, options.export_quantization_bit
     missing = [name for name in LIBRARY_OF[method] if find_spec(name) is None]
@@ -125,7 +125,7 @@ def check_quantised_export(options: QuantisedExportOptions, shapes: nn.Module) -
             )
         )
     if not _layers(shapes):  # GPT-2's
-        what = f"{type(shapes).__name__} has no linear layers of torch, which alone are quantised here."
+        what = f"{type(shapes).__name__} has no linear layers of torch, which alone are quantized here."
         problems.append(Problem(what, remedy="Leave export_quantization_bit out."))
     inputs = _WORD // math.gcd(_WORD, bits or _WORD)
     outputs = _AWQ_OUTPUTS if method == "awq" else inputs
@@ -148,12 +148,12 @@ def group_of(shapes: nn.Module) -> int:
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """The linear layers that are quantised: all but the head."""
+    """The linear layers that are quantized: all but the head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head]
 
 
-def quantise(job: QuantisationJob, folder: Path) -> tuple[float, float]:
+def quantize(job: QuantizationJob, folder: Path) -> tuple[float, float]:
     """Write ``job.target`` in a process of its own.
 
     Args:
@@ -165,7 +165,7 @@ def quantise(job: QuantisationJob, folder: Path) -> tuple[float, float]:
     """
     task, log = folder / "task.json", folder / "log.txt"
     task.write_text(json.dumps(asdict(job)), encoding="utf-8")
-    with work(f"Quantising by {job.method}"), log.open("wb") as said:
+    with work(f"Quantizing by {job.method}"), log.open("wb") as said:
         done = subprocess.run(  # noqa: S603 (an argument list)
             [sys.executable, "-P", "-m", __name__, str(task.resolve())], stdin=subprocess.DEVNULL, stdout=said,
             stderr=subprocess.STDOUT, env=_surroundings(job), check=False,
@@ -173,12 +173,12 @@ def quantise(job: QuantisationJob, folder: Path) -> tuple[float, float]:
     if done.returncode:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-8:]
         last = lines[-1] if lines else f"exit status {done.returncode}"
-        raise RuntimeError(f"the model could not be quantised with gptqmodel: {last}\n  " + "\n  ".join(lines))
+        raise RuntimeError(f"the model could not be quantized with gptqmodel: {last}\n  " + "\n  ".join(lines))
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return result["before"], result["after"]
 
 
-def _surroundings(job: QuantisationJob) -> dict[str, str]:
+def _surroundings(job: QuantizationJob) -> dict[str, str]:
     """The environment of that process: on few cores gptqmodel 7.7 asks for more workers than it makes
     (utils/threadx.py), and torch would compile a kernel for a few rows."""
     own = {"GPTQMODEL_CPU_WORKERS": str(max(2, (os.cpu_count() or 1) // 2)), "TORCHDYNAMO_DISABLE": "1"}
@@ -186,11 +186,11 @@ def _surroundings(job: QuantisationJob) -> dict[str, str]:
     return {**own, **os.environ, **hidden}
 
 
-# --- in the process that quantises ------------------------------------------------------------------------------------
+# --- in the process that quantizes ------------------------------------------------------------------------------------
 
 
 def main(task: Path) -> None:
-    job = QuantisationJob(**json.loads(task.read_text(encoding="utf-8")))
+    job = QuantizationJob(**json.loads(task.read_text(encoding="utf-8")))
     sys.path[:] = map(os.path.abspath, sys.path)
     with chdir(task.parent):
         before = _perplexity_of(job.source, job)
@@ -199,7 +199,7 @@ def main(task: Path) -> None:
     (task.parent / "result.json").write_text(json.dumps({"before": before, "after": after}), encoding="utf-8")
 
 
-def _write(job: QuantisationJob) -> None:
+def _write(job: QuantizationJob) -> None:
     from gptqmodel import GPTQModel
     from gptqmodel.quantization.config import AWQConfig, GPTQConfig
 
@@ -214,12 +214,12 @@ def _write(job: QuantisationJob) -> None:
     model.save(job.target, max_shard_size=job.max_shard_size)
 
 
-def _perplexity_of(folder: str, job: QuantisationJob) -> float:
+def _perplexity_of(folder: str, job: QuantizationJob) -> float:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     trust = {"trust_remote_code": job.trust_remote_code}
     config = AutoConfig.from_pretrained(folder, **trust)
-    if quantised_by(config):
+    if quantized_by(config):
         use_kernels_that_train(config, job.device)
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", **trust)
     return perplexity(model.to(job.device).eval(), job.held_out)

@@ -1,13 +1,13 @@
 """Weights in 8 or 4 bits: the base of a model whose adapter is trained (QLoRA, Dettmers et al. 2023,
 https://arxiv.org/abs/2305.14314).
 
-In:  ``quantization_bit`` and related options. Out: arguments of transformers, by which linear layers are quantised by
+In:  ``quantization_bit`` and related options. Out: arguments of transformers, by which linear layers are quantized by
      the library bitsandbytes while the weights are read; on a CPU too.
-Refuses: training weights that are quantised; decomposing them (PiSSA); other methods of quantising while a model is
+Refuses: training weights that are quantized; decomposing them (PiSSA); other methods of quantizing while a model is
      loaded; a missing library.
-Models whose files hold quantised weights (GPTQ, AWQ) are loaded by transformers, where the library of their method is
+Models whose files hold quantized weights (GPTQ, AWQ) are loaded by transformers, where the library of their method is
 installed. Both were trained on a CPU with gptqmodel 7.7, optimum 2.3 and transformers 5.23
-(tests/models/test_quantised_files.py); on a GPU neither was tried.
+(tests/models/test_quantized_files.py); on a GPU neither was tried.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from burnish.utils.patching import Reason, patch
 EXTRA = "quantization"
 LIBRARY_OF = {"gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",), "bitsandbytes": ("bitsandbytes",),
               "aqlm": ("aqlm",), "hqq": ("hqq",), "eetq": ("eetq",)}  # fmt: skip
-"""Method of quantised files -> the libraries by which transformers reads them."""
+"""Method of quantized files -> the libraries by which transformers reads them."""
 
 
 @dataclass
@@ -46,12 +46,12 @@ class QuantizationOptions:
     double_quantization: bool = option(True, "Quantize the quantization constants as well (4-bit only).")
     quantization_device_map: str | None = option(
         None, "Placement of the layers of a quantized model.",
-        ignored="a quantised model is loaded to the device that trains it",
+        ignored="a quantized model is loaded to the device that trains it",
     )  # fmt: skip
 
 
 class QuantizationChoices(Protocol):
-    """The options that say what of a model is quantised."""
+    """The options that say what of a model is quantized."""
 
     adapter_name_or_path: list[str] | None
     create_new_adapter: bool
@@ -117,16 +117,16 @@ def quantization_notes(options: QuantizationOptions) -> list[str]:
 
 
 def quantization_arguments(options: ModelOptions, dtype: torch.dtype | str, config: Any) -> dict[str, Any]:
-    """Further arguments of ``from_pretrained``; none where nothing is to be quantised.
+    """Further arguments of ``from_pretrained``; none where nothing is to be quantized.
 
     Args:
-        dtype: of weights that are not quantised, and of products; "auto" for that of the files.
+        dtype: of weights that are not quantized, and of products; "auto" for that of the files.
     Raises:
-        UserError: where the files hold quantised weights that cannot be read here.
+        UserError: where the files hold quantized weights that cannot be read here.
     """
     if getattr(options, "quantization_bit", None) is None:  # a caller from Python may have ModelOptions only
         return {}
-    raise_if(check_quantised_files(options, config))
+    raise_if(check_quantized_files(options, config))
     wanted = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
     return {"quantization_config": _quantized(cast(QuantizationOptions, options), wanted)}
 
@@ -149,11 +149,11 @@ def _bitsandbytes(options: QuantizationOptions, compute_dtype: torch.dtype) -> A
 
 
 METHODS: dict[str, Callable[[Any, torch.dtype], Any]] = {"bnb": _bitsandbytes, "bitsandbytes": _bitsandbytes}
-"""Method of quantising a model while it is loaded -> its config for transformers."""
+"""Method of quantizing a model while it is loaded -> its config for transformers."""
 
 
-def quantised_by(config: Any) -> str:
-    """The method by which the weights in a model's files are quantised ("gptq", "awq", ...), or the empty string.
+def quantized_by(config: Any) -> str:
+    """The method by which the weights in a model's files are quantized ("gptq", "awq", ...), or the empty string.
 
     Args:
         config: of transformers, or the JSON that it was read from.
@@ -166,7 +166,7 @@ def quantised_by(config: Any) -> str:
 
 
 PLAIN_KERNEL = {"gptq": "gptq_torch", "awq": "torch_awq"}
-"""Method of quantised files -> transformers' name of the kernel in torch alone, which every device has."""
+"""Method of quantized files -> transformers' name of the kernel in torch alone, which every device has."""
 
 
 def use_kernels_that_train(config: Any, device: torch.device | str | None = None) -> str:
@@ -179,7 +179,7 @@ def use_kernels_that_train(config: Any, device: torch.device | str | None = None
     Returns:
         A note for the user, or the empty string.
     """
-    described, method = _entry(config, "quantization_config"), quantised_by(config)
+    described, method = _entry(config, "quantization_config"), quantized_by(config)
     if method not in PLAIN_KERNEL or _entry(described, "backend") not in (None, "auto", "autoawq"):
         return ""
     is_cpu = torch.device(device or "cpu").type == "cpu"
@@ -195,14 +195,14 @@ def _entry(holder: Any, name: str) -> Any:
     return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
 
 
-def quantisation_of(options: QuantizationOptions, config: Any) -> str:
-    """The quantisation of the weights in memory ("4 bits", "gptq"), or the empty string."""
-    return f"{options.quantization_bit} bits" if options.quantization_bit else quantised_by(config)
+def quantization_of(options: QuantizationOptions, config: Any) -> str:
+    """The quantization of the weights in memory ("4 bits", "gptq"), or the empty string."""
+    return f"{options.quantization_bit} bits" if options.quantization_bit else quantized_by(config)
 
 
-def check_quantised_files(options: ModelOptions, config: Any) -> list[Problem]:
-    """Find what keeps a model whose files are quantised from being loaded."""
-    method = quantised_by(config)
+def check_quantized_files(options: ModelOptions, config: Any) -> list[Problem]:
+    """Find what keeps a model whose files are quantized from being loaded."""
+    method = quantized_by(config)
     if not method:
         return []
     where = str(options.model_name_or_path)
@@ -211,13 +211,13 @@ def check_quantised_files(options: ModelOptions, config: Any) -> list[Problem]:
     if missing:
         problems.append(
             Problem(
-                f"its weights are quantised by {method}, which needs the library {' and '.join(missing)}.",
+                f"its weights are quantized by {method}, which needs the library {' and '.join(missing)}.",
                 where=where,
                 remedy=f"Install it with: pip install {' '.join(missing)}; or use the model as it was before.",
             )
         )
     if (trained := getattr(options, "finetuning_type", "lora")) in ("full", "freeze"):
-        what = f'its weights are quantised by {method} and cannot be trained; "finetuning_type" is {trained}.'
+        what = f'its weights are quantized by {method} and cannot be trained; "finetuning_type" is {trained}.'
         problems.append(
             Problem(
                 what,
@@ -227,7 +227,7 @@ def check_quantised_files(options: ModelOptions, config: Any) -> list[Problem]:
             )
         )
     if getattr(options, "quantization_bit", None) is not None:
-        what = f'its weights are quantised already ({method}), so "quantization_bit" cannot quantise them.'
+        what = f'its weights are quantized already ({method}), so "quantization_bit" cannot quantize them.'
         problems.append(Problem(what, where=where, remedy="Leave quantization_bit out.", option="quantization_bit"))
     return problems
 
@@ -236,7 +236,7 @@ UNTOUCHED = Reason("layer of 4 bits", "an evaluation leaves its weights as they 
 
 
 def keep_as_loaded(model: nn.Module) -> None:
-    """Let an evaluation leave quantised weights as they are.
+    """Let an evaluation leave quantized weights as they are.
 
     On a CPU with AVX512-BF16, bitsandbytes (0.49 to 0.50) converts weights of 4 bits to another layout at the first
     product outside training, rounds their scales to bfloat16 and has no backward pass for that layout: an evaluation

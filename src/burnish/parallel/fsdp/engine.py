@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import register_pytree_node
 
 from burnish.checkpoint.parts import Part, Stateful
-from burnish.checkpoint.shards import Piece, Scattered
+from burnish.checkpoint.shards import Piece, ShardedTensor
 from burnish.config.errors import UserError, did_you_mean
 from burnish.loop.types import Loss
 from burnish.parallel.choices import EngineChoices
@@ -207,7 +207,7 @@ def piece_of(value: Any) -> Any:
 
 def placed(value: Any, like: Any) -> Any:
     """Return a tensor of a checkpoint in this rank's form: a part where ``like`` is one, else whole."""
-    if not isinstance(value, Scattered):
+    if not isinstance(value, ShardedTensor):
         return value
     if not isinstance(like, DTensor) or like.shape != value.shape:
         return value.whole()

@@ -30,18 +30,18 @@ from burnish.parallel.deepspeed.settings import zero_stage
 from burnish.parallel.options import device_of, engine_name
 from burnish.parallel.precision import autocast_dtype
 from burnish.report.console import RUN_LOG
-from burnish.report.journal import JOURNAL_NAMES
 from burnish.report.jsonl import LOG_NAME
+from burnish.report.metadata import METADATA_NAMES
 from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.clearing import EARLIER_RUN, problems_of_sources
 from burnish.run.recovery.failure import TRACEBACK_NAME
 from burnish.utils.files import broken_link, is_endless, odd_kind
 
 FINISHED_NAME = ".finished.json"
-"""File of a run that has done all its steps, with its fingerprints, so that the same command recognises it."""
+"""File of a run that has done all its steps, with its fingerprints, so that the same command recognizes it."""
 _CHECKPOINTS = "checkpoint-*"
 _BEFORE_A_CHECKPOINT = re.compile(
-    rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(JOURNAL_NAMES)}"
+    rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(METADATA_NAMES)}"
 )
 """Files of a run that ended before its first checkpoint; the same command begins again, and overwrites them."""
 
@@ -386,7 +386,7 @@ def problems_in_files(options: RunOptions) -> list[Problem]:
     completes a list of problems, so that a misspelled option is reported without transformers or a hub."""
     from burnish.data.options import check_data
     from burnish.data.sets.sources import load_datasets
-    from burnish.data.tally import Tally
+    from burnish.data.stats import DataStats
     from burnish.models.check import check_model
 
     problems = check_model(options, asks_library=False, needs_head=OBJECTIVES[options.stage].uses_lm_head)
@@ -395,7 +395,7 @@ def problems_in_files(options: RunOptions) -> list[Problem]:
     try:
         first = min(options.max_samples or _PEEKED, _PEEKED)
         some = replace(options, max_samples=first, val_size=0.0)
-        load_datasets(some, options.seed, Tally(), asks_hubs=False, needs=record_needs(options))
+        load_datasets(some, options.seed, DataStats(), asks_hubs=False, needs=record_needs(options))
     except UserError as error:
         problems += error.problems
     return problems

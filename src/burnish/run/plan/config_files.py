@@ -1,7 +1,7 @@
 """Reading arguments and configuration files: values, each with its place.
 
 In: the arguments of a command, ``run.yaml key=value --key value --flag``, and the YAML or JSON file they name.
-Out: option name -> ``Given(value, where)``, where ``where`` is "run.yaml, line 12" or "the command line".
+Out: option name -> ``RawValue(value, where)``, where ``where`` is "run.yaml, line 12" or "the command line".
 
 A scalar stays the text that was written: the declared type of the option decides its meaning, not YAML's guess. So
 ``1e-5`` is a number for a numeric option, ``no`` is the strategy "no" for a text option, and ``1.10`` keeps its zero.
@@ -24,14 +24,14 @@ import yaml
 from burnish.config.bounds import MOST_NODES
 from burnish.config.conversion import num_nodes
 from burnish.config.errors import Problem, UserError, did_you_mean
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.utils.files import expanded, odd_kind
 
 COMMAND_LINE = "the command line"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
 
-def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, Given], dict[str, Given]]:
+def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, RawValue], dict[str, RawValue]]:
     """Read the file that a command names, and its flags; ``merge`` overrides the first by the second."""
     config, flags = split_arguments(arguments)
     return _with_home(read_config(config) if config is not None else {}), _with_home(flags)
@@ -44,9 +44,9 @@ PLACES = (
 no shell writes out in ``key=~/value``, and YAML never does."""
 
 
-def _with_home(given: dict[str, Given]) -> dict[str, Given]:
+def _with_home(given: dict[str, RawValue]) -> dict[str, RawValue]:
     return {
-        key: Given(str(expanded(item.value)), item.where)
+        key: RawValue(str(expanded(item.value)), item.where)
         if key in PLACES and isinstance(item.value, str) and item.value.startswith("~")
         else item
         for key, item in given.items()
@@ -60,23 +60,23 @@ def path_of(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def from_variables(
-    variables: Mapping[str, str], given: Mapping[str, Given], environment: Mapping[str, str]
-) -> dict[str, Given]:
+    variables: Mapping[str, str], given: Mapping[str, RawValue], environment: Mapping[str, str]
+) -> dict[str, RawValue]:
     """Options that only the environment names. Args: variables: name there -> option."""
     return {
-        name: Given(environment[variable], f"the environment's {variable}")
+        name: RawValue(environment[variable], f"the environment's {variable}")
         for variable, name in variables.items()
         if name not in given and environment.get(variable)
     }
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Given]]:
+def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, RawValue]]:
     """Find the file and the flags. Of a flag given twice the last value counts, so that a script can append flags.
 
     ``--key value``, ``--key=value``, ``key=value`` and ``--flag`` (which is true) are read; ``-`` and ``_`` are the
     same in a key. Several values after one key are a list: ``--report_to wandb tensorboard``.
     """
-    flags: dict[str, Given] = {}
+    flags: dict[str, RawValue] = {}
     files: list[str] = []
     waiting = list(arguments)
     while waiting:
@@ -87,10 +87,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Gi
             if key == "config":
                 files += values
             else:
-                flags[_key(key)] = Given(_joined(values), COMMAND_LINE)
+                flags[_key(key)] = RawValue(_joined(values), COMMAND_LINE)
         elif re.match(r"[A-Za-z_][\w-]*=", word):
             key, _, value = word.partition("=")
-            flags[_key(key)] = Given(value, COMMAND_LINE)
+            flags[_key(key)] = RawValue(value, COMMAND_LINE)
         else:
             files.append(word)
     return _only_config(files), flags
@@ -135,7 +135,9 @@ def _only_config(files: list[str]) -> Path | None:
     )
 
 
-def merge(file: Mapping[str, Given], flags: Mapping[str, Given], aliases: Mapping[str, str]) -> dict[str, Given]:
+def merge(
+    file: Mapping[str, RawValue], flags: Mapping[str, RawValue], aliases: Mapping[str, str]
+) -> dict[str, RawValue]:
     """Override the values of the file by those of the command line; overridden values stay known.
 
     Args:
@@ -147,14 +149,14 @@ def merge(file: Mapping[str, Given], flags: Mapping[str, Given], aliases: Mappin
     for key, item in file.items():
         flag = overriding.get(aliases.get(key, key))
         if flag is not None:
-            merged[flag] = Given(flags[flag].value, f"{flags[flag].where}, over {item.where}")
+            merged[flag] = RawValue(flags[flag].value, f"{flags[flag].where}, over {item.where}")
     return merged
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def read_config(path: Path) -> dict[str, Given]:
+def read_config(path: Path) -> dict[str, RawValue]:
     """Read the top-level keys of a YAML or JSON file, each with its line."""
     text = _text_of(path)
     parsed = _json_values(path, text) if path.suffix == ".json" else None
@@ -270,12 +272,12 @@ def _syntax_error(path: Path, text: str, line: int, column: int, fault: str) -> 
     )
 
 
-def _entries(path: Path, root: yaml.MappingNode, parsed: dict[str, Any] | None) -> dict[str, Given]:
+def _entries(path: Path, root: yaml.MappingNode, parsed: dict[str, Any] | None) -> dict[str, RawValue]:
     problems = dict.fromkeys(_key_problems(root, path, ()))
     if problems:
         raise UserError(problems)
     return {
-        key.value: Given(parsed[key.value] if parsed is not None else _written(value), _line(path, key))
+        key.value: RawValue(parsed[key.value] if parsed is not None else _written(value), _line(path, key))
         for key, value in _pairs(root)
     }
 

@@ -13,7 +13,7 @@ from math import isfinite
 from typing import Any
 
 from burnish.config.errors import did_you_mean
-from burnish.config.options import Spec, specs
+from burnish.config.options import OptionSpec, specs
 
 _NAME_WIDTH = 34
 
@@ -43,11 +43,11 @@ def component(group: type) -> str:
     return (group.__doc__ or group.__name__).strip().splitlines()[0].rstrip(".")
 
 
-def _matches(spec: Spec, word: str) -> bool:
+def _matches(spec: OptionSpec, word: str) -> bool:
     return any(word.lower() in text.lower() for text in (spec.name, spec.help, *spec.aliases))
 
 
-def _entry(spec: Spec, width: int) -> Iterator[str]:
+def _entry(spec: OptionSpec, width: int) -> Iterator[str]:
     facts = "; ".join(_facts(spec))
     text = f"{spec.help} ({facts})" if facts else spec.help
     body = textwrap.wrap(text, max(width - _NAME_WIDTH, 30), break_long_words=False, break_on_hyphens=False)
@@ -59,7 +59,7 @@ def _entry(spec: Spec, width: int) -> Iterator[str]:
     yield from (" " * _NAME_WIDTH + line for line in body)
 
 
-def _facts(spec: Spec) -> Iterator[str]:
+def _facts(spec: OptionSpec) -> Iterator[str]:
     """Facts on an option: ``default 8 rows``, ``one of full, freeze, lora``, ``at least 1``, ``also: other_name``."""
     if spec.default is not None:
         yield f"default {shown(spec.default)}{' ' + spec.unit if spec.unit else ''}"

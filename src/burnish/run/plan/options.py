@@ -35,7 +35,7 @@ from burnish.models.export import ExportOptions
 from burnish.models.generate import GenerationOptions
 from burnish.models.options import ModelOptions
 from burnish.models.patches.liger import LigerOptions
-from burnish.models.quantization.export import QuantisedExportOptions
+from burnish.models.quantization.export import QuantizedExportOptions
 from burnish.models.quantization.quantize import QuantizationOptions
 from burnish.optim.adam_mini import AdamMiniOptions
 from burnish.optim.badam import BadamOptions
@@ -93,7 +93,7 @@ GROUPS: tuple[type, ...] = (
     InferOptions,
     MetricOptions,
     ExportOptions,
-    QuantisedExportOptions,
+    QuantizedExportOptions,
     ReportOptions,
     ProfileOptions,
     EngineOptions,
@@ -116,7 +116,7 @@ if TYPE_CHECKING:  # it does not see into a union; a test holds the two against 
         PreferenceOptions, ReferenceOptions, DataOptions,
         BatchingOptions, StreamOptions, StepOptions, CurveOptions, OptimOptions,
         LoopOptions, SpikeOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions,
-        MetricOptions, QuantisedExportOptions,
+        MetricOptions, QuantizedExportOptions,
         ReportOptions, ProfileOptions, FreezeOptions, LoraOptions,
         PeftOptions, OftOptions, LmOptions, PairOptions, KtoOptions,
         RewardOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,

@@ -20,7 +20,7 @@ from typing import Any
 
 from burnish.config.checks import CHECKS, NOTES, Check, Notes
 from burnish.config.errors import Problem, UserError
-from burnish.config.options import Given, Spec, build, changed_options, convert, raise_if, specs
+from burnish.config.options import OptionSpec, RawValue, build, changed_options, convert, raise_if, specs
 from burnish.parallel.process_counts import launcher_problems
 from burnish.run.plan import checks as _cross_checks
 from burnish.run.plan.options import RunOptions
@@ -47,7 +47,7 @@ class Plan:
         """The place where an option was set; "" where it is at its default."""
         return self.provenance.get(name, "")
 
-    def changed(self) -> Iterator[tuple[Spec, Any, str]]:
+    def changed(self) -> Iterator[tuple[OptionSpec, Any, str]]:
         """Yield the options that are not at their default: declaration, value, place."""
         declared = specs(RunOptions)
         return (
@@ -56,7 +56,7 @@ class Plan:
         )
 
 
-def plan(given: Mapping[str, Given], also: Sequence[Check] = ()) -> Plan:
+def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
     """Decide a run.
 
     Args:
@@ -92,7 +92,7 @@ def aliases() -> dict[str, str]:
     return {alias: spec.name for spec in specs(RunOptions).values() for alias in spec.aliases}
 
 
-def provenance_of(given: Mapping[str, Given]) -> dict[str, str]:
+def provenance_of(given: Mapping[str, RawValue]) -> dict[str, str]:
     """Option -> the place where it was set."""
     return {aliases().get(key, key): item.where for key, item in given.items()}
 
@@ -127,7 +127,7 @@ def _order_of_modules() -> dict[str, int]:
     return {module: place for place, module in enumerate(dict.fromkeys([_cross_checks.__name__, *declaring]))}
 
 
-def _doubtful(present: Mapping[str, Given]) -> set[str]:
+def _doubtful(present: Mapping[str, RawValue]) -> set[str]:
     """Options that are at their default only because the given value could not be read, or was misspelled.
 
     A check that names one of them would report a consequence beside its cause.
@@ -154,7 +154,7 @@ def _placed(problem: Problem, provenance: Mapping[str, str]) -> Problem:
     return replace(problem, where=places[0]) if places else problem
 
 
-def _notes(present: Mapping[str, Given], options: RunOptions) -> Iterator[str]:
+def _notes(present: Mapping[str, RawValue], options: RunOptions) -> Iterator[str]:
     known = specs(RunOptions)
     for key, item in present.items():
         spec = known[aliases().get(key, key)]

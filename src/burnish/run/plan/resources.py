@@ -21,7 +21,7 @@ from burnish.config.errors import Problem
 from burnish.kernels.head_kernels import logits_bytes
 from burnish.loop.schedule import StepPlan, steps_of
 from burnish.losses.lm import way_of
-from burnish.models.quantization.quantize import quantised_by
+from burnish.models.quantization.quantize import quantized_by
 from burnish.optim.builtin import Turns, create_optimizer, keeps_load_precision, planned_turns
 from burnish.parallel.options import device_of
 from burnish.parallel.precision import autocast_dtype, frozen_dtype, loaded_dtype, name_of
@@ -96,7 +96,7 @@ def load_dtype(options: RunOptions, config: Any, is_frozen: bool = False) -> tor
     """
     in_files = loaded_dtype(config)
     held = frozen_dtype(options, device_of(options), in_files) if is_frozen else held_dtype(options, config)
-    is_kept = held == in_files or (quantised_by(config) and held == torch.float32)  # its kernels choose their dtype
+    is_kept = held == in_files or (quantized_by(config) and held == torch.float32)  # its kernels choose their dtype
     return "auto" if is_kept else held
 
 

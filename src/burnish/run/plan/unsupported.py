@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from burnish.config.errors import Problem
-from burnish.config.options import Given
+from burnish.config.options import RawValue
 from burnish.config.secrets import has_secret_name, keep_secret
 from burnish.utils.environment import number_in
 
@@ -30,8 +30,8 @@ class Absent:
 
 
 def take_absent(
-    given: Mapping[str, Given], known: Mapping[str, Any]
-) -> tuple[dict[str, Given], list[Problem], list[str]]:
+    given: Mapping[str, RawValue], known: Mapping[str, Any]
+) -> tuple[dict[str, RawValue], list[Problem], list[str]]:
     """Remove the names of these tables from ``given``; returns it, a problem for each name that asks for something, and
     notes on the others.
 

@@ -1,11 +1,11 @@
 """Clearing of ``output_dir`` for ``overwrite_output_dir``: nothing is deleted before there is something in its place.
 
     problems_of_sources(options)        refuses a run whose model, adapter or data would be deleted
-    with SetAside(folder) as earlier:   moves the files of an earlier run into ``.earlier-run``
+    with BackupOnOverwrite(folder) as earlier:   moves the files of an earlier run into ``.earlier-run``
         ...                             deletes them after the first whole checkpoint, or when the block succeeds
                                         restores them where the block fails before that
 
-The files of a run are recognised by their names, and nothing else is touched. A process that is killed in between
+The files of a run are recognized by their names, and nothing else is touched. A process that is killed in between
 leaves ``.earlier-run`` behind; the next run that overwrites uses it.
 """
 
@@ -51,7 +51,7 @@ def left_by_a_run(folder: Path) -> list[Path]:
 
 
 def left_by_a_killed_process(folder: Path, also: Sequence[str] = ()) -> set[str]:
-    """Names of the files in ``folder`` that a process left when it was killed inside of ``SetAside(folder, also)``."""
+    """Names of the files in ``folder`` left by a process that was killed inside ``BackupOnOverwrite(folder, also)``."""
     names = {LOCK}
     if (folder / EARLIER_RUN).is_dir():
         found = [*left_by_a_run(folder), *(path for pattern in also for path in folder.glob(pattern))]
@@ -93,7 +93,7 @@ def _would_go(source: Path, folder: Path) -> bool:
     return is_model or any(place == path or path in place.parents for path in gone)
 
 
-class SetAside(TrainerCallback):
+class BackupOnOverwrite(TrainerCallback):
     """Moves the files of an earlier run in ``folder`` aside until the new run has its first whole checkpoint.
 
     As a callback it notices that checkpoint, so that both runs are on the disk no longer than necessary.
@@ -105,7 +105,7 @@ class SetAside(TrainerCallback):
     def __init__(self, folder: Path, also: Sequence[str] = ()) -> None:
         self.folder, self.aside, self.also = folder, folder / EARLIER_RUN, also
 
-    def __enter__(self) -> SetAside:
+    def __enter__(self) -> BackupOnOverwrite:
         is_of_a_killed_run = self.aside.is_dir()
         if is_of_a_killed_run and _has_checkpoint(self.folder):  # the killed run has a checkpoint, so it is kept now
             remove(self.aside)

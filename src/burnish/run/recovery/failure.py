@@ -26,7 +26,7 @@ from pathlib import Path
 from burnish.config.errors import NonFiniteError, NotSavedError, Problem, UserError, is_out_of_memory
 from burnish.config.secrets import without_secrets
 from burnish.report import console
-from burnish.report.journal import is_of_this_process, write_failure
+from burnish.report.metadata import is_of_this_process, write_failure
 from burnish.report.streams import OutputError, let_go, say
 from burnish.utils.activity import Activity, interrupted_by
 from burnish.utils.files import error_number
@@ -325,7 +325,7 @@ def write_traceback(error: BaseException, output_dir: str | None) -> str:
     """
     text = without_secrets("".join(traceback.format_exception(error)))
     is_there = output_dir and os.path.isdir(output_dir)  # false for a name too long
-    if output_dir and is_there and console.is_speaker():
+    if output_dir and is_there and console.is_main_process():
         path = Path(output_dir, TRACEBACK_NAME)
         with suppress(OSError):  # this disk may have failed; the temporary folder may be on another one
             path.unlink(missing_ok=True)

@@ -68,7 +68,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Reason -> options that change neither rows nor arithmetic."""
 HARMLESS_GROUPS = (
-    "GenerationOptions", "InferOptions", "MetricOptions", "ExportOptions", "QuantisedExportOptions", "ReportOptions",
+    "GenerationOptions", "InferOptions", "MetricOptions", "ExportOptions", "QuantizedExportOptions", "ReportOptions",
     "ProfileOptions",
 )  # fmt: skip
 LIBRARIES = ("torch", "transformers")

@@ -27,7 +27,7 @@ from typing import Any
 from burnish.config.options import option
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
-from burnish.report.console import is_speaker, note
+from burnish.report.console import is_main_process, note
 
 GOES_ON = {
     signal.SIGUSR1: "SIGUSR1: saving a checkpoint after this step, and going on.",
@@ -172,6 +172,6 @@ class InterruptCallback(TrainerCallback):
 
 def _say(text: str) -> None:
     # The signal may have interrupted print(), which would refuse a second call.
-    if is_speaker():
+    if is_main_process():
         with suppress(OSError):  # a terminal that is gone
             os.write(2, f"\n{text}\n".encode())

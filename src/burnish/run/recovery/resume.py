@@ -201,7 +201,7 @@ _REMEDY = "Set overwrite_output_dir: true to train anew, or name another output_
 
 
 def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str, Any], work: Mapping[str, Any]) -> None:
-    """Write the mark by which the same command recognises a run that is done: its steps, what it depended on, and the
+    """Write the mark by which the same command recognizes a run that is done: its steps, what it depended on, and the
     files of its model with their sizes. A run whose model has gone is not finished: it goes on from its last
     checkpoint, and writes it again."""
     done = {

@@ -22,7 +22,7 @@ NOT_ALL_SAVED = 3
 """The exit status of a run that came to its end, and could not save a checkpoint on the way."""
 
 
-class PatientCheckpoints(Checkpoints):
+class RetryingCheckpoints(Checkpoints):
     """Checkpoints of one process whose failures are said and not raised."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

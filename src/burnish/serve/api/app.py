@@ -178,7 +178,7 @@ class Routes:
         return read_request(kind, body, self.options.api_max_choices, self.options.api_strict)
 
     async def _in_order(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """In the one thread that tokenises, so that streams go on meanwhile and templates are used by one at a time."""
+        """In the one thread that tokenizes, so that streams go on meanwhile and templates are used by one at a time."""
         future = self.state.prompts.submit(function, *arguments)
         try:
             return await asyncio.wrap_future(future)

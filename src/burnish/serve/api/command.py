@@ -21,7 +21,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import MissingExtraError
-from burnish.config.options import Given, build, raise_if
+from burnish.config.options import RawValue, build, raise_if
 from burnish.report.streams import say
 from burnish.run.plan.config_files import COMMAND_LINE, CONFIG_SUFFIXES, merge, path_of, read_arguments
 from burnish.serve.api.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key, with_adapters
@@ -87,7 +87,7 @@ def read_options(words: Sequence[str]) -> ApiOptions:
     """
     path, others = path_of(words)
     file, flags = read_arguments(words if path.endswith(CONFIG_SUFFIXES) else others)
-    given: Mapping[str, Given] = {name: item for name, item in merge(file, flags, {}).items() if name in OWN}
+    given: Mapping[str, RawValue] = {name: item for name, item in merge(file, flags, {}).items() if name in OWN}
     problems = problems_of_key(given, COMMAND_LINE)
     options, wrong = build(ApiOptions, {**given, **from_environment(given)})
     raise_if([*problems, *wrong, *check_api(options)])

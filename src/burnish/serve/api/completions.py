@@ -231,7 +231,7 @@ def _note(told: RequestStats, answer: RequestAnswer, num_prompt_tokens: int) -> 
 
 
 def prepared_chat(service: CompletionService, request: ChatRequest) -> PreparedRequest:
-    """A chat completion up to its answer. Tokenises: called in a thread.
+    """A chat completion up to its answer. Tokenizes: called in a thread.
 
     Raises:
         APIError: for a model, a prompt or a grammar that cannot be had.

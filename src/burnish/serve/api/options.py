@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from burnish.config.errors import Problem, UserError
-from burnish.config.options import Given, option
+from burnish.config.options import RawValue, option
 from burnish.run.plan.config_files import from_variables
 from burnish.serve.http.hosts import is_loopback
 
@@ -71,16 +71,16 @@ class ApiOptions:
     api_metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
 
 
-def from_environment(given: Mapping[str, Given], environment: Mapping[str, str] = os.environ) -> dict[str, Given]:
+def from_environment(given: Mapping[str, RawValue], environment: Mapping[str, str] = os.environ) -> dict[str, RawValue]:
     """Options that only the environment names."""
     found = from_variables(ENVIRONMENT, given, environment)
     verbose = environment.get("API_VERBOSE", "").lower()
     if "api_log" not in given and verbose in _VERBOSE:
-        found["api_log"] = Given(_VERBOSE[verbose], "the environment's API_VERBOSE")
+        found["api_log"] = RawValue(_VERBOSE[verbose], "the environment's API_VERBOSE")
     return found
 
 
-def problems_of_key(given: Mapping[str, Given], command_line: str) -> list[Problem]:
+def problems_of_key(given: Mapping[str, RawValue], command_line: str) -> list[Problem]:
     """A key on the command line is in the process list, and refused."""
     if "api_key" in given and given["api_key"].where == command_line:
         return [

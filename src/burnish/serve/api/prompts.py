@@ -19,7 +19,7 @@ from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import load_template
 from burnish.data.chat.rows import Template
 from burnish.data.chat.table import TemplateSpec
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 from burnish.serve.api.messages import ChatMessage
 from burnish.serve.api.requests import ChatRequest
@@ -68,7 +68,7 @@ class Prompter:
             raise APIError(400, "invalid_value", message, param="messages")
         try:
             (row,) = self.template.encode_flat(
-                [self.example(request.model_copy(update={"continue_final_message": False}))], Tally()
+                [self.example(request.model_copy(update={"continue_final_message": False}))], DataStats()
             )
         except _UNWRITABLE as error:
             raise self._unwritable(error) from error

@@ -15,7 +15,7 @@ from typing import Final, TextIO
 
 from burnish.report.streams import say
 
-_COLOURS: Final = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+_COLORS: Final = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 _HISTORY_LINES = 1000
 _FENCE = "```"
 _QUOTES = '"""'
@@ -59,7 +59,7 @@ class Console:
     def __init__(self, history: Path | None = None, out: TextIO | None = None) -> None:
         self.out: TextIO | None = out or sys.stdout  # None where the parent process closed it
         is_terminal = self.out is not None and self.out.isatty()
-        self.has_colours = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self.has_colors = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         self._history = history
         self._in_fence = False
         self._line = ""
@@ -68,27 +68,27 @@ class Console:
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
-    def say(self, text: str = "", colour: str = "", end: str = "\n") -> None:
-        say(self.coloured(visible(text), colour), self.out, must=True, end=end)
+    def say(self, text: str = "", color: str = "", end: str = "\n") -> None:
+        say(self.colored(visible(text), color), self.out, must=True, end=end)
 
-    def tell(self, text: str, colour: str = "") -> None:
+    def tell(self, text: str, color: str = "") -> None:
         """Sentences, folded between words at the width of the terminal; the columns of a table stay."""
-        self.say("\n".join(_folded(line) for line in text.splitlines()), colour)
+        self.say("\n".join(_folded(line) for line in text.splitlines()), color)
 
-    def coloured(self, text: str, colour: str) -> str:
-        if not (colour and text and self.has_colours):
+    def colored(self, text: str, color: str) -> str:
+        if not (color and text and self.has_colors):
             return text
-        return f"\033[{_COLOURS[colour]}m{text}\033[0m"
+        return f"\033[{_COLORS[color]}m{text}\033[0m"
 
-    def stream(self, text: str, colour: str = "") -> None:
-        """A piece of an answer, as it comes. Fences of code are the only markup that is coloured."""
-        if colour or not self.has_colours:
-            self.say(text, colour, end="")
+    def stream(self, text: str, color: str = "") -> None:
+        """A piece of an answer, as it comes. Fences of code are the only markup that is colored."""
+        if color or not self.has_colors:
+            self.say(text, color, end="")
             return
         for part in visible(text).splitlines(keepends=True):
             self._line += part
             is_code = self._in_fence or self._line.lstrip().startswith(_FENCE)
-            say(self.coloured(part, "cyan") if is_code else part, self.out, must=True, end="")
+            say(self.colored(part, "cyan") if is_code else part, self.out, must=True, end="")
             if part.endswith("\n"):
                 self._in_fence ^= self._line.lstrip().startswith(_FENCE)
                 self._line = ""

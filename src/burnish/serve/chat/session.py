@@ -344,9 +344,9 @@ class ChatSession:
     def _show_pieces(self, ids: tuple[int, ...], chances: tuple[float, ...]) -> None:
         for at, (piece, is_control) in enumerate(self.backend.pieces(ids)):
             chance = chances[at] if at < len(chances) else None
-            colour = "yellow" if is_control else "" if chance is None else _colour_of(chance)
+            color = "yellow" if is_control else "" if chance is None else _color_of(chance)
             shown = piece.replace("\n", "⏎\n")
-            self.console.say(f"{shown}{'' if chance is None else f'({chance:.0%})'}", colour, end="·")
+            self.console.say(f"{shown}{'' if chance is None else f'({chance:.0%})'}", color, end="·")
 
     def _prompt(self) -> None:
         pieces = self.backend.pieces(self._last_ids().prompt)
@@ -393,5 +393,5 @@ def _call(call: Mapping[str, str], place: int, number: int) -> dict[str, Any]:
     return {"id": f"call{place:03}{number:02}", "type": "function", "function": dict(call)}
 
 
-def _colour_of(chance: float) -> str:
+def _color_of(chance: float) -> str:
     return "green" if chance > 0.5 else "" if chance > 0.1 else "red"

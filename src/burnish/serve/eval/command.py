@@ -25,9 +25,9 @@ from burnish.inference.slots import SlotLimits
 from burnish.models.fingerprint import base_fingerprint
 from burnish.report.console import note
 from burnish.serve.command_line import Serving, servings_of
-from burnish.serve.eval.choices import Chooser
-from burnish.serve.eval.questions import Subject, read_task
-from burnish.serve.eval.results import Answers, accuracies, compared, log_lines, write
+from burnish.serve.eval.harness import EngineModel, run_tasks
+from burnish.serve.eval.local_tasks import Subject, local_tasks
+from burnish.serve.eval.results import Answers, accuracies, chosen, compared, log_lines, write
 from burnish.utils.files import named_where_full
 from burnish.utils.json_files import read_object
 from burnish.utils.work import work
@@ -75,7 +75,8 @@ def evaluate(words: Sequence[str]) -> int:
             with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
                 _through_harness(serving, options, len(servings) > 1)
         return 0
-    subjects = [_limited(subject, options.limit) for subject in read_task(options.task, options.task_dir)]
+    draws = options.shots == "random"
+    subjects = local_tasks(options.task, options.task_dir, options.lang, options.n_shot, draws)
     with named_where_full(Path(options.save_dir or ""), FREE_SOME_SPACE):
         done = [_measured(serving, options, subjects, len(servings) > 1) for serving in servings]
     if len(servings) > 1:
@@ -95,10 +96,6 @@ def _problems(options: EvalOptions, serving: Serving) -> list[Problem]:
             )
         ]
     return []
-
-
-def _limited(subject: Subject, limit: int | None) -> Subject:
-    return subject if limit is None else replace(subject, questions=subject.questions[:limit])
 
 
 def _loaded(serving: Serving, options: EvalOptions) -> tuple[LoadedModel, Scheduler]:
@@ -134,22 +131,18 @@ def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject
     facts = _facts(loaded, options, subjects)
     folder = _folder_of(serving, options, is_one_of)
     answers = Answers(folder, facts)
-    draws = options.shots == "random"
-    chooser = Chooser(
-        loop, loaded.template, lang=options.lang, num_shots=options.n_shot, draws=draws, seed=loaded.options.seed
-    )
+    model = EngineModel(loop, loaded.template, loaded.form, loaded.name, loaded.options.seed, is_benchmark=True)
     begun = time.monotonic()
-    waiting = [subject for subject in subjects if answers.whole(subject) is None]
+    waiting = [subject for subject in subjects if subject.key not in answers.done]
     if len(waiting) < len(subjects):
         note(f"{len(subjects) - len(waiting)} subjects were answered before.")
     with work("Answering", len(waiting), "subjects") as advance:
         for subject in waiting:
-            answers.add(subject, chooser.choose(subject))
+            (samples,) = run_tasks(model, [subject.config], None, None, options.limit, True)["samples"].values()
+            answers.add(subject, [chosen(sample) for sample in sorted(samples, key=lambda one: one["doc_id"])])
             advance(1)
     found = accuracies(subjects, answers.done) | {"seconds": round(time.monotonic() - begun, 2), "of": facts}
     found |= {"versions": {"burnish": __version__, **{name: version(name) for name in ("torch", "transformers")}}}
-    if chooser.shortened:
-        note(f"{chooser.shortened} questions had fewer examples than {options.n_shot}: the context holds no more.")
     for line in log_lines(found):
         note(line)
     if folder is not None:
@@ -164,8 +157,6 @@ def _folder_of(serving: Serving, options: EvalOptions, is_one_of: bool) -> Path 
 
 
 def _through_harness(serving: Serving, options: EvalOptions, is_one_of: bool) -> None:
-    from burnish.serve.eval.harness import EngineModel, run_tasks
-
     assert options.task is not None
     loaded, loop = _loaded(serving, options)
     model = EngineModel(loop, loaded.template, loaded.form, loaded.name, loaded.options.seed)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burnish.config.errors import UserError
-from burnish.config.options import Given, build, changed_options, option, raise_if
+from burnish.config.options import RawValue, build, changed_options, option, raise_if
 from burnish.data.chat.choose import RECORDED
 from burnish.inference.loading import writes_answers
 from burnish.losses.base import OBJECTIVES
@@ -66,21 +66,21 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
     rows: list[tuple[str, dict[str, float]]] = []
     for serving in servings:
         folder = Path(save_dir or _apart(serving.options)) / (serving.name if len(servings) > 1 else "")
-        given = {name: Given(value, HERE) for name, value in changed_options(serving.options).items()}
+        given = {name: RawValue(value, HERE) for name, value in changed_options(serving.options).items()}
         writes, stage = writes_answers(serving.options), serving.options.stage
         if not writes or (predicts and OBJECTIVES[stage].records != "answers"):
             stage = "sft" if writes else "rm"
         generates = writes and (predicts or serving.options.predict_with_generate)
         given |= {
-            "stage": Given(stage, HERE), "predict_with_generate": Given(generates, HERE),
-            "do_train": Given(False, HERE), "do_eval": Given(not generates, HERE),
-            "do_predict": Given(generates or predicts, HERE),
-            "output_dir": Given(str(folder), HERE), **_recorded(serving.options),
+            "stage": RawValue(stage, HERE), "predict_with_generate": RawValue(generates, HERE),
+            "do_train": RawValue(False, HERE), "do_eval": RawValue(not generates, HERE),
+            "do_predict": RawValue(generates or predicts, HERE),
+            "output_dir": RawValue(str(folder), HERE), **_recorded(serving.options),
         }  # fmt: skip
         if predicts and "predict_metrics" not in serving.provenance:
-            given["predict_metrics"] = Given(["exact_match"], HERE)  # the others need libraries
+            given["predict_metrics"] = RawValue(["exact_match"], HERE)  # the others need libraries
         if not serving.options.val_size:
-            given["dataset"] = Given(None, HERE)
+            given["dataset"] = RawValue(None, HERE)
         made = plan({name: item for name, item in given.items() if item.value is not None})
         with placing(serving.provenance), named_where_full(folder, FREE_SOME_SPACE):
             result = train_run(made)
@@ -97,7 +97,7 @@ def _apart(options: RunOptions) -> Path:
     return folder / _BESIDE if folder.resolve() in [Path(str(model)).resolve() for model in models] else folder
 
 
-def _recorded(options: AnsweringOptions) -> dict[str, Given]:
+def _recorded(options: AnsweringOptions) -> dict[str, RawValue]:
     """The template that the folder records, where none is asked for."""
     if options.template is not None:
         return {}
@@ -105,7 +105,7 @@ def _recorded(options: AnsweringOptions) -> dict[str, Given]:
         path = Path(folder) / "tokenizer_config.json"
         if path.is_file():
             recorded = read_object(path).get(RECORDED) or {}
-            return {name: Given(value, str(path)) for name, value in recorded.items() if value is not None}
+            return {name: RawValue(value, str(path)) for name, value in recorded.items() if value is not None}
     return {}
 
 

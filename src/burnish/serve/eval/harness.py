@@ -31,9 +31,15 @@ class EngineModel:
     Args:
         loop: over the model.
         form: how replies are read.
+        is_benchmark: the task's description opens the first question, and a choice is encoded by itself, as the
+            template writes an answer; for benchmarks of local files.
     """
 
-    def __init__(self, loop: Scheduler, template: Template, form: ReplyForm, name: str, seed: int = 42) -> None:
+    def __init__(
+        self, loop: Scheduler, template: Template, form: ReplyForm, name: str, seed: int = 42,
+        is_benchmark: bool = False,
+    ) -> None:  # fmt: skip
+        self.is_benchmark = is_benchmark
         self.loop, self.template, self.form, self.seed = loop, template, form, seed
         self.tokenizer, self.name = template.tokenizer, name
         self._stops = frozenset(template.stop_token_ids())
@@ -59,6 +65,8 @@ class EngineModel:
         """A conversation as text, by the template that trained; ``_ids`` reads its control tokens again."""
         turns = [Message(turn["role"], turn["content"]) for turn in chat_history if turn["role"] != "system"]  # type: ignore[arg-type]
         system = next((turn["content"] for turn in chat_history if turn["role"] == "system"), None)
+        if self.is_benchmark and system is not None:
+            turns[0], system = Message("user", system.rstrip() + "\n\n" + turns[0].text), None
         ids = self.template.prompt(Example(messages=tuple(turns), system=system, source="a task"))
         return self._text(ids)
 
@@ -93,6 +101,11 @@ class EngineModel:
 
     def _scored(self, context: str, continuation: str) -> GenerationRequest:
         """Blanks at the end of the context belong to the continuation, as the harness has it."""
+        if self.is_benchmark:
+            before = self._ids(context)
+            return GenerationRequest(
+                [*before, *self._ids(continuation)], 0, prompt_logprobs_from=len(before), top_logprobs=1
+            )
         blanks = len(context) - len(context.rstrip())
         if blanks:
             context, continuation = context[:-blanks], context[-blanks:] + continuation
@@ -134,12 +147,13 @@ class EngineModel:
 
 
 def run_tasks(
-    model: EngineModel, tasks: Sequence[str], task_dir: Path | None, num_shots: int | None, limit: int | None,
-    is_chat: bool,
+    model: EngineModel, tasks: Sequence[str | Mapping[str, Any]], task_dir: Path | None, num_shots: int | None,
+    limit: int | None, is_chat: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """The harness's results for some tasks.
 
     Args:
+        tasks: names, or configurations.
         task_dir: YAML tasks of one's own.
         is_chat: write questions as turns of the template.
     """
@@ -148,18 +162,20 @@ def run_tasks(
         from lm_eval.api.model import LM
         from lm_eval.tasks import TaskManager
     except ImportError:
-        raise MissingExtraError("lm_eval", "A task of lm-evaluation-harness", EXTRA) from None
+        raise MissingExtraError("lm_eval", "burnish eval with a task", EXTRA, option="task") from None
 
     class Model(EngineModel, LM):  # type: ignore[misc]
         """The same for the harness, which looks at classes."""
 
         def __init__(self) -> None:
             LM.__init__(self)
-            EngineModel.__init__(self, model.loop, model.template, model.form, model.name, model.seed)
+            self.__dict__.update(model.__dict__)
 
-    manager = TaskManager(include_path=str(task_dir) if task_dir else None)
+    manager = TaskManager(include_path=str(task_dir) if task_dir else None, include_defaults=not model.is_benchmark)
     found: dict[str, Any] = lm_eval.simple_evaluate(
-        model=Model(), tasks=list(tasks), task_manager=manager, num_fewshot=num_shots, limit=limit,
-        apply_chat_template=is_chat, log_samples=False, random_seed=model.seed,
+        model=Model(), tasks=[task if isinstance(task, str) else dict(task) for task in tasks], task_manager=manager,
+        num_fewshot=num_shots, limit=limit, apply_chat_template=is_chat, log_samples=model.is_benchmark,
+        bootstrap_iters=0 if model.is_benchmark else 100_000, random_seed=model.seed, fewshot_random_seed=model.seed,
     )  # fmt: skip
-    return {name: found[name] for name in ("results", "versions", "n-shot", "n-samples") if name in found}
+    kept = ("results", "versions", "n-shot", "n-samples", "samples")
+    return {name: found[name] for name in kept if name in found}

@@ -13,15 +13,33 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.serve.eval.choices import Chosen
-from burnish.serve.eval.questions import Subject
+from burnish.serve.eval.local_tasks import LETTERS, Subject
 
 CATEGORIES = ("STEM", "Social Sciences", "Humanities", "Other")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Outcome of one question. ``is_right`` is None where its answer is not told."""
+
+    letter: str
+    chances: tuple[float, ...]
+    is_right: bool | None
+
+
+def chosen(sample: Mapping[str, Any]) -> Chosen:
+    """The outcome of a sample that the harness has logged: the choice with the largest log-probability."""
+    scores = [score for score, _ in sample["filtered_resps"]]
+    most = max(scores)
+    weights = [math.exp(score - most) for score in scores]
+    letter, told = LETTERS[scores.index(most)], str(sample["target"])
+    return Chosen(letter, tuple(w / sum(weights) for w in weights), letter == told if told else None)
 
 
 class Answers:
@@ -41,11 +59,11 @@ class Answers:
             self._read()
             self._write_all()
 
-    def add(self, subject: Subject, chosen: Sequence[Chosen]) -> None:
-        self.done[subject.key] = list(chosen)
+    def add(self, subject: Subject, answers: Sequence[Chosen]) -> None:
+        self.done[subject.key] = list(answers)
         if self.folder is not None:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(_lines(subject.key, chosen))
+                file.write(_lines(subject.key, answers))
 
     def _read(self) -> None:
         if not self.path.is_file():
@@ -54,31 +72,26 @@ class Answers:
         with suppress(ValueError, KeyError, IndexError):  # the last lines may have been cut
             if json.loads(lines[0]) != {"of": self.facts}:
                 return
+            found: dict[str, list[Chosen]] = {}
             for line in lines[1:]:
                 record = json.loads(line)
                 one = Chosen(record["chosen"], tuple(record["chances"]), record["right"])
-                self.done.setdefault(record["subject"], []).append(one)
+                found.setdefault(record["subject"], []).append(one)
+                if record["index"] + 1 == record["of"]:
+                    self.done[record["subject"]] = found[record["subject"]]
 
     def _write_all(self) -> None:
-        """The file without what was cut; which subjects are whole is known where they are asked for (``whole``)."""
+        """The file without what was cut."""
         text = json.dumps({"of": self.facts}) + "\n"
-        self.path.write_text(text + "".join(_lines(key, chosen) for key, chosen in self.done.items()), encoding="utf-8")
-
-    def whole(self, subject: Subject) -> list[Chosen] | None:
-        found = self.done.get(subject.key, [])
-        if len(found) == len(subject.questions):
-            return found
-        self.done.pop(subject.key, None)
-        if self.folder is not None and found:
-            self._write_all()
-        return None
+        self.path.write_text(text + "".join(_lines(key, each) for key, each in self.done.items()), encoding="utf-8")
 
 
-def _lines(key: str, chosen: Iterable[Chosen]) -> str:
+def _lines(key: str, answers: Sequence[Chosen]) -> str:
     records = (
-        {"subject": key, "index": at, "chosen": one.letter, "chances": [round(chance, 6) for chance in one.chances],
+        {"subject": key, "index": at, "of": len(answers), "chosen": one.letter,
+         "chances": [round(chance, 6) for chance in one.chances],
          "right": one.is_right}
-        for at, one in enumerate(chosen)
+        for at, one in enumerate(answers)
     )  # fmt: skip
     return "".join(json.dumps(record) + "\n" for record in records)
 
@@ -99,7 +112,7 @@ def accuracies(subjects: Sequence[Subject], done: Mapping[str, Sequence[Chosen]]
     told = {s.key: [one.is_right for one in done[s.key] if one.is_right is not None] for s in subjects}
     told = {key: rights for key, rights in told.items() if rights}
     if not told:
-        return {"num_questions": sum(len(s.questions) for s in subjects), "num_answered": 0}
+        return {"num_questions": sum(len(done[s.key]) for s in subjects), "num_answered": 0}
     by_category: dict[str, list[bool]] = defaultdict(list)
     for subject in subjects:
         by_category[subject.category or "Other"] += told.get(subject.key, [])

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 import burnish
 from burnish.config.secrets import without_secrets
-from burnish.report.journal import EVENTS
+from burnish.report.metadata import EVENTS
 from burnish.serve.http.bodies import json_object
 from burnish.serve.http.errors import APIError, to_shown_json
 from burnish.serve.http.json_response import ShownJson

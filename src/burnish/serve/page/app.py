@@ -71,7 +71,7 @@ class Pages:
 
     def __init__(self, site: Site, sessions: Sessions) -> None:
         self.site, self.sessions = site, sessions
-        self.static = MemoryFiles([HERE / "static", HERE / "carried", WORDS])
+        self.static = MemoryFiles([HERE / "static", HERE / "bundled", WORDS])
         self.templates = Environment(
             loader=FileSystemLoader(HERE / "pages"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
             lstrip_blocks=True,

@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from burnish.config.errors import MissingExtraError, Problem, UserError, did_you_mean
-from burnish.config.options import Given, build, raise_if
+from burnish.config.options import RawValue, build, raise_if
 from burnish.report.streams import say
 from burnish.run.plan.config_files import COMMAND_LINE, from_variables, merge, path_of, read_arguments, split_arguments
 from burnish.serve.page.options import ENVIRONMENT, NamedModel, WebOptions, check_web
@@ -122,7 +122,7 @@ def _as_words(value: object) -> list[str]:
     return [str(one) for one in value] if isinstance(value, list) else [str(value)]
 
 
-def _built(given: Mapping[str, Given], problems: Sequence[Problem]) -> WebOptions:
+def _built(given: Mapping[str, RawValue], problems: Sequence[Problem]) -> WebOptions:
     options, wrong = build(WebOptions, {**given, **from_variables(ENVIRONMENT, given, os.environ)})
     raise_if([*problems, *wrong, *check_web(options, given, COMMAND_LINE)])
     assert isinstance(options, WebOptions)

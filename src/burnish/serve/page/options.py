@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from burnish.config.errors import Problem
-from burnish.config.options import Given, option
+from burnish.config.options import RawValue, option
 from burnish.serve.http.hosts import is_loopback
 
 ENVIRONMENT = {"GRADIO_SERVER_NAME": "web_host", "GRADIO_SERVER_PORT": "web_port", "BURNISH_KEY": "web_key"}
@@ -51,7 +51,7 @@ class NamedModel:
     folder: Path
 
 
-def check_web(options: WebOptions, given: Mapping[str, Given], command_line: str) -> list[Problem]:
+def check_web(options: WebOptions, given: Mapping[str, RawValue], command_line: str) -> list[Problem]:
     """Find what is wrong with the options of the page."""
     problems = []
     if "web_key" in given and given["web_key"].where == command_line:

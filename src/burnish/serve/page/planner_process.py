@@ -17,7 +17,7 @@ from typing import Any, Literal, TextIO, get_origin
 
 from burnish.config.conversion import members
 from burnish.config.errors import UserError
-from burnish.config.options import Given, Spec, specs
+from burnish.config.options import OptionSpec, RawValue, specs
 from burnish.config.registry import Registry
 from burnish.data.reading.files import data_files, read_records
 from burnish.data.reading.json_files import shortened
@@ -25,7 +25,7 @@ from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import FORMATS
 from burnish.data.sets.layouts import is_preference, layout_of, proposed_columns
 from burnish.data.sets.sources import load_datasets
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.explain.as_json import explained_parts, problems_of
 from burnish.loop.types import Answer, Example, Message
 from burnish.run.plan.checks import problems_in_files, record_needs
@@ -61,7 +61,7 @@ def _parts(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if question.get("held_out"):
             yield {**held_out(question["values"], question.get("number")), "is_last": True}
             return
-        given = {name: Given(value, "") for name, value in question["values"].items()}
+        given = {name: RawValue(value, "") for name, value in question["values"].items()}
         chosen = plan(given, also=[problems_in_files])
         yield from explained_parts(chosen, question.get("rows", 5), question.get("seed", 0))
         yield {"is_last": True}
@@ -81,7 +81,7 @@ def form() -> dict[str, Any]:
     return {"groups": list(dict.fromkeys(field["group"] for field in fields)), "fields": fields}
 
 
-def field_of(spec: Spec) -> dict[str, Any]:
+def field_of(spec: OptionSpec) -> dict[str, Any]:
     """One option as a field."""
     default = spec.default
     return {
@@ -109,7 +109,7 @@ def _kind(member: Any) -> str:
     return "str" if origin is Literal else str(origin.__name__)
 
 
-def _risk(spec: Spec) -> dict[str, Any]:
+def _risk(spec: OptionSpec) -> dict[str, Any]:
     """Return the reason why a visitor of the page may not set an option, and the values that are harmless. A member of
     a registry that another package has added is a risk: choosing it runs that package's code."""
     registry = getattr(spec.raw_choices, "__self__", None)
@@ -121,7 +121,7 @@ def _risk(spec: Spec) -> dict[str, Any]:
     return {"risky": spec.risky, "harmless": list(spec.harmless)}
 
 
-def control_of(spec: Spec) -> str:
+def control_of(spec: OptionSpec) -> str:
     """``switch``, ``choice``, ``number``, ``list`` or ``text``."""
     kinds = [get_origin(member) or member for member in members(spec.type) if member is not type(None)]
     if kinds == [bool]:
@@ -140,7 +140,7 @@ def control_of(spec: Spec) -> str:
 
 def columns_of_file(path: Path) -> dict[str, Any]:
     """Describe the columns of a file of records, for a form that asks which is which: ``{"columns": [[name, values]],
-    "formats": [[name, parts]], "known", "proposed"}``; ``known`` is the format recognised without a word, or "".
+    "formats": [[name, parts]], "known", "proposed"}``; ``known`` is the format recognized without a word, or "".
 
     Raises:
         UserError: for a file that cannot be read.
@@ -169,8 +169,8 @@ def held_out(values: Mapping[str, Any], number: int | None = None) -> dict[str, 
     Raises:
         UserError: where the run holds nothing out, or the record asks nothing.
     """
-    options = plan({name: Given(value, "") for name, value in values.items()}).options
-    sets = load_datasets(options, options.seed, Tally(), needs=record_needs(options))
+    options = plan({name: RawValue(value, "") for name, value in values.items()}).options
+    sets = load_datasets(options, options.seed, DataStats(), needs=record_needs(options))
     records = list(chain.from_iterable(sets.eval.values()))
     if not records:
         why = "Set val_size or eval_dataset, and some records are held out."

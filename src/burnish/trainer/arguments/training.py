@@ -56,6 +56,10 @@ class AcceptsOldNames(type):
     """Replaces old names by today's before any ``__init__`` runs, including that of a user's own subclass."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        by_position = _by_position(cls.__name__, args)
+        if twice := sorted(by_position.keys() & kwargs.keys()):
+            raise TypeError(f"{cls.__name__}.__init__() got multiple values for argument {twice[0]!r}.")
+        args, kwargs = args[:1], {**by_position, **kwargs}
         given, known = todays_names(kwargs), inspect.signature(cls).parameters
         unknown = [name for name in given if name not in known]
         if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
@@ -67,6 +71,18 @@ class AcceptsOldNames(type):
     def __signature__(cls) -> inspect.Signature:
         parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
         return inspect.Signature(parameters[1:])
+
+
+def _by_position(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments beyond ``output_dir``, by their names in the order of transformers' class."""
+    if len(args) < 2:
+        return {}
+    from transformers import TrainingArguments as Original
+
+    names = [field.name for field in dataclasses.fields(Original) if field.init]
+    if len(args) > len(names):
+        raise TypeError(f"{name}.__init__() takes at most {len(names)} positional arguments. Received: {len(args)}.")
+    return dict(zip(names[1:], args[1:], strict=False))
 
 
 @dataclass

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from burnish.data.batches.batching import collate_prefix_sharing
-from burnish.kernels.probe import Fitted, causal_lm
+from burnish.kernels.probe import Capabilities, causal_lm
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
 from burnish.losses.targets import collate_learned
 from burnish.models.patches.attention import NAME
-from burnish.models.patches.fitted import fit
+from burnish.models.patches.capabilities import find_capabilities
 from burnish.trainer.inspection import is_causal_lm
 
 _KNOWN = {"input_ids", "attention_mask", "labels", "target_positions"}
@@ -55,7 +55,7 @@ def shared_prefixes_of(batch: Mapping[str, Any]) -> Batch | None:
     return {name: value.to(ids.device) if isinstance(value, Tensor) else value for name, value in flat.items()}
 
 
-def fit_prefix_sharing(model: nn.Module, is_wanted: bool, needs_head: bool = False) -> Fitted:
+def fit_prefix_sharing(model: nn.Module, is_wanted: bool, needs_head: bool = False) -> Capabilities:
     """Ask ``model`` whether its micro-batches may lie flat with some of their tokens left out, and how it makes its
     logits.
 
@@ -64,7 +64,9 @@ def fit_prefix_sharing(model: nn.Module, is_wanted: bool, needs_head: bool = Fal
         needs_head: whether the head is of use where they may not.
     """
     may = is_wanted and may_lie_flat(model)
-    return fit(model, padding_free=may, prefix_sharing=may, head_of=causal_lm(model) if may or needs_head else None)
+    return find_capabilities(
+        model, padding_free=may, prefix_sharing=may, head_of=causal_lm(model) if may or needs_head else None
+    )
 
 
 def may_lie_flat(model: nn.Module) -> bool:

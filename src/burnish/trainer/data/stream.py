@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
-from burnish.data.batches.stream import StepPartition, order_of
+from burnish.data.batches.stream import StepBatchLoader, StepPartition, order_of
 from burnish.loop.protocols import Engine
 from burnish.loop.types import Batch, StepBatch
 from burnish.trainer import notes
@@ -153,7 +153,7 @@ class PaddingBatch(dict[str, Any]):
     items, whatever its loss."""
 
 
-class LoaderStream:
+class LoaderStream(StepBatchLoader):
     """The step batches of a loader.
 
     Args:
@@ -174,14 +174,14 @@ class LoaderStream:
         self.engine = engine
         self.loader, self.accumulation, self.total, self.count = loader, accumulation, total, count
         self.on_empty, self.pad = on_empty, pad
-        self.epoch, self.position, self.drawn = 0, 0, 0  # micro-batches used, and taken from the loader
+        self.drawn = 0  # micro-batches taken from the loader
         self.generator_at_start: Tensor | None = None
         self.source = stream_with_state(loader, 1 if engine is None else engine.world_size)
         self.source_state: Any = None  # where it stood at ``position``, until it is read on from there
 
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the step batches from the cursor to the end of the epoch."""
-        start, used, total = self.position, self.position, self._total
+        start, used, total = self.position, self.position, self.length
         batches = iter(()) if start >= total else self._batches()
         while used < total:
             group = list(islice(batches, min(self.accumulation, total - used)))
@@ -204,22 +204,11 @@ class LoaderStream:
             self.on_empty()
         self.position = total
 
-    def advance(self, step_batch: StepBatch) -> None:
-        if step_batch.cursor is not None:
-            self.epoch, self.position = step_batch.cursor["epoch"], step_batch.cursor["position"]
-
     @property
-    def is_used_up(self) -> bool:
-        return self.position >= self._total
-
-    @property
-    def _total(self) -> int:
+    def length(self) -> int:
         """Micro-batches of this epoch, without the items that are left out of it."""
         order = order_in(self.loader)
         return order.num_batches(self.epoch) if order is not None and order.left_out else self.total
-
-    def end_epoch(self) -> None:
-        self.epoch, self.position = self.epoch + 1, 0
 
     def leave_out(self, items: Sequence[int]) -> None:
         order = order_in(self.loader)
@@ -227,16 +216,16 @@ class LoaderStream:
         order.left_out.append((self.epoch, self.position * order.across, list(items)))
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "generator": self.generator_at_start}
+        state: dict[str, Any] = {**super().state_dict(), "generator": self.generator_at_start}
         order = order_in(self.loader)
         if order is not None and order.left_out:
             state["left_out"] = order.left_out
-        if self.source is not None and 0 < self.position == self.drawn < self._total:
+        if self.source is not None and 0 < self.position == self.drawn < self.length:
             state["source"] = loader_state(self.source)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.epoch, self.position = state["epoch"], state["position"]
+        super().load_state_dict(state)
         self.generator_at_start, self.source_state = state.get("generator"), state.get("source")
         order, left_out = order_in(self.loader), [tuple(entry) for entry in state.get("left_out", ())]
         if order is not None and len(left_out) > len(order.left_out):  # a run that goes back knows those since too
@@ -293,7 +282,7 @@ class LoaderStream:
             made += 1
             yield last
         if is_dealt(self.loader):
-            for _ in range(self._total - made):
+            for _ in range(self.length - made):
                 last = self.loader.collate_fn([self.loader.dataset[0]]) if last is None else last
                 yield self.pad(last)
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 from transformers.modelcard import TrainingSummary, make_markdown_table
 
-from burnish.report.card import CARD_NAME, CardFacts, card_text
+from burnish.report.card import CardFacts, write_card
 from burnish.trainer import inspection
 from burnish.trainer.arguments.values import plain
-from burnish.utils.patching import patch_summary as patches_in
 
 if TYPE_CHECKING:
     from burnish.trainer.arguments.training import TrainingArguments
@@ -39,12 +39,10 @@ def write_trainer_card(trainer: Any, folder: Path, given: Mapping[str, Any]) -> 
     Args:
         given: of ``create_model_card``: language, license, tags, model_name, finetuned_from, dataset, ...
     """
-    folder.mkdir(parents=True, exist_ok=True)
     found = TrainingSummary.from_trainer(trainer, **given)
     if found.dataset == [None]:  # a set that was made in memory has no name
         found.dataset = found.dataset_tags = found.dataset_args = found.dataset_metadata = None
-    header = found.to_model_card().partition("\n---\n")[0] + "\n---\n"
-    (folder / CARD_NAME).write_text(card_text(_facts(trainer, found), header), encoding="utf-8")
+    write_card(folder, _facts(trainer, found), ModelCard(found.to_model_card()).data)
 
 
 def _facts(trainer: Any, found: TrainingSummary) -> CardFacts:
@@ -64,7 +62,7 @@ def _facts(trainer: Any, found: TrainingSummary) -> CardFacts:
         trainable_parameters=inspection.num_trainable(trainer.model),
         all_parameters=sum(p.numel() for p in trainer.model.parameters()), is_adapter=bool(adapters),
         options=_arguments(trainer.args) | _adapter(adapters), results=last, data=_data(trainer),
-        patches=patches_in(trainer.model), has_chat_template=bool(getattr(tokenizer, "chat_template", None)),
+        has_chat_template=bool(getattr(tokenizer, "chat_template", None)),
         loader=_loader(model), evaluations=make_markdown_table(found.eval_lines) if found.eval_lines else "",
         unnamed=f"{'for' if adapters else 'from'} a model that was made in the script",
     )  # fmt: skip

@@ -21,7 +21,7 @@ from burnish.data.rows.encode import encode_rows
 from burnish.data.sets.examples import Located
 from burnish.data.sets.records import Layout
 from burnish.data.sets.trl import SIDE, TrlRecords, examples_of
-from burnish.data.tally import Tally
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.data.loaders import is_datasets_set
@@ -44,7 +44,7 @@ class EncodeRecords:
     """
 
     layout: Layout
-    encode: Callable[[Sequence[Example], Tally], Sequence[Row | None]]
+    encode: Callable[[Sequence[Example], DataStats], Sequence[Row | None]]
     names: tuple[str, ...]
     fingerprint: str | None
     columns: Callable[[Row], Mapping[str, Any]] = dict
@@ -52,22 +52,22 @@ class EncodeRecords:
     formatting: Callable[[Any], str] | None = None
     warned: set[str] = field(default_factory=set)
 
-    def __call__(self, located: Sequence[Located], tally: Tally) -> list[Any]:
+    def __call__(self, located: Sequence[Located], stats: DataStats) -> list[Any]:
         if self.formatting is not None:
             column = self.layout.columns["text"]
             located = [({column: self.formatting(values)}, source, n) for values, source, n in located]
-        examples = examples_of(located, self.layout, tally, self.on_bad_record)
-        rows = iter(self.encode([example for example in examples if example is not None], tally))
+        examples = examples_of(located, self.layout, stats, self.on_bad_record)
+        rows = iter(self.encode([example for example in examples if example is not None], stats))
         made = [None if example is None else next(rows) for example in examples]
         return [None if row is None else self.columns(row) for row in made]
 
-    def warn(self, tally: Tally, name: str) -> None:
+    def warn(self, stats: DataStats, name: str) -> None:
         """Warn once of every kind of record that is dropped, or that a script can hardly mean."""
-        for reason, count in tally:
+        for reason, count in stats:
             if reason not in self.warned and not reason.startswith("cut"):
                 self.warned.add(reason)
-                places = ", ".join(str(number) for _, number in sorted(tally.records[reason])[:5])
-                what = f"{count} of {tally.seen} records of the {name} dataset {reason} (records {places})."
+                places = ", ".join(str(number) for _, number in sorted(stats.records[reason])[:5])
+                what = f"{count} of {stats.seen} records of the {name} dataset {reason} (records {places})."
                 logger.warning(what.replace("cutoff_len", "max_length"))
 
 
@@ -88,17 +88,17 @@ def prepared(
         drop = column_names(dataset)
         return dataset.map(stream, batched=True, with_indices=True, batch_size=at_once, remove_columns=drop)
     datasets = sys.modules["datasets"]  # whoever made the set has loaded it
-    dataset, tally, options = dataset.with_format(None), Tally(), None
+    dataset, stats, options = dataset.with_format(None), DataStats(), None
     if encode.fingerprint is not None:
         options = DataOptions(preprocessing_num_workers=args.dataset_num_proc)
     layout = [encode.layout.format, sorted(encode.layout.columns.items())]
     known = [encode.fingerprint, layout, encode.on_bad_record, splits_pairs, encode.names]
     rows = encode_rows(
-        TrlRecords(dataset, f"{name} dataset", splits_pairs), encode, tally, name=name, options=options, places=name,
+        TrlRecords(dataset, f"{name} dataset", splits_pairs), encode, stats, name=name, options=options, places=name,
         data=f"{dataset._fingerprint} {datasets.fingerprint.Hasher.hash(encode.formatting)}",
         fingerprint={"encoding": repr(known)}, title=f"Tokenizing {name} dataset",
     )  # fmt: skip
-    encode.warn(tally, name)
+    encode.warn(stats, name)
     if not len(rows):
         raise UserError(f"No row of the {name} dataset is left to learn from. Raise `max_length`.")
     made = datasets.Dataset(datasets.table.InMemoryTable(arrow_table(rows, encode.names)))
@@ -124,10 +124,10 @@ class EncodeStream:
         if self.splits_pairs:
             records = [{**record, SIDE: side} for side in ("chosen", "rejected") for record in records]
             indices = indices * 2
-        tally = Tally()
+        stats = DataStats()
         located = [(values, f"{self.name} dataset", at + 1) for values, at in zip(records, indices, strict=True)]
-        rows = self.encode(located, tally)
-        self.encode.warn(tally, self.name)
+        rows = self.encode(located, stats)
+        self.encode.warn(stats, self.name)
         kept = [(record, row) for record, row in zip(records, rows, strict=True) if row is not None]
         made = {name: [_as_list(row.get(name, [])) for _, row in kept] for name in self.encode.names}
         return {**{name: [record[name] for record, _ in kept] for name in self.keep}, **made}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.report.journal import GIVEN, LAUNCH, OUTCOME, given_yaml, launched, write_outcome
+from burnish.report.metadata import GIVEN, LAUNCH, OUTCOME, given_yaml, launched, write_outcome
 from burnish.report.results import write_whole
 from burnish.run.plan.config_files import read_arguments
 from burnish.serve.http.child import environment_of_child, start_burnish, tell

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.secrets import without_secrets
-from burnish.report.journal import EVENTS
+from burnish.report.metadata import EVENTS
 from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.log_columns import columns_of, rows_since
 from burnish.serve.page.runs.runs import LOG, FoundRun, read_run
@@ -97,7 +97,7 @@ def _console(id: str, folder: Path, place: FilePosition) -> Iterator[tuple[str, 
 def log_text(path: Path, begin: int, end: int) -> tuple[str, int]:
     """The text of a log between two offsets, without secrets, and the offset behind it.
 
-    A reader chooses the offsets, and must not be able to cut a token into parts that nobody recognises: the text ends
+    A reader chooses the offsets, and must not be able to cut a token into parts that nobody recognizes: the text ends
     with a whole line where one ends in it, and is masked together with what stands before it.
     """
     before = max(0, begin - _LOOK_BACK_BYTES)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from burnish.report.journal import EVENTS
+from burnish.report.metadata import EVENTS
 from burnish.serve.page.runs.log_columns import Columns
 from burnish.serve.page.runs.runs import FoundRun, checkpoints, tail_lines
 from burnish.serve.page.words import translator

@@ -25,8 +25,8 @@ from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import first_line
 from burnish.loop.state import STATE_NAME
-from burnish.report.journal import EVENTS, GIVEN, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
 from burnish.report.jsonl import LOG_NAME
+from burnish.report.metadata import EVENTS, GIVEN, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
 from burnish.utils.files import regular_inside
 
 RunState: TypeAlias = Literal[

@@ -167,7 +167,7 @@ export function visible(text) {
   return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
     (letter) => `⟨U+${letter.codePointAt(0).toString(16).padStart(4, "0").toUpperCase()}⟩`);
 }
-/** What a terminal's colours would be is left out. */
+/** What a terminal's colors would be is left out. */
 export const plain = (text) => visible(text.replace(/\u001b\[[0-9;?]*[A-Za-z]/g, "").replace(/[^\n]*\r(?!\n)/g, ""));
 
 /** Copy, also where the page is not served over https. */

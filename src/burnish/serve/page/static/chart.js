@@ -1,17 +1,17 @@
-// Curves: uPlot (carried) with one cursor through all, smoothing, and marks for what is no number.
+// Curves: uPlot (bundled) with one cursor through all, smoothing, and marks for what is no number.
 import { $, bytes, el, short, t } from "./base.js";
 
 /* global uPlot */
-const COLOURS = ["#2f7fd6", "#d6662f", "#2fa56a", "#a94fc4", "#c43d5f", "#8a7a1f", "#1f8f9a", "#777f8a"];
+const COLORS = ["#2f7fd6", "#d6662f", "#2fa56a", "#a94fc4", "#c43d5f", "#8a7a1f", "#1f8f9a", "#777f8a"];
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [4, 4], [12, 4], [6, 2, 2, 2], [3, 6]];
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const resolved = (name) => {
-  const probe = el("span"); // light-dark() is resolved by a colour, not by a variable
+  const probe = el("span"); // light-dark() is resolved by a color, not by a variable
   probe.style.color = `var(${name})`;
   document.body.append(probe);
-  const colour = getComputedStyle(probe).color;
+  const color = getComputedStyle(probe).color;
   probe.remove();
-  return colour || style(name);
+  return color || style(name);
 };
 
 /** An exponential mean that begins at the first value: Kingma & Ba 2015, section 3, for its correction of the start. */
@@ -49,12 +49,12 @@ export class Chart {
   draw(curves, { log = false } = {}) {
     const lines = [];
     for (const [index, curve] of curves.entries()) {
-      const colour = COLOURS[(curve.colour ?? index) % COLOURS.length], dash = DASHES[(curve.colour ?? 0) % DASHES.length];
-      if (curve.points) lines.push({ ...curve, y: numbers(curve.y), stroke: colour, width: 0, points: { show: true, size: 8, fill: colour } });
+      const color = COLORS[(curve.color ?? index) % COLORS.length], dash = DASHES[(curve.color ?? 0) % DASHES.length];
+      if (curve.points) lines.push({ ...curve, y: numbers(curve.y), stroke: color, width: 0, points: { show: true, size: 8, fill: color } });
       else if (curve.smoothing > 0) {
-        lines.push({ ...curve, label: "", y: numbers(curve.y), stroke: `${colour}55`, width: 1, points: { show: false } });
-        lines.push({ ...curve, y: smoothed(curve.y, curve.smoothing), stroke: colour, width: 2, dash, points: { show: false } });
-      } else lines.push({ ...curve, y: numbers(curve.y), stroke: colour, width: 2, dash, points: { show: curve.y.length < 3, size: 6 } });
+        lines.push({ ...curve, label: "", y: numbers(curve.y), stroke: `${color}55`, width: 1, points: { show: false } });
+        lines.push({ ...curve, y: smoothed(curve.y, curve.smoothing), stroke: color, width: 2, dash, points: { show: false } });
+      } else lines.push({ ...curve, y: numbers(curve.y), stroke: color, width: 2, dash, points: { show: curve.y.length < 3, size: 6 } });
     }
     const xs = [...new Set(lines.flatMap((line) => line.x))].filter((x) => x !== null).sort((a, b) => a - b);
     const at = new Map(xs.map((x, place) => [x, place]));

@@ -25,7 +25,7 @@ function draw() {
     const curves = chosen.map((id, place) => {
       const columns = series.get(id), x = across(columns, $("#across").value);
       const rows = (columns[name] ?? []).map((value, row) => [x[row], value]).filter(([, value]) => value !== null);
-      return { label: label(place), x: rows.map((row) => row[0]), y: rows.map((row) => row[1]), smoothing: name === "loss" ? Number($("#smoothing").value) : 0, colour: place };
+      return { label: label(place), x: rows.map((row) => row[0]), y: rows.map((row) => row[1]), smoothing: name === "loss" ? Number($("#smoothing").value) : 0, color: place };
     }).filter((curve) => curve.y.length);
     if (!curves.length) { charts[name]?.node.remove(); delete charts[name]; continue; }
     charts[name] ??= new Chart($("#charts"), t(name), "compare");

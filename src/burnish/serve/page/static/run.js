@@ -21,7 +21,7 @@ function draw() {
     const curves = [curve];
     if (name === "loss" && columns.eval_loss) {
       const found = columns.eval_loss.map((value, place) => [x[place], value]).filter(([, value]) => value !== null);
-      curves.push({ label: t("eval_loss"), x: found.map((row) => row[0]), y: found.map((row) => row[1]), points: true, colour: 1 });
+      curves.push({ label: t("eval_loss"), x: found.map((row) => row[0]), y: found.map((row) => row[1]), points: true, color: 1 });
     }
     charts[name].draw(curves, { log: log && name !== "lr" });
   }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from burnish.config.errors import Problem
-from burnish.config.options import Given, build, option, raise_if, specs
+from burnish.config.options import RawValue, build, option, raise_if, specs
 from burnish.losses.kto import KtoOptions
 from burnish.losses.lm import LmOptions
 from burnish.losses.preference_losses import PAIR_LOSSES
@@ -93,7 +93,7 @@ class PreferenceConfig(TrlArguments):
         known = {word for spec in specs(Choices).values() for word in (spec.name, *spec.aliases)} - {*_NOT_READ}
         today = {name: self.led.get(name, name) for name in self.__dataclass_fields__}
         given = {name: self._given(word) for word, name in today.items() if name in known}
-        made, problems = build(Choices, {name: Given(value) for name, value in given.items()})
+        made, problems = build(Choices, {name: RawValue(value) for name, value in given.items()})
         raise_if(self.in_own_words([*problems, *self._contradictions(made)]))
         return made
 

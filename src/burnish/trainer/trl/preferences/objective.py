@@ -21,7 +21,7 @@ from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
 from burnish.data.rows.reference_numbers import RowsWithReference
-from burnish.kernels.probe import Fitted, causal_lm
+from burnish.kernels.probe import Capabilities, causal_lm
 from burnish.loop.protocols import Engine
 from burnish.loop.types import Batch, Row
 from burnish.losses.base import Collate
@@ -38,7 +38,7 @@ from burnish.losses.reference import (
     refuse_pieces,
 )
 from burnish.models.dropout import switch_off_dropout
-from burnish.models.patches.fitted import fit
+from burnish.models.patches.capabilities import find_capabilities
 from burnish.run.reference_cache import fill
 from burnish.trainer.data.in_step import in_step
 from burnish.trainer.data.loaders import is_datasets_set
@@ -91,7 +91,7 @@ class _InStep:
 
 def fitted(
     model: Any, second: Any, args: PreferenceConfig, pad: int, leaves_tokens_out: bool, scores: bool
-) -> tuple[Fitted, Collate]:
+) -> tuple[Capabilities, Collate]:
     """Ask the model, and choose the function that makes its micro-batches: flat where the model, and the reference that
     reads the same, keep neighbours apart, else padded.
 
@@ -101,11 +101,13 @@ def fitted(
         leaves_tokens_out: whether tokens on which nothing depends are left out, where that is possible.
     """
     may, asked = may_lie_flat(model), _AllHidden(model) if scores else model
-    found = fit(asked, padding_free=may, prefix_sharing=may and leaves_tokens_out, head_of=None if scores else model)
+    found = find_capabilities(
+        asked, padding_free=may, prefix_sharing=may and leaves_tokens_out, head_of=None if scores else model
+    )
     both = [found]
     if second is not None:
         may = found.is_padding_free and may_lie_flat(second)
-        both.append(fit(second, padding_free=may, prefix_sharing=may and found.shares_prefixes))
+        both.append(find_capabilities(second, padding_free=may, prefix_sharing=may and found.shares_prefixes))
     for note in (note for one in both for note in one.notes):
         logger.warning(note)
     if all(one.shares_prefixes for one in both):

@@ -1,5 +1,5 @@
 """``DPOTrainer``, ``KTOTrainer``, ``RewardTrainer``, ``ORPOTrainer``, ``CPOTrainer``, with the constructors and
-behaviour of TRL's classes, on burnish's ``Trainer`` and objectives.
+behavior of TRL's classes, on burnish's ``Trainer`` and objectives.
 
 In: a model or its name, a config, data sets of preferences. Out: the trained model. What becomes of the data is in
 ``rows.py``; the losses are in ``objectives``; ``objective.py`` fits them to the model.
@@ -128,7 +128,7 @@ class PreferenceTrainer(TrlTrainer):
         if ref_model is not None and ref_model is model:
             raise ValueError("`model` and `ref_model` are one object: the reference would train too. Leave it out.")
         if quantization_config is not None and not isinstance(model, str):
-            what = "`quantization_config` quantises a model while it is loaded, and this one is already instantiated."
+            what = "`quantization_config` quantizes a model while it is loaded, and this one is already instantiated."
             raise UserError(what, remedy="Give its name or folder as `model`, or leave it out.")
         check_sft_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached

@@ -1,4 +1,4 @@
-"""``SFTTrainer``, with the constructor and behaviour of TRL's class, on burnish's ``Trainer``.
+"""``SFTTrainer``, with the constructor and behavior of TRL's class, on burnish's ``Trainer``.
 
 In: a model or its name, arguments, data sets of texts, prompts with completions, conversations or token ids. Out: the
 trained model. What is done to the data is in ``rows.py``, the loss in ``loss.py``, what the constructor is handed in
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from burnish.kernels.cross_entropy import TokenLoss, TokenSums
-from burnish.kernels.probe import Fitted, Head
+from burnish.kernels.probe import Capabilities, Head
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss
 from burnish.losses.logits import target_positions
 from burnish.losses.targets import Targets, sums_of_logits
@@ -185,7 +185,7 @@ class SFTTrainer(TrlTrainer):
             loader.collate_fn = WithLearned(loader.collate_fn)
         return loader
 
-    def _ask(self) -> Fitted:
+    def _ask(self) -> Capabilities:
         return fit_prefix_sharing(self.model, self._leaves_tokens_out and not self.aux_loss_enabled, needs_head=True)
 
     # --- loss ---------------------------------------------------------------------------------------------------------

@@ -1,24 +1,25 @@
-"""Everything that is asked of a model, once and before its first step, for the command line and for ``Trainer``.
+"""Capabilities of a model, probed once before its first step, for the command line and for ``Trainer``.
 
-In: a model with its adapter, and what a run would like to do with it. Out: ``Fitted``: what of that the model was seen
-to allow. A question is a few forward passes over about twenty tokens (``ops.probe``); what is not wanted is not asked.
-Weights, gradients, random numbers and the mode of every module stay as they were. The attention does not, where
-sequences are to lie end to end and the model's own cannot keep them apart (``models.attention``).
+In: a model with its adapter, and the features that a run would like to use. Out: ``Capabilities``: the features that
+were seen to give the model's own result. Each probe is a few forward passes over about twenty tokens
+(``kernels.probe``); features that are not requested are not probed. Weights, gradients, random states and the mode of
+every module stay unchanged. The attention implementation is replaced where sequences are to be concatenated and the
+model's own cannot keep them apart (``models.patches.attention``).
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from burnish.kernels.probe import Fitted, causal_lm, find_head, makes_some_logits, shares_prefixes
+from burnish.kernels.probe import Capabilities, causal_lm, find_head, makes_some_logits, shares_prefixes
 from burnish.models.patches.attention import PaddingFree, make_padding_free
 from burnish.models.quantization.quantize import keep_as_loaded
 
 
-def fit(
+def find_capabilities(
     model: nn.Module, *, padding_free: bool = False, own_attention: bool = True, prefix_sharing: bool = False,
     head_of: nn.Module | None = None,
-) -> Fitted:  # fmt: skip
+) -> Capabilities:  # fmt: skip
     """Ask a model.
 
     Args:
@@ -33,7 +34,7 @@ def fit(
     needs_logits = head_of is not None and (  # the loss of a mixture of experts may be made of its own output
         head is None or hasattr(causal_lm(model).config.get_text_config(), "router_aux_loss_coef")
     )
-    return Fitted(
+    return Capabilities(
         model,
         is_padding_free=layout.is_flat,
         shares_prefixes=prefix_sharing and layout.is_flat and shares_prefixes(model),

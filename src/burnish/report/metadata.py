@@ -1,4 +1,4 @@
-"""The journal of a run, for those who watch it from outside: a page, a script, another machine.
+"""The metadata of a run, for those who watch it from outside: a page, a script, another machine.
 
     launch.json    who runs it: the command, the process and its start, the host
     run.yaml       the given options, and where they were given; it can be run again
@@ -31,13 +31,13 @@ from burnish.report.results import write_whole
 from burnish.utils.files import appended, regular
 
 LAUNCH, GIVEN, EVENTS, OUTCOME = "launch.json", "run.yaml", "events.jsonl", "outcome.json"
-JOURNAL_NAMES = (LAUNCH, GIVEN, EVENTS, OUTCOME, "console.log")
+METADATA_NAMES = (LAUNCH, GIVEN, EVENTS, OUTCOME, "console.log")
 _NOT_SOONER_S = 1.0
 """Between two events of a kind; what comes sooner is left out. Stages and endings are always kept."""
 _ALWAYS = frozenset({"stage", "checkpoint", "stopping", "resumed", "skipped"})
 
 
-class Journal(TrainerCallback):
+class RunMetadata(TrainerCallback):
     """The files of one run, on its main process. A context: however the block ends, the outcome says so.
 
     Args:
@@ -79,7 +79,7 @@ class Journal(TrainerCallback):
         sentence = f"Stopped at step {self._step}."
         self._ending = {"state": "stopped", "exit_code": exit_code, "sentence": sentence, "remedy": _AGAIN}
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> RunMetadata:
         return self
 
     def __exit__(

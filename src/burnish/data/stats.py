@@ -1,4 +1,4 @@
-"""Tally of records that were dropped, cut or changed on their way to rows: by reason, with record numbers.
+"""DataStats of records that were dropped, cut or changed on their way to rows: by reason, with record numbers.
 
 Nothing is dropped, cut or left without a label silently. Code that does such a thing adds it here; ``explain``, the log
 and the model card read it.
@@ -18,7 +18,7 @@ SHOWN = 5
 
 
 @dataclass
-class Tally:
+class DataStats:
     """Reason -> the records that it applies to, in the order in which they were read."""
 
     records: dict[str, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
@@ -45,7 +45,7 @@ class Tally:
         named = "; ".join(f"{source}: {', '.join(map(str, numbers))}" for source, numbers in by_source.items())
         return named + (", ..." if len(self.records[reason]) > SHOWN else "")
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: DataStats) -> None:
         self.seen += other.seen
         for reason, found in other.records.items():
             self.records[reason].extend(found)
@@ -54,8 +54,8 @@ class Tally:
         return {"seen": self.seen, "records": {k: [list(p) for p in v] for k, v in self.records.items()}}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Tally:
-        tally = cls(seen=data["seen"])
+    def from_json(cls, data: Mapping[str, Any]) -> DataStats:
+        stats = cls(seen=data["seen"])
         for reason, found in data["records"].items():
-            tally.records[reason] = [(source, number) for source, number in found]
-        return tally
+            stats.records[reason] = [(source, number) for source, number in found]
+        return stats

@@ -1,0 +1,74 @@
+"""Names of other libraries that a training script imports beside the trainers.
+
+A script that changes ``from transformers import ...`` or ``from trl import ...`` to ``from burnish import ...`` gets
+these from the library that owns them. In: a name. Out: the object, or the message for a name that exists nowhere.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+OWNERS: dict[str, tuple[str, ...]] = {
+    "transformers": (
+        "AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMaskedLM",
+        "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification",
+        "AutoProcessor", "AutoTokenizer", "BitsAndBytesConfig", "DataCollatorForLanguageModeling",
+        "DataCollatorForSeq2Seq", "DataCollatorForTokenClassification", "DataCollatorWithPadding",
+        "DefaultDataCollator", "DefaultFlowCallback", "EarlyStoppingCallback", "GenerationConfig", "HfArgumentParser",
+        "IntervalStrategy", "PreTrainedModel", "PreTrainedTokenizerBase", "PreTrainedTokenizerFast", "PrinterCallback",
+        "ProgressCallback", "SchedulerType", "default_data_collator", "get_constant_schedule_with_warmup",
+        "get_cosine_schedule_with_warmup", "get_linear_schedule_with_warmup", "get_scheduler", "pipeline", "set_seed",
+    ),
+    "trl": (
+        "DatasetMixtureConfig", "ModelConfig", "RichProgressCallback", "ScriptArguments", "TrlParser",
+        "apply_chat_template", "clone_chat_template", "extract_prompt", "get_dataset", "get_kbit_device_map",
+        "get_peft_config", "get_quantization_config", "is_conversational", "maybe_apply_chat_template",
+        "maybe_extract_prompt", "maybe_unpair_preference_dataset", "pack_dataset", "unpair_preference_dataset",
+    ),
+    "peft": (
+        "LoraConfig", "PeftConfig", "PeftModel", "PeftModelForCausalLM", "TaskType", "get_peft_model",
+        "prepare_model_for_kbit_training",
+    ),
+}  # fmt: skip
+"""Library -> the names that are re-exported from it."""
+OWNER_OF = {name: library for library, names in OWNERS.items() for name in names}
+
+_ONLINE = (
+    "burnish has no {name} yet: it trains on the responses of a dataset (SFTTrainer, DPOTrainer, KTOTrainer, ...), not "
+    "on responses that it generates."
+)
+ABSENT = {
+    **{f"{method}{kind}": _ONLINE for method in ("GRPO", "OnlineDPO", "PPO", "RLOO") for kind in ("Config", "Trainer")},
+    "DataCollatorForCompletionOnlyLM": (
+        "{name} was removed from TRL, and burnish does not have it. With the columns `prompt` and `completion` the "
+        "loss is computed on the completion only; for `messages`, set SFTConfig(assistant_only_loss=True)."
+    ),
+    "ConstantLengthDataset": (
+        "{name} was removed from TRL, and burnish does not have it. Set SFTConfig(packing=True) to pack examples."
+    ),
+    "setup_chat_format": (
+        "{name} was removed from TRL, and burnish does not have it. SFTConfig(chat_template_path=...) takes a chat "
+        "template from a file, or from another tokenizer with its tokens."
+    ),
+}  # fmt: skip
+"""Name that exists in no library any more, or not in burnish yet -> the message, with ``{name}`` in it."""
+
+
+def reexported(name: str) -> Any:
+    """The object that ``OWNER_OF`` names.
+
+    Raises:
+        ImportError: where its library is not installed.
+    """
+    library = OWNER_OF[name]
+    try:
+        return getattr(import_module(library), name)
+    except ImportError as error:
+        message = f"{name} belongs to the library {library}, which is not installed. Run: pip install {library}"
+        raise ImportError(message) from error
+
+
+def message_for(name: str) -> str:
+    """The message for a name that scripts import and that is not available; "" for any other name."""
+    return ABSENT.get(name, "").replace("{name}", name)

@@ -1,0 +1,169 @@
+"""Local files of a multiple-choice benchmark -> tasks of lm-evaluation-harness, one per subject.
+
+In:  ``task_dir`` and a task's name with its split, ``mmlu_test``: a folder or a zip file, never downloaded. Out: one
+     ``Subject`` each, with a configuration that the harness reads (its docs/new_task_guide.md).
+
+    mmlu    mmlu/data/{dev,val,test}/<subject>_<split>.csv     no header: question, A, B, C, D, answer
+    ceval   ceval/{dev,val,test}/<subject>_<split>.csv         header: id, question, A, B, C, D, answer, explanation
+    cmmlu   cmmlu/{dev,test}/<subject>.csv                     header: (number), Question, A, B, C, D, Answer
+    others  <name>/{dev,test}/<subject>.jsonl                  question, choices, answer (letter, index or text)
+
+The examples of a prompt come from ``dev``. Subjects have names and categories in ``mapping.json``, as LLaMA-Factory has
+them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import UserError, did_you_mean
+
+LETTERS = "ABCDEFGHIJ"
+SPLITS = ("dev", "val", "validation", "test", "train")
+_COLUMNS = ("question", "A", "B", "C", "D", "answer")
+_HEADS = {
+    "en": "The following are multiple choice questions (with answers) about {subject}.\n\n",
+    "zh": "以下是中国关于{subject}考试的单项选择题，请选出其中的正确答案。\n\n",
+}
+_ANSWER = {"en": "Answer:", "zh": "答案："}
+_TEXT_OF_CSV = "{{question|string|trim}}\n" + "".join(f"{letter}. {{{{{letter}|string|trim}}}}\n" for letter in "ABCD")
+_TEXT_OF_JSON = (
+    "{{question|trim}}\n{% for choice in choices %}{{'ABCDEFGHIJ'[loop.index0]}}. {{choice|string|trim}}\n{% endfor %}"
+)
+_TARGET_OF_JSON = (
+    "{% if answer is number %}{{'ABCDEFGHIJ'[answer]}}{% elif answer in choices %}"
+    "{{'ABCDEFGHIJ'[choices.index(answer)]}}{% else %}{{(answer or '')|trim|upper}}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A subject of a benchmark.
+
+    Args:
+        key: as its files are named.
+        category: of the averages.
+        config: of its task in the harness.
+        fingerprint: of its files.
+    """
+
+    key: str
+    category: str
+    config: Mapping[str, Any]
+    fingerprint: str
+
+
+def local_tasks(task: str, task_dir: str | Path, lang: str, num_shots: int, draws: bool) -> list[Subject]:
+    """All subjects of a benchmark, in the order of their keys.
+
+    Args:
+        task: its name and the split, ``mmlu_test``.
+        lang: "en" or "zh", of the lines around a question.
+        num_shots: examples before each question, at most as many as there are.
+        draws: draw them instead of taking the first.
+    Raises:
+        UserError: if it does not exist.
+    """
+    name, _, split = task.rpartition("_")
+    if not name or split not in SPLITS:
+        what = f'"task" is a name and a split, such as mmlu_test. Received: {task}.'
+        raise UserError(what, remedy=f"Splits: {', '.join(SPLITS)}.", option="task")
+    folder = _folder(name, Path(task_dir))
+    files, shots = _of_split(folder, split), _of_split(folder, "dev")
+    if not files:
+        there = sorted({path.parent.name for path in folder.rglob("*") if path.suffix in (".csv", ".jsonl")})
+        what = f'task "{name}" has no split "{split}". It has: {", ".join(there)}.'
+        raise UserError(what, where=str(task_dir), option="task")
+    mapping: dict[str, dict[str, str]] = next(
+        (json.loads(path.read_bytes()) for path in folder.rglob("mapping.json")), {}
+    )
+    found = []
+    for key, path in sorted(files.items()):
+        entry, examples = mapping.get(key, {}), shots.get(key)
+        config = {
+            **_questions_of(path, examples, split, lang), "task": f"{name}_{key}", "output_type": "multiple_choice",
+            "description": _HEADS[lang].format(subject=entry.get("name", key.replace("_", " "))),
+            "target_delimiter": "", "metric_list": [{"metric": "acc"}],
+            "num_fewshot": min(num_shots, _count(examples)) if examples else 0,
+            "fewshot_config": {"sampler": "default" if draws else "first_n"},
+        }  # fmt: skip
+        raw = path.read_bytes() + b"\0" + (examples.read_bytes() if examples else b"")
+        found.append(Subject(key, entry.get("category", ""), config, sha256(raw).hexdigest()[:16]))
+    return found
+
+
+def _folder(name: str, task_dir: Path) -> Path:
+    """The folder of a benchmark. A zip file is unpacked into a temporary folder."""
+    folder = task_dir / name
+    archives = [path for path in (task_dir / f"{name}.zip", *sorted(folder.glob("*.zip"))) if path.is_file()]
+    if archives:
+        unpacked = Path(tempfile.mkdtemp(prefix="burnish-task-"))
+        for archive in archives:
+            with zipfile.ZipFile(archive) as zipped:
+                zipped.extractall(unpacked)
+        for mapping in folder.glob("mapping.json"):
+            (unpacked / "mapping.json").write_bytes(mapping.read_bytes())
+        return unpacked
+    if not folder.is_dir():
+        near = [path.stem for path in task_dir.iterdir()] if task_dir.is_dir() else []
+        raise UserError(
+            f'there is no task "{name}" in "{task_dir}".{did_you_mean(name, near)}',
+            remedy=f'Put its files into {folder}; burnish downloads none. "task_dir" names another place.',
+            option="task_dir",
+        )
+    return folder
+
+
+def _of_split(folder: Path, split: str) -> dict[str, Path]:
+    """Subject -> its file of a split."""
+    paths = [path for path in folder.rglob("*") if path.parent.name == split and path.suffix in (".csv", ".jsonl")]
+    return {path.stem.removesuffix(f"_{split}"): path for path in paths}
+
+
+def _questions_of(path: Path, examples: Path | None, split: str, lang: str) -> dict[str, Any]:
+    """The part of a configuration that says how its files are read."""
+    files = {split: str(path), **({"dev": str(examples)} if examples else {})}
+    splits = {"test_split": split, **({"fewshot_split": "dev"} if examples else {})}
+    if path.suffix == ".jsonl":
+        return {
+            **splits, "dataset_path": "json", "dataset_kwargs": {"data_files": files},
+            "doc_to_text": _TEXT_OF_JSON + _ANSWER[lang], "doc_to_target": _TARGET_OF_JSON,
+            "doc_to_choice": "{{'ABCDEFGHIJ'[:choices|length]|list}}",
+        }  # fmt: skip
+    names = _first_row(path)
+    known = [name.strip().lower() for name in names]
+    if has_header := {"question", "a", "b", "c", "d"} <= set(known):
+        by_name = {name.lower(): name for name in _COLUMNS}
+        names = [by_name.get(name) or f"column {at}" for at, name in enumerate(known)]
+    else:
+        names = list(_COLUMNS[: len(names)])
+    # Everything is text: pandas would make 1.0 of "1", and nothing of "None".
+    read = {"header": 0 if has_header else None, "column_names": names, "keep_default_na": False,
+            "converters": dict.fromkeys(names, str)}  # fmt: skip
+    return {
+        **splits, "dataset_path": "csv", "dataset_kwargs": {"data_files": files, **read},
+        "doc_to_text": _TEXT_OF_CSV + _ANSWER[lang], "doc_to_target": "{{(answer or '')|trim|upper}}",
+        "doc_to_choice": list("ABCD"),
+    }  # fmt: skip
+
+
+def _first_row(path: Path) -> list[str]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return next(csv.reader(file), [])
+
+
+def _count(path: Path) -> int:
+    """Examples of a file."""
+    if path.suffix == ".jsonl":
+        return sum(bool(line.strip()) for line in path.read_text(encoding="utf-8").splitlines())
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = [row for row in csv.reader(file) if row]
+    return len(rows) - (bool(rows) and "question" in [name.strip().lower() for name in rows[0]])
