@@ -151,15 +151,13 @@ def _explain_run(words: Arguments) -> int:
 
 
 def _export(words: Arguments) -> int:
-    from burnish.run.plan.config_files import merge, read_arguments
-
-    file, flags = read_arguments(words)
     from burnish.export.export import export
-    from burnish.run.plan.plan import aliases, placing, provenance_of
+    from burnish.run.plan.plan import placing, provenance_of
+    from burnish.serve.command_line import export_values
 
     interruptible()  # on an interrupt, an incomplete model is removed
 
-    given = merge(file, flags, aliases())
+    given = export_values(words)
     with placing(provenance_of(given)):
         export(given)
     return 0
@@ -243,7 +241,11 @@ COMMANDS: dict[str, Command] = {
         f"[--all | --json] {_RUN_USAGE}", "say what train would do, and why, before it does it", _explain_run, _RUN
     ),
     "export": Command(
-        _RUN_USAGE, "merge adapters into their model and write it for use elsewhere", _export, _RUN, NEEDED_BY_EXPORT
+        "[PATH or run.yaml] [key=value ...] [--key value ...]",
+        "merge adapters into their model and write it for use elsewhere",
+        _export,
+        _RUN,
+        NEEDED_BY_EXPORT,
     ),
     "api": Command(
         "PATH [--adapter name=folder ...] [key=value ...]",

@@ -259,6 +259,30 @@ def test_a_killed_export_is_finished_by_the_same_command(made, tmp_path, module,
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
 
+def test_a_run_is_exported_by_its_path(made, tmp_path, capsys):
+    """An adapter brings its base, and its ``run.yaml`` the template."""
+    (tmp_path / "data.json").write_text(json.dumps([{"instruction": "Say red", "output": "red"}] * 4))
+    words = ["--model_name_or_path", str(made / "model"), "--dataset", str(tmp_path / "data.json"), "--use_cpu", "true",
+             "--template", "qwen", "--max_steps", "1", "--save_strategy", "no", "--plot_loss", "false"]  # fmt: skip
+    first, full = tmp_path / "first", tmp_path / "full"
+    assert cli.main(["train", *words, "--output_dir", str(first), "--finetuning_type", "lora"]) == 0
+    assert cli.main(["train", *words, "--output_dir", str(full), "--finetuning_type", "full"]) == 0
+    for name in (first, full):
+        assert cli.main(["export", str(name), f"export_dir={tmp_path / 'models' / name.name}"]) == 0
+    merged, trained = logits(tmp_path / "models" / "first"), logits(tmp_path / "models" / "full")
+    assert torch.equal(trained, logits(full))
+    assert not torch.equal(merged, logits(made / "model"))
+    assert "<|im_start|>" in (tmp_path / "models" / "first" / "Modelfile").read_text()
+    told = ["export", f"adapter_name_or_path={first}", f"export_dir={tmp_path / 'models' / 'again'}"]
+    assert cli.main(told) == 0
+    assert torch.equal(logits(tmp_path / "models" / "again"), merged)
+    capsys.readouterr()
+    assert cli.main(["export", str(first)]) == 2
+    assert "export_dir is missing" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path / "nowhere"), "export_dir=x"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_files_of_others_beside_a_killed_export_are_refused(made, tmp_path):
     (tmp_path / "out" / ".earlier-run").mkdir(parents=True)
     for name in (".lock", "model.safetensors", "thesis.tex"):

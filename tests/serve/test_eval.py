@@ -197,6 +197,24 @@ def test_a_data_set_is_measured_as_by_a_run(model: Path, tmp_path: Path, monkeyp
     assert len((tmp_path / "b" / "generated_predictions.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.parametrize("command", ["eval", "predict"])
+def test_a_whole_model_is_measured_without_an_adapter(
+    command: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from burnish.adapters.lora import LoraAdapter
+
+    def attach(*given: object) -> None:
+        raise AssertionError("an adapter is attached to a whole model")
+
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(LoraAdapter, "attach", attach)
+    (tmp_path / "held.json").write_text(json.dumps([{"instruction": "Say red", "input": "", "output": "red"}] * 3))
+    words = [str(model), f"eval_dataset={tmp_path / 'held.json'}", "template=qwen", "use_cpu=true", "max_new_tokens=4"]
+    assert main([command, *words, f"save_dir={tmp_path / 'a'}"]) == 0
+    written = (tmp_path / "a" / "run.yaml").read_text()
+    assert written.startswith(f"# The options of this run, written by burnish {command}. ")
+
+
 def test_nothing_to_measure_is_said(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(model)]) == 2
     assert "nothing to measure" in capsys.readouterr().err

@@ -222,13 +222,18 @@ OF_ONE_START = ("overwrite_output_dir", "resume", "resume_from_checkpoint")
 """Options that say how a run begins. In the file that continues it they would begin it anew."""
 
 
-def given_yaml(values: Mapping[str, Any], provenance: Mapping[str, str], left_out: Container[str] = ()) -> str:
+def given_yaml(
+    values: Mapping[str, Any], provenance: Mapping[str, str], left_out: Container[str] = (), command: str = "train"
+) -> str:
     """The options that were given, one a line, with who gave each; JSON's values are YAML's. Secrets are left out.
 
     Args:
         left_out: names that are told, and have no effect where the file is read.
+        command: the command of burnish that writes the file.
     """
-    lines = ["# Written by burnish: what this run was given. burnish train run.yaml goes on with it, or runs it again."]
+    lines = [
+        f"# The options of this run, written by burnish {command}. burnish train run.yaml continues or repeats it."
+    ]
     for name, value in values.items():
         where = " ".join(provenance.get(name, "").split())
         if has_secret_name(name):

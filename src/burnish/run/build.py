@@ -166,7 +166,7 @@ def metadata_of(plan: Plan, engine: Engine, stats: DataStats) -> RunMetadata:
     metadata = RunMetadata(folder, partial(described, output_dir=str(folder)))
     given = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
     rows = {"seen": stats.seen, "dropped": sum(count for reason, count in stats if reason.startswith("dropped"))}
-    metadata.begin(given_yaml(given, plan.provenance, OF_ONE_START), [str(engine.device)], rows)
+    metadata.begin(given_yaml(given, plan.provenance, OF_ONE_START, plan.command), [str(engine.device)], rows)
     return metadata
 
 

@@ -1,4 +1,4 @@
-"""The words after ``burnish chat``, ``api`` and ``eval`` -> the options of what answers.
+"""The words after ``burnish chat``, ``api``, ``eval``, ``predict`` and ``export`` -> the options of the model.
 
 In:  ``PATH key=value --key value``. PATH is a YAML file, a run's folder, a checkpoint, an exported folder, a folder
      with an adapter, or a model's id on the hub. Out: the flat options.
@@ -72,9 +72,34 @@ def serving_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = 
         given = {**(data_of_run(path, given) if with_data else {}), **found_in(path, given), **given}
     elif trained := _trained_by(given):
         given = {**{k: v for k, v in given.items() if k not in _NAMES}, **found_in(trained, {})}
+    given = {**_base_of_adapter(given), **given}
     name = path or str(_value(given, "adapter_name_or_path") or _value(given, "model_name_or_path") or "")
     name = Path(name).stem if _is_config(name) else Path(name).name
     return _checked(given, rest, name)
+
+
+def export_values(words: Sequence[str]) -> dict[str, RawValue]:
+    """Read the words after ``burnish export``: PATH or a YAML file, and options.
+
+    The base of an adapter is read from the adapter, and the template from the ``run.yaml`` beside the model.
+    """
+    path, others = path_of(words)
+    file, flags = read_arguments(words if not path or _is_config(path) else others)
+    given = merge(file, flags, aliases())
+    if path and not _is_config(path):
+        of_run = {name: item for name, item in data_of_run(path, given).items() if name in specs(TemplateOptions)}
+        return {**of_run, **found_in(path, given), **given}
+    return {**_base_of_adapter(given), **given}
+
+
+def _base_of_adapter(given: Mapping[str, RawValue]) -> dict[str, RawValue]:
+    """``model_name_or_path`` as the first adapter has it, where only adapters are given."""
+    adapters = _value(given, "adapter_name_or_path")
+    if not adapters or "model_name_or_path" in given:
+        return {}
+    first = expanded(str(adapters[0] if isinstance(adapters, list) else adapters).split(",")[0].strip())
+    found = _of_adapter(first, given) if (first / ADAPTER).is_file() else {}
+    return {"model_name_or_path": found["model_name_or_path"]} if found else {}
 
 
 def servings_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> list[Serving]:

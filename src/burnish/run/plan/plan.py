@@ -36,12 +36,14 @@ class Plan:
         provenance: option -> the place where it was set; only those that were given.
         notes: sentences on options without effect, and on choices that were made.
         world_size: processes that share the run, as the launcher says.
+        command: the command of burnish that made the plan.
     """
 
     options: RunOptions
     provenance: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     world_size: int = 1
+    command: str = "train"
 
     def where(self, name: str) -> str:
         """The place where an option was set; "" where it is at its default."""

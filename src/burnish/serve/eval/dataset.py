@@ -7,7 +7,7 @@ It is the run that ``burnish train`` would do with ``do_train: false``: the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from burnish.inference.options import AnsweringOptions
     from burnish.run.plan.options import RunOptions
 
-HERE, _BESIDE = "burnish eval", "predictions"
+_BESIDE = "predictions"
 FREE_SOME_SPACE = "Free some space, or name another save_dir, and give the command again."
 
 
@@ -64,24 +64,29 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
         what = "save_dir is missing: results and answers are files."
         raise UserError(what, remedy="Name a folder: save_dir=saves/evaluation")
     rows: list[tuple[str, dict[str, float]]] = []
+    command = "predict" if predicts else "eval"
+    here = f"burnish {command}"
     for serving in servings:
         folder = Path(save_dir or _apart(serving.options)) / (serving.name if len(servings) > 1 else "")
-        given = {name: RawValue(value, HERE) for name, value in changed_options(serving.options).items()}
+        given = {name: RawValue(value, here) for name, value in changed_options(serving.options).items()}
         writes, stage = writes_answers(serving.options), serving.options.stage
         if not writes or (predicts and OBJECTIVES[stage].records != "answers"):
             stage = "sft" if writes else "rm"
         generates = writes and (predicts or serving.options.predict_with_generate)
         given |= {
-            "stage": RawValue(stage, HERE), "predict_with_generate": RawValue(generates, HERE),
-            "do_train": RawValue(False, HERE), "do_eval": RawValue(not generates, HERE),
-            "do_predict": RawValue(generates or predicts, HERE),
-            "output_dir": RawValue(str(folder), HERE), **_recorded(serving.options),
+            "stage": RawValue(stage, here), "predict_with_generate": RawValue(generates, here),
+            "do_train": RawValue(False, here), "do_eval": RawValue(not generates, here),
+            "do_predict": RawValue(generates or predicts, here),
+            "output_dir": RawValue(str(folder), here), **_recorded(serving.options),
         }  # fmt: skip
         if predicts and "predict_metrics" not in serving.provenance:
-            given["predict_metrics"] = RawValue(["exact_match"], HERE)  # the others need libraries
+            given["predict_metrics"] = RawValue(["exact_match"], here)  # the others need libraries
+        if not serving.options.adapter_name_or_path and serving.options.quantization_bit is None:
+            given["finetuning_type"] = RawValue("full", here)  # an adapter would be attached to the whole model
         if not serving.options.val_size:
-            given["dataset"] = RawValue(None, HERE)
+            given["dataset"] = RawValue(None, here)
         made = plan({name: item for name, item in given.items() if item.value is not None})
+        made = replace(made, command=command)
         with placing(serving.provenance), named_where_full(folder, FREE_SOME_SPACE):
             result = train_run(made)
         rows.append((serving.name, dict(result.metrics)))
