@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import Problem, UserError
-from burnish.data.rows.encode import encode_rows, encoding_title
+from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.store import MANIFEST
 from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example, Message
@@ -322,9 +322,7 @@ def test_a_record_that_takes_long_is_named_while_it_is_encoded():
     watch_with(told)
     try:
         for some in (given, given[:1]):
-            encode_rows(
-                some, lambda batch, stats: [None] * len(batch), DataStats(), fingerprint="f", title=encoding_title(some)
-            )
+            encode_rows(some, lambda batch, stats: [None] * len(batch), DataStats(), fingerprint="f")
     finally:
         watch_with(None)
     begun = [call[0] for call in told.calls if isinstance(call, tuple)]
