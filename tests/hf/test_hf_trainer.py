@@ -550,7 +550,8 @@ def test_the_accelerator_has_the_public_names_of_accelerates(tmp_path):
                     lambda: accelerator.get_tracker("wandb")):  # fmt: skip
         with pytest.raises(ValueError, match=r"trainer|Trainer"):
             refused()
-    internal = {"context_parallel", "parallel_rank", "shard_rank", "fp8", "lomo", "ulysses", "mesh", "verify_device", "profile",
+    internal = {"context_parallel", "parallel_rank", "shard_rank", "fp8", "lomo", "ulysses", "mesh", "verify_device",
+                "profile",
                 "state_pre_hook", "join_uneven", "trigger_sync", "composable", "save_model", "should_save", "delay",
                 "on_local_process", "save_iteration"}  # fmt: skip
     names = {name for name in dir(accelerate.Accelerator) if name[0] != "_" and not any(i in name for i in internal)}
