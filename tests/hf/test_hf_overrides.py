@@ -365,7 +365,7 @@ def test_an_override_that_is_never_called_is_named(tmp_path):
 
 
 SOURCES = "\n".join(file.read_text() for file in Path(burnish.__file__).parent.rglob("*.py"))
-OVERRIDES = dict(json.loads(PEER_METHODS.read_text()).items())
+OVERRIDES = json.loads(PEER_METHODS.read_text())
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OVERRIDES.items() for name in names])

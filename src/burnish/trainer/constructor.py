@@ -29,11 +29,12 @@ logger = logging.get_logger("transformers.trainer")  # so that the verbosity a s
 
 PEER_METHODS = Path(__file__).parent / "peer_methods.json"
 """Class -> methods that the class of that name in transformers or TRL calls on itself; ``scripts/peer_methods.py``."""
+_FOR_SCRIPTS: set[str] = set()
 
 
 def for_scripts(method: Method) -> Method:
     """Mark a method that scripts may call and that burnish does not call itself."""
-    method.is_called = False  # type: ignore[attr-defined]
+    _FOR_SCRIPTS.add(method.__qualname__)
     return method
 
 
@@ -61,7 +62,7 @@ def _peer_methods() -> dict[str, list[str]]:
 def _is_called(kind: type, name: str) -> bool:
     """Return whether burnish calls the method ``name`` of ``kind``."""
     method = getattr(kind, name, None)
-    return method is not None and getattr(method, "is_called", True)
+    return method is not None and getattr(method, "__qualname__", "") not in _FOR_SCRIPTS
 
 
 def own_arguments(args: object, kind: type[TrainingArguments] = TrainingArguments) -> TrainingArguments:
