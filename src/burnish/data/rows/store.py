@@ -258,9 +258,10 @@ def _batch(columns: Mapping[str, pyarrow.Array]) -> pyarrow.RecordBatch:
 
 def _column(values: Sequence[Any]) -> pyarrow.Array:
     """The values of a column, None where a row has none: lists of numbers as such, everything else as JSON texts."""
-    first: Any = next((value for value in values if isinstance(value, list | array) and len(value)), None)
-    kind = first.typecode if isinstance(first, array) else _KINDS.get(type(first[0])) if first else None
-    if kind:
+    lists = [value for value in values if isinstance(value, list | array)]
+    first: Any = next(filter(len, lists), [0])
+    kind = first.typecode if isinstance(first, array) else _KINDS.get(type(first[0]))
+    if lists and kind:
         try:
             return _lists(kind, values)
         except (TypeError, OverflowError):  # values of several types, or of more than 32 bits
