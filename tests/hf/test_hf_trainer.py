@@ -533,6 +533,21 @@ def test_arguments_may_be_given_by_position_as_in_transformers(tmp_path):
         burnish.TrainingArguments(str(tmp_path), 4, per_device_train_batch_size=2)
 
 
+def test_attributes_that_scripts_read(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    assert trainer.current_flos == trainer.state.total_flos
+    state = trainer.args.distributed_state
+    assert (state.num_processes, state.process_index, state.is_main_process, state.use_distributed) == (
+        1,
+        0,
+        True,
+        False,
+    )
+    with state.main_process_first():
+        state.wait_for_everyone()
+
+
 def test_the_accelerator_has_the_public_names_of_accelerates(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     accelerator = make_trainer(tmp_path, max_steps=1).accelerator

@@ -784,6 +784,11 @@ class Trainer:
     def _get_learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
+    @property
+    def current_flos(self) -> float:
+        """Floating-point operations of the run so far."""
+        return float(self.state.total_flos)
+
     def get_num_trainable_parameters(self) -> int:
         return inspection.num_trainable(self.model)
 
