@@ -11,9 +11,10 @@ from typing import Any
 
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.loop.early_stopping import early_stopping_callbacks
-from burnish.loop.events import CallbackHandler, DefaultFlowCallback
+from burnish.loop.events import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.losses.base import OBJECTIVES
+from burnish.report.divergence import DivergenceCallback
 from burnish.report.jsonl import JsonlCallback
 from burnish.report.preferences import ChosenFallsCallback
 from burnish.report.progress import RunFacts, progress_callback
@@ -29,6 +30,14 @@ IN_ORDER = (
 """The events in the order in which they happen, for a step that is logged, evaluated and saved."""
 
 
+class LastStepCallback(TrainerCallback):
+    """Logs the last step too, where ``logging_steps`` is a fraction of the run that does not divide it."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step == state.max_steps:
+            control.should_log = True
+
+
 def callbacks_of(options: RunOptions, facts: RunFacts | None = None, added: Sequence[Any] = ()) -> list[Any]:
     """The callbacks of a run.
 
@@ -41,6 +50,8 @@ def callbacks_of(options: RunOptions, facts: RunFacts | None = None, added: Sequ
         *early_stopping_callbacks(options),
         *tracker_callbacks(options.report_to, options.logging_dir),
         JsonlCallback(output_folder(options)),
+        *([LastStepCallback()] if options.logging_strategy == "steps" and options.logging_steps < 1 else []),
+        DivergenceCallback(),
         *([ChosenFallsCallback()] if OBJECTIVES[options.stage].logs_rewards else []),
         *added,
         progress_callback(options, facts),
