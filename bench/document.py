@@ -12,6 +12,8 @@ from pathlib import Path
 
 from figures import Round
 
+from burnish.parallel.precision import cpu_instructions, has_fast_bfloat16
+
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
@@ -34,12 +36,10 @@ def where(rounds: Sequence[Round], words: Sequence[str], count: int) -> str:
 
 
 def processor() -> str:
-    """The processor's own name, and the instructions that products in 16 bits are made with."""
+    """The processor's own name, and the instructions that matrix products are computed with in this environment."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     named = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    flags = next(line for line in lines if line.startswith("flags")).split()
-    able = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-    return f"{named} ({', '.join(able) or 'no AVX512'})"
+    return f"{named} ({cpu_instructions()}; bfloat16 {'in hardware' if has_fast_bfloat16() else 'emulated'})"
 
 
 def write(part: str, text: str, document: Path = DOCUMENT) -> None:

@@ -64,6 +64,14 @@ def _no_group_is_left():
         torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of encoded rows for this session, so that no test reads what another version of burnish wrote."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and its tokenizer, to be read and copied."""

@@ -574,3 +574,18 @@ def test_nothing_is_kept_that_nobody_names() -> None:
 def test_a_file_that_answers_or_places_is_read_in_one_sitting(room: str) -> None:
     lengths = {name_of(f): len(text_of(f).splitlines()) for f in (SOURCE / room).rglob("*.py")}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+_OWN_FILES = {
+    "kto": {"losses/kto.py", "trainer/trl/preferences/config.py", "trainer/trl/preferences/trainer.py"},
+    "dpo": {"losses/pairs.py", "trainer/trl/preferences/trainer.py", "demo/command.py", "serve/page/layout.py"},
+    "rm": {"losses/reward.py", "serve/eval/dataset.py"},
+}
+"""Files that may name a stage: its own, the trainer of that name, a preset of the page, and commands for one stage."""
+
+
+@pytest.mark.parametrize("stage", _OWN_FILES)
+def test_a_stage_is_named_in_its_own_files_only(stage: str) -> None:
+    """The rest of the package reads what an objective declares."""
+    found = {name_of(file) for file in FILES if f'"{stage}"' in text_of(file)}
+    assert found <= _OWN_FILES[stage]

@@ -103,6 +103,7 @@ COMMANDS = {
         "eval_dataset=pairs.jsonl",
         "output_dir=scored",
     ],
+    "explain tools": ["explain", "rated.yaml", "template=my_template.yaml", "tool_format=acme", "output_dir=other"],
     "no stars": ["explain", "rated.yaml", "dataset=trivia.jsonl"],
     "mistake": ["explain", "run.yaml", "weight_decay=0.1", "sign_decai=1", "early_weight=0"],
 }
@@ -231,6 +232,8 @@ def test_an_objective_reads_records_of_its_own_through_rows_and_batches(said):
     logs = json.loads((folder / "rated" / "trainer_state.json").read_text())["log_history"]
     assert any(1 <= log.get("stars", 0) <= 5 for log in logs), logs
     assert 'stage: rated needs the column "stars"' in texts["no stars"]
+    assert "tool_format acme" in " ".join(texts["explain tools"].split())
+    assert 'Tools: - {"name": "paint"' in " ".join(texts["explain tools"].split())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
 """A run goes by what a subclass overrides: each method that the docstring of ``Trainer`` lists."""
 
+import json
+import re
+import warnings
 from collections import UserDict, defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -9,7 +13,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
+import burnish
 from burnish import Trainer
+from burnish.trainer.constructor import PEER_METHODS, warn_about_unused_overrides
 from hf_toy import Regression, losses, make_trainer, points, same, weights
 
 pytestmark = pytest.mark.run
@@ -354,5 +360,22 @@ def test_an_override_that_is_never_called_is_named(tmp_path):
         def get_batch_samples(self, epoch_iterator, num_batches, device):
             raise AssertionError
 
-    with pytest.warns(UserWarning, match="Older overrides get_batch_samples: never called"):
+    with pytest.warns(UserWarning, match="Older overrides get_batch_samples, which burnish does not call"):
         make_trainer(tmp_path, kind=Older)
+
+
+SOURCES = "\n".join(file.read_text() for file in Path(burnish.__file__).parent.rglob("*.py"))
+OVERRIDES = json.loads(PEER_METHODS.read_text())
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OVERRIDES.items() for name in names])
+def test_an_override_that_the_peer_calls_is_called_or_named_in_a_warning(kind, name):
+    """A method of burnish's class is called by name somewhere in the package, or marked as one for scripts only."""
+    original = getattr(burnish, kind)
+    subclass = type("Mine", (original,), {name: lambda self, *args, **kwargs: None})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_about_unused_overrides(subclass)
+    is_warned = any(f"Mine overrides {name}, which burnish does not call" in str(one.message) for one in caught)
+    is_called = hasattr(original, name) and bool(re.search(rf"[.]{name}[(,)]", SOURCES))
+    assert is_warned != is_called

@@ -533,6 +533,21 @@ def test_arguments_may_be_given_by_position_as_in_transformers(tmp_path):
         burnish.TrainingArguments(str(tmp_path), 4, per_device_train_batch_size=2)
 
 
+def test_attributes_that_scripts_read(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    assert trainer.current_flos == trainer.state.total_flos
+    state = trainer.args.distributed_state
+    assert (state.num_processes, state.process_index, state.is_main_process, state.use_distributed) == (
+        1,
+        0,
+        True,
+        False,
+    )
+    with state.main_process_first():
+        state.wait_for_everyone()
+
+
 def test_the_accelerator_has_the_public_names_of_accelerates(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     accelerator = make_trainer(tmp_path, max_steps=1).accelerator
@@ -550,7 +565,8 @@ def test_the_accelerator_has_the_public_names_of_accelerates(tmp_path):
                     lambda: accelerator.get_tracker("wandb")):  # fmt: skip
         with pytest.raises(ValueError, match=r"trainer|Trainer"):
             refused()
-    internal = {"context_parallel", "parallel_rank", "shard_rank", "fp8", "lomo", "ulysses", "mesh", "verify_device", "profile",
+    internal = {"context_parallel", "parallel_rank", "shard_rank", "fp8", "lomo", "ulysses", "mesh", "verify_device",
+                "profile",
                 "state_pre_hook", "join_uneven", "trigger_sync", "composable", "save_model", "should_save", "delay",
                 "on_local_process", "save_iteration"}  # fmt: skip
     names = {name for name in dir(accelerate.Accelerator) if name[0] != "_" and not any(i in name for i in internal)}

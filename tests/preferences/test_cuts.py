@@ -111,3 +111,31 @@ def test_the_update_does_not_depend_on_the_cut_nor_on_the_layout(name):
         other, gradients = update(kind, **how, **given)
         assert other == pytest.approx(loss, rel=1e-5, abs=1e-6), way
         assert (gradients - whole).norm() < SAME * whole.norm(), way
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_log_probabilities_per_token_have_a_gradient_and_sum_to_those_of_sequences(fused):
+    options, policy = Flat(fused_loss="auto" if fused else False), tiny_model(seed=0, max_position_embeddings=128)
+    assert make_padding_free(policy).is_flat
+    objective = PairObjective(options, template=None)
+    objective.fit(find_capabilities(policy, head_of=policy), collator(options, 0, True))
+    batch = objective.collate(rows("pairs", 3))
+    values = objective.module(policy).train()(batch)
+    sums = torch.zeros(6).index_add(0, batch["owner"], values.token_logps.detach())
+    assert torch.allclose(sums, values.logps.detach(), atol=1e-5)
+
+    weights = torch.linspace(-1, 1, len(values.token_logps))  # as advantages of single tokens would be
+    (values.token_logps * weights).sum().backward()
+    found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+    policy.zero_grad()
+    logps = []
+    for row in rows("pairs", 3):
+        for side in ("chosen", "rejected"):
+            ids, labels = torch.tensor(row[f"{side}_input_ids"]), torch.tensor(row[f"{side}_labels"])
+            every = policy(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            logps.append(every[labels[1:] >= 0])
+    plain = torch.cat(logps)
+    assert torch.allclose(plain, values.token_logps, atol=1e-5)
+    (plain * weights).sum().backward()
+    for name, parameter in policy.named_parameters():
+        assert torch.allclose(found[name], parameter.grad, atol=1e-4), name

@@ -14,7 +14,8 @@ import pytest
 import burnish
 from burnish.cli import main
 from burnish.report.metadata import RunMetadata, boot_id, given_yaml, launched, start_ticks
-from burnish.serve.page.runs.runs import find, is_alive, read_run, run_folders, tail_lines
+from burnish.serve.page.runs.files import tail_lines
+from burnish.serve.page.runs.runs import find, is_alive, read_run, run_folders
 from small_run import make_model, records
 
 pytestmark = pytest.mark.run

@@ -50,10 +50,10 @@ def started(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[su
     child.wait()
 
 
-def status_of(port: int, path: str = "/healthz", timeout: float = 10.0) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+def status_of(port: int, path: str = "/healthz", host: str = "localhost") -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers={"Host": host})
         return connection.getresponse().status
     finally:
         connection.close()
@@ -83,6 +83,8 @@ def test_more_idle_connections_than_files_end_no_server_and_fill_no_log(started)
             began = time.monotonic()
             assert status_of(port) == 200
             assert time.monotonic() - began < 5
+        for _ in range(FILES):
+            assert status_of(port, "/healthz", host="evil.example") == 421
         for one in opened(port, FILES, b"\x16\x03\x01 no request\r\n\r\n"):
             one.close()
     time.sleep(1.5)

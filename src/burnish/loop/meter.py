@@ -40,7 +40,7 @@ class Meter:
         self.run_loss = 0.0  # since the run began, in whichever process
         self.run_steps = 0
         self.metrics = Metrics()  # on this rank
-        self.weight = torch.zeros((), device=device)  # items over all ranks
+        self.num_items = torch.zeros((), device=device)  # over all ranks
         self.non_finite_steps = torch.zeros((), device=device)
         self.grad_norm: Tensor | None = None
         self.learning_rate = 0.0  # of the last step
@@ -57,10 +57,10 @@ class Meter:
         self.waiting = Waiting()
 
     def add_step(
-        self, loss: Tensor, weight: Tensor, sums: Mapping[str, Metric], grad_norm: Tensor, learning_rate: float,
+        self, loss: Tensor, num_items: Tensor, sums: Mapping[str, Metric], grad_norm: Tensor, learning_rate: float,
         items: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Add a step: ``loss`` () is this rank's part of its mean loss, ``weight`` () its items over all ranks,
+        """Add a step: ``loss`` () is this rank's part of its mean loss, ``num_items`` () over all ranks,
         ``items`` those of the data."""
         finite = torch.isfinite(loss)
         is_whole = finite & torch.isfinite(grad_norm)
@@ -69,7 +69,7 @@ class Meter:
         if self.filter_non_finite:
             loss = torch.where(finite, loss, (self.loss / (1 + self.steps)).to(loss.dtype))
         self.loss += loss
-        self.weight += weight
+        self.num_items += num_items
         self.metrics.add(sums)
         self.grad_norm, self.learning_rate = grad_norm, learning_rate
         self.steps += 1
@@ -89,16 +89,16 @@ class Meter:
         """
         over_ranks = engine.sum(torch.cat([self._vector(), self.loss.new_tensor(self.waiting.lap())]))
         extremes = self.metrics.extremes(engine, over_ranks.dtype)
-        everywhere = [self.weight.to(over_ranks.dtype), self._norm().to(over_ranks.dtype), *extremes]
+        everywhere = [self.num_items.to(over_ranks.dtype), self._norm().to(over_ranks.dtype), *extremes]
         numbers = torch.cat([over_ranks, torch.stack(everywhere)]).tolist()
         loss, non_finite, tokens, rows, *addends, waited_s, passed_s = numbers[: len(over_ranks)]
-        weight, norm, *ends = numbers[len(over_ranks) :]
+        num_items, norm, *ends = numbers[len(over_ranks) :]
         means = {}
         if self.steps:
             means["loss"] = loss / self.steps
             if self.grad_norm is not None:
                 means["grad_norm"] = norm
-            means.update(self.metrics.means(addends, ends, max(weight, 1.0), engine.world_size))
+            means.update(self.metrics.means(addends, ends, max(num_items, 1.0), engine.world_size))
             if engine.world_size > 1 and self.device.type == "cpu":
                 means["waiting"] = waited_s / max(passed_s, 1e-9)
         self.run_loss += loss
@@ -117,7 +117,7 @@ class Meter:
         return torch.stack([self.loss, self.non_finite_steps.to(wide), *counts, *self.metrics.addends(wide)])
 
     def _norm(self) -> Tensor:
-        return torch.zeros_like(self.weight) if self.grad_norm is None else self.grad_norm.to(self.weight.dtype)
+        return torch.zeros_like(self.num_items) if self.grad_norm is None else self.grad_norm.to(self.num_items.dtype)
 
     def collect(self, engine: Engine) -> None:
         """Move the open sums of all ranks to rank 0 before a checkpoint, so that one file holds them all."""
@@ -134,7 +134,7 @@ class Meter:
     def _restart(self) -> None:
         self.loss = torch.zeros_like(self.loss)
         self.metrics = Metrics()
-        self.weight = torch.zeros_like(self.weight)
+        self.num_items = torch.zeros_like(self.num_items)
         self.non_finite_steps = torch.zeros_like(self.non_finite_steps)
         self.steps = self.tokens = self.rows = 0
         self.logged, self.taken = self.taken, []
@@ -163,7 +163,7 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "loss": self.loss, "weight": self.weight, "sums": self.metrics.state_dict(), "steps": self.steps,
+            "loss": self.loss, "weight": self.num_items, "sums": self.metrics.state_dict(), "steps": self.steps,
             "tokens": self.tokens, "rows": self.rows, "non_finite_steps": self.non_finite_steps,
             "run_loss": self.run_loss, "run_steps": self.run_steps,
         }  # fmt: skip
@@ -173,7 +173,8 @@ class Meter:
             if name == "sums":
                 self.metrics.load_state_dict(value, self.device)
             else:
-                setattr(self, name, value.to(self.device) if isinstance(value, Tensor) else value)
+                value = value.to(self.device) if isinstance(value, Tensor) else value
+                setattr(self, "num_items" if name == "weight" else name, value)
 
 
 class Totals:
@@ -183,20 +184,20 @@ class Totals:
         self.metrics = Metrics()
         self.num_batches = 0
 
-    def add(self, loss: Loss, weight: Tensor) -> None:
-        self.metrics.add({"loss": loss.total.float(), "weight": weight.float(), **loss.sums})
+    def add(self, loss: Loss, num_items: Tensor) -> None:
+        self.metrics.add({"loss": loss.total.float(), "num_items": num_items.float(), **loss.sums})
         self.num_batches += 1
 
     def means(self, engine: Engine) -> dict[str, float]:
-        """Each sum divided by the weight of the whole set, or by its own. One device read."""
+        """Each sum divided by the items of the whole set, or by its own count. One device read."""
         if not self.num_batches:
             return {}
         over_ranks = engine.sum(torch.stack(self.metrics.addends(torch.float32)))
         extremes = self.metrics.extremes(engine, torch.float32)
         numbers = torch.cat([over_ranks, torch.stack([*extremes, over_ranks[1]])]).tolist()
-        addends, (*ends, weight) = numbers[: len(over_ranks)], numbers[len(over_ranks) :]
-        means = self.metrics.means(addends, ends, weight or 1.0, engine.world_size)
-        del means["weight"]
+        addends, (*ends, num_items) = numbers[: len(over_ranks)], numbers[len(over_ranks) :]
+        means = self.metrics.means(addends, ends, num_items or 1.0, engine.world_size)
+        del means["num_items"]
         return means
 
 

@@ -1,7 +1,7 @@
 """Metrics: numbers beside the loss, each with what it is divided by.
 
 In:  per micro-batch a mapping from names to metrics: a () tensor is a sum over the items of the loss, and divided by
-     their weight; a ``Sum`` brings a count of its own, or is not divided at all (the smallest, the largest, the last).
+     their number; a ``Sum`` brings a count of its own, or is not divided at all (the smallest, the largest, the last).
 Out: one number per name, over all micro-batches and ranks since the last log or of a whole evaluation.
 """
 
@@ -77,18 +77,18 @@ class Metrics:
         ]
 
     def means(
-        self, addends: Iterable[float], extremes: Iterable[float], weight: float, world_size: int
+        self, addends: Iterable[float], extremes: Iterable[float], num_items: float, world_size: int
     ) -> dict[str, float]:
         """The numbers for a log. A metric that counted nothing is left out.
 
         Args:
             addends, extremes: what those methods gave, over ranks, read from the device.
-            weight: the weight of the loss, which plain metrics share.
+            num_items: of the loss, which plain metrics share.
         """
         given, ends, found = iter(addends), iter(extremes), {}
         for name, metric in self.by_name.items():
             if isinstance(metric, Tensor):
-                found[name] = next(given) / weight
+                found[name] = next(given) / num_items
                 continue
             total, count = next(given), next(given)
             end = next(ends) if metric.reduction in ("min", "max") else 0.0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Objective(Protocol):
     """A training objective as the loop sees it. ``losses/base.py`` says how examples become rows and batches.
 
-    A class that names this protocol as its base has the usual answers to all but ``weight`` and ``loss``.
+    A class that names this protocol as its base has the usual answers to all but ``num_items`` and ``loss``.
     """
 
     @property
@@ -57,7 +57,7 @@ class Objective(Protocol):
         """Look at all micro-batches of a step on this rank before the first of them: add what is a function of the
         whole step (means, counts over ranks) or of another model (log-probabilities of a reference).
 
-        Called once per step, before ``weight``. Whoever computes here does it without gradient, in evaluation mode
+        Called once per step, before ``num_items``. Whoever computes here does it without gradient, in evaluation mode
         (``burnish.loop.modes.evaluating``).
         """
         return batches

@@ -187,14 +187,14 @@ class Sum:
 
 
 Metric: TypeAlias = "Tensor | Sum"
-"""A plain tensor () is a sum over the items of the loss, and shares their weight."""
+"""A plain tensor () is a sum over the items of the loss, and is divided by their number."""
 
 
 @dataclass(frozen=True)
 class Loss:
     """The part of one micro-batch in the loss of its step.
 
-    ``total`` is a sum over items, never a mean: the loop divides by the weight of the whole step, so the update does
+    ``total`` is a sum over items, never a mean: the loop divides by the items of the whole step, so the update does
     not depend on how the step was cut.
     """
 

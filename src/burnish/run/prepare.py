@@ -21,7 +21,7 @@ from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.rows import Template
 from burnish.data.length import refuse_endless
 from burnish.data.origins import Origins
-from burnish.data.rows.encode import encode_rows, encoding_title
+from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.row_set import ListedRows, RowSet, packed
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.sources import DataSets, load_datasets
@@ -174,7 +174,6 @@ def encode(
         examples,
         encoded,
         stats,
-        title=encoding_title(examples),
         fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": truncate},
         options=options,
         name=f"eval_{eval_name}".rstrip("_") if is_eval else "train",

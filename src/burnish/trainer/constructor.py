@@ -6,8 +6,12 @@ In: the arguments of the constructor. Raises in transformers' words, because scr
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
-from typing import Any, cast
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
@@ -20,28 +24,45 @@ from burnish.config.errors import UserError
 from burnish.trainer import notes
 from burnish.trainer.arguments.training import TrainingArguments
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
-_NEVER_CALLED = (
-    "_clip_grad_norm", "_determine_best_metric", "_get_grad_norm", "_get_num_items_in_batch", "_init_training_state",
-    "_inner_training_loop", "_load_best_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
-    "_load_rng_state", "_load_scaler", "_maybe_log_save_evaluate", "_prepare_for_training",
-    "_run_epoch", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "_track_num_input_tokens",
-    "_update_auto_batch_size", "_wrap_model", "create_accelerator_and_postprocess", "get_batch_samples",
-)  # fmt: skip
-"""Methods of transformers' inner loop, which subclasses override now and then. There is no such loop here."""
+PEER_METHODS = Path(__file__).parent / "peer_methods.json"
+"""Class -> methods that the class of that name in transformers or TRL calls on itself; ``scripts/peer_methods.py``."""
+_FOR_SCRIPTS: set[str] = set()
 
 
-def say_what_is_never_called(kind: type) -> None:
-    """One warning for overrides of methods that burnish's loop does not have."""
-    idle = [name for name in _NEVER_CALLED if hasattr(kind, name)]
-    if idle:
+def for_scripts(method: Method) -> Method:
+    """Mark a method that scripts may call and that burnish does not call itself."""
+    _FOR_SCRIPTS.add(method.__qualname__)
+    return method
+
+
+def warn_about_unused_overrides(kind: type) -> None:
+    """Warn once about the methods of a script's subclass that the peer calls and burnish does not."""
+    at = next(index for index, base in enumerate(kind.__mro__) if base.__module__.startswith("burnish."))
+    overridden = {name for base in kind.__mro__[:at] for name in vars(base)}
+    own = kind.__mro__[at:]
+    called_by_peer = chain.from_iterable(_peer_methods().get(base.__name__, ()) for base in own)
+    unused = sorted(name for name in overridden.intersection(called_by_peer) if not _is_called(own[0], name))
+    if unused:
         notes.warn(
-            f"{kind.__name__} overrides {', '.join(idle)}: never called, because burnish trains with its own loop. "
-            "Override one of the methods that the docstring of burnish.Trainer names, or use a callback.",
+            f"{kind.__name__} overrides {', '.join(unused)}, which burnish does not call. Override one of the methods "
+            "that the docstring of burnish.Trainer lists, or use a callback.",
             UserWarning,
             stacklevel=3,
         )
+
+
+@cache
+def _peer_methods() -> dict[str, list[str]]:
+    return cast(dict[str, list[str]], json.loads(PEER_METHODS.read_text(encoding="utf-8")))
+
+
+def _is_called(kind: type, name: str) -> bool:
+    """Return whether burnish calls the method ``name`` of ``kind``."""
+    method = getattr(kind, name, None)
+    return method is not None and getattr(method, "__qualname__", "") not in _FOR_SCRIPTS
 
 
 def own_arguments(args: object, kind: type[TrainingArguments] = TrainingArguments) -> TrainingArguments:

@@ -122,7 +122,7 @@ class Trainer:
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, tokenizer: Any = None,
     ) -> None:  # fmt: skip
-        given.say_what_is_never_called(type(self))
+        given.warn_about_unused_overrides(type(self))
         self.args: TrainingArguments = given.own_arguments(args, self.arguments_class)
         args = self.args
         set_seed(args.seed, args.full_determinism)
@@ -484,7 +484,10 @@ class Trainer:
         """The context of a forward pass: the autocast of the run."""
         return self._engine.precision()
 
-    autocast_smart_context_manager = compute_loss_context_manager
+    @given.for_scripts
+    def autocast_smart_context_manager(self) -> AbstractContextManager[Any]:
+        """Older name of ``compute_loss_context_manager``."""
+        return self.compute_loss_context_manager()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device. Override it to change what the model is given."""
@@ -701,6 +704,7 @@ class Trainer:
         """Rows of a step, over its micro-batches and all processes."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self._engine.world_size)
 
+    @given.for_scripts
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any
     ) -> tuple[int, int, int, int, int, int, int]:
@@ -776,8 +780,14 @@ class Trainer:
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    @given.for_scripts
     def _get_learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def current_flos(self) -> float:
+        """Floating-point operations of the run so far."""
+        return float(self.state.total_flos)
 
     def get_num_trainable_parameters(self) -> int:
         return inspection.num_trainable(self.model)
@@ -903,6 +913,7 @@ class Trainer:
     def is_world_process_zero(self) -> bool:
         return bool(self.args.process_index == 0)
 
+    @given.for_scripts
     def store_flos(self) -> None:
         """``state.total_flos`` is kept as the run goes; there is nothing to add."""
 

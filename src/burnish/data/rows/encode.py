@@ -52,7 +52,7 @@ IN_CACHE = "Set the environment variable BURNISH_CACHE to a folder that can be w
 def encode_rows(
     examples: Sequence[Any], encode: Encode, stats: DataStats, *, fingerprint: str | Mapping[str, Any],
     options: DataOptions | None = None, name: str = "train", data: str | None = None, places: str | None = None,
-    title: str = "Encoding",
+    title: str | None = None,
 ) -> Rows:  # fmt: skip
     """The rows of ``examples``: from the cache if they were encoded before, else encoded and cached.
 
@@ -63,7 +63,7 @@ def encode_rows(
         name: the name of the set, for its folder in ``tokenized_path``.
         data: the ``content_hash`` of the examples, where it is known.
         places: what identifies their files and record numbers, where it is known.
-        title: of the progress bar.
+        title: of the progress bar; default: made from the examples.
 
     Raises:
         UserError: if ``tokenized_path`` holds rows that were made otherwise.
@@ -85,13 +85,9 @@ def encode_rows(
 
 
 def _make(
-    folder: Path,
-    examples: Sequence[Any],
-    encode: Encode,
-    made_from: Mapping[str, Any],
-    options: DataOptions,
-    title: str,
-) -> None:
+    folder: Path, examples: Sequence[Any], encode: Encode, made_from: Mapping[str, Any], options: DataOptions,
+    title: str | None,
+) -> None:  # fmt: skip
     """Encode into a temporary folder, and rename it to ``folder`` when it is whole."""
     stats = DataStats()
     size, workers = options.preprocessing_batch_size, _num_workers(options, len(examples))
@@ -215,10 +211,10 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 def _encode_all(
     examples: Sequence[Any], encode: Encode, stats: DataStats, writer: RowWriter, batch_size: int, num_workers: int,
-    title: str,
+    title: str | None,
 ) -> None:  # fmt: skip
     starts = range(0, len(examples), batch_size)
-    with work(title, len(examples), "records") as advance:
+    with work(title or _title(examples), len(examples), "records") as advance:
         for start, (rows, counted) in zip(starts, _batches(examples, encode, starts, num_workers), strict=True):
             stats.merge(counted)
             for origin, row in enumerate(rows, start=start):
@@ -227,7 +223,7 @@ def _encode_all(
             advance(len(rows))
 
 
-def encoding_title(examples: Sequence[Example]) -> str:
+def _title(examples: Sequence[Example]) -> str:
     """``Encoding``, and the longest record where it will take its time."""
     sizes = ((num_characters(example), -number) for number, example in enumerate(examples))
     size, place = max(sizes, default=(0, 0))

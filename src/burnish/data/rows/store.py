@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "rows.json"
 BLOCKS = "rows.arrow"
-LAYOUT = 3
+LAYOUT = 4
 """Version of the layout of a folder."""
 BLOCK_ROWS, BLOCK_NUMBERS = 1000, 1 << 20
 """Most rows of a block, and most numbers in the sequences of its rows before it is full."""

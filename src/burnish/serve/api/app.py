@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from burnish.serve.api.completions import CompletionService, RequestStats
 
 log = logging.getLogger("burnish.api")
+refused = logging.getLogger("burnish.refused")  # what strangers can cause: one line a minute (http/server.py)
+_REFUSED = frozenset({401, 403, 421, 431})
 OPEN_PATHS = ("/healthz", "/readyz", "/health")
 ABSENT = tuple(f"/v1/{name}" for name in (
     "assistants", "audio", "batches", "embeddings", "files", "fine_tuning", "images", "moderations", "realtime",
@@ -321,7 +323,7 @@ class Routes:
         self.state.metrics.requests[route, status] += 1
         self.state.metrics.request.add(seconds)
         if route not in OPEN_PATHS and not (status == 200 and route in {"/v1/chat/completions", "/v1/completions"}):
-            log.info("%s %s %s %.3fs", request_id, route, status, seconds)
+            (refused if status in _REFUSED else log).info("%s %s %s %.3fs", request_id, route, status, seconds)
 
     def _told(self, request_id: str, path: str, told: RequestStats, seconds: float) -> None:
         metrics = self.state.metrics

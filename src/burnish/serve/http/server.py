@@ -34,7 +34,7 @@ def log_to_stderr() -> None:
     handler.setFormatter(SecretFormatter("%(asctime)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     once = OncePerMinute()  # what strangers can cause without a key
-    for name in ("uvicorn.error", "asyncio", "burnish.connections", "burnish.housekeeping"):
+    for name in ("uvicorn.error", "asyncio", "burnish.connections", "burnish.housekeeping", "burnish.refused"):
         logging.getLogger(name).addFilter(once)
 
 

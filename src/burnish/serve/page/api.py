@@ -23,10 +23,11 @@ from burnish.serve.http.stream import EventStream, event_text
 from burnish.serve.page.form import Form, safe_id, whole_number
 from burnish.serve.page.jobs.exports import Exports
 from burnish.serve.page.jobs.starting import free_folder
+from burnish.serve.page.runs.files import checkpoints, given_text, tail_lines
 from burnish.serve.page.runs.follow import CONSOLE, FilePosition, cursor_text, end_of, log_text, news, read_cursor
 from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.remarks import remarks_on
-from burnish.serve.page.runs.runs import FoundRun, checkpoints, given_text, id_of, tail_lines
+from burnish.serve.page.runs.runs import FoundRun, id_of
 from burnish.serve.page.runs.series import series, thinned
 from burnish.serve.page.site import Answer, Site
 

@@ -184,17 +184,17 @@ class LoaderStream(StepBatchLoader):
         start, used, total = self.position, self.position, self.length
         batches = iter(()) if start >= total else self._batches()
         while used < total:
-            group = list(islice(batches, min(self.accumulation, total - used)))
-            if not group:
+            made = list(islice(batches, min(self.accumulation, total - used)))
+            if not made:
                 break
-            used = self.drawn = used + len(group)
-            counts = [(0, 0) if isinstance(batch, PaddingBatch) else self.count(batch) for batch in group]
+            used = self.drawn = used + len(made)
+            counts = [(0, 0) if isinstance(batch, PaddingBatch) else self.count(batch) for batch in made]
             is_last = used >= total
             yield StepBatch(
-                group,
+                made,
                 cursor={"epoch": self.epoch, "position": used},
                 epoch=self.epoch + min(used / total, 1.0),
-                items=Taken(order_in(self.loader), self.epoch, used - len(group), used),
+                items=Taken(order_in(self.loader), self.epoch, used - len(made), used),
                 num_rows=sum(rows for rows, _ in counts),
                 num_tokens=sum(tokens for _, tokens in counts),
             )

@@ -24,8 +24,9 @@ from burnish.serve.http.errors import APIError
 from burnish.serve.page.home import Home
 from burnish.serve.page.permissions import check_values
 from burnish.serve.page.places import Roots
+from burnish.serve.page.runs.files import given_text, object_in
 from burnish.serve.page.runs.follow import CONSOLE
-from burnish.serve.page.runs.runs import FoundRun, given_text, is_alive, object_in
+from burnish.serve.page.runs.runs import FoundRun, is_alive
 from burnish.serve.run_folder import data_seen_from
 
 QUEUE = "queue.json"

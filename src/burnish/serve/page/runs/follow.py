@@ -18,9 +18,10 @@ from typing import Any
 
 from burnish.config.secrets import without_secrets
 from burnish.report.metadata import EVENTS
+from burnish.serve.page.runs.files import LOG
 from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.log_columns import columns_of, rows_since
-from burnish.serve.page.runs.runs import LOG, FoundRun, read_run
+from burnish.serve.page.runs.runs import FoundRun, read_run
 from burnish.utils.files import regular_inside
 
 CONSOLE = "console.log"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from burnish.serve.page.runs.runs import foreign_row
+from burnish.serve.page.runs.files import foreign_row
 from burnish.utils.files import regular_inside
 
 COLUMNS = ("step", "loss", "eval_loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "epoch", "time", "tokens")

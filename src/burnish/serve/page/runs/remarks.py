@@ -17,8 +17,9 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from burnish.report.metadata import EVENTS
+from burnish.serve.page.runs.files import checkpoints, tail_lines
 from burnish.serve.page.runs.log_columns import Columns
-from burnish.serve.page.runs.runs import FoundRun, checkpoints, tail_lines
+from burnish.serve.page.runs.runs import FoundRun
 from burnish.serve.page.words import translator
 
 RISES, NO_BETTER, ZERO_RATES = 2, 3, 3

@@ -12,10 +12,7 @@ as missing, and a folder that cannot be read is a run in the state "unreadable",
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
-import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import first_line
-from burnish.loop.state import STATE_NAME
-from burnish.report.jsonl import LOG_NAME
-from burnish.report.metadata import EVENTS, GIVEN, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
-from burnish.utils.files import regular_inside
+from burnish.report.metadata import EVENTS, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
+from burnish.serve.page.runs.files import LOG, STATE, checkpoints, history, is_broken, object_in, tail_lines
 
 RunState: TypeAlias = Literal[
     "queued", "starting", "running", "saving", "evaluating", "stopping", "stopped", "done", "failed", "died",
@@ -35,8 +30,7 @@ RunState: TypeAlias = Literal[
 ]  # fmt: skip
 ALIVE: frozenset[str] = frozenset({"starting", "running", "saving", "evaluating", "stopping", "elsewhere"})
 DEPTH, MOST_FOLDERS, LONGEST_S = 4, 5000, 2.0
-LOG, STATE = LOG_NAME, STATE_NAME
-_TAIL_BYTES, MOST_CHARACTERS = 64 * 1024, 4000
+MOST_CHARACTERS = 4000
 _SILENT_AFTER = 10
 """Times the usual distance of two rows; then a run of another machine is silent."""
 
@@ -139,7 +133,7 @@ def _read_run(folder: Path) -> FoundRun | None:
     launch, rows = object_in(folder / LAUNCH), tail_lines(folder / LOG)
     logged = [] if rows else history(folder)
     if not launch and not rows and not logged:
-        broken = [name for name in (LAUNCH, LOG, STATE) if _is_broken(folder / name)]
+        broken = [name for name in (LAUNCH, LOG, STATE) if is_broken(folder / name)]
         return _unreadable(folder, f"{broken[0]} is not what a run writes") if broken else None
     outcome = object_in(folder / OUTCOME)
     if _time(outcome) < _time(launch):
@@ -219,109 +213,7 @@ def _sentence(state: RunState, launch: Mapping[str, Any]) -> str:
     }.get(state, "")
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def object_in(path: Path) -> dict[str, Any]:
-    """A JSON object; nothing where there is none, or a torn one."""
-    try:
-        if path.stat().st_size > 2**20:
-            return {}
-        with regular_inside(path) as file:
-            value = foreign_json(file.read())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def given_text(folder: Path, most: int = 2**16) -> str:
-    """The text of a run's ``run.yaml``; "" if there is none in its folder."""
-    try:
-        with regular_inside(folder / GIVEN) as file:
-            return file.read(most).decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-def foreign_json(text: bytes) -> Any:
-    """Parse JSON that anybody wrote. Numbers that are not JSON, or larger than a float, become texts: ``"NaN"``,
-    ``"Infinity"``; Python's own parser makes numbers of them that no other program reads.
-
-    Raises:
-        ValueError, RecursionError: for text that is not JSON.
-    """
-    return json.loads(text, parse_constant=str, parse_float=_finite, parse_int=_finite)
-
-
-def _finite(text: str) -> int | float | str:
-    if len(text) < 17 and text.lstrip("-").isdecimal():
-        return int(text)
-    value = float(text)
-    return value if math.isfinite(value) else f"{'-' if value < 0 else ''}Infinity"
-
-
-def foreign_row(line: bytes) -> dict[str, Any] | None:
-    """The object on a line; None for half a line, and for anything else."""
-    try:
-        row = foreign_json(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def _is_broken(path: Path) -> bool:
-    """Tell whether a file is there that no run writes: not a regular file, or not JSON with a run's parts."""
-    if not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0):
-        return False
-    try:
-        with regular_inside(path) as file:
-            text = file.read(2**20)
-    except OSError:
-        return True
-    if path.name == LOG:
-        return b"\n" in text and foreign_row(text.split(b"\n")[0]) is None
-    found = foreign_row(text)
-    return found is None or (path.name == STATE and not isinstance(found.get("log_history"), list))
-
-
-def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[dict[str, Any]]:
-    """The objects on the last whole lines of a file, however long it is."""
-    try:
-        with regular_inside(path) as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - size))
-            data = file.read(size)
-    except OSError:
-        return []
-    lines = data.split(b"\n")[1 if end > size else 0 : -1]  # the last one is not whole yet, or is empty
-    return [row for row in map(foreign_row, lines) if row is not None]
-
-
-def history(folder: Path) -> list[dict[str, Any]]:
-    """The log of other trainers, which keep it in their state alone; of a run under way, in its newest checkpoint."""
-    places = [folder / STATE, *(folder / f"checkpoint-{step}" / STATE for step in sorted(checkpoints(folder))[-1:])]
-    for path in places:
-        try:
-            if path.stat().st_size > 64 * 2**20:
-                continue
-            with regular_inside(path) as file:
-                state = foreign_json(file.read())
-        except (OSError, ValueError, RecursionError):
-            continue
-        rows = state.get("log_history") if isinstance(state, dict) else None
-        if isinstance(rows, list):
-            total = state.get("max_steps", 0)
-            return [{**row, "max_steps": total} for row in rows if isinstance(row, dict)]
-    return []
-
-
-def checkpoints(folder: Path) -> list[int]:
-    """The steps of a run's checkpoints."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    return sorted(int(name[11:]) for name in names if re.fullmatch(r"checkpoint-[0-9]{1,15}", name))
+# --- values ----------------------------------------------------------------------------------------------------------
 
 
 def _changed(path: Path) -> float:
@@ -336,7 +228,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if _is_number(value) else None
+    return float(value) if _is_number(value) and abs(value) < 1e300 else None
 
 
 def _text(value: Any) -> str:

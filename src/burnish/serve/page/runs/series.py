@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from burnish.serve.page.runs.files import LOG, foreign_row, history, tail_lines
 from burnish.serve.page.runs.log_columns import MOST_ROWS, Columns, columns_of, log_columns
-from burnish.serve.page.runs.runs import LOG, foreign_row, history, tail_lines
 from burnish.utils.files import regular_inside
 
 _LONG_LOG_BYTES, _PLACES, _LOOK_BYTES = 128 * 1024, 64, 4096

@@ -382,6 +382,11 @@ class DPOTrainer(PreferenceTrainer):
     objective_class = PairObjective
     tag = "dpo"
 
+    beta = property(lambda self: self.args.beta)
+    loss_types = property(lambda self: list(self.args.loss_type))
+    loss_weights = property(lambda self: self.args.loss_weights)
+    label_smoothing = property(lambda self: self.args.label_smoothing)
+
 
 class KTOTrainer(PreferenceTrainer):
     """Learn from single answers, each with a label that is true for a desirable one; a set of pairs is split."""
