@@ -6,6 +6,7 @@ callbacks of the caller; and last the output to the terminal, so that it shows t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from burnish.loop.early_stopping import early_stopping_callbacks
 from burnish.loop.events import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.losses.base import OBJECTIVES
-from burnish.report.divergence import DivergenceCallback
+from burnish.report.console import warn
 from burnish.report.jsonl import JsonlCallback
 from burnish.report.preferences import ChosenFallsCallback
 from burnish.report.progress import RunFacts, progress_callback
@@ -28,6 +29,32 @@ IN_ORDER = (
     "on_predict", "on_push_begin", "on_train_end",
 )  # fmt: skip
 """The events in the order in which they happen, for a step that is logged, evaluated and saved."""
+
+
+_FACTOR = 2.0
+_IN_A_ROW = 3
+
+
+class DivergenceCallback(TrainerCallback):
+    """Warns when the logged loss is at least twice the first one, and more than 1 above it, three times in a row."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._times = 0
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        loss = (logs or {}).get("loss")
+        if not isinstance(loss, int | float) or not math.isfinite(loss) or self._times >= _IN_A_ROW:
+            return
+        if self._first is None:
+            self._first = loss
+        has_grown = loss > max(_FACTOR * self._first, self._first + 1)
+        self._times = self._times + 1 if has_grown else 0
+        if self._times == _IN_A_ROW and state.is_world_process_zero:
+            warn(
+                f"The loss has grown from {self._first:.4g} to {loss:.4g} at step {state.global_step}: the training "
+                "diverges. Stop it, and lower learning_rate, or add warmup_steps."
+            )
 
 
 class LastStepCallback(TrainerCallback):
