@@ -13,6 +13,7 @@ from burnish.config.options import RawValue
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.inference.batch import generate_all
+from burnish.losses.base import check_stage
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
 from burnish.parallel.create import create_engine
 from burnish.run import predict
@@ -319,7 +320,7 @@ def test_a_metric_that_does_not_exist_is_refused_with_the_nearest(tmp_path):
 
 def test_generation_without_prompts_or_without_prediction_is_said():
     options = SimpleNamespace(predict_with_generate=True, stage="pt", do_predict=False, max_length=1024, samples=1)
-    assert "stage: pt" in check_generation(options)[0].what
+    assert "stage: pt" in check_stage(options)[0].what
     assert "do_predict" in generation_notes(options)[0]
 
 

@@ -103,6 +103,11 @@ def test_a_rollout_is_not_continued_by_another_number_of_processes(tmp_path):
         again.load(tmp_path / "checkpoint-3")
 
 
+def test_a_rollout_does_not_go_back_after_a_spike(tmp_path):
+    with pytest.raises(UserError, match='"on_spike" must be no'):
+        make_run(tmp_path, objective=Twice(), on_spike="go_back")
+
+
 class Counting(RegressionObjective):
     """Metrics with counts of their own: over rows whose label is positive, and the ends of all errors."""
 

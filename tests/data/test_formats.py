@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from burnish.data.sets.formats import FORMATS
+from burnish.config.errors import UserError
+from burnish.data.sets.formats import FORMATS, convert_records
+from burnish.data.sets.records import Layout
+from burnish.data.sets.turns import OPENAI_TAGS
 from burnish.data.stats import DataStats
 from burnish.loop.types import Message
 from data_sets import chat, described, load, qa, refusal, said, talk, write
@@ -324,3 +327,14 @@ def test_golden_conversations_are_read_as_llama_factory_reads_them(golden_folder
         assert (example.system or "") == (
             record["system"] or ("Be brief." if "system" in case["case"] and not is_alpaca else "")
         )
+
+
+@pytest.mark.parametrize("answers", [("q a", "q b"), ("a", "b")])
+def test_a_pair_of_texts_whose_prompt_is_null_is_refused(answers):
+    columns = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    values = dict(zip(("chosen", "rejected"), answers, strict=True))
+    layout = Layout("preference", columns, tags=OPENAI_TAGS)
+    with pytest.raises(UserError, match='"prompt" is null, so the record asks nothing'):
+        convert_records([({"prompt": None, **values}, "a.json", 1)], layout, DataStats())
+    (example,) = convert_records([({"prompt": "x", **values}, "a.json", 1)], layout, DataStats())
+    assert (example.prompt, example.chosen) == ("x", answers[0])

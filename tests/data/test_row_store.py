@@ -12,7 +12,7 @@ from burnish.data.rows.store import BLOCKS, MANIFEST, RowWriter, open_rows
 ROWS = [
     {"input_ids": array("i", [1, 2, 3]), "labels": [-100, 2, 3], "is_desirable": True, "margin": 0.5, "prompt": "é"},
     {"input_ids": [4], "labels": [4], "is_desirable": False, "images": ["a.png", "b/ü.png"], "margin": None},
-    {"input_ids": [], "labels": [], "prompt": "", "images": [], "weights": [1, 0.5], "big": [2**40], "raw": b"\xff"},
+    {"input_ids": [], "labels": [], "prompt": "", "images": [], "weights": [1, 0.5], "big": [2**40]},
     {"input_ids": [5, 6], "labels": [5, 6], "tools": [{"name": "f", "arguments": {"a": None}}, {"other": 1}]},
     {"chosen_input_ids": [1], "rejected_input_ids": [2, 3], "flags": [True, False], "nested": [[1], []]},
 ]  # fmt: skip

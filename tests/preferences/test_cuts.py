@@ -139,3 +139,16 @@ def test_log_probabilities_per_token_have_a_gradient_and_sum_to_those_of_sequenc
     (plain * weights).sum().backward()
     for name, parameter in policy.named_parameters():
         assert torch.allclose(found[name], parameter.grad, atol=1e-4), name
+
+
+def test_each_sequence_of_a_row_has_a_title_for_explain():
+    kinds = {KtoObjective: "verdicts", PairObjective: "pairs", RewardObjective: "pairs"}
+    titles = {
+        objective: [objective(Flat(), template=None).sequence_title(rows(kind, 1)[0], name) for name in names]
+        for (objective, kind), names in zip(kinds.items(), [["", "kl"], ["chosen"], ["rejected"]], strict=True)
+    }
+    assert titles == {
+        KtoObjective: ["an undesirable answer, ", "its prompt with another record's answer, for the baseline; "],
+        PairObjective: ["the chosen answer, "],
+        RewardObjective: ["the rejected answer, scored at its last token; "],
+    }

@@ -7,7 +7,7 @@ Everything that ``train`` would refuse before it reads a weight is refused here,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any
 
@@ -161,7 +161,8 @@ def _spared_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions) 
     looked_at = list(islice(rows, LOOKED_AT))
     size = rows_of_batch(options)
     cut = (looked_at[begin : begin + size] for begin in range(0, len(looked_at), size))
-    batches = [collate_prefix_sharing([answer for row in some for answer in _computed(row)]) for some in cut]
+    apart = prepared.objective.separate_sequences
+    batches = [collate_prefix_sharing([answer for row in some for answer in _computed(row, apart)]) for some in cut]
     computed: int = sum(batch["input_ids"].numel() for batch in batches)
     return 1 - computed / sum(map(num_tokens, batches))
 
@@ -171,31 +172,17 @@ def samples(plan: Plan, prepared: Prepared) -> Iterator[Sample]:
     rows, marked = _looked_at(plan, prepared), "trained" if trains(plan.options) else "measured"
     for index in sorted({0, len(rows) // 2} if len(rows) else set()):
         for name, answer in answers_of(rows[index]).items():
-            title = f"Row {index + 1:,} of {len(rows):,}, {_title(plan, rows[index], name)}what is {marked}"
+            what = prepared.objective.sequence_title(rows[index], name)
+            title = f"Row {index + 1:,} of {len(rows):,}, {what}what is {marked}"
             pieces = pieces_of(first_of_pack({**rows[index], **answer}), prepared.tokenizer)
             yield Sample(title, [(text, trained) for text, trained, _ in pieces])
 
 
-_TITLES = {
-    "chosen": "the chosen answer, ",
-    "rejected": "the rejected answer, ",
-    "kl": "its prompt with another record's answer, for the baseline; ",
-}
-
-
-def _title(plan: Plan, row: Row, name: str) -> str:
-    if not OBJECTIVES[plan.options.stage].uses_lm_head:
-        return f"{_TITLES[name]}scored at its last token; "
-    if "tag" in row and not name:
-        return f"a {'desirable' if row['tag'] else 'undesirable'} answer, "
-    return _TITLES.get(name, "")
-
-
-def _computed(row: Row) -> list[Row]:
-    """The sequences of a row that lie in one micro-batch, or of a pack the pack."""
+def _computed(row: Row, apart: Collection[str]) -> list[Row]:
+    """The sequences of a row that lie in one micro-batch, or of a pack the pack. Args: apart: those that do not."""
     if row.get("seq_lengths"):
         return [row]
-    return [answer for name, answer in answers_of(row).items() if name != "kl"]
+    return [answer for name, answer in answers_of(row).items() if name not in apart]
 
 
 def first_of_pack(row: Row) -> Row:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from burnish.checkpoint.checkpoint import Checkpoints, load, load_part
 from burnish.checkpoint.parts import ModelPart, Part, Stateful, parts_of
-from burnish.config.errors import NonFiniteError
+from burnish.config.errors import NonFiniteError, UserError
 from burnish.config.options import option
 from burnish.loop.best import BestChoices, deciding_metric, remember_best
 from burnish.loop.events import CallbackHandler
@@ -111,6 +111,9 @@ class Loop:
         self.eval_sets = {} if eval_sets is None else eval_sets
         self.meter = Meter(engine.device, options.logging_nan_inf_filter)
         self.spikes = SpikeWatch(options.spike_ratio) if options.on_spike == "go_back" else None
+        if self.spikes is not None and objective.inner_steps > 1:
+            what = '"on_spike" must be no for an objective that trains several steps on a rollout. Received: "go_back".'
+            raise UserError(what, remedy="Set on_non_finite: skip instead.")
         self.rollout = RolloutBuffer(engine.world_size)
         self.flos_per_token, self.logs_tokens = flos_per_token, logs_tokens
         others: dict[str, Stateful | Part] = {"stream": stream, "state": self.state, **(other_parts or {})}

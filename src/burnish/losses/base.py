@@ -55,6 +55,7 @@ class StageObjective(Objective, Protocol):
         row_columns: the columns of a row that ``collate`` needs -> their values in the row of a blank micro-batch.
         token_columns: further columns with a value per token, which batches get too -> the value where a row has none.
         batch_keys: keys that it adds to batches and that are no input of the model.
+        separate_sequences: sequences of a row, by the prefix of their columns, that have a micro-batch of their own.
         default_packing: the strategy by which rows are packed if no option says otherwise; None packs no rows.
         has_prompts: whether its examples have prompts that a model can answer.
         uses_lm_head: whether the head of the language model is needed.
@@ -73,6 +74,7 @@ class StageObjective(Objective, Protocol):
     token_columns: ClassVar[Mapping[str, float]] = {}
     batch_keys: ClassVar[frozenset[str]] = frozenset()
     learning_rates: ClassVar[tuple[float, float] | None] = None
+    separate_sequences: ClassVar[frozenset[str]] = frozenset()
     default_packing: ClassVar[str | None] = None
     has_prompts: ClassVar[bool] = True
     uses_lm_head: ClassVar[bool] = True
@@ -100,6 +102,14 @@ class StageObjective(Objective, Protocol):
         """Where ``Example.other`` or the kl columns of a row come from: the record before in the set, the row before in
         the same step, or nowhere."""
         return None
+
+    def sequence_title(self, row: Row, name: str) -> str:
+        """Describe a sequence of a row for ``explain``, with a comma or semicolon and a space at the end.
+
+        Args:
+            name: the prefix of its columns ("chosen"); "" for the sequence of ``input_ids``.
+        """
+        return ""
 
     def module_of_reference(self, model: nn.Module) -> nn.Module:
         """A second model as a module that answers as the policy's does. Asked for where ``needs_reference``."""

@@ -100,6 +100,7 @@ class KtoObjective(AnswersObjective):
 
     records = "verdicts"
     row_columns = VERDICT_COLUMNS
+    separate_sequences = frozenset({"kl"})
     batch_keys = AnswersObjective.batch_keys | {"tag", "kl"}
     options: KtoChoices
 
@@ -118,6 +119,11 @@ class KtoObjective(AnswersObjective):
         """Names of the metrics that an evaluation reports for a set."""
         sides = [f"{name}/{side}" for name in ("rewards", "logps") for side in ("chosen", "rejected")]
         return ["loss", *sides, "rewards/margins", "kl"]
+
+    def sequence_title(self, row: Row, name: str) -> str:
+        if name:
+            return "its prompt with another record's answer, for the baseline; "
+        return f"{'a desirable' if row['tag'] else 'an undesirable'} answer, "
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Args: truncate: without effect: answers are always held to ``cutoff_len``."""

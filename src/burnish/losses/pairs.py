@@ -237,6 +237,9 @@ class PairObjective(AnswersObjective):
         names = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins"))]
         return [*names, "logps/chosen", "logps/rejected"]
 
+    def sequence_title(self, row: Row, name: str) -> str:
+        return f"the {name} answer, "
+
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
         return self.template.encode_pairs(examples, stats)

@@ -184,6 +184,9 @@ class RewardObjective(StageObjective):
     def parts(self) -> Mapping[str, Any]:
         return {"value_head": HeadState(self.head)} if isinstance(self.head, RewardHead) else {}
 
+    def sequence_title(self, row: Row, name: str) -> str:
+        return f"the {name} answer, scored at its last token; "
+
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
         return self.template.encode_pairs(examples, stats)

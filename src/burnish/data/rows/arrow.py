@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
@@ -15,15 +16,14 @@ TYPES: Mapping[str, pa.DataType] = {"margin": pa.float32(), "label": pa.bool_()}
 def arrow_table(rows: Rows, names: tuple[str, ...]) -> pa.Table:
     """These columns of the rows; lists of int32, but for those of ``TYPES``."""
     schema = pa.schema([(name, TYPES.get(name, pa.list_(pa.int32()))) for name in names])
-    blocks = [pa.table([_column(block, field) for field in schema], schema=schema) for block in rows.tables()]
+    blocks = [pa.table([_column(block, field) for field in schema], schema=schema) for block in rows.blocks()]
     return pa.concat_tables([schema.empty_table(), *blocks])
 
 
-def _column(block: pa.Table, field: pa.Field) -> pa.Array:
-    if field.name in TYPES:
-        there = field.name in block.column_names
-        return block.column(field.name).cast(field.type) if there else pa.nulls(len(block), field.type)
-    if field.name not in block.column_names:
-        return pa.array([[]] * len(block), field.type)
-    lists = block.column(field.name).chunk(0)
+def _column(block: pa.RecordBatch, field: pa.Field) -> pa.Array:
+    if field.name not in block.schema.names:
+        return pa.nulls(len(block), field.type) if field.name in TYPES else pa.array([[]] * len(block), field.type)
+    lists = block.column(field.name)
+    if field.name in TYPES:  # the bytes of JSON
+        return pa.array([json.loads(bytes(value)) if value else None for value in lists.to_pylist()], field.type)
     return pa.ListArray.from_arrays(lists.offsets, lists.values)  # a row without the column has an empty list

@@ -1,7 +1,7 @@
 """Encoded rows as Arrow tables: in memory, or in a folder from which they are mapped into memory.
 
-In: rows, one at a time, with any columns: token ids, numbers, booleans, texts, bytes, lists and mappings of these. Out:
-``Rows``, a sequence that returns them as they were added, arrays as lists; memory holds only their lengths.
+In: rows, one at a time, with any columns: lists of numbers, and values that JSON has. Out: ``Rows``, a sequence that
+returns them as they were added, arrays as lists; memory holds only their lengths.
 
 A folder holds ``rows.arrow`` and ``rows.json``. The first consists of blocks of up to ``BLOCK_ROWS`` rows, each a whole
 Arrow stream, so that a column may begin in a later block. The last block is the index: the example that each row was
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 MANIFEST = "rows.json"
 BLOCKS = "rows.arrow"
-LAYOUT = 4
+LAYOUT = 5
 """Version of the layout of a folder."""
 BLOCK_ROWS, BLOCK_NUMBERS = 1000, 1 << 20
 """Most rows of a block, and most numbers in the sequences of its rows before it is full."""
 
 _ORIGIN = "origin"
-_JSON = {b"written as": b"json"}
+_KINDS = {int: "i", float: "d"}  # of array.array, for lists
 _REMEDY = "Remove the folder, and the rows are encoded again."
 
 
@@ -56,11 +56,11 @@ class Rows(RowSet[Row]):
     """
 
     def __init__(
-        self, index: pyarrow.Table, blocks: Sequence[tuple[int, Callable[[], pyarrow.Table]]],
+        self, index: pyarrow.RecordBatch, blocks: Sequence[tuple[int, Callable[[], pyarrow.RecordBatch]]],
         folder: Path | None = None, is_cache: bool = False,
     ) -> None:  # fmt: skip
         self.folder, self.is_cache = folder, is_cache
-        self.origins: array[int] = array("q", index.column(_ORIGIN).to_numpy().tobytes())
+        self.origins = numbers_of(index.column(_ORIGIN))
         self._index, self._blocks = index, blocks
         self._ends = list(accumulate(num_rows for num_rows, _ in blocks))
         self._opened: dict[int, list[tuple[str, Callable[[int], Any]]]] = {}  # block -> its columns
@@ -77,35 +77,36 @@ class Rows(RowSet[Row]):
     @cached_property
     def _lengths(self) -> list[list[int]]:
         """Tokens of each row, by the columns that hold token ids: one, or several where a row is several sequences."""
-        return [self._index.column(name).to_pylist() for name in self._index.column_names if name != _ORIGIN]
+        return [numbers_of(self._index.column(name)).tolist() for name in self._index.schema.names if name != _ORIGIN]
 
     def __len__(self) -> int:
         return len(self.origins)
 
     def origin(self, index: int) -> int:
-        return self.origins[index]
+        return int(self.origins[index])
 
     def made(self, index: int) -> Row:
         number = bisect_right(self._ends, index)
         if number not in self._opened:
-            self._opened[number] = _columns(self._blocks[number][1]())
+            block = self._blocks[number][1]()
+            self._opened[number] = [(n, _reader(block.column(at))) for at, n in enumerate(block.schema.names)]
         at = index - (self._ends[number - 1] if number else 0)
         found = ((name, value(at)) for name, value in self._opened[number])
         return {name: value for name, value in found if value is not None}
 
-    def tables(self) -> list[pyarrow.Table]:
-        """All rows as Arrow tables, which may differ in their columns."""
-        return [table() for _, table in self._blocks]
+    def blocks(self) -> list[pyarrow.RecordBatch]:
+        """All rows as Arrow batches, which may differ in their columns: lists of numbers, or of the bytes of JSON."""
+        return [block() for _, block in self._blocks]
 
     def __reduce__(self) -> Any:
         """Pickle for another process: it maps the same file; rows in memory are copied."""
         if self.folder is not None:
             return open_rows, (self.folder, self.is_cache)
-        return _in_memory, (self._index, [(num_rows, table()) for num_rows, table in self._blocks])
+        return _in_memory, (self._index, self.blocks())
 
 
-def _in_memory(index: pyarrow.Table, tables: Sequence[tuple[int, pyarrow.Table]]) -> Rows:
-    return Rows(index, [(num_rows, lambda table=table: table) for num_rows, table in tables])  # type: ignore[misc]
+def _in_memory(index: pyarrow.RecordBatch, blocks: Sequence[pyarrow.RecordBatch]) -> Rows:
+    return Rows(index, [(block.num_rows, lambda block=block: block) for block in blocks])  # type: ignore[misc]
 
 
 def open_rows(folder: Path, is_cache: bool = False) -> Rows:
@@ -125,7 +126,9 @@ def open_rows(folder: Path, is_cache: bool = False) -> Rows:
     return Rows(_block(folder, mapped, len(blocks), index), found, folder, is_cache)
 
 
-def _block(folder: Path, mapped: mmap, number: int, block: Mapping[str, int], is_cache: bool = False) -> pyarrow.Table:
+def _block(
+    folder: Path, mapped: mmap, number: int, block: Mapping[str, int], is_cache: bool = False
+) -> pyarrow.RecordBatch:
     import pyarrow  # type: ignore[import-untyped, unused-ignore]
 
     content = memoryview(mapped)[block["begin"] : block["end"]]
@@ -137,7 +140,7 @@ def _block(folder: Path, mapped: mmap, number: int, block: Mapping[str, int], is
             (folder / MANIFEST).unlink(missing_ok=True)
         remedy = "The same command encodes the rows again and continues." if is_cache else _REMEDY
         raise UserError(what, str(folder), remedy=remedy)
-    return pyarrow.ipc.open_stream(pyarrow.py_buffer(content)).read_all()
+    return pyarrow.ipc.open_stream(pyarrow.py_buffer(content)).read_next_batch()
 
 
 def read_rows_manifest(folder: Path) -> dict[str, Any]:
@@ -171,7 +174,7 @@ class RowWriter:
         self.folder = folder
         self._file: BinaryIO | None = None if folder is None else (folder / BLOCKS).open("wb")
         self._blocks: list[dict[str, int]] = []
-        self._tables: list[tuple[int, pyarrow.Table]] = []
+        self._in_memory: list[pyarrow.RecordBatch] = []
         self._rows: list[Row] = []
         self._numbers = 0
         self._origins = array("q")
@@ -200,7 +203,7 @@ class RowWriter:
     def in_memory(self) -> Rows:
         """The rows added so far, in memory."""
         self._flush()
-        return _in_memory(self._index(), self._tables)
+        return _in_memory(self._index(), self._in_memory)
 
     def close(self, **known: Any) -> None:
         """Finish the folder. ``known`` is written into its manifest."""
@@ -213,116 +216,108 @@ class RowWriter:
         manifest["sha256"] = own_sha256(json.loads(json.dumps(manifest)))
         write_json(self.folder / MANIFEST, manifest, indent=1)
 
-    def _index(self) -> pyarrow.Table:
-        import pyarrow
-
-        columns = {_ORIGIN: self._origins, **self._lengths}
-        return pyarrow.table({name: _numbers(values) for name, values in columns.items()})
+    def _index(self) -> pyarrow.RecordBatch:
+        return _batch({name: _numbers(values) for name, values in {_ORIGIN: self._origins, **self._lengths}.items()})
 
     def _flush(self) -> None:
         if self._rows:
-            table = _table(self._rows)
+            block = _block_of(self._rows)
             if self._file is None:
-                self._tables.append((len(self._rows), table))
+                self._in_memory.append(block)
             else:
-                self._write(table)
+                self._write(block)
         self._rows, self._numbers = [], 0
 
-    def _write(self, table: pyarrow.Table) -> None:
-        import pyarrow
+    def _write(self, batch: pyarrow.RecordBatch) -> None:
+        import pyarrow  # type: ignore[import-untyped, unused-ignore]
 
         assert self._file is not None
         sink = pyarrow.BufferOutputStream()
-        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-        content = sink.getvalue()
-        begin = self._file.tell()
+        with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        content, begin = sink.getvalue(), self._file.tell()
         self._file.write(content)
         self._blocks.append(
-            {"begin": begin, "end": begin + len(content), "rows": table.num_rows, "crc32": crc32(content)}
+            {"begin": begin, "end": begin + len(content), "rows": batch.num_rows, "crc32": crc32(content)}
         )
 
 
-def _table(rows: Sequence[Row]) -> pyarrow.Table:
-    import pyarrow  # type: ignore[import-untyped, unused-ignore]
+# pyarrow.array and pyarrow.table import pandas (0.4 s, 40 MB); arrays made of buffers do not.
 
+
+def _block_of(rows: Sequence[Row]) -> pyarrow.RecordBatch:
     names = dict.fromkeys(name for row in rows for name in row)
-    made = {name: _column([row.get(name) for row in rows]) for name in names}
-    fields = [pyarrow.field(name, column.type, metadata=metadata) for name, (column, metadata) in made.items()]
-    return pyarrow.table([column for column, _ in made.values()], schema=pyarrow.schema(fields))
+    return _batch({name: _column([row.get(name) for row in rows]) for name in names})
 
 
-def _column(values: Sequence[Any]) -> tuple[pyarrow.Array, dict[bytes, bytes] | None]:
-    """The values of a column, None where a row has none, and how they are written."""
+def _batch(columns: Mapping[str, pyarrow.Array]) -> pyarrow.RecordBatch:
     import pyarrow  # type: ignore[import-untyped, unused-ignore]
 
-    if kind := _kind_of_numbers(values):
+    return pyarrow.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+
+def _column(values: Sequence[Any]) -> pyarrow.Array:
+    """The values of a column, None where a row has none: lists of numbers as such, everything else as JSON texts."""
+    lists = [value for value in values if isinstance(value, list | array)]
+    first: Any = next(filter(len, lists), [0])
+    kind = first.typecode if isinstance(first, array) else _KINDS.get(type(first[0]))
+    if lists and kind:
         try:
-            return _lists_of_numbers(values, kind), None
-        except (TypeError, OverflowError):  # numbers of several kinds, or more than 32 bits: pyarrow finds the type
+            return _lists(kind, values)
+        except (TypeError, OverflowError):  # values of several types, or of more than 32 bits
             pass
-    if any(map(_holds_mapping, values)):  # Arrow would give every mapping the keys of all
-        return pyarrow.array([None if value is None else json.dumps(value) for value in values]), _JSON
-    return pyarrow.array([value.tolist() if isinstance(value, array) else value for value in values]), None
+    written = [None if value is None else array("B", _as_json(value).encode()) for value in values]
+    return _lists("B", written)
 
 
-def _kind_of_numbers(values: Sequence[Any]) -> str:
-    """The type code (``array.array``) of lists of numbers; "" where the first value is something else."""
-    first: Any = next((value for value in values if value is not None and not _is_scalar(value) and len(value)), None)
-    if isinstance(first, array):
-        return first.typecode
-    return {int: "i", float: "d"}.get(type(first[0]), "") if isinstance(first, list) else ""
+def _as_json(value: Any) -> str:
+    return json.dumps(value.tolist() if isinstance(value, array) else value)
 
 
-def _is_scalar(value: Any) -> bool:
-    return not hasattr(value, "__len__")
-
-
-def _lists_of_numbers(values: Sequence[Any], kind: str) -> pyarrow.Array:
+def _lists(kind: str, values: Sequence[Any]) -> pyarrow.Array:
+    """An array with a list of numbers for each value; null for None, and for an empty ``array``."""
     import pyarrow  # type: ignore[import-untyped, unused-ignore]
 
-    flat, ends = array(kind), array("i", [0])
-    is_missing = []
-    for value in values:
-        is_missing.append(value is None or (isinstance(value, array) and not value))
+    flat, ends, valid = array(kind), array("i", [0]), bytearray(-(-len(values) // 8))
+    for number, value in enumerate(values):
         if value is not None:
             flat.extend(value if isinstance(value, array) and value.typecode == kind else array(kind, value))
+        if value is not None and not (isinstance(value, array) and not value):
+            valid[number // 8] |= 1 << number % 8
         ends.append(len(flat))
-    mask = pyarrow.array(is_missing) if any(is_missing) else None
-    return pyarrow.ListArray.from_arrays(_numbers(ends), _numbers(flat), mask=mask)
+    numbers = _numbers(flat)
+    buffers = [pyarrow.py_buffer(valid), pyarrow.py_buffer(ends)]
+    return pyarrow.Array.from_buffers(pyarrow.list_(numbers.type), len(values), buffers, children=[numbers])
 
 
 def _numbers(values: array[Any]) -> pyarrow.Array:
-    import numpy
     import pyarrow  # type: ignore[import-untyped, unused-ignore]
 
-    return pyarrow.array(numpy.frombuffer(values, dtype=values.typecode) if values else numpy.zeros(0, values.typecode))
-
-
-def _holds_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(map(_holds_mapping, value)))
+    types = {"B": pyarrow.uint8(), "i": pyarrow.int32(), "q": pyarrow.int64(), "d": pyarrow.float64()}
+    return pyarrow.Array.from_buffers(types[values.typecode], len(values), [None, pyarrow.py_buffer(values)])
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _columns(table: pyarrow.Table) -> list[tuple[str, Callable[[int], Any]]]:
-    """Name, and a function from the number of a row to its value or None, of each column of a block."""
-    return [(field.name, _reader(table.column(at).chunk(0), field)) for at, field in enumerate(table.schema)]
+def numbers_of(column: pyarrow.Array) -> memoryview[Any]:
+    """The numbers of an array without nulls, over the same memory."""
+    kind = {"uint8": "B", "int32": "i", "int64": "q", "double": "d"}[str(column.type)]
+    content: Any = memoryview(column.buffers()[1] or b"")
+    return content.cast(kind)[: len(column)]  # type: ignore[no-any-return]
 
 
-def _reader(column: pyarrow.Array, field: pyarrow.Field) -> Callable[[int], Any]:
-    import pyarrow  # type: ignore[import-untyped, unused-ignore]
+def _reader(column: pyarrow.Array) -> Callable[[int], Any]:
+    """A function from the number of a row to its value, None where it has none."""
+    ends: Any = memoryview(column.buffers()[1]).cast("i")
+    numbers = numbers_of(column.values)
+    valid = None if not column.null_count else column.is_valid().to_pylist()
+    is_json = str(column.type.value_type) == "uint8"
 
-    if isinstance(column, pyarrow.ListArray) and field.type.value_type in (pyarrow.int32(), pyarrow.float64()):
-        numbers = memoryview(column.values.to_numpy())
-        ends: Any = memoryview(column.offsets.to_numpy())
-        is_there = column.is_valid().to_pylist() if column.null_count else None
+    def value(at: int) -> Any:
+        if valid is not None and not valid[at]:
+            return None
+        found = numbers[ends[at] : ends[at + 1]]
+        return json.loads(found.tobytes()) if is_json else found.tolist()
 
-        def numbers_of(at: int) -> Any:
-            return numbers[ends[at] : ends[at + 1]].tolist() if is_there is None or is_there[at] else None
-
-        return numbers_of
-    if field.metadata == _JSON:
-        return lambda at: json.loads(column[at].as_py()) if column[at].is_valid else None
-    return lambda at: column[at].as_py()
+    return value

@@ -143,6 +143,10 @@ def preference(record: Record) -> Example:
     prompt = record.value("prompt")
     if prompt is None or (isinstance(prompt, str) and record.turns_or_none("prompt") is None):
         answers_are_text = isinstance(record.value("chosen"), str) and record.turns_or_none("chosen") is None
+        column = record.layout.columns.get("prompt", "")
+        if answers_are_text and prompt is None and column in record.values and not record.layout.verbatim:
+            what = f'"{column}" is null, so the record asks nothing.'
+            raise BadRecord(what, f'Fill it in, or leave "{column}" out where both answers begin with the prompt.')
         asked = record.text_or_none("prompt") if answers_are_text else None
         return record.example(prompt=asked, system=record.text_or_none("system"), tools=record.json_text("tools"))
     return conversation(record, messages_of(record, "prompt"))
