@@ -339,7 +339,7 @@ def test_a_disk_that_is_full_at_a_report_costs_that_report_alone(
     err = told(capsys)[1]
     more = " or set save_total_limit: 1, then run the same command to go on" if saves == "steps" else ""
     assert 'error: The disk is full: "out' in err.replace("a file in ", "")
-    assert f'\n  The model in "out" is whole, and trained to its end.\n  Free some space{more}.\n' in err
+    assert f'\n  The model in "out" is complete and fully trained.\n  Free some space{more}.\n' in err
     assert load_file("out/model.safetensors")
     if saves == "steps":
         assert cli.main([*words, "plot_loss=false"]) == 0
