@@ -204,7 +204,7 @@ def test_a_run_is_what_explain_said(name: str, models: dict[str, Path], tmp_path
 
     claims_of_activations(made, prepared, watch)
     lines = lines_of(made, prepared)
-    patched = [line.text for line in lines if line.label == "patches"]
+    patched = [line.text for line in lines if line.label == "patched"]
     is_tried = {line.text.partition(":")[0] for line in lines if line.text.endswith(CHECKED_AT_START)}
     assert patched == (patches_in_words((n, why) for n, why in watch.patched if why.kind not in is_tried) or ["none"])
     assert (not watch.patched) == ("without patches" in name)

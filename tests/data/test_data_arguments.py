@@ -63,7 +63,10 @@ def explained(tmp_path, monkeypatch, capsys):
         ({"val_size": 3}, ["training set 17 examples", "evaluation 3 examples"]),
         ({"eval_dataset": "b"}, ["training set 20 examples", "evaluation 10 examples"]),
         ({"eval_dataset": "a,b"}, ["evaluation 30 examples"]),
-        ({"eval_dataset": "a,b", "eval_on_each_dataset": True}, ["evaluation 20 examples a", "evaluation 10 examples b"]),
+        (
+            {"eval_dataset": "a,b", "eval_on_each_dataset": True},
+            ["evaluation 20 examples a", "evaluation 10 examples b"],
+        ),
         ({"dataset": "a,b"}, ["training set 30 examples"]),
         ({"dataset": "a,b", "mix_strategy": "interleave_under"}, ["training set 20 examples"]),
         ({"dataset": "a,b", "mix_strategy": "interleave_over"}, ["training set 40 examples"]),

@@ -84,7 +84,7 @@ def _patches(plan: Plan, prepared: Prepared) -> Iterator[Line]:
     """The patches that the run will make to the model's code."""
     model = patched_shapes(plan.options, prepared.config, prepared.tokenizer)
     for sentence in patch_summary(model) or ["none"]:
-        yield Line("patches", sentence, plan.where("patches"))
+        yield Line("patched", sentence, plan.where("patches"))
     for why in dict.fromkeys(done.why for done in patches_of(model)):
         yield Line("patch", f"{why.kind}: {why.why}")
     for why in tried_patches(plan.options, prepared.config):
