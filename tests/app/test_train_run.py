@@ -252,3 +252,14 @@ def test_the_numbers_of_the_first_lines_are_those_of_the_run_and_of_explain(give
     assert float(first[2]) == pytest.approx(state["epoch"], abs=1 / per_epoch)  # the last step of an epoch is smaller
     assert first[4] == ("pack" if given.get("packing") else "example")
     assert given.get("packing") or int(first[3]) == 22
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    ("steps", "logged"), [(3, [1, 2, 3]), (60, [1, *range(2, 61, 2)]), (101, [1, *range(3, 100, 3), 101])]
+)
+def test_about_fifty_steps_are_logged_and_the_first_and_the_last_one(steps, logged, tmp_path):
+    given = make_user(tmp_path, count=4, max_steps=steps, save_strategy="no", plot_loss=False)
+    del given["logging_steps"]
+    assert run(given) == 0
+    assert [entry["step"] for entry in history(tmp_path / "out") if "loss" in entry] == logged

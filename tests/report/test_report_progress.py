@@ -341,3 +341,17 @@ def test_log_levels_follow_the_process(monkeypatch):
         logger.setLevel(before)
         os.environ.pop("TRANSFORMERS_VERBOSITY", None)
         os.environ.pop("DATASETS_VERBOSITY", None)
+
+
+@pytest.mark.parametrize(
+    ("losses", "warns"),
+    [([2, 5, 6, 7, 8, 9], 1), ([2, 5, 2, 5, 2, 5], 0), ([0.1, 0.3, 0.4, 0.5], 0), ([2, 1.5, 1.2, 1], 0)],
+)
+def test_a_loss_that_grows_without_bound_is_warned_of_once(losses, warns, capsys):
+    from burnish.run.callbacks import DivergenceCallback
+
+    callback, state = DivergenceCallback(), TrainerState(max_steps=10)
+    for step, loss in enumerate(losses, 1):
+        state.global_step = step
+        callback.on_log(None, state, TrainerControl(), logs={"loss": float(loss)})
+    assert "".join(capsys.readouterr()).count("the training diverges") == warns
