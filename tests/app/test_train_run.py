@@ -242,7 +242,7 @@ def test_the_numbers_of_the_first_lines_are_those_of_the_run_and_of_explain(give
     batch = re.search(factors_of, out)
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     assert int(first[1]) == state["max_steps"] == state["global_step"] == len(rows_of_steps)
-    assert f"{first[1]} step" in next(line for line in explained.splitlines() if "in all" in line)
+    assert f"{first[1]} step" in next(line for line in explained.splitlines() if " total " in line and "step" in line)
     size, *factors = map(int, batch.groups())
     assert size == math.prod(factors)
     assert max(rows_of_steps) == size or state["max_steps"] == 1

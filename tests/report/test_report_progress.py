@@ -111,7 +111,7 @@ def test_a_run_begins_with_its_numbers_and_ends_with_a_summary(capsys):
     assert lines[:3] == [
         "Training for 1,200 steps: 3 epochs of 3,200 examples",
         "  Effective batch size 8 = 4 per device x 2 gradient accumulation x 1 process",
-        "  90,000 of 9,000,000 parameters are trained (1 %)",
+        "  90,000 of 9,000,000 parameters are trained (1%)",
     ]
     assert lines[-1].startswith("Trained 1,200 steps in 20:00, mean loss 1.5000, last 0.0033")
 
