@@ -292,7 +292,7 @@ def test_only_what_was_cut_advises_a_longer_cut(user_folder: Path, capsys: pytes
     chat = [("human", "a"), ("gpt", "b"), ("human", "c")]
     write("data/rows.json", [{"conversations": [{"from": role, "value": text} for role, text in chat]}])
     err = refused(capsys)
-    assert "No row is left to learn from" in err
+    assert "No example is left to train on" in err
     assert "cutoff_len" not in err
 
 

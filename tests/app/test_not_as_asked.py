@@ -54,7 +54,7 @@ def test_what_stands_for_a_picture(mark: str, user_folder: Path, capsys: pytest.
     rows = [{"instruction": f"{mark} What is it?", "output": "A stone."}, {"instruction": "a", "output": "b"}]
     write("data/rows.json", rows * 2)
     assert f"{mark} is trained as plain text" in (out := runs(capsys))
-    assert "2 of 4 rows (data/rows.json: 1, 3)" in out
+    assert "2 of 4 examples (data/rows.json: 1, 3)" in out
 
 
 @pytest.mark.run
@@ -103,10 +103,10 @@ def call(name: Any, arguments: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        (call(7, {"a": 1}), "the name of a tool call is no text"),
-        (call("", {"a": 1}), "the name of a tool call is no text"),
+        (call(7, {"a": 1}), "the name of a tool call is not a string"),
+        (call("", {"a": 1}), "the name of a tool call is not a string"),
         (call("add", "no json"), "a tool call's arguments are not JSON"),
-        ([{**call("add", {})[0], "tools": '[{"name": 7}]'}], "the name of a tool is no text, but 7"),
+        ([{**call("add", {})[0], "tools": '[{"name": 7}]'}], "the name of a tool is not a string, but 7"),
         ([{**call("add", {})[0], "tools": '[{"type": "function", "function": 3}]'}], "not a list of JSON objects"),
     ],
 )

@@ -161,7 +161,7 @@ def test_a_thought_before_a_call_is_kept_and_other_text_is_counted():
     sets = load(stats=stats, dataset="set", dataset_dir={"set": {"records": [thought, spoken], "formatting": "openai"}})
     assert said(sets.train[0])[1][1].startswith("<think>\nhm\n</think>\n\n[{")
     assert said(sets.train[1])[1][1].startswith("[{")
-    assert [places for reason, places in stats.records.items() if "text beside a tool call" in reason] == [[("set", 2)]]
+    assert [places for reason, places in stats.records.items() if "text next to a tool call" in reason] == [[("set", 2)]]
 
 
 def test_parts_of_text_are_joined():
@@ -277,8 +277,8 @@ def test_roles_under_other_names_are_counted_by_record(tmp_path):
     path = write(tmp_path / "a.json", [chat(("user", "q"), ("assistant", "a")), chat(("human", "q"), ("gpt", "a"))])
     stats = DataStats()
     load(dataset=str(path), stats=stats)
-    assert f'kept: the role "gpt" is read as assistant: 1 of 2 rows ({path}: 2)' in stats.sentences()
-    assert f'kept: the role "human" is read as user: 1 of 2 rows ({path}: 2)' in stats.sentences()
+    assert f'kept: the role "gpt" is read as assistant: 1 of 2 examples ({path}: 2)' in stats.sentences()
+    assert f'kept: the role "human" is read as user: 1 of 2 examples ({path}: 2)' in stats.sentences()
 
 
 @pytest.mark.parametrize("query", [{}, {"input": None}, {"input": ""}], ids=str)

@@ -67,7 +67,7 @@ def test_rows_that_are_dropped_are_counted(tmp_path, user, capsys):
     some[3]["output"] = some[7]["output"] = ""
     write(tmp_path / "data.json", some)
     assert run(user) == 0
-    assert "dropped: all its answers are empty: 2 of 24 rows" in "".join(capsys.readouterr())
+    assert "dropped: all its answers are empty: 2 of 24 examples" in "".join(capsys.readouterr())
 
 
 def test_a_bad_record_stops_the_run_where_it_is_met_and_the_checkpoints_stay(tmp_path, user, capsys, monkeypatch):
@@ -179,7 +179,7 @@ def test_a_file_in_a_cloud_store_is_not_streamed_and_says_what_to_do(tmp_path, u
 def test_a_stream_from_which_nothing_is_learned_says_why(tmp_path, user, capsys):
     (tmp_path / "data.json").write_text(json.dumps([{**record, "output": ""} for record in records()]))
     assert run(user) == 2
-    assert "No row is left to learn from: dropped: " in capsys.readouterr().err
+    assert "No example is left to train on: dropped: " in capsys.readouterr().err
 
 
 def test_workers_that_would_have_nothing_to_do_are_said(user, capsys):

@@ -246,7 +246,7 @@ def facts(**changes):
         "trainable_parameters": 1000, "all_parameters": 100_000, "is_adapter": True, "folder": "saves/first",
         "options": {"learning_rate": 1e-4, "output_dir": "/home/me/out", "hub_token": "secret",
                     "model_name_or_path": "/home/me/models/Qwen2-0.5B", "note": "a: b"},
-        "results": {"eval_loss": 1.25}, "stats": ["dropped: no answer: 2 of 10 rows (mine.json: 3, 4)"],
+        "results": {"eval_loss": 1.25}, "stats": ["dropped: no answer: 2 of 10 examples (mine.json: 3, 4)"],
     }  # fmt: skip
     return CardFacts(**{**known, **changes})
 
@@ -306,7 +306,7 @@ def test_a_card_says_method_results_options_and_what_happened_to_the_rows():
     )
     assert "1,000 of 100,000 parameters were trained (1%)" in text
     assert "| eval_loss | 1.25 |" in text
-    assert "dropped: no answer: 2 of 10 rows" in text
+    assert "dropped: no answer: 2 of 10 examples" in text
     block = text.split("```yaml\n")[1].split("```")[0]
     assert yaml.safe_load(block)["note"] == "a: b"
 

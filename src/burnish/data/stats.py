@@ -13,6 +13,8 @@ from typing import Any
 
 from burnish.loop.types import Example
 
+TRUNCATED = "truncated"
+"""Kind of the reasons of examples that lost content: the part of a reason before its colon."""
 SHOWN = 5
 """Number of record numbers named per reason; the others are counted."""
 
@@ -28,6 +30,11 @@ class DataStats:
         """Count a record. Args: reason: a participle phrase: "dropped: the assistant turn is empty"."""
         self.records[reason].append((example.source, example.number))
 
+    @property
+    def has_truncated(self) -> bool:
+        """Whether a longer ``cutoff_len`` would keep more of the examples."""
+        return any(kind_of(reason) == TRUNCATED or "cutoff_len" in reason for reason in self.records)
+
     def count(self, reason: str) -> int:
         return len(self.records.get(reason, ()))
 
@@ -35,8 +42,8 @@ class DataStats:
         return ((reason, len(found)) for reason, found in sorted(self.records.items()))
 
     def sentences(self) -> list[str]:
-        """A line per reason: ``dropped: the assistant turn is empty: 2 of 1000 rows (train.json: 17, 204)``."""
-        return [f"{reason}: {count} of {self.seen} rows ({self._places(reason)})" for reason, count in self]
+        """A line per reason: ``dropped: the assistant turn is empty: 2 of 1000 examples (train.json: 17, 204)``."""
+        return [f"{reason}: {count} of {self.seen} examples ({self._places(reason)})" for reason, count in self]
 
     def _places(self, reason: str) -> str:
         by_source: dict[str, list[int]] = defaultdict(list)
@@ -59,3 +66,8 @@ class DataStats:
         for reason, found in data["records"].items():
             stats.records[reason] = [(source, number) for source, number in found]
         return stats
+
+
+def kind_of(reason: str) -> str:
+    """The kind of a reason: ``dropped``, ``truncated`` or ``kept``."""
+    return reason.partition(":")[0]

@@ -131,7 +131,7 @@ class StageObjective(Objective, Protocol):
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]: ...
     def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
-        """Remarks on the training rows. Raises UserError where nothing can be learned from them."""
+        """Remarks on the training rows. Raises UserError where there is nothing to train on."""
         return []
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:

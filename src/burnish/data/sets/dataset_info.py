@@ -225,15 +225,17 @@ def _undefined(name: str, folder: Path | None, info: Info | None, where: str, as
     guess = did_you_mean(name, candidates, limit=3) or did_you_mean(name, [Path(c).stem for c in candidates])
     if info is not None:
         known = f"Defined there: {few(names, 12)}." if names else "It defines no data set."
-        what = f'"{asked}": "{name}" is not defined in {where}, and is no file or folder.{guess}'
+        what = f'"{asked}": "{name}" is not defined in {where}, and is neither a file nor a folder.{guess}'
         return Problem(what, remedy=known + hub, option=asked)
     if folder is not None and not folder.is_dir():
-        what = f'the folder dataset_dir "{folder.absolute()}" does not exist, and "{name}" is no file or folder.'
+        what = (
+            f'the folder dataset_dir "{folder.absolute()}" does not exist, and "{name}" is neither a file nor a folder.'
+        )
         return Problem(
             what,
             remedy=f"Set dataset_dir to the folder of {INFO_NAME}, or give a path as dataset.{hub}",
             option="dataset_dir",
         )
     there = f"In that folder: {few(files, 12)}." if files else ""
-    what = f'"{asked}": "{name}" is no file or folder, and {where} does not exist.{guess}'
+    what = f'"{asked}": "{name}" is neither a file nor a folder, and {where} does not exist.{guess}'
     return Problem(what, remedy=there + hub, option=asked)

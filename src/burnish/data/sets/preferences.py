@@ -159,7 +159,9 @@ def _verdict(record: Record) -> bool:
     if isinstance(value, bool):
         return value
     if read is None:
-        raise BadRecord(f'"{column}" must be true or false. Received: {shortened(value)}', reason="its tag is no bool")
+        raise BadRecord(
+            f'"{column}" must be true or false. Received: {shortened(value)}', reason="its tag is not a boolean"
+        )
     return read
 
 

@@ -25,7 +25,7 @@ OPENAI_TAGS = {
     "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
     "observation_tag": "tool", "function_tag": "function_call", "system_tag": "system",
 }  # fmt: skip
-TEXT_LOST = "cut: text beside a tool call left out, as a turn is either an answer or a call"
+TEXT_LOST = "truncated: text next to a tool call removed, since a turn is either a response or a call"
 
 
 def conversation(record: Record, messages: Sequence[Message]) -> Example:

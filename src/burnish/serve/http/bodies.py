@@ -102,7 +102,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(word: str) -> NoReturn:
-    raise _broken(f"{word} is no JSON number")
+    raise _broken(f"{word} is not a JSON number")
 
 
 def _half_character(value: Any, depth: int = 1) -> str | None:

@@ -34,7 +34,7 @@ class _AcceptsOldNames(AcceptsOldNames):
             if kwargs.pop(name) is not None:
                 notes.warn(f"`{name}` has no effect: {cls.without_effect[name]}", FutureWarning, stacklevel=2)
         for name in [name for name in kwargs if name in cls.refused]:
-            raise ValueError(f"`{name}` is no argument of {cls.__name__} any more. {cls.refused[name]}")
+            raise ValueError(f"`{name}` is not an argument of {cls.__name__} any more. {cls.refused[name]}")
         return super().__call__(*args, **kwargs)
 
 

@@ -36,7 +36,7 @@ def read_tools(tools: str) -> list[Tool]:
         if not isinstance(inner, Mapping):
             raise ToolError("its tools are not a list of JSON objects")
         if not isinstance(name := inner.get("name", ""), str):
-            raise ToolError(f"the name of a tool is no text, but {json.dumps(name, ensure_ascii=False)}")
+            raise ToolError(f"the name of a tool is not a string, but {json.dumps(name, ensure_ascii=False)}")
     return listed
 
 
@@ -91,7 +91,7 @@ def _calls(text: str) -> list[Call]:
     if not calls:
         raise ToolError("it calls no tool")
     if not all(isinstance(call["name"], str) and call["name"] for call in calls):
-        raise ToolError("the name of a tool call is no text")
+        raise ToolError("the name of a tool call is not a string")
     for call in calls:
         if isinstance(call["arguments"], str):
             _json(call["arguments"], "a tool call's arguments are not JSON")

@@ -102,7 +102,7 @@ def with_kl_answers(rows: Any, name: str) -> Any:
         logger.warning(f"The {name} dataset is one record, whose answer is compared with itself: it has no other.")
         return rows.map(lambda row: {"KL_completion_ids": row["completion_ids"]}, features=rows.features)
     if len({*said}) < 2:
-        raise UserError(f"All answers of the {name} dataset are the same; nothing can be learned from them.")
+        raise UserError(f"All answers of the {name} dataset are the same; there is nothing to train on.")
     others = rows.select([other for _, other in keys_of(range(len(said)), said).values()])
     others = others.select_columns("completion_ids")
     others = others.rename_column("completion_ids", "KL_completion_ids")
