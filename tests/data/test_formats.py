@@ -161,7 +161,9 @@ def test_a_thought_before_a_call_is_kept_and_other_text_is_counted():
     sets = load(stats=stats, dataset="set", dataset_dir={"set": {"records": [thought, spoken], "formatting": "openai"}})
     assert said(sets.train[0])[1][1].startswith("<think>\nhm\n</think>\n\n[{")
     assert said(sets.train[1])[1][1].startswith("[{")
-    assert [places for reason, places in stats.records.items() if "text next to a tool call" in reason] == [[("set", 2)]]
+    assert [places for reason, places in stats.records.items() if "text next to a tool call" in reason] == [
+        [("set", 2)]
+    ]
 
 
 def test_parts_of_text_are_joined():
