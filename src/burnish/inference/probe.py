@@ -39,7 +39,9 @@ def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> 
                 return made, "" if made.batches else said
         except REFUSALS:
             continue
-    said = f"{name} gives different logits with a KV cache; the cache is disabled and generation is slower."
+    said = (
+        f"{name} gives different logits with a KV cache than without; generation runs without the cache and is slower."
+    )
     return WholeText(model, precision), said
 
 
