@@ -262,7 +262,10 @@ def test_a_full_disk_of_an_export_is_named_and_what_helps_there(
     with monkeypatch.context() as patched:
         patched.setattr("burnish.models.save.save_config", full)
         assert cli.main(words) == 1
-    assert 'error: The disk of "whole" is full.\n  Free some space, or name an export_dir on' in told(capsys)[1]
+    assert (
+        'error: The disk of "whole" is full.\n  Free some disk space, or set export_dir to a folder on another'
+        in told(capsys)[1]
+    )
     assert cli.main(words) == 0
 
 
@@ -294,7 +297,9 @@ def test_a_disk_that_is_full_within_a_gguf_file_is_named_and_no_part_of_the_file
         patched.setattr(gguf.GGUFWriter, "write_tensors_to_file", cut)
         assert cli.main(words) == 1
     out, err = told(capsys)
-    assert 'error: The disk of "whole" is full.\n  Free some space, or name an export_dir on' in err
+    assert (
+        'error: The disk of "whole" is full.\n  Free some disk space, or set export_dir to a folder on another' in err
+    )
     assert "llama-server" not in out
     assert not list(Path("whole").glob("*.gguf"))
     assert cli.main([*words, "overwrite_output_dir=true"]) == 0
@@ -339,7 +344,7 @@ def test_a_disk_that_is_full_at_a_report_costs_that_report_alone(
     err = told(capsys)[1]
     more = " or set save_total_limit: 1, then run the same command to go on" if saves == "steps" else ""
     assert 'error: The disk is full: "out' in err.replace("a file in ", "")
-    assert f'\n  The model in "out" is whole, and trained to its end.\n  Free some space{more}.\n' in err
+    assert f'\n  The model in "out" is complete and fully trained.\n  Free some space{more}.\n' in err
     assert load_file("out/model.safetensors")
     if saves == "steps":
         assert cli.main([*words, "plot_loss=false"]) == 0
@@ -361,7 +366,9 @@ def test_the_file_of_a_run_that_was_begun_anew_goes_on_with_it(
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "step", take)
         assert cli.main(["train", "run.yaml", *words]) == 1
-    assert "# for its start alone: overwrite_output_dir: true" in Path("out/run.yaml").read_text(encoding="utf-8")
+    assert "# only for the start of the run: overwrite_output_dir: true" in Path("out/run.yaml").read_text(
+        encoding="utf-8"
+    )
     capsys.readouterr()
     assert cli.main(["train", "out/run.yaml"]) == 0
     assert "Continuing from out/checkpoint-4" in told(capsys)[0]
