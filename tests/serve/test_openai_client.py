@@ -95,7 +95,7 @@ def test_a_conversation_at_a_terminal_with_a_server_is_that_of_its_clients(real:
     with pytest.raises(UserError, match='"messages" must have at least 1 entries'):
         list(backend.answer(Request([], asked)))
     monkeypatch.setenv("OPENAI_API_KEY", "another-key")
-    with pytest.raises(UserError, match="HTTP 401: The key is not this server's"):
+    with pytest.raises(UserError, match="HTTP 401: The API key is not valid"):
         ServerBackend(url)
 
 
