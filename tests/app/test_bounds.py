@@ -277,7 +277,7 @@ def test_a_name_that_stands_for_no_folder_and_no_repository(
         assert name in told(capsys)[1]
     for folder in (name, "x" * 300):
         assert cli.main(["runs", f"./{folder}" if name[0] == "-" else folder]) == 2
-        assert "There is no folder" in told(capsys)[1]
+        assert "does not exist" in told(capsys)[1]
 
 
 def test_a_csv_without_a_header_does_not_print_its_first_record(

@@ -279,7 +279,7 @@ def test_a_full_disk_of_predictions_is_named_and_what_helps_there(
         patched.setattr(f"burnish.run.{writer}.save_metrics", full)
         assert cli.main(words) == 1
     err = told(capsys)[1]
-    assert 'error: The disk of "said" is full.\n  Free some space, or name another save_dir, and give the' in err
+    assert 'error: The disk of "said" is full.\n  Free some space or set another save_dir, and run the' in err
     assert "save_total_limit" not in err
     assert cli.main(words) == 0
 
