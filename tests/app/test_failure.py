@@ -265,7 +265,9 @@ def test_ctrl_c_in_a_prediction_names_the_answers_that_are_kept(tmp_path, capsys
     (tmp_path / "generated_predictions.partial.jsonl").write_text("{}\n")
     status, text = told(capsys, KeyboardInterrupt(), tmp_path)
     assert status == 130
-    assert f"The responses so far are in {tmp_path / 'generated_predictions.partial.jsonl'}; run the same command" in text
+    assert (
+        f"The responses so far are in {tmp_path / 'generated_predictions.partial.jsonl'}; run the same command" in text
+    )
     assert "checkpoint" not in text
 
 
