@@ -224,7 +224,7 @@ def test_a_model_that_peft_wrapped_already_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (None, "finetuning_type peft needs peft_config"),
+        (None, "finetuning_type peft requires peft_config"),
         ({"peft_type": "PROMT_TUNING"}, 'no peft_type "PROMT_TUNING". Did you mean "PROMPT_TUNING"?'),
         ({"peft_type": "IA3", "nonsense": 1}, "nonsense"),
         ("nowhere.json", "is no file"),

@@ -469,7 +469,7 @@ def test_another_base_than_the_adapters_own_is_said(tmp_path):
     other = tiny_model(seed=1)
     other.config.name_or_path = "org/two"
     adapter, _ = attached(model=other, folders=[tmp_path])
-    assert any("trained on org/one; the base here is org/two" in note for note in adapter.notes)
+    assert any("trained on org/one; the base model of this run is org/two" in note for note in adapter.notes)
 
 
 def test_the_names_in_a_file_are_those_of_peft(tmp_path):
@@ -712,7 +712,7 @@ def test_attention_which_takes_its_input_by_name_can_be_trained_whole():
 
 def test_a_layer_that_is_trained_whole_gets_no_adapter():
     (found,) = problems(lora_target=["q_proj"], additional_target=["self_attn"])
-    assert "trains whole already" in found
+    assert "already trains in full" in found
 
 
 def test_a_rank_beyond_the_singular_values_is_refused_for_pissa():
@@ -747,7 +747,7 @@ def test_a_truncated_adapter_is_named_with_its_bytes(tmp_path):
     size = weights.stat().st_size
     weights.write_bytes(weights.read_bytes()[: size // 2])
     (found,) = problems(folders=[tmp_path])
-    assert f"{size:,} bytes, and the file has {size // 2:,}" in found
+    assert f"{size:,} bytes, but the file has {size // 2:,}" in found
     assert "adapter_model.safetensors" in found
 
 
@@ -771,7 +771,7 @@ def test_an_adapter_of_another_method_is_sent_to_peft(change, named, tmp_path):
 def test_a_whole_model_given_as_an_adapter_is_refused(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     (found,) = problems(folders=[tmp_path])
-    assert "a whole model" in found
+    assert "a full model" in found
 
 
 def test_a_broken_adapter_is_not_merged(tmp_path):

@@ -241,7 +241,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
     model.lm_head.weight.data[3, 0] = float("inf")
     assert find_non_finite(model) == ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
-    with pytest.raises(UserError, match=r"2 of the model's weights hold NaN or infinity: .*up_proj"):
+    with pytest.raises(UserError, match=r"2 of the model's weights contain NaN or infinity: .*up_proj"):
         raise_if_not_finite(model, "m")
 
 

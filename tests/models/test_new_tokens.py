@@ -95,14 +95,14 @@ def test_a_file_that_describes_no_tokens_is_refused(model, tmp_path, config, wor
 def test_a_token_that_a_file_describes_twice_is_refused(model, tmp_path):
     path = tmp_path / "tokens.yaml"
     path.write_text("<a>: one\n<b>: two\n<a>: three\n")
-    with pytest.raises(UserError, match=r'tokens.yaml: .* gives "<a>" twice, in line 1 and line 3'):
+    with pytest.raises(UserError, match=r'tokens.yaml: .* sets "<a>" twice, in line 1 and line 3'):
         load_tokenizer(ModelOptions(model_name_or_path=str(model), new_special_tokens_config=str(path)))
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"init_special_tokens": "desc_init"}, "no token is described"),
+        ({"init_special_tokens": "desc_init"}, "no token has a description"),
         ({"add_special_tokens": "<a>", "new_special_tokens_config": "{<b>: b}"}, "both name new special tokens"),
     ],
     ids=str,

@@ -131,7 +131,7 @@ def _fewer_steps(folder: Path, last: int, steps: StepPlan) -> Problem:
     return Problem(
         f"the run in it has trained {counted(last, 'step')}, and max_steps is {steps.max_steps} now.",
         where=str(folder),
-        remedy="Name another output_dir, or set overwrite_output_dir: true to start over.",
+        remedy="Set another output_dir, or set overwrite_output_dir: true to start over.",
         option=("max_steps", "num_train_epochs"),
     )
 
@@ -160,7 +160,7 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
             f"this run ended after {counted(done['global_step'], 'step')} and kept no checkpoint, so it cannot go "
             f"on to step {steps.max_steps}.",
             where=str(folder),
-            remedy="Name another output_dir, or set overwrite_output_dir: true to train anew.",
+            remedy="Set another output_dir, or set overwrite_output_dir: true to train anew.",
             option="max_steps",
         )
     return finished_sentence(folder, done["global_step"])
