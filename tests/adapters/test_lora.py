@@ -732,7 +732,7 @@ def test_an_adapter_for_a_wider_model_is_refused_in_one_sentence(tmp_path):
     adapter.save(model, str(tmp_path))
     (found,) = problems(folders=[tmp_path])
     assert "does not fit this LlamaForCausalLM" in found
-    assert "x4 in the adapter, and would be" in found
+    assert "x4 in the adapter, but" in found
     assert found.count("\n") <= 2
 
 
@@ -778,7 +778,7 @@ def test_a_broken_adapter_is_not_merged(tmp_path):
     _, model = attached()
     before = {name: p.clone() for name, p in model.named_parameters()}
     next(p for n, p in model.named_parameters() if "lora_B" in n).data[0, 0] = float("nan")
-    with pytest.raises(UserError, match="not finite"):
+    with pytest.raises(UserError, match="NaN or infinite weights"):
         merge_into_base(model)
     assert any(hasattr(m, "base_layer") and not m.merged for m in model.modules())
     base = next(n for n in before if "base_layer.weight" in n)

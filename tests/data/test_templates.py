@@ -144,7 +144,7 @@ def test_a_template_of_ones_own_writes_a_system_message_tools_calls_and_thoughts
     [
         ('user: "a {{content}}\nassistant: b', r"mine.yaml:2:13: .*not YAML: found unexpected end of stream"),
         ("- a", "holds a mapping.*Received: list"),
-        ('user: "{{content}}"\nsystem: s\nuser: b', 'sets "user" twice, in line 1 and line 3'),
+        ('user: "{{content}}"\nsystem: s\nuser: b', 'gives "user" twice, in line 1 and line 3'),
         ('user: [{"token": "a", "token": "b"}, "{{content}}"]', 'gives "token" twice'),
         ("", "holds a mapping"),
         ('5: x\nuser: "{{content}}"', 'no key "5"'),

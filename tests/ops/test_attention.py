@@ -222,7 +222,7 @@ def test_a_model_that_does_not_pass_on_where_sequences_begin_attends_under_a_mas
 def test_a_model_that_mixes_neighbours_is_found_out(family, dtype):
     layout = make_padding_free(tiny(family, dtype))
     assert not layout.is_flat
-    assert "rows are padded" in layout.note
+    assert "batches are padded" in layout.note
 
 
 def test_attention_that_was_asked_for_is_left_alone():
