@@ -153,12 +153,12 @@ def test_an_adapter_is_no_model_and_names_its_base(tmp_path):
 def test_an_unknown_architecture_is_refused_with_the_nearest(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", model_type="qwen22")
     (found,) = told(tmp_path)
-    assert 'no model_type "qwen22". Did you mean "qwen2"?' in found
+    assert 'does not support model_type "qwen22". Did you mean "qwen2"?' in found
 
 
 def test_a_model_that_generates_nothing_is_refused(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", model_type="vit")
-    assert 'of type "vit" is no causal language model' in told(tmp_path)[0]
+    assert 'of type "vit" is not a causal language model' in told(tmp_path)[0]
 
 
 def test_a_config_that_contradicts_itself_is_refused(tmp_path):
@@ -187,7 +187,7 @@ def test_code_that_a_known_model_brings_is_not_run_and_that_is_said(tmp_path):
     notes = []
     config = load_config(ModelOptions(model_name_or_path=str(tmp_path)), notes=notes)
     assert config.model_type == "llama"
-    assert "brings code of its own; transformers' own class for llama is used" in notes[0]
+    assert "contains custom model code; transformers' own class for llama is used" in notes[0]
 
 
 @pytest.mark.parametrize(("flash_attn", "package"), [("fa2", "flash-attn"), ("fa3", "flash-attn-3")])
@@ -255,14 +255,14 @@ def test_a_header_that_its_library_refuses_is_refused_by_its_file(flipped, said,
     path = saved_model(tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"F32"', flipped, 1))
     (found,) = told(tmp_path)
-    assert found.startswith(f"{path}: this is no safetensors file")
+    assert found.startswith(f"{path}: this is not a safetensors file")
     assert said in found
 
 
 def test_a_file_cut_within_its_header_is_said_to_be_cut(tmp_path):
     path = saved_model(tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:100])
-    assert "and the file has 100" in told(tmp_path)[0]
+    assert "but the file has 100" in told(tmp_path)[0]
 
 
 def without(folder, *parts):
