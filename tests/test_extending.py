@@ -79,7 +79,7 @@ def run(folder, commands):
 TRAIN = ["train", "run.yaml", "gradient_accumulation_steps=1", "save_steps=6"]
 COMMANDS = {
     "help": ["train", "--help"],
-    "explain": ["explain", "run.yaml"],
+    "explain": ["explain", "--all", "run.yaml"],
     "train": TRAIN,
     "move": ["move", "out/checkpoint-6", "again/checkpoint-6"],
     "continue": [*TRAIN, "output_dir=again"],

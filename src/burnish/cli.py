@@ -238,56 +238,59 @@ _RUN_USAGE = "[run.yaml] [key=value ...] [--key value ...]"
 COMMANDS: dict[str, Command] = {
     "train": Command(_RUN_USAGE, "fine-tune a model", _train, _RUN),
     "explain": Command(
-        f"[--all | --json] {_RUN_USAGE}", "say what train would do, and why, before it does it", _explain_run, _RUN
+        f"[--all | --json] {_RUN_USAGE}", "dry run: show what train would do, and why", _explain_run, _RUN
     ),
     "export": Command(
         "[PATH or run.yaml] [key=value ...] [--key value ...]",
-        "merge adapters into their model and write it for use elsewhere",
+        "merge adapters into the base model and save it, also as GGUF, GPTQ or AWQ",
         _export,
         _RUN,
         NEEDED_BY_EXPORT,
     ),
     "api": Command(
         "PATH [--adapter name=folder ...] [key=value ...]",
-        "answer over HTTP, as OpenAI's API does",
+        "serve a model over HTTP with an OpenAI-compatible API",
         "serve.api.command:api",
         ("serve.api.options:ApiOptions",),
     ),
     "webui": Command(
-        "[key=value ...]", "web UI: configure and watch runs, chat with the results", "serve.page.command:webui", _WEB
+        "[key=value ...]",
+        "web UI: configure and monitor runs, chat with the resulting models",
+        "serve.page.command:webui",
+        _WEB,
     ),
     "webchat": Command(
-        "PATH [key=value ...]", "the page, opened at a conversation with one model", "serve.page.command:webchat", _WEB
+        "PATH [key=value ...]", "web UI, opened at a chat with one model", "serve.page.command:webchat", _WEB
     ),
     "runs": Command(
         "[FOLDER ...] [--json]", "list runs under the given folders and their status", "serve.page.runs.listing:runs"
     ),
     "chat": Command(
         "PATH [--adapter name=folder] [--once TEXT] [key=value ...]",
-        "talk to a model at a terminal",
+        "chat with a model in the terminal",
         "serve.chat.command:chat",
         _CHAT,
     ),
     "eval": Command(
         "PATH [PATH ...] task=mmlu_test [key=value ...]",
-        "measure models on a task or a data set",
+        "evaluate models on a task or a dataset",
         "serve.eval.command:evaluate",
         ("serve.eval.command:EvalOptions",),
     ),
     "predict": Command(
         "PATH [PATH ...] [eval_dataset=heldout] [key=value ...]",
-        "write a model's answers, or a reward model's scores, to a data set",
+        "generate a model's responses to a dataset, or score it with a reward model",
         "serve.eval.dataset:predict_sets",
         _PREDICT,
     ),
     "demo": Command(
         "[dpo] [key=value ...] [--key value ...]",
-        "fine-tune the small model that burnish carries, in two minutes; dpo: from pairs of answers",
+        "fine-tune the bundled small model in two minutes; demo dpo: preference optimization",
         "demo.command:demo",
         _RUN,
     ),
-    "env": Command("[--health]", "versions and devices, for a report of a fault", _env),
-    "version": Command("", "the version of burnish", _version),
+    "env": Command("[--health]", "print versions and devices (for bug reports)", _env),
+    "version": Command("", "print the version of burnish", _version),
 }
 
 
@@ -295,7 +298,9 @@ def _unknown(name: str) -> Problem:
     if name.endswith((".yaml", ".yml", ".json")):
         return Problem(f'"{name}" is a file, not a command.', remedy=f"Try: burnish train {name}")
     if name.startswith("--") or "=" in name:
-        return Problem(f'A command comes first. Received: "{name}".', remedy=f"Try: burnish train {name} ...")
+        return Problem(
+            f'The first argument must be a command. Received: "{name}".', remedy=f"Try: burnish train {name} ..."
+        )
     return Problem(
         f'There is no command "{name}".{did_you_mean(name, COMMANDS)}', remedy=f"Known: {', '.join(COMMANDS)}."
     )
@@ -311,11 +316,11 @@ def _help() -> str:
     return (
         f"burnish {__version__}: fine-tunes transformer models\n\n"
         f"usage: burnish <command> {_RUN_USAGE}\n\n{rows}\n"
-        "Options are LLaMA-Factory's and transformers', in a YAML file or on the command line, which wins:\n"
-        "  burnish train --help            every option, by component\n"
-        "  burnish train --help warmup     the options whose name or help holds that word\n"
-        "  burnish explain --all           the callbacks of each event too\n"
-        "  --debug                         print the traceback of a failure\n"
+        "Options have the names of LLaMA-Factory and transformers. The command line overrides the YAML file.\n\n"
+        "  burnish train --help            list every option, by component\n"
+        "  burnish train --help warmup     list options whose name or description contains a word\n"
+        "  burnish explain --all           also show the callbacks of each event\n"
+        "  --debug                         print the traceback of an error\n"
     )
 
 

@@ -78,7 +78,7 @@ def test_help_behind_a_run_is_the_help_of_all_options(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "why"),
     [(["env", "--foo"], "burnish env takes no options. Received: --foo."), (["version", "x"], "takes no options"),
-     (["demo", "run.yaml"], "has a configuration of its own")],
+     (["demo", "run.yaml"], "has a fixed configuration")],
 )  # fmt: skip
 def test_words_that_a_command_does_not_read_are_refused(
     capsys: pytest.CaptureFixture[str], words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

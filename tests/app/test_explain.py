@@ -193,11 +193,11 @@ def told(run: Plan) -> dict[str, str]:
 def test_the_steps_are_counted_as_the_loop_will_count_them(made: Any) -> None:
     lines = told(made(num_train_epochs=2, save_steps=0.25, eval_strategy="epoch", val_size=10))
     assert lines["processes"] == "x 1 = effective batch size 8"
-    assert lines["an epoch"] == "80 rows / 8 = 10 steps"
-    assert lines["in all"] == "10 x 2 epochs = 20 steps"
+    assert lines["epoch"] == "80 examples / 8 = 10 steps"
+    assert lines["total"] == "10 x 2 epochs = 20 steps"
     assert lines["save"] == "every 5 steps, 4 times"
     assert lines["evaluate"] == "after every epoch"
-    assert lines["evaluation"].startswith("10 rows")
+    assert lines["evaluation"].startswith("10 examples")
 
 
 def test_who_set_a_value_is_told(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +208,7 @@ def test_who_set_a_value_is_told(made: Any, capsys: pytest.CaptureFixture[str]) 
     explain(made(seed=7), shows_all=True)
     text = capsys.readouterr().out
     assert re.search(r"seed +7 \(default 42\)  \(run.yaml, line 9\)", text)
-    assert re.search(r"accumulated +x 4  \(run.yaml, line 8\)", text)
+    assert re.search(r"accumulation +x 4  \(run.yaml, line 8\)", text)
     assert "DefaultFlowCallback" in text
     assert "⟦" in text
     assert all(len(line) <= 120 for line in text.splitlines())
@@ -237,15 +237,15 @@ def test_a_sample_is_the_row_and_its_marks_are_its_labels(made: Any) -> None:
     assert "".join(text for text, _ in first.pieces) == prepared.tokenizer.decode(row["input_ids"])
     learned = [token for token in row["labels"] if token != -100]
     assert "".join(text for text, trained in first.pieces if trained) == prepared.tokenizer.decode(learned)
-    assert middle.title == "Row 46 of 90, what is trained"
+    assert middle.title == "Example 46 of 90, trained tokens"
 
 
 def test_packs_are_told_by_how_full_they_are(made: Any) -> None:
     lines = told(made(packing=True, cutoff_len=64))
     packs = int(lines["training set"].split(" packs of ")[0])
-    assert lines["training set"].endswith("packs of 90 rows")
+    assert lines["training set"].endswith("packs of 90 examples")
     assert packs < 90
-    assert 50 < float(re.search(r"are ([\d.]+) % full", lines["packing"])[1]) <= 100  # type: ignore[index]
+    assert 50 < float(re.search(r"are ([\d.]+)% full", lines["packing"])[1]) <= 100  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_to_say_what_will_happen_reads_no_weights_not_even_to_know_them_again(
     from burnish.run.recovery import fingerprints
 
     monkeypatch.setattr(fingerprints, "base_fingerprint", lambda options: pytest.fail("weights on a hub are fetched"))
-    assert told(made())["begins"] == "at step 0"
+    assert told(made())["starts"] == "at step 0"
 
 
 def test_a_disk_that_is_too_small_is_refused_with_both_sizes(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_a_run_that_does_not_train_is_not_said_to_need_what_training_needs(
         assert word in trained
         assert word not in evaluated
     assert "x 2 bytes" in evaluated
-    assert "nothing: the run only evaluates or predicts  (run.yaml, line" in evaluated
+    assert "none: the run only evaluates or predicts  (run.yaml, line" in evaluated
 
 
 def test_a_run_that_only_evaluates_is_told_by_what_it_does(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,21 +329,19 @@ def test_a_run_that_only_evaluates_is_told_by_what_it_does(made: Any, capsys: py
 
     run = made(eval_dataset="demo_heldout", dataset=None, do_eval=True, per_device_eval_batch_size=4, max_samples=30)
     lines = told(run)
-    assert lines["data sets"] == "demo_heldout"
-    assert lines["batches"] == "8 batches of 4 rows"
+    assert lines["datasets"] == "demo_heldout"
+    assert lines["batches"] == "8 batches of 4 examples"
     assert lines["evaluates"] == "the loss: eval_results.json"
     assert "% of the tokens" in lines["measured"]
-    assert lines["trained"].startswith("nothing")
+    assert lines["trained"].startswith("none")
     assert "activations" in lines
     explain(run, shows_all=True)
     text = capsys.readouterr().out
     assert "on_evaluate" in text
-    assert "Row 16 of 30, what is measured in" in text
-    for word in ("on_step_end", "on_train_begin", "on_save", "what is trained in", "Steps", "training set", "disk  "):
+    assert "Example 16 of 30, measured tokens in" in text
+    for word in ("on_step_end", "on_train_begin", "on_save", "trained tokens in", "Steps", "training set", "disk  "):
         assert word not in text
-    assert (
-        "18 rows, which the run has no use for" in told(made(max_samples=20, val_size=2, do_eval=True))["training set"]
-    )
+    assert "18 examples (not used by this run)" in told(made(max_samples=20, val_size=2, do_eval=True))["training set"]
 
 
 @pytest.mark.parametrize(
@@ -375,9 +373,9 @@ def test_the_events_that_explain_lists_are_those_that_come(made: Any, asked: str
 
 def test_packs_that_lie_flat_are_said_to_spare_tokens_as_rows_are(made: Any) -> None:
     """The same rule decides in ``build.py``: packs lie flat whatever ``padding_free`` says."""
-    assert "spared" in told(made(packing=True, padding_free=False, cutoff_len=256))
-    assert "spared" not in told(made(padding_free=False, needed_tokens_only=True))
-    assert "spared" not in told(made(neftune_noise_alpha=5.0))
+    assert "skipped tokens" in told(made(packing=True, padding_free=False, cutoff_len=256))
+    assert "skipped tokens" not in told(made(padding_free=False, needed_tokens_only=True))
+    assert "skipped tokens" not in told(made(neftune_noise_alpha=5.0))
 
 
 def test_a_system_that_does_not_tell_its_memory_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:

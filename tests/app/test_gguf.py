@@ -84,7 +84,7 @@ def test_the_file_is_named_with_what_serves_it_and_told_while_it_is_written(
     finally:
         watch_with(None)
     out = capsys.readouterr().out
-    assert f"{file} (0 MB): its tokens, chat template and stop token are the folder's." in out
+    assert f"{file} (0 MB): tokens, chat template and stop token match the folder." in out
     assert f"llama-server -m {file}" in out
     assert ("Writing the GGUF file", 21, "weights") in told.calls
 
@@ -100,7 +100,7 @@ def test_a_type_of_a_file_that_is_not_asked_for_has_no_effect_and_that_is_said(
 
 def test_a_shape_or_type_that_is_not_written_is_refused_before_anything_is(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model", "llama")
-    with pytest.raises(UserError, match=r"made by llama\.cpp alone"):
+    with pytest.raises(UserError, match=r"requires llama\.cpp"):
         exported(tmp_path / "out", model, export_gguf_type="q4_k_m")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(
@@ -212,7 +212,7 @@ def test_an_exported_template_writes_the_spaces_that_training_gave_each_slot(
 ) -> None:
     model = with_legacy(sentencepiece_in(tmp_path / "model", pieces_of()), legacy)
     exported(tmp_path / "out", model, export_format="safetensors", template=template)
-    assert "tokens is rendered from" in capsys.readouterr().out
+    assert "Chat template checked: " in capsys.readouterr().out
     folder = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert folder.legacy is legacy
     assert folder("<s>red")["input_ids"] == AutoTokenizer.from_pretrained(model)("<s>red")["input_ids"]
@@ -228,7 +228,7 @@ def test_where_a_normalizer_prepends_spaces_the_difference_is_said(
     changed = {"normalizer": {"type": "Sequence", "normalizers": spaces}, "pre_tokenizer": None}
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     exported(tmp_path / "out", model, export_format="safetensors", template="alpaca")
-    assert "writes the trained text but for spaces" in capsys.readouterr().out
+    assert "renders the trained text except for spaces" in capsys.readouterr().out
 
 
 def test_each_token_of_a_sentencepiece_vocabulary_has_its_type(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_each_token_of_a_sentencepiece_vocabulary_has_its_type(tmp_path: Path) -
     [
         (["re", "ed", "red"], [("r", "e"), ("e", "d"), ("re", "d")], 'no merge of "r" and "ed"'),
         (["re", "ed", "red", "ee"],
-         [("r", "e"), ("e", "d"), ("re", "d"), ("e", "e"), ("r", "ed")], '"red" and "ee" are mixed'),
+         [("r", "e"), ("e", "d"), ("re", "d"), ("e", "e"), ("r", "ed")], '"red" and "ee" are interleaved'),
     ],
 )  # fmt: skip
 def test_merges_that_scores_cannot_say_are_refused(tmp_path: Path, pieces, merges, what: str) -> None:

@@ -215,3 +215,33 @@ def test_a_command_of_llama_factory_is_planned_as_it_stands(tmp_path: Path, monk
         written = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         assert written.lower() == item.value.lower() or float(value) == float(item.value), name
     assert (options.use_badam, options.fp16, options.packing, options.dataset) == (True, True, False, ["alpaca_zh"])
+
+
+# --- defaults that depend on the run ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "rate"),
+    [
+        ({"stage": "dpo", "finetuning_type": "full"}, 5e-7), ({"stage": "dpo", "finetuning_type": "lora"}, 5e-6),
+        ({"stage": "kto", "finetuning_type": "full"}, 5e-7), ({"stage": "sft"}, 5e-5), ({"stage": "rm"}, 5e-5),
+        ({"stage": "dpo", "lr": "1e-6"}, 1e-6),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_default_learning_rate_is_that_of_the_stage(values: dict[str, str], rate: float, tmp_path: Path) -> None:
+    made = plan(given(tmp_path, **values))
+    assert made.options.learning_rate == rate
+    assert not [note for note in made.notes if note.startswith("learning_rate")]
+
+
+def test_a_learning_rate_of_five_is_noted(tmp_path: Path) -> None:
+    (note,) = [note for note in plan(given(tmp_path, learning_rate="5")).notes if "learning_rate 5" in note]
+    assert "Set learning_rate: 1e-5" in note
+
+
+def test_without_logging_steps_a_run_logs_fifty_times(tmp_path: Path) -> None:
+    options = plan(given(tmp_path, val_size="0.1", eval_strategy="steps")).options
+    assert (options.logging_steps, options.logging_first_step, options.eval_steps) == (0.02, True, 500)
+    options = plan(given(tmp_path, logging_steps="7", val_size="0.1", eval_strategy="steps")).options
+    assert (options.logging_steps, options.logging_first_step, options.eval_steps) == (7, False, None)

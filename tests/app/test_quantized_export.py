@@ -114,7 +114,7 @@ def test_a_quantized_folder_holds_all_that_serves_it_and_nothing_is_left_beside_
     }  # fmt: skip
     assert [path.name for path in folder.parent.iterdir()] == ["out"]
     card = (folder / "README.md").read_text()
-    assert "GPTQ, 4 bits, groups of 64 inputs, calibrated with 36 rows." in card
+    assert "GPTQ, 4 bits, groups of 64 inputs, calibrated with 36 examples." in card
     assert "vllm serve out" in card
     header = yaml.safe_load(card.split("---")[1])
     assert header["tags"] == ["burnish", "gptq"]
@@ -149,7 +149,7 @@ REFUSED = {
         "export_quantization_bit: 4",
     ),
     "5 bits": ({"export_quantization_bit": 5}, "export_quantization_bit"),
-    "no data": ({"export_quantization_dataset": None}, "no data set is named"),
+    "no data": ({"export_quantization_dataset": None}, "no dataset is set"),
     "a missing set": ({"export_quantization_dataset": "nowhere.json"}, "nowhere"),
     "gguf too": ({"export_format": "gguf"}, "export_gguf_type: q4_0"),
     "a method": ({"export_quantization_method": "aqlm"}, "gptq"),

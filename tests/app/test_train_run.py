@@ -242,7 +242,7 @@ def test_the_numbers_of_the_first_lines_are_those_of_the_run_and_of_explain(give
     batch = re.search(factors_of, out)
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     assert int(first[1]) == state["max_steps"] == state["global_step"] == len(rows_of_steps)
-    assert f"{first[1]} step" in next(line for line in explained.splitlines() if "in all" in line)
+    assert f"{first[1]} step" in next(line for line in explained.splitlines() if " total " in line and "step" in line)
     size, *factors = map(int, batch.groups())
     assert size == math.prod(factors)
     assert max(rows_of_steps) == size or state["max_steps"] == 1
@@ -252,3 +252,14 @@ def test_the_numbers_of_the_first_lines_are_those_of_the_run_and_of_explain(give
     assert float(first[2]) == pytest.approx(state["epoch"], abs=1 / per_epoch)  # the last step of an epoch is smaller
     assert first[4] == ("pack" if given.get("packing") else "example")
     assert given.get("packing") or int(first[3]) == 22
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    ("steps", "logged"), [(3, [1, 2, 3]), (60, [1, *range(2, 61, 2)]), (101, [1, *range(3, 100, 3), 101])]
+)
+def test_about_fifty_steps_are_logged_and_the_first_and_the_last_one(steps, logged, tmp_path):
+    given = make_user(tmp_path, count=4, max_steps=steps, save_strategy="no", plot_loss=False)
+    del given["logging_steps"]
+    assert run(given) == 0
+    assert [entry["step"] for entry in history(tmp_path / "out") if "loss" in entry] == logged

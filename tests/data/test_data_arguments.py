@@ -57,21 +57,24 @@ def explained(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, ["training set 20 rows"]),
-        ({"max_samples": 7}, ["training set 7 rows"]),
-        ({"val_size": 0.25}, ["training set 15 rows", "evaluation 5 rows"]),
-        ({"val_size": 3}, ["training set 17 rows", "evaluation 3 rows"]),
-        ({"eval_dataset": "b"}, ["training set 20 rows", "evaluation 10 rows"]),
-        ({"eval_dataset": "a,b"}, ["evaluation 30 rows"]),
-        ({"eval_dataset": "a,b", "eval_on_each_dataset": True}, ["evaluation 20 rows a", "evaluation 10 rows b"]),
-        ({"dataset": "a,b"}, ["training set 30 rows"]),
-        ({"dataset": "a,b", "mix_strategy": "interleave_under"}, ["training set 20 rows"]),
-        ({"dataset": "a,b", "mix_strategy": "interleave_over"}, ["training set 40 rows"]),
-        ({"dataset": "a,b", "mix_strategy": "interleave_once", "interleave_probs": "0.5,0.5"}, ["set 30 rows"]),
+        ({}, ["training set 20 examples"]),
+        ({"max_samples": 7}, ["training set 7 examples"]),
+        ({"val_size": 0.25}, ["training set 15 examples", "evaluation 5 examples"]),
+        ({"val_size": 3}, ["training set 17 examples", "evaluation 3 examples"]),
+        ({"eval_dataset": "b"}, ["training set 20 examples", "evaluation 10 examples"]),
+        ({"eval_dataset": "a,b"}, ["evaluation 30 examples"]),
+        (
+            {"eval_dataset": "a,b", "eval_on_each_dataset": True},
+            ["evaluation 20 examples a", "evaluation 10 examples b"],
+        ),
+        ({"dataset": "a,b"}, ["training set 30 examples"]),
+        ({"dataset": "a,b", "mix_strategy": "interleave_under"}, ["training set 20 examples"]),
+        ({"dataset": "a,b", "mix_strategy": "interleave_over"}, ["training set 40 examples"]),
+        ({"dataset": "a,b", "mix_strategy": "interleave_once", "interleave_probs": "0.5,0.5"}, ["set 30 examples"]),
         ({"dataset": "data"}, ["data_files"]),
-        ({"dataset": "a", "packing": True}, ["packs of 20 rows"]),
-        ({"dataset": "a", "neat_packing": True}, ["packs of 20 rows"]),
-        ({"preprocessing_num_workers": 2, "overwrite_cache": True}, ["training set 20 rows"]),
+        ({"dataset": "a", "packing": True}, ["packs of 20 examples"]),
+        ({"dataset": "a", "neat_packing": True}, ["packs of 20 examples"]),
+        ({"preprocessing_num_workers": 2, "overwrite_cache": True}, ["training set 20 examples"]),
     ],
     ids=str,
 )  # fmt: skip
@@ -80,7 +83,7 @@ def test_an_argument_chooses_the_rows(explained, given, said):
         Path("many").mkdir()
         write(Path("many/1.json"), [qa(1)])
         write(Path("many/2.json"), [qa(2), qa(3)])
-        given, said = {"dataset": "many"}, ["training set 3 rows"]
+        given, said = {"dataset": "many"}, ["training set 3 examples"]
     text = explained(**given)
     assert [sentence for sentence in said if sentence not in text] == []
 
@@ -183,8 +186,8 @@ LONG = {**qa(1), "output": "stone " * 100}
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        ("truncate", (0, ["training set 21 rows", "cut", "data/a.json: 21"])),
-        ("drop", (0, ["training set 20 rows", "dropped: longer than cutoff_len: 1 of 21 rows (data/a.json: 21)"])),
+        ("truncate", (0, ["training set 21 examples", "cut", "data/a.json: 21"])),
+        ("drop", (0, ["training set 20 examples", "dropped: longer than cutoff_len: 1 of 21 rows (data/a.json: 21)"])),
         ("raise", (2, ["data/a.json, record 21", "cutoff_len"])),
     ],
 )
@@ -296,15 +299,15 @@ def hubs(monkeypatch):
 )  # fmt: skip
 def test_an_entry_says_what_a_hub_is_asked_for(explained, hubs, entry, expected):
     write(Path("data/dataset_info.json"), {"a": {**entry, "num_samples": 5}})
-    assert "training set 5 rows" in explained()
+    assert "training set 5 examples" in explained()
     assert hubs == [expected]
 
 
 def test_online_names_are_ids_of_a_hub(explained, hubs, monkeypatch):
     given = {"dataset": "x/y", "dataset_dir": "ONLINE", "hf_hub_token": "h", "ms_hub_token": "m"}
-    assert "training set 8 rows" in explained(**given)
+    assert "training set 8 examples" in explained(**given)
     monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
-    assert "training set 8 rows" in explained(**given)
+    assert "training set 8 examples" in explained(**given)
     assert hubs == [("hf", "x/y", None, None, "train", "h"), ("ms", "x/y", None, None, "train", "m")]
 
 
@@ -316,7 +319,7 @@ def test_a_repository_may_hold_the_descriptions_and_is_asked_with_the_token(expl
     monkeypatch.setattr(
         huggingface_hub, "hf_hub_download", lambda repo, name, **more: asked.append((repo, more["token"])) or str(path)
     )
-    assert "training set 3 rows" in explained(dataset="far", dataset_dir="REMOTE:x/info", hf_hub_token="h")
+    assert "training set 3 examples" in explained(dataset="far", dataset_dir="REMOTE:x/info", hf_hub_token="h")
     assert asked == [("x/info", "h")]
 
 

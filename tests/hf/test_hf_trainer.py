@@ -606,7 +606,7 @@ def test_the_card_names_the_folder_that_the_model_came_from(tmp_path):
     trainer = make_trainer(tmp_path / "end", model=model, train=rows, max_steps=1)
     trainer.create_model_card()
     card = (tmp_path / "end" / "README.md").read_text()
-    assert "A model made from `beginning`, by training on data that was not named." in card
+    assert "A model made from `beginning`, by training on an unnamed dataset." in card
     assert "model = BertForSequenceClassification.from_pretrained(folder)" in card
 
 

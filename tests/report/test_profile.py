@@ -52,4 +52,4 @@ def test_a_run_too_short_to_be_profiled_is_told_so(tmp_path, capsys):
     assert run(make_user(tmp_path), "--profile", "--max_steps=5") == 2
     assert "Set max_steps: 7 or more" in capsys.readouterr().err
     assert run(make_user(tmp_path, count=8), "--profile") == 0
-    assert "Nothing was profiled: that takes 7 steps, and this run had 4." in capsys.readouterr().out
+    assert "Nothing was profiled: profiling needs 7 steps, and this run had 4." in capsys.readouterr().out

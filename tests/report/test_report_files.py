@@ -304,7 +304,7 @@ def test_a_card_says_method_results_options_and_what_happened_to_the_rows():
     assert (
         "A LoRA adapter for `Qwen/Qwen2-0.5B`, by supervised fine-tuning on `tatsu-lab/alpaca` and `mine.json`" in text
     )
-    assert "1,000 of 100,000 parameters were trained (1 %)" in text
+    assert "1,000 of 100,000 parameters were trained (1%)" in text
     assert "| eval_loss | 1.25 |" in text
     assert "dropped: no answer: 2 of 10 rows" in text
     block = text.split("```yaml\n")[1].split("```")[0]

@@ -111,7 +111,7 @@ def test_a_run_begins_with_its_numbers_and_ends_with_a_summary(capsys):
     assert lines[:3] == [
         "Training for 1,200 steps: 3 epochs of 3,200 examples",
         "  Effective batch size 8 = 4 per device x 2 gradient accumulation x 1 process",
-        "  90,000 of 9,000,000 parameters are trained (1 %)",
+        "  90,000 of 9,000,000 parameters are trained (1%)",
     ]
     assert lines[-1].startswith("Trained 1,200 steps in 20:00, mean loss 1.5000, last 0.0033")
 
@@ -341,3 +341,17 @@ def test_log_levels_follow_the_process(monkeypatch):
         logger.setLevel(before)
         os.environ.pop("TRANSFORMERS_VERBOSITY", None)
         os.environ.pop("DATASETS_VERBOSITY", None)
+
+
+@pytest.mark.parametrize(
+    ("losses", "warns"),
+    [([2, 5, 6, 7, 8, 9], 1), ([2, 5, 2, 5, 2, 5], 0), ([0.1, 0.3, 0.4, 0.5], 0), ([2, 1.5, 1.2, 1], 0)],
+)
+def test_a_loss_that_grows_without_bound_is_warned_of_once(losses, warns, capsys):
+    from burnish.run.callbacks import DivergenceCallback
+
+    callback, state = DivergenceCallback(), TrainerState(max_steps=10)
+    for step, loss in enumerate(losses, 1):
+        state.global_step = step
+        callback.on_log(None, state, TrainerControl(), logs={"loss": float(loss)})
+    assert "".join(capsys.readouterr()).count("the training diverges") == warns

@@ -85,7 +85,7 @@ def test_nothing_is_loaded_where_nobody_is_reported_to():
 
 
 def test_what_is_given_for_a_tracker_without_one_is_said():
-    assert tracker_notes(parsed(run_name="first")) == ['"run_name" has no effect: report_to names no tracker.']
+    assert tracker_notes(parsed(run_name="first")) == ['"run_name" has no effect: report_to lists no tracker.']
     assert tracker_notes(parsed(run_name="first", report_to="wandb")) == []
     assert tracker_notes(parsed()) == []
 

@@ -42,7 +42,7 @@ def demo(words: list[str]) -> int:
     name = "demo_dpo.yaml" if is_dpo else "demo.yaml"
     run = demo_plan(words[is_dpo:], name)
     questions, pairs = demo_questions(), demo_questions("pairs_heldout") if is_dpo else []
-    note(f"A small model that was not taught this yet answers {len(questions)} held-out questions ...")
+    note(f"Generating responses to {len(questions)} held-out questions before training ...")
     before, knew = answers(BUNDLED / "model", questions), preferred(BUNDLED / "model", pairs)
     result = train_run(run)
     if result.exit_code is not None:
@@ -52,7 +52,7 @@ def demo(words: list[str]) -> int:
     note(_report(questions, before, after))
     if is_dpo:
         share = f"{knew:.2f} before, {preferred(folder, pairs):.2f} after"
-        note(f"right answer likelier than the wrong one in {len(pairs)} held-out pairs: {share}")
+        note(f"preference accuracy on {len(pairs)} held-out pairs: {share}")
     note(_next_steps(str(folder), name))
     return 0
 
@@ -63,7 +63,7 @@ def demo_plan(words: list[str], name: str = "demo.yaml") -> Plan:
     places = {"model_name_or_path": BUNDLED / "model", "dataset_dir": BUNDLED / "data"}
     config, flags = split_arguments(words)
     if config is not None:
-        what = f"burnish demo has a configuration of its own. Received: {config}."
+        what = f"burnish demo has a fixed configuration and does not accept a file. Received: {config}."
         raise UserError(what, remedy=f"Try: burnish train {config}")
     return plan({**given, **{name: RawValue(str(path), "burnish demo") for name, path in places.items()}, **flags})
 
@@ -135,7 +135,7 @@ def _report(questions: list[DemoQuestion], before: list[str], after: list[str]) 
     lines = [f"\n{'question':<46}{'before':<16}{'after':<20}"]
     for index in range(0, len(questions), max(1, len(questions) // SHOWN))[:SHOWN]:
         question = questions[index]
-        mark = "right" if after[index] == question.answer else f"wrong, it is {question.answer}"
+        mark = "right" if after[index] == question.answer else f"wrong, expected {question.answer}"
         asked = _cut(question.prompt.replace("\n", " "), 44)
         lines.append(f"{asked:<46}{_cut(before[index], 14):<16}{_cut(after[index], 18):<20}{mark}")
     scores = f"{share_exact(questions, before):.2f} before, {share_exact(questions, after):.2f} after"
@@ -151,7 +151,7 @@ def _next_steps(output_dir: str, name: str) -> str:
     config = _short_path(BUNDLED / name)
     command = _command()
     return (
-        f"\nnext, from {Path.cwd()}:\n"
+        f"\nNext steps, from {Path.cwd()}:\n"
         f"  {command} chat {output_dir}\n"
         f"  {command} api {output_dir}\n"
         f"  {command} explain {config}\n"

@@ -91,12 +91,12 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
     by = "dataset" if named is options.dataset else "eval_dataset"
     also = ", for evaluation too" if is_trained and prepared.eval_rows else ""
     lines = [
-        Line("data sets", ", ".join(map(str, named or [])) or "none", plan.where(by)),
+        Line("datasets", ", ".join(map(str, named or [])) or "none", plan.where(by)),
         Line("template", prepared.template.name, plan.where("template")),
         Line("records", f"{prepared.stats.seen:,} read{also}"),
     ]
     if is_trained or len(prepared.rows):
-        unread = "" if is_trained else ", which the run has no use for"
+        unread = "" if is_trained else " (not used by this run)"
         lines.append(Line("training set", _size_of(prepared.rows, _kind(options)) + unread))
     eval_kind = _kind(options, is_eval=True)
     lines += [Line("evaluation", f"{_size_of(found, eval_kind)} {name}") for name, found in prepared.eval_rows.items()]
@@ -105,18 +105,18 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
         mean = sum(lengths) / len(lengths)
         is_all = rows is not prepared.sample or rows is prepared.rows
         known = f"{sum(lengths):,}; " if is_all else ""
-        among = "" if is_all else f" of {len(rows):,} that were looked at; the rest is encoded during training"
-        lines.append(Line("tokens", f"{known}{mean:.1f} in a {kind}, {max(lengths):,} in the longest{among}"))
+        among = "" if is_all else f" (of a sample of {len(rows):,}; the rest is encoded during training)"
+        lines.append(Line("tokens", f"{known}mean {mean:.1f} per {kind}, maximum {max(lengths):,}{among}"))
         lines.append(Line("trained" if is_trained else "measured", _labelled_share(rows)))
         if kind == "pack":
-            full = f"{100 * mean / options.cutoff_len:.1f} %"
+            full = f"{100 * mean / options.cutoff_len:.1f}%"
             lines.append(
                 Line("packing", f"packs of {options.cutoff_len:,} tokens are {full} full", plan.where("packing"))
             )
         if (spared := _spared_share(rows, prepared, options)) > 0:
-            why = "no loss depends on them, or rows share them"
-            text = f"{100 * spared:.3g} % of the tokens need not be computed: {why}; if the model has no dropout"
-            lines.append(Line("spared", text, plan.where("needed_tokens_only")))
+            why = "shared prefixes or no effect on the loss; requires dropout = 0"
+            text = f"{100 * spared:.3g}% ({why})"
+            lines.append(Line("skipped tokens", text, plan.where("needed_tokens_only")))
     lines += [Line("counted", sentence) for sentence in prepared.stats.sentences()]
     return Section("Data", lines)
 
@@ -127,25 +127,25 @@ def _looked_at(plan: Plan, prepared: Prepared) -> RowSet[Row]:
 
 
 def _kind(options: RunOptions, is_eval: bool = False) -> str:
-    return "pack" if packs_rows(options, OBJECTIVES[options.stage].default_packing, is_eval) else "row"
+    return "pack" if packs_rows(options, OBJECTIVES[options.stage].default_packing, is_eval) else "example"
 
 
 def _size_of(rows: Sequence[Row | None], kind: str) -> str:
-    """``4,000 rows``, ``2,012 packs of 4,000 rows``."""
-    if kind == "row":
-        return counted(len(rows), "row")
+    """``4,000 examples``, ``2,012 packs of 4,000 examples``."""
+    if kind == "example":
+        return counted(len(rows), "example")
     num_rows = sum(len(row.get("seq_lengths", [0])) for row in rows if row)
-    return f"{counted(len(rows), 'pack')} of {counted(num_rows, 'row')}"
+    return f"{counted(len(rows), 'pack')} of {counted(num_rows, 'example')}"
 
 
 def _labelled_share(rows: Sequence[Row]) -> str:
-    """``38.2 % of the tokens, 12.3 in a row``."""
+    """``38.2% of the tokens, 12.3 per example``."""
     looked_at = list(islice(rows, LOOKED_AT))
     labels = [answer["labels"] for row in looked_at for answer in answers_of(row).values()]
     tokens = sum(map(len, labels))
     trained = sum(label != IGNORE_INDEX for some in labels for label in some)
     among = "" if len(looked_at) == len(rows) else f" (counted in the first {len(looked_at):,})"
-    return f"{100 * trained / tokens:.3g} % of the tokens, {trained / len(looked_at):.1f} in each{among}"
+    return f"{100 * trained / tokens:.3g}% of the tokens, {trained / len(looked_at):.1f} per example{among}"
 
 
 def _spared_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions) -> float:
@@ -170,10 +170,11 @@ def _spared_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions) 
 def samples(plan: Plan, prepared: Prepared) -> Iterator[Sample]:
     """The first row, and the one in the middle."""
     rows, marked = _looked_at(plan, prepared), "trained" if trains(plan.options) else "measured"
+    kind = _kind(plan.options, is_eval=not trains(plan.options)).capitalize()
     for index in sorted({0, len(rows) // 2} if len(rows) else set()):
         for name, answer in answers_of(rows[index]).items():
             what = prepared.objective.sequence_title(rows[index], name)
-            title = f"Row {index + 1:,} of {len(rows):,}, {what}what is {marked}"
+            title = f"{kind} {index + 1:,} of {len(rows):,}, {what}{marked} tokens"
             pieces = pieces_of(first_of_pack({**rows[index], **answer}), prepared.tokenizer)
             yield Sample(title, [(text, trained) for text, trained, _ in pieces])
 
@@ -208,21 +209,21 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
     starter = plan.where("num_processes") or ("the launcher" if plan.world_size > 1 else "")
     lines = [
         Line("per device", f"{options.per_device_train_batch_size:,}", plan.where("per_device_train_batch_size")),
-        Line("accumulated", f"x {options.gradient_accumulation_steps}", plan.where("gradient_accumulation_steps")),
+        Line("accumulation", f"x {options.gradient_accumulation_steps}", plan.where("gradient_accumulation_steps")),
         Line("processes", f"x {plan.world_size} = {rows}", starter),
     ]
     if (waiting := _share_of_waiting(plan, prepared)) is not None:
-        text = f"{100 * waiting:.2g} % of a process's time, for the one with the most tokens, if time goes with tokens"
+        text = f"{100 * waiting:.2g}% of the time of a process (estimate: time proportional to tokens)"
         lines.append(Line("waiting", text))
     if options.max_tokens_per_batch is not None:
-        text = f"as few as hold them, of at most {options.max_tokens_per_batch:,} tokens"
+        text = f"as few as possible, each of at most {options.max_tokens_per_batch:,} tokens"
         lines.append(Line("micro-batches", text, plan.where("max_tokens_per_batch")))
     if steps.rows is not None:
         last = steps.rows % steps.rows_per_step
-        rest = f", the last with {counted(last, kind)}" if last and not options.dataloader_drop_last else ""
+        rest = f"; the last step has {counted(last, kind)}" if last and not options.dataloader_drop_last else ""
         in_steps = counted(steps.steps_per_epoch, "step")
         text = f"{counted(steps.rows, kind)} / {steps.rows_per_step:,} = {in_steps}{rest}"
-        lines.append(Line("an epoch", text))
+        lines.append(Line("epoch", text))
     lines += [_total(plan, prepared), _start(plan, prepared), _rate(plan, prepared), *_intervals(plan, prepared)]
     return Section("Steps", lines)
 
@@ -243,10 +244,10 @@ def _total(plan: Plan, prepared: Prepared) -> Line:
     options, steps = plan.options, prepared.steps
     if options.max_steps > 0:
         share = f" = {counted_epochs(steps.epochs)}" if steps.epochs is not None else ""
-        return Line("in all", f"{counted(steps.max_steps, 'step')}{share}", plan.where("max_steps"))
+        return Line("total", f"{counted(steps.max_steps, 'step')}{share}", plan.where("max_steps"))
     epochs = counted(options.num_train_epochs, "epoch")
     product = f"{steps.steps_per_epoch:,} x {epochs} = {counted(steps.max_steps, 'step')}"
-    return Line("in all", product, plan.where("num_train_epochs"))
+    return Line("total", product, plan.where("num_train_epochs"))
 
 
 def _start(plan: Plan, prepared: Prepared) -> Line:
@@ -256,15 +257,15 @@ def _start(plan: Plan, prepared: Prepared) -> Line:
     removed = f"{counted(there, 'checkpoint')} in output_dir {'is' if there == 1 else 'are'} removed"
     text = f"at step 0; {removed}" if there else "at step 0"
     if start.checkpoint is not None:
-        text = start.done or f"where {start.checkpoint} ended, at step {load_state(start.checkpoint).global_step:,}."
-    return Line("begins", " ".join([text, *start.notes]), plan.where("resume_from_checkpoint"))
+        text = start.done or f"from {start.checkpoint}, at step {load_state(start.checkpoint).global_step:,}."
+    return Line("starts", " ".join([text, *start.notes]), plan.where("resume_from_checkpoint"))
 
 
 def _rate(plan: Plan, prepared: Prepared) -> Line:
     """The peak, the warm-up, the curve, and its picture."""
     options, total = plan.options, prepared.steps.max_steps
     warmup = warmup_steps_of(options, total)
-    rise = f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
+    rise = f" after {counted(warmup, 'step')} of warmup" if warmup else ""
     curve = "".join(_BARS[min(int(value * len(_BARS)), len(_BARS) - 1)] for value in curve_of(options, total, _WIDTH))
     text = f"{options.learning_rate:g}{rise}, {options.lr_scheduler_type}  {curve}"
     return Line("learning rate", text.rstrip(), plan.where("learning_rate"))
@@ -297,7 +298,7 @@ def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
             yield Line(verb, f"{how_often}, {_times(verb, steps, total)}", where)
         else:
             yield Line(
-                verb, {"no": "never", "epoch": "after every epoch", "best": "at the best evaluation"}[strategy], where
+                verb, {"no": "never", "epoch": "after every epoch", "best": "at each best evaluation"}[strategy], where
             )
 
 
@@ -316,12 +317,12 @@ def _measuring(plan: Plan, prepared: Prepared) -> Section:
         batches = counted(math.ceil(len(rows) / across), "batch", "batches")
         lines.append(Line("batches", f"{batches} of {across:,} {_kind(options, is_eval=True)}s {name}".rstrip(), where))
     if options.max_tokens_per_batch is not None:
-        text = f"more where they would hold over {options.max_tokens_per_batch:,} tokens"
+        text = f"split where they exceed {options.max_tokens_per_batch:,} tokens"
         lines.append(Line("micro-batches", text, plan.where("max_tokens_per_batch")))
     if evaluates(options):
         lines.append(Line("evaluates", "the loss: eval_results.json", plan.where("do_eval")))
     if options.do_predict:
-        does = f"answers in {ANSWERS_NAME}.jsonl" if options.predict_with_generate else "the loss"
+        does = f"responses in {ANSWERS_NAME}.jsonl" if options.predict_with_generate else "the loss"
         lines.append(Line("predicts", f"{does}: predict_results.json", plan.where("do_predict")))
     return Section("Evaluation", lines)
 
@@ -340,7 +341,7 @@ def _options(plan: Plan) -> Section:
         Line(spec.name, f"{MASK if spec.is_secret else shown(value)} (default {shown(spec.default)})", where)
         for spec, value, where in plan.changed()
     ]
-    return Section("Options that are not at their default", lines)
+    return Section("Options that differ from their defaults", lines)
 
 
 def memory_terms_of(plan: Plan, prepared: Prepared) -> list[Term]:
@@ -357,13 +358,15 @@ def _resources(plan: Plan, prepared: Prepared) -> Section:
     terms, trained = memory_terms_of(plan, prepared), sizes.active if trains(options) else 0
     total, free = sum(term.num_bytes for term in terms), available_memory(options)
     lines = [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in terms]
-    where = device_of(options) if plan.world_size == 1 else f"{device_of(options)}, for each of {plan.world_size}"
-    lines.append(Line("together", f"{shown_bytes(total):<10} about; {shown_bytes(free)} are free on {where}"))
+    where = (
+        device_of(options) if plan.world_size == 1 else f"{device_of(options)} (per device, {plan.world_size} devices)"
+    )
+    lines.append(Line("total", f"{shown_bytes(total):<10} estimated; {shown_bytes(free)} free on {where}"))
     if plan.world_size > 1 and trained:
         sharing, loaded = sharing_of(options, plan.world_size), loaded_dtype(prepared.config).itemsize
         at_times = peaks(sharing, sizes.total, trained, formats, loaded)
         lines += [Line(term.name, f"{shown_bytes(term.num_bytes):<10} {term.reason}") for term in at_times]
     if needed := disk_of(options, prepared.config, sizes, formats, prepared.steps):
-        there = f"in {options.output_dir}; {shown_bytes(free_disk(output_folder(options)))} are free"
+        there = f"in {options.output_dir}; {shown_bytes(free_disk(output_folder(options)))} free"
         lines.append(Line("disk", f"{shown_bytes(needed):<10} {there}", plan.where("output_dir")))
-    return Section("Memory and disk, estimated", lines)
+    return Section("Memory and disk (estimated)", lines)

@@ -32,6 +32,8 @@ from burnish.run.prepare import Prepared
 from burnish.run.references import needs_reference, planned_reference
 from burnish.utils.patching import Reason, allows, patch, patch_summary, patches_of
 
+CHECKED_AT_START = "enabled if it reproduces the model's output (checked at start)"
+
 
 def model_section(plan: Plan, prepared: Prepared) -> Section:
     options, config, sizes = plan.options, prepared.config, prepared.sizes
@@ -49,13 +51,13 @@ def model_section(plan: Plan, prepared: Prepared) -> Section:
             plan.where("finetuning_type"),
         )
     else:
-        trained = Line("trained", "nothing: the run only evaluates or predicts", plan.where("do_train"))
+        trained = Line("trained", "none: the run only evaluates or predicts", plan.where("do_train"))
     turns = sizes.turns.lines if sizes.turns else ()
     lines = [
         Line("model", f"{sizes.class_name}, {sizes.base:,} parameters, from {begin}", plan.where("model_name_or_path")),
         trained,
         *(Line(label, text, plan.where("use_badam")) for label, text in turns),
-        Line("context", f"{context:,} tokens" if context else "without a limit"),
+        Line("context", f"{context:,} tokens" if context else "no limit"),
         Line("device", f"{device_in_words(device)}, {formats}"),
         *(Line("formats", text) for text in _formats(options, prepared)),
         *_reference(plan, prepared),
@@ -81,12 +83,12 @@ def _formats(options: RunOptions, prepared: Prepared) -> list[str]:
 def _patches(plan: Plan, prepared: Prepared) -> Iterator[Line]:
     """The patches that the run will make to the model's code."""
     model = patched_shapes(plan.options, prepared.config, prepared.tokenizer)
-    for sentence in patch_summary(model) or ["nothing"]:
+    for sentence in patch_summary(model) or ["none"]:
         yield Line("patched", sentence, plan.where("patches"))
     for why in dict.fromkeys(done.why for done in patches_of(model)):
-        yield Line("why", f"{why.kind}: {why.why}")
+        yield Line("patch", f"{why.kind}: {why.why}")
     for why in tried_patches(plan.options, prepared.config):
-        yield Line("tried", f"{why.kind}: {why.why}; kept if the model says the same")
+        yield Line("patch", f"{why.kind}: {why.why}; {CHECKED_AT_START}")
 
 
 def patched_shapes(options: RunOptions, config: Any, tokenizer: Any) -> nn.Module:

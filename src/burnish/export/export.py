@@ -88,7 +88,9 @@ def export(given: Mapping[str, RawValue]) -> Path:
     with (
         only_writer(folder),
         BackupOnOverwrite(folder, also=_OWN_FILES),
-        named_where_full(folder, "Free some space, or name an export_dir on another disk, and export again."),
+        named_where_full(
+            folder, "Free some disk space, or set export_dir to a folder on another disk. Then export again."
+        ),
         _place_of_weights(folder, using is not None) as place,
     ):
         save_model(
@@ -107,7 +109,7 @@ def export(given: Mapping[str, RawValue]) -> Path:
         gguf = gguf_file(folder, options) if options.export_format == "gguf" else None
         notes += write_gguf(folder, gguf, options) if gguf is not None else []
     lines = "\n  ".join(serving_lines(str(folder), gguf=gguf.name if gguf is not None else ""))
-    for sentence in (*notes, f"The model is in {folder}. To answer with it:\n  {lines}"):
+    for sentence in (*notes, f"The model is in {folder}. Next steps:\n  {lines}"):
         note(sentence)
     if options.export_hub_model_id:
         note(f"Uploaded to {upload(folder, options)}.")
@@ -117,8 +119,8 @@ def export(given: Mapping[str, RawValue]) -> Path:
 _OWN_FILES = ("*.gguf", "Modelfile", "quantize_config.json")
 """Files of an export, beside those that a run writes."""
 _NO_HEAD = Problem(
-    "a reward model gives scores, for which GGUF, GPTQ and AWQ have no place.",
-    remedy="Leave export_format and export_quantization_bit out: safetensors.",
+    "a reward model cannot be exported as GGUF, GPTQ or AWQ: these formats do not store a score head.",
+    remedy="Remove export_format and export_quantization_bit to export safetensors.",
 )
 
 
@@ -150,11 +152,11 @@ def export_options(given: Mapping[str, RawValue]) -> RunOptions:
             left_by_a_killed_process(Path(options.export_dir or ""), _OWN_FILES),
         )
     if not problems and options.export_quantization_bit and options.export_format == "gguf":
-        what = '"export_quantization_bit" is for GPTQ and AWQ, and "export_format" is gguf.'
+        what = '"export_quantization_bit" applies to GPTQ and AWQ only, but "export_format" is gguf.'
         problems.append(
             Problem(
                 what,
-                remedy="Leave one out; export_gguf_type: q4_0 is a GGUF file of 4 bits.",
+                remedy="Remove one of them. For a 4-bit GGUF file, set export_gguf_type: q4_0.",
                 option=("export_quantization_bit", "export_format"),
             )
         )
@@ -170,14 +172,14 @@ def quantized_base(options: RunOptions) -> list[Problem]:
         return []  # check_model finds what is wrong with it
     if not method:
         return []
-    what = "an adapter cannot be merged into it" if options.adapter_name_or_path else "it stays as it is"
+    what = "an adapter cannot be merged into it" if options.adapter_name_or_path else "it cannot be exported again"
     return [
         Problem(
             f"the base model is quantized ({method}): {what}.",
             where=str(options.model_name_or_path),
-            remedy="Leave quantization_bit out, so that the adapter is merged into the model as it was before."
+            remedy="Remove quantization_bit to merge the adapter into the full-precision model."
             if options.quantization_bit
-            else "Set model_name_or_path to the model that was quantized, in full precision.",
+            else "Set model_name_or_path to the original model in full precision.",
         )
     ]
 
@@ -198,7 +200,7 @@ def compare_templates(folder: Path, template: Template, options: RunOptions) -> 
     )
     example = readable_example(template)
     if example is None:
-        return ["The template writes no plain conversation, so the exported chat template was not compared with it."]
+        return ["The template cannot render a plain conversation, so the exported chat template was not checked."]
     row = template.encode([example], DataStats())[0]
     assert row is not None
     chat = as_chat(example)
@@ -208,7 +210,7 @@ def compare_templates(folder: Path, template: Template, options: RunOptions) -> 
     ):
         if list(trained) != list(exported):
             return [_difference(list(trained), list(exported), tokenizer)]
-    return [f"A conversation of {len(row['input_ids'])} tokens is rendered from {folder} as it was trained."]
+    return [f"Chat template checked: a conversation of {len(row['input_ids'])} tokens has the token ids of training."]
 
 
 def _difference(trained: list[int], exported: list[int], tokenizer: Any) -> str:
@@ -222,11 +224,11 @@ def _difference(trained: list[int], exported: list[int], tokenizer: Any) -> str:
     around = [tokenizer.convert_ids_to_tokens(ids[max(0, place - 2) : place + 3]) for ids in (trained, exported)]
     if texts[0].replace(" ", "") != texts[1].replace(" ", ""):
         raise RuntimeError(
-            f"The exported chat template writes another text than was trained, from token {place} on: "
+            f"The exported chat template renders a different text than training did, from token {place} on: "
             f"trained {around[0]}, exported {around[1]}."
         )
-    spaces = " but for spaces" if texts[0] != texts[1] else ""
+    spaces = " except for spaces" if texts[0] != texts[1] else ""
     return (
-        f"The exported chat template writes the trained text{spaces}, but the tokenizer cuts it otherwise from "
-        f"{place} on: trained {around[0]}, exported {around[1]}. Nothing separates the parts of this template for it."
+        f"The exported chat template renders the trained text{spaces}, but the tokens differ from token "
+        f"{place} on: trained {around[0]}, exported {around[1]}. This template has no separators between its parts."
     )

@@ -60,7 +60,7 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
             _own(folder, target, kind)
         compare_gguf(folder, target)
     size = target.stat().st_size / 1e6
-    return [f"{target} ({size:,.0f} MB): its tokens, chat template and stop token are the folder's."]
+    return [f"{target} ({size:,.0f} MB): tokens, chat template and stop token match the folder."]
 
 
 def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
@@ -68,17 +68,24 @@ def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
     if options.llama_cpp:
         return []
     kind, model_type = options.export_gguf_type, config.model_type
-    remedy = "Set llama_cpp to a checkout or an installation of llama.cpp, whose converter is used then."
+    remedy = "Set llama_cpp to a checkout or an installation of llama.cpp to use its converter."
     if model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        what = f'export_format: gguf is written for {known}. Received: a model of type "{model_type}".'
+        what = f'export_format: gguf supports {known}. Received: a model of type "{model_type}".'
         return [Problem(what, remedy=remedy, option="export_format")]
     if kind not in OWN_TYPES:
-        what = f'"export_gguf_type" {kind} is made by llama.cpp alone.'
-        return [Problem(what, remedy=f"{remedy} Without it: {', '.join(OWN_TYPES)}.", option="export_gguf_type")]
+        what = f'"export_gguf_type" {kind} requires llama.cpp.'
+        return [
+            Problem(what, remedy=f"{remedy} Available without it: {', '.join(OWN_TYPES)}.", option="export_gguf_type")
+        ]
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
-        return [Problem(f"rotary positions of type {rope['rope_type']} are not written here.", remedy=remedy)]
+        return [
+            Problem(
+                f"GGUF export without llama.cpp does not support rotary embeddings of type {rope['rope_type']}.",
+                remedy=remedy,
+            )
+        ]
     return []
 
 
@@ -88,7 +95,7 @@ def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
 def _through_llama_cpp(folder: Path, target: Path, kind: str, place: Path) -> None:
     converter = next((p for p in (place, place / "bin") if (p / "convert_hf_to_gguf.py").is_file()), None)
     if converter is None:
-        raise UserError(f'"llama_cpp" "{place}" holds no convert_hf_to_gguf.py.', option="llama_cpp")
+        raise UserError(f'"llama_cpp" "{place}" does not contain convert_hf_to_gguf.py.', option="llama_cpp")
     direct = {"f32", "f16", "bf16", "q8_0"}
     first = target if kind in direct else target.with_suffix(".f16.gguf")
     outtype = kind if kind in direct else "f16"
@@ -99,7 +106,9 @@ def _through_llama_cpp(folder: Path, target: Path, kind: str, place: Path) -> No
         program = next((path for path in names if path.is_file()), None)
         if program is None:
             raise UserError(
-                f'"llama_cpp" "{place}" holds no llama-quantize.', remedy="Build llama.cpp first.", option="llama_cpp"
+                f'"llama_cpp" "{place}" does not contain llama-quantize.',
+                remedy="Build llama.cpp first.",
+                option="llama_cpp",
             )
         _run([str(program), str(first), str(target), kind])
         first.unlink()
@@ -109,7 +118,7 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 (an argument list)
     if done.returncode:
         last = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-5:])
-        raise RuntimeError(f"{Path(command[0]).name} ended with {done.returncode}:\n  {last}")
+        raise RuntimeError(f"{Path(command[0]).name} failed with exit status {done.returncode}:\n  {last}")
 
 
 # --- our own ----------------------------------------------------------------------------------------------------------
@@ -176,7 +185,7 @@ def _tensors(weights: Sequence[tuple[Path, str]], config: dict[str, Any]) -> Ite
     for path, name in weights:
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
-            raise UserError(f'the weight "{name}" has no place in a GGUF file of this shape.')
+            raise UserError(f'the weight "{name}" has no counterpart in a GGUF file of this architecture.')
         with safe_open(path, framework="pt") as file:
             yield found, turned(name, file.get_tensor(name))
 
@@ -233,4 +242,4 @@ def compare_gguf(folder: Path, target: Path) -> None:
     ends = fields["tokenizer.ggml.eos_token_id"].contents()
     if differs or written != tokenizer.chat_template or ends != tokenizer.eos_token_id:
         what = f"tokens ({', '.join(differs[:3])})" if differs else "the chat template or the stop token"
-        raise RuntimeError(f"{target} does not say what {folder} says: {what}.")
+        raise RuntimeError(f"{target} differs from {folder}: {what}.")

@@ -61,7 +61,7 @@ def tokenizer_kind(words: dict[str, Any]) -> TokenizerKind:
 
 
 def _refusal(what: str) -> UserError:
-    return UserError(what, remedy="Set llama_cpp to a checkout of llama.cpp, whose converter is used then.")
+    return UserError(what, remedy="Set llama_cpp to a checkout of llama.cpp to use its converter.")
 
 
 def _split_of(words: dict[str, Any]) -> str:
@@ -71,8 +71,8 @@ def _split_of(words: dict[str, Any]) -> str:
     is_bytes = any(part.get("type") == "ByteLevel" for part in parts)
     pattern = patterns[0] if patterns else ""
     if words["model"].get("type") != "BPE" or not is_bytes or len(patterns) > 1 or pattern not in _SPLITS:
-        raise _refusal("the tokenizer is no byte-level one whose cut into words llama.cpp has a name for that is known "
-                       "here, nor SentencePiece's BPE with byte fallback.")  # fmt: skip
+        raise _refusal("the tokenizer is not supported: it is neither a byte-level BPE with a known pre-tokenizer "
+                       "nor a SentencePiece BPE with byte fallback.")  # fmt: skip
     return _SPLITS[pattern]
 
 
@@ -92,7 +92,7 @@ def _prefix(words: dict[str, Any]) -> bool:
     is_metaspace = cut.get("type") == "Metaspace" and cut.get("replacement") == _SPACE and cut.get("split") is False
     if all(step in (begins, spaces) for step in steps) and (is_metaspace or (not cut and spaces in steps)):
         return begins in steps or cut.get("prepend_scheme", "never") != "never"
-    raise _refusal("the tokenizer changes or cuts its text in a way that llama.cpp's SentencePiece does not.")
+    raise _refusal("the tokenizer normalizes or splits text in a way that llama.cpp's SentencePiece does not support.")
 
 
 def _scores(words: dict[str, Any]) -> dict[str, float]:
@@ -106,12 +106,12 @@ def _scores(words: dict[str, Any]) -> dict[str, float]:
     pieces = set(model["vocab"]) - added
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     if missing := _BYTES - pieces:
-        raise _refusal(f"the tokenizer falls back to bytes, but has no token {min(missing)}.")
+        raise _refusal(f"the tokenizer uses byte fallback, but its vocabulary has no token {min(missing)}.")
     pairs = ((piece[:at], piece[at:]) for piece in pieces for at in range(1, len(piece)))
     unsaid = {(a, b) for a, b in pairs if a in pieces and b in pieces} - set(merges)
     if unsaid or model.get("ignore_merges") or model.get("dropout"):
         example = ': it has no merge of "{}" and "{}"'.format(*min(unsaid)) if unsaid else ""
-        raise _refusal(f"the tokenizer joins its tokens in a way that scores cannot say{example}.")
+        raise _refusal(f"the merges of the tokenizer cannot be expressed as scores{example}.")
     made = ["".join(merge) for merge in merges]
     steps = _steps(made)
     return {piece: -float(steps.get(piece, len(steps))) for piece in pieces}
@@ -127,7 +127,7 @@ def _steps(made: list[str]) -> dict[str, int]:
         if at > end:
             step, group = step + 1, token
         elif token != group and (set(token) != set(group) or len(set(token)) > 1):
-            raise _refusal(f'the merges of "{group}" and "{token}" are mixed, which scores cannot say.')
+            raise _refusal(f'the merges of "{group}" and "{token}" are interleaved, which scores cannot express.')
         steps.setdefault(token, step)
         end = max(end, last[token])
     return steps

@@ -54,10 +54,10 @@ def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration
     raise_if(check_quantized_export(options, shapes))
     named = options.export_quantization_dataset
     if not (named or options.dataset):
-        what = '"export_quantization_bit" needs rows to calibrate with, and no data set is named.'
+        what = '"export_quantization_bit" needs calibration data, but no dataset is set.'
         raise UserError(
             what,
-            remedy="Name the one that trained: export_quantization_dataset: data/train.json",
+            remedy="Set it to the training dataset, for example: export_quantization_dataset: data/train.json",
             option="export_quantization_bit",
         )
     reading = replace(options, cutoff_len=options.export_quantization_maxlen, streaming=False, tokenized_path=None)
@@ -82,7 +82,7 @@ def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration
         held_out = max(1, min(HELD_OUT, len(rows) // 10))
         rows, others = rows[:-held_out], rows[-held_out:]
     if not rows:
-        what = "no row is left to calibrate with: the data set is too small, or nothing in it can be learned."
+        what = "no calibration examples are left: the dataset is too small, or its examples have no trainable tokens."
         raise UserError(what, where=named or ", ".join(map(str, options.dataset or [])))
     return Calibration(rows[: options.export_quantization_nsamples], others, group_of(shapes))
 
@@ -113,15 +113,15 @@ def quantize_into(folder: Path, source: Path, tokenizer: Any, using: Calibration
     said = _sentence(job, before, after)
     (folder / CARD_NAME).write_text(card(folder.resolve().name, said, options), encoding="utf-8")
     worse = after / before - 1
-    return [said, *([f"That is {worse:.0%} worse: more bits, or other rows to calibrate with."] * (worse > WORSE))]
+    return [said, *([f"Perplexity is {worse:.0%} worse. Use more bits or other calibration data."] * (worse > WORSE))]
 
 
 def _sentence(job: QuantizationJob, before: float, after: float) -> str:
     group = f"groups of {job.group} inputs" if job.group > 0 else "one scale per output"
     tokens = sum(label != -100 for row in job.held_out for label in row["labels"][1:])
     return (
-        f"{job.method.upper()}, {job.bits} bits, {group}, calibrated with {len(job.rows)} rows. Perplexity on "
-        f"{len(job.held_out)} other rows ({tokens} learned tokens): {before:.4g} before, {after:.4g} after."
+        f"{job.method.upper()}, {job.bits} bits, {group}, calibrated with {len(job.rows)} examples. Perplexity on "
+        f"{len(job.held_out)} other examples ({tokens} trained tokens): {before:.4g} before, {after:.4g} after."
     )
 
 
@@ -133,6 +133,6 @@ def card(name: str, said: str, options: RunOptions) -> str:
         library_name="transformers", pipeline_tag="text-generation", base_model=base if is_plain else None,
         base_model_relation="quantized" if is_plain else None, tags=["burnish", options.export_quantization_method],
     )  # fmt: skip
-    lines = [f"# {name}", "", said, "", "At a terminal, and as a server:", "", "```sh", *serving_lines(name), "```"]
-    needs = "transformers and burnish read it through the libraries gptqmodel and (GPTQ) optimum."
+    lines = [f"# {name}", "", said, "", "In the terminal, and as a server:", "", "```sh", *serving_lines(name), "```"]
+    needs = "Loading it with transformers or burnish requires gptqmodel and, for GPTQ, optimum."
     return under_metadata(metadata, "\n".join([*lines, "", needs]))

@@ -61,6 +61,8 @@ class StageObjective(Objective, Protocol):
         uses_lm_head: whether the head of the language model is needed.
         disables_dropout: whether ``disable_dropout`` applies.
         logs_rewards: whether it logs rewards/chosen and rewards/margins.
+        learning_rates: the default learning rate of ``burnish train`` for all weights and for an adapter, where it is
+            not the usual one.
         title: how a model card names it; the name of the stage if empty.
         needs_reference: whether the loss compares with a reference model. Whoever assembles the run then sets
             ``reference``, or fills the columns of ``reference_columns`` before training.
@@ -71,6 +73,7 @@ class StageObjective(Objective, Protocol):
     row_columns: ClassVar[Mapping[str, Any]] = {"input_ids": (0, 0), "labels": (IGNORE_INDEX, 0)}
     token_columns: ClassVar[Mapping[str, float]] = {}
     batch_keys: ClassVar[frozenset[str]] = frozenset()
+    learning_rates: ClassVar[tuple[float, float] | None] = None
     separate_sequences: ClassVar[frozenset[str]] = frozenset()
     default_packing: ClassVar[str | None] = None
     has_prompts: ClassVar[bool] = True

@@ -109,6 +109,7 @@ class AnswersObjective(StageObjective):
         reference: whoever assembles the run sets it, where ``needs_reference``.
     """
 
+    learning_rates = (5e-7, 5e-6)
     batch_keys = frozenset({"reference", "mean_row", "baseline", "factors"})
     disables_dropout = True
     logs_rewards = True

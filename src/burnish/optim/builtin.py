@@ -70,11 +70,22 @@ def check_optimizer(options: OptimOptions) -> list[Problem]:
     return missing_library(member.name)
 
 
+_FAR_TOO_HIGH = 1.0
+
+
 @notes
 def optimizer_notes(options: OptimOptions) -> list[str]:
     """Notes on options that were set and that the optimizer of this run does not read."""
     member = OPTIMIZERS.choose(options.optim, options)
-    return _no_effect(member.name, OPTIMIZERS.unread(member, options)) + left_out(member.name, options)
+    far = (
+        [
+            f"learning_rate {options.learning_rate:g} is far above the usual range (1e-6 to 1e-3 for AdamW), and the "
+            "loss will probably diverge. Set learning_rate: 1e-5 for full fine-tuning, or 1e-4 for LoRA."
+        ]
+        if options.learning_rate >= _FAR_TOO_HIGH
+        else []
+    )
+    return far + _no_effect(member.name, OPTIMIZERS.unread(member, options)) + left_out(member.name, options)
 
 
 def left_out(name: str, options: OptimOptions) -> list[str]:

@@ -78,7 +78,7 @@ class CardFacts:
     loader: str = "AutoModelForCausalLM"
     stage_title: str = ""
     has_prompts: bool = True
-    unnamed: str = "that began with random weights"
+    unnamed: str = "trained from random weights"
     folder: str = ""
 
 
@@ -147,7 +147,7 @@ def _opening(facts: CardFacts) -> str:
     lines = [
         f"# {facts.name}",
         f"{product} {origin}, by {facts.stage_title or facts.stage} on {_listed(facts.datasets)}. "
-        f"{facts.trainable_parameters:,} of {facts.all_parameters:,} parameters were trained ({share:.3g} %).",
+        f"{facts.trainable_parameters:,} of {facts.all_parameters:,} parameters were trained ({share:.3g}%).",
     ]
     lines += [f"![{shown}]({name})" for shown, name in facts.pictures.items()]
     return "\n\n".join(lines)
@@ -160,20 +160,20 @@ def _shown(name: str) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     if not names:
-        return "data that was not named"
+        return "an unnamed dataset"
     *others, last = [_shown(name) for name in names]
     return f"{', '.join(others)} and {last}" if others else last
 
 
 def _use(facts: CardFacts) -> str:
     if not facts.loader:
-        return "## How to use it\n\nThrough the script that holds its class: `model.safetensors` has its weights."
+        return "## How to use it\n\nUse the script that defines its class; `model.safetensors` holds the weights."
     if not _library(facts):
-        return f"## How to use it\n\nThrough the package that brings finetuning_type {facts.method} to burnish."
+        return f"## How to use it\n\nUse the package that adds finetuning_type {facts.method} to burnish."
     writes = facts.loader == "AutoModelForCausalLM"
     imports = [f"from transformers import {facts.loader}, AutoTokenizer"]
     load = [
-        'folder = "."  # of this file: start Python in it, or write its path, or its name on the hub',
+        'folder = "."  # this folder: its path, or its name on the hub',
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
     ]
     if facts.is_adapter:
@@ -191,7 +191,7 @@ def _use(facts: CardFacts) -> str:
         return "\n".join(["## How to use it", "", "```python", *code, "```"])
     served = serving_lines(facts.folder or facts.name, facts.is_adapter)
     lines = ["## How to use it", "", "```python", *code, "```"]
-    return "\n".join([*lines, "", "At a terminal, and as a server:", "", "```sh", *served, "```"])
+    return "\n".join([*lines, "", "In the terminal, and as a server:", "", "```sh", *served, "```"])
 
 
 def serving_lines(folder: str, is_adapter: bool = False, gguf: str = "") -> list[str]:
@@ -221,8 +221,8 @@ def _generate(is_chat: bool) -> list[str]:
     )
     return [
         *inputs,
-        "answer = model.generate(**inputs, max_new_tokens=100)",
-        'print(tokenizer.decode(answer[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+        "output = model.generate(**inputs, max_new_tokens=100)",
+        'print(tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
 
 
@@ -233,7 +233,7 @@ def _training(facts: CardFacts) -> str:
         return ""
     plain = _without_folders(json.loads(json.dumps(shown, default=str)))
     written = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10_000)
-    opening = "Every option that was not at its default:"
+    opening = "Options that differ from their defaults:"
     return f"## How it was trained\n\n{opening}\n\n```yaml\n{written}```"
 
 
@@ -260,7 +260,7 @@ def _number(value: Any) -> str:
 
 def _rows(facts: CardFacts) -> str:
     lines = [f"- {sentence}" for sentence in (*facts.data, *facts.stats)]
-    title = "## The data" if facts.data else "## What happened to the data"
+    title = "## Data" if facts.data else "## Data preprocessing"
     return "\n".join([title, "", *lines]) if lines else ""
 
 

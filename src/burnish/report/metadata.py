@@ -133,7 +133,7 @@ class RunMetadata(TrainerCallback):
         self.event("stage", "saving")
 
 
-_AGAIN = "The same command goes on from the last checkpoint."
+_AGAIN = "Run the same command again to resume from the last checkpoint."
 
 
 def write_outcome(folder: Path, ending: Mapping[str, Any], step: int) -> None:
@@ -231,15 +231,13 @@ def given_yaml(
         left_out: names that are told, and have no effect where the file is read.
         command: the command of burnish that writes the file.
     """
-    lines = [
-        f"# The options of this run, written by burnish {command}. burnish train run.yaml continues or repeats it."
-    ]
+    lines = [f"# The options of this run, written by burnish {command}. Rerun or resume: burnish train run.yaml"]
     for name, value in values.items():
         where = " ".join(provenance.get(name, "").split())
         if has_secret_name(name):
-            lines.append(f"# {name} is a secret and is not written here.")
+            lines.append(f"# {name} is a secret and is not saved.")
             continue
-        mark = "# for its start alone: " if name in left_out else ""
+        mark = "# only for the start of the run: " if name in left_out else ""
         lines.append(f"{mark}{name}: {_yaml(value)}{f'  # {where}' if where else ''}")
     return "\n".join(lines) + "\n"
 

@@ -88,8 +88,8 @@ def check_trackers(options: ReportOptions) -> list[Problem]:
         # To save, the callback makes a transformers Trainer, and takes the options for that Trainer's arguments.
         problems.append(
             Problem(
-                f'"report_to": WANDB_LOG_MODEL is {keeps_model}, and this run does not send its model to wandb.',
-                remedy="Unset WANDB_LOG_MODEL; the model is in output_dir.",
+                f'"report_to": WANDB_LOG_MODEL is {keeps_model}, but burnish does not upload models to wandb.',
+                remedy="Unset WANDB_LOG_MODEL; the model is saved in output_dir.",
                 option="report_to",
             )
         )
@@ -112,4 +112,4 @@ def tracker_notes(options: ReportOptions) -> list[str]:
     given = [f.name for f in dataclasses.fields(ReportOptions) if f.name in _FOR_TRACKERS]
     defaults = ReportOptions()
     unused = [name for name in given if getattr(options, name) != getattr(defaults, name)]
-    return [f'"{name}" has no effect: report_to names no tracker.' for name in unused]
+    return [f'"{name}" has no effect: report_to lists no tracker.' for name in unused]

@@ -49,7 +49,7 @@ def plot_history(history: Sequence[Mapping[str, Any]], folder: str | Path, title
         ("training_eval_accuracy.png", "evaluation accuracy", curves(history, _eval_names(history, "accuracy")), False),
         ("training_rewards.png", "rewards", curves(history, [f"rewards/{name}" for name in _REWARDS]), False),
         ("training_rewards.png", "scores", curves(history, [f"{name}_reward" for name in _SCORES]), False),
-        ("training_rewards_accuracies.png", "accuracy of rewards", curves(history, ["rewards/accuracies"]), True),
+        ("training_rewards_accuracies.png", "reward accuracy", curves(history, ["rewards/accuracies"]), True),
     )
     return [
         _draw(Path(folder) / file, label, title, found, is_noisy) for file, label, found, is_noisy in pictures if found
@@ -73,10 +73,10 @@ def plot_margins(margins: Mapping[str, Sequence[float]], folder: str | Path, tit
     edges = _edges(min(least, 0.0), max(most, 0.0))
     for (name, of_set), color in zip(finite.items(), cycle(_COLORS)):
         right = sum(value > 0 for value in of_set) / len(of_set)
-        label = f"{name}: {right:.0%} of {len(of_set):,} pairs right"
+        label = f"{name}: {right:.0%} of {len(of_set):,} pairs ranked correctly"
         axes.hist(of_set, bins=edges, color=color, alpha=0.55 if len(finite) > 1 else 0.8, label=label)
     axes.axvline(0.0, color=_GREY, linewidth=1.2)
-    _dress(axes, "margin of each pair", title, has_legend=True, below="score of the chosen answer - of the rejected")
+    _dress(axes, "margin of each pair", title, has_legend=True, below="score(chosen) - score(rejected)")
     axes.set_ylabel("pairs", color=_GREY)
     return [_saved(figure, Path(folder) / "training_margins.png")]
 

@@ -16,8 +16,8 @@ from burnish.report.console import note
 _IN_A_ROW = 3
 """Logs that have to agree: one alone is noise."""
 SENTENCE = (
-    "The rewards of chosen answers fall while the margin grows: the model moves away from both answers, from the "
-    "rejected ones further. Where logps/chosen falls far, set pref_ftx: 0.1, pref_loss: dpop, or a lower learning_rate."
+    "The rewards of chosen responses fall while the margin grows: both responses become less likely, the rejected "
+    "ones faster. If logps/chosen falls far, set pref_ftx: 0.1, pref_loss: dpop, or a lower learning_rate."
 )
 
 

@@ -67,7 +67,7 @@ def check_profile(options: ProfileChoices) -> list[Problem]:
         return []
     return [
         Problem(
-            f'"profile" looks at {needed} steps: {WARM_UP} to warm up, {options.profile_steps} timed, one traced. '
+            f'"profile" needs {needed} steps: {WARM_UP} for warmup, {options.profile_steps} timed, one traced. '
             f"Received: max_steps {options.max_steps}.",
             remedy=f"Set max_steps: {needed} or more, or a smaller profile_steps.",
             option=("profile", "profile_steps", "max_steps"),
@@ -169,7 +169,7 @@ class ProfileCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         needed = WARM_UP + self.num_steps + 1
         if self.begun < needed:
-            note(f"Nothing was profiled: that takes {needed} steps, and this run had {self.begun}.")
+            note(f"Nothing was profiled: profiling needs {needed} steps, and this run had {self.begun}.")
 
     def _write(self, traced_step: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -177,15 +177,17 @@ class ProfileCallback(TrainerCallback):
         device = self.clock.device.type
         text = "\n".join(
             [
-                f"Where the time of a step went: the mean of {self.num_steps} steps on {device}",
+                f"Time per step (mean of {self.num_steps} steps on {device})",
                 *self._parts(),
                 "",
-                f"The operations of step {traced_step} that took longest, and what they allocated",
+                f"Slowest operations of step {traced_step} and the memory that they allocated",
                 *_operations(self.trace, device),
             ]
         )
         (self.folder / TABLE).write_text(text + "\n", encoding="utf-8")
-        note(f"\n{text}\n\nThe timeline of step {traced_step} is {self.folder / TRACE}; ui.perfetto.dev shows it.\n")
+        note(
+            f"\n{text}\n\nThe trace of step {traced_step} is in {self.folder / TRACE}. Open it with ui.perfetto.dev.\n"
+        )
 
     def _parts(self) -> Iterator[str]:
         seconds = dict(self.clock.seconds)

@@ -61,7 +61,7 @@ class RunFacts:
             f"Training for {counted(self.steps.max_steps, 'step')}{self._share_of_data()}",
             f"  Effective batch size {self.steps.rows_per_step} = {self.per_device_batch_size} per device"
             f" x {self.accumulation} gradient accumulation x {processes}",
-            f"  {self.trainable_parameters:,} of {self.all_parameters:,} parameters are trained ({share:.3g} %)",
+            f"  {self.trainable_parameters:,} of {self.all_parameters:,} parameters are trained ({share:.3g}%)",
         ]
 
     def _share_of_data(self) -> str:

@@ -108,7 +108,7 @@ def _problems_of(name: str) -> list[Problem]:
         known = ", ".join(TRACKERS.names())
         return [
             Problem(
-                f'"report_to": there is no tracker "{name}".{guess}',
+                f'"report_to": unknown tracker "{name}".{guess}',
                 remedy=f"Known: {known}, all, none.",
                 option="report_to",
             )
@@ -121,7 +121,7 @@ def _problems_of(name: str) -> list[Problem]:
     return [
         Problem(
             f'"report_to": {name} needs {missing}, which is not {"installed" if needs.package else "set"}.',
-            remedy=f"{remedy}, or leave {name} out of report_to.",
+            remedy=f"{remedy}, or remove {name} from report_to.",
             option="report_to",
         )
     ]

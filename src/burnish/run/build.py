@@ -9,6 +9,7 @@ finish      evaluate, save, plot, describe (finish.py)
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ from burnish.parallel.options import local_rank
 from burnish.parallel.precision import compute_sentence, loaded_dtype
 from burnish.parallel.single import set_seed
 from burnish.report.console import kept_in, note, set_log_levels, warn
-from burnish.report.metadata import METADATA_NAMES, OF_ONE_START, RunMetadata, given_yaml
+from burnish.report.metadata import GIVEN, METADATA_NAMES, OF_ONE_START, RunMetadata, given_yaml
 from burnish.report.options import counts_tokens
 from burnish.report.profile import watch
 from burnish.report.progress import RunFacts
@@ -155,9 +156,19 @@ def train_and_finish(
     if interrupt.exit_code is not None:
         if metadata is not None:
             metadata.stopped(interrupt.exit_code)
+            for sentence in how_to_continue(folder):
+                note(sentence)
         return Result(output, folder, exit_code=interrupt.exit_code)
     metrics = finish(loop, plan, prepared, output)
     return Result(output, folder, metrics, exit_code=status_of(loop.checkpoints))
+
+
+def how_to_continue(folder: Path) -> list[str]:
+    """The newest checkpoint of a run that was stopped, and the command that continues it."""
+    newest, _ = Checkpoints(folder).newest()
+    if newest is None:
+        return []
+    return [f"The checkpoint is {newest}. To continue: burnish train {shlex.quote(str(folder / GIVEN))}"]
 
 
 def metadata_of(plan: Plan, engine: Engine, stats: DataStats) -> RunMetadata:
@@ -254,7 +265,9 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
     if folders := adapter_folders(options):
         raise_if_adapter_not_finite(model, folders)
     if prepared.objective.disables_dropout and options.disable_dropout and switch_off_dropout(model):
-        notes.append("Dropout is off, LoRA's too, as a model is compared with itself (disable_dropout).")
+        notes.append(
+            "Dropout is disabled, including LoRA dropout, so that log-probabilities are comparable (disable_dropout)."
+        )
     engine.place(model, trainable_dtype(options, model, engine))
     turns = prepared.sizes.turns.lines if prepared.sizes.turns and trains(options) else ()
     notes += [f"{label.capitalize()}: {text}." for label, text in turns]
@@ -321,8 +334,8 @@ def fit_objective(
         head_of=None if options.fused_loss is False else model,
     )  # fmt: skip
     if options.needed_tokens_only and not capabilities.shares_prefixes:
-        what = "rows are padded, or model or loss draw at random, or go over all of them"
-        said = [*said, f"All tokens are computed, needed or not: {what}."]
+        what = "the batch is padded, the model or loss uses random numbers, or the loss needs all tokens"
+        said = [*said, f"Tokens without effect on the loss are not skipped: {what}."]
     collate = collator(options, tokenizer.pad_token_id, capabilities.is_padding_free, capabilities.shares_prefixes)
     return capabilities, [*capabilities.notes, *said, *objective.fit(capabilities, collate)]
 

@@ -6,14 +6,16 @@ callbacks of the caller; and last the output to the terminal, so that it shows t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.loop.early_stopping import early_stopping_callbacks
-from burnish.loop.events import CallbackHandler, DefaultFlowCallback
+from burnish.loop.events import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.losses.base import OBJECTIVES
+from burnish.report.console import warn
 from burnish.report.jsonl import JsonlCallback
 from burnish.report.preferences import ChosenFallsCallback
 from burnish.report.progress import RunFacts, progress_callback
@@ -29,6 +31,40 @@ IN_ORDER = (
 """The events in the order in which they happen, for a step that is logged, evaluated and saved."""
 
 
+_FACTOR = 2.0
+_IN_A_ROW = 3
+
+
+class DivergenceCallback(TrainerCallback):
+    """Warns when the logged loss is at least twice the first one, and more than 1 above it, three times in a row."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._times = 0
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        loss = (logs or {}).get("loss")
+        if not isinstance(loss, int | float) or not math.isfinite(loss) or self._times >= _IN_A_ROW:
+            return
+        if self._first is None:
+            self._first = loss
+        has_grown = loss > max(_FACTOR * self._first, self._first + 1)
+        self._times = self._times + 1 if has_grown else 0
+        if self._times == _IN_A_ROW and state.is_world_process_zero:
+            warn(
+                f"The loss has grown from {self._first:.4g} to {loss:.4g} at step {state.global_step}: the training "
+                "diverges. Stop it, and lower learning_rate, or add warmup_steps."
+            )
+
+
+class LastStepCallback(TrainerCallback):
+    """Logs the last step too, where ``logging_steps`` is a fraction of the run that does not divide it."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step == state.max_steps:
+            control.should_log = True
+
+
 def callbacks_of(options: RunOptions, facts: RunFacts | None = None, added: Sequence[Any] = ()) -> list[Any]:
     """The callbacks of a run.
 
@@ -41,6 +77,8 @@ def callbacks_of(options: RunOptions, facts: RunFacts | None = None, added: Sequ
         *early_stopping_callbacks(options),
         *tracker_callbacks(options.report_to, options.logging_dir),
         JsonlCallback(output_folder(options)),
+        *([LastStepCallback()] if options.logging_strategy == "steps" and options.logging_steps < 1 else []),
+        DivergenceCallback(),
         *([ChosenFallsCallback()] if OBJECTIVES[options.stage].logs_rewards else []),
         *added,
         progress_callback(options, facts),

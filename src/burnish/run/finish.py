@@ -91,14 +91,14 @@ _SHOWN = ("*model*.safetensors", "README.md", "training_loss.png", "generated_pr
 
 
 def next_steps(folder: Path, gives_scores: bool) -> list[str]:
-    """Sentences on where the result is, and on the commands that talk to it and serve it."""
+    """Where the result is, and the commands that chat with it and serve it."""
     files = [path.name for pattern in _SHOWN for path in sorted(folder.glob(pattern))]
     more = f" and {len(files) - 4} more" if len(files) > 5 else ""
     place = shlex.quote(str(folder))
-    talks = "" if gives_scores else f"burnish chat {place} talks to it, "
+    commands = [f"burnish api {place}"] if gives_scores else [f"burnish chat {place}", f"burnish api {place}"]
     return [
         f"Written to {folder}: {', '.join(files[:4] if more else files)}{more}.",
-        f"Next: {talks}burnish api {place} serves {'its scores' if gives_scores else 'it'}.",
+        "\n  ".join(["Next steps:", *commands]),
     ]
 
 
@@ -148,7 +148,7 @@ class Reports:
         assert found is not None
         can_go_on = checkpoints.path(step).is_dir()  # with no step left, and write what is missing
         remedy = found.remedy if can_go_on else f"{found.remedy.partition(', then ')[0].rstrip('.')}."
-        why = f'The model in "{checkpoints.folder}" is whole, and trained to its end.'
+        why = f'The model in "{checkpoints.folder}" is complete and fully trained.'
         raise NotSavedError(replace(found, why=why, remedy=remedy)) from self._failures[0]
 
 

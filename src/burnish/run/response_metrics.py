@@ -21,7 +21,8 @@ from typing import Protocol, TypeAlias
 from burnish.config.checks import check
 from burnish.config.errors import MissingExtraError, Problem
 from burnish.config.options import option
-from burnish.config.registry import Registry
+from burnish.config.registry import Member, Registry
+from burnish.report.console import note
 
 AnswerMetric: TypeAlias = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
 METRICS: Registry[AnswerMetric] = Registry("metric")
@@ -62,6 +63,23 @@ def check_metrics(options: MetricChoices) -> list[Problem]:
         other = f"{first.remedy}, or set predict_metrics: exact_match"
         return [replace(first, remedy=other), *rest]
     return problems
+
+
+def installed_metrics() -> list[str]:
+    """The default metrics whose libraries are installed; a note names the others."""
+    missing = {name: _missing_libraries(METRICS.get(name)) for name in MetricOptions().predict_metrics}
+    lacking = {name: libraries for name, libraries in missing.items() if libraries}
+    if lacking:
+        needed = ", ".join(dict.fromkeys(library for libraries in lacking.values() for library in libraries))
+        note(
+            f"Not computed: {', '.join(lacking)}, which need {needed}. Install them with: "
+            'pip install "burnish[metrics]"'
+        )
+    return [name for name in missing if name not in lacking]
+
+
+def _missing_libraries(member: Member[AnswerMetric]) -> list[str]:
+    return [library for library in member.traits.get("libraries", ()) if not find_spec(library)]
 
 
 def scores(predictions: Sequence[str], labels: Sequence[str], options: MetricChoices) -> dict[str, float]:

@@ -10,7 +10,7 @@ registered checks of the components find (``@check`` and ``@notes`` of ``config/
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -21,8 +21,10 @@ from typing import Any
 from burnish.config.checks import CHECKS, NOTES, Check, Notes
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import OptionSpec, RawValue, build, changed_options, convert, raise_if, specs
+from burnish.losses.base import OBJECTIVES
 from burnish.parallel.process_counts import launcher_problems
 from burnish.run.plan import checks as _cross_checks
+from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.unsupported import take_absent
 
@@ -71,6 +73,7 @@ def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
     present, problems, foreign = take_absent(given, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     provenance = provenance_of(present)
+    options = replace(options, **dependent_defaults(options, provenance))
     doubtful = _doubtful(present)
 
     def asked(checks: Sequence[Check]) -> list[Problem]:
@@ -86,6 +89,24 @@ def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
         notes=(*foreign, *_notes(present, options)),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
     )
+
+
+LOGS_PER_RUN = 50
+
+
+def dependent_defaults(options: RunOptions, given: Container[str]) -> dict[str, Any]:
+    """Defaults that depend on the stage and on the length of the run, for options that were not given."""
+    found: dict[str, Any] = {}
+    rates = OBJECTIVES[options.stage].learning_rates if options.stage in OBJECTIVES else None
+    if rates is not None and "learning_rate" not in given:
+        found["learning_rate"] = rates[0] if options.finetuning_type in ("full", "freeze") else rates[1]
+    if "logging_steps" not in given and trains(options):
+        found["logging_steps"] = 1 / LOGS_PER_RUN
+        if "logging_first_step" not in given:
+            found["logging_first_step"] = True
+        if "eval_steps" not in given:
+            found["eval_steps"] = options.logging_steps
+    return found
 
 
 @cache

@@ -46,10 +46,10 @@ async def whole_body(request: Request) -> bytes:
         async with asyncio.timeout(SLOWEST_S):
             return await request.body()
     except TimeoutError as error:
-        message = f"The body must arrive within {SLOWEST_S:g} seconds, and did not."
+        message = f"The body must arrive within {SLOWEST_S:g} seconds."
         raise APIError(408, "request_timeout", message, headers={"Connection": "close"}) from error
     except ClientDisconnect as error:
-        raise APIError(400, "invalid_json", "The connection ended before the body did.") from error
+        raise APIError(400, "invalid_json", "The connection was closed before the body was complete.") from error
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -69,12 +69,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise _broken(_TOO_DEEP) from error
     except ValueError as error:
-        raise _broken("a number in it has too many digits") from error
+        raise _broken("a number has too many digits") from error
     if not isinstance(value, dict):
         raise APIError(400, "invalid_type", f"The body must be a JSON object. Received: {json_type(value)}.")
     if (path := _half_character(value)) is not None:
         raise APIError(
-            400, "invalid_value", "A text holds half a character (a lone surrogate).", param=path[1:] or None
+            400,
+            "invalid_value",
+            "A string contains a lone surrogate, which is not a valid character.",
+            param=path[1:] or None,
         )
     return value
 
@@ -82,7 +85,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 def json_type(value: Any) -> str:
     """JSON's name of the type of a value."""
     kinds: Sequence[tuple[Any, str]] = (
-        (bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"), (list, "a list"),
+        (bool, "a boolean"), (int, "an integer"), (float, "a number"), (str, "a string"), (list, "an array"),
         (dict, "an object"),
     )  # fmt: skip
     return next((word for kind, word in kinds if isinstance(value, kind)), "null")
@@ -97,12 +100,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise APIError(400, "invalid_json", f'The key "{_shown(twice)}" is given twice in one object.')
+        raise APIError(400, "invalid_json", f'The key "{_shown(twice)}" appears twice in one object.')
     return found
 
 
 def _no_number(word: str) -> NoReturn:
-    raise _broken(f"{word} is no JSON number")
+    raise _broken(f"{word} is not a valid JSON number")
 
 
 def _half_character(value: Any, depth: int = 1) -> str | None:
@@ -123,7 +126,7 @@ def _half_character(value: Any, depth: int = 1) -> str | None:
     return None
 
 
-_TOO_DEEP = f"it is nested more than {DEEPEST} deep"
+_TOO_DEEP = f"it is nested more than {DEEPEST} levels deep"
 
 
 def _shown(text: str) -> str:

@@ -46,7 +46,7 @@ class OncePerMinute(logging.Filter):
             self._seen.clear()
         self._seen[key] = now, 0
         if dropped:
-            again.warning("%d more like the next line.", dropped)
+            again.warning("%d messages like the following one were suppressed.", dropped)
         return True
 
 
@@ -67,7 +67,9 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.most:
             oldest = next(iter(self.waiting), self)
-            log.warning("More than %d connections: the oldest without a request, or the new one, is closed.", self.most)
+            log.warning(
+                "Connection limit of %d exceeded: closing the oldest idle connection, or the new one.", self.most
+            )
             oldest.drop()
             if oldest is self:
                 return

@@ -69,4 +69,4 @@ def to_shown_json(content: Any) -> bytes:
     return to_json(shown(content))
 
 
-INTERNAL = APIError(500, "internal_error", "burnish failed on this request; its log says why, under the request's id.")
+INTERNAL = APIError(500, "internal_error", "Internal error. The server log has the details under the request id.")

@@ -78,7 +78,7 @@ def only(request: Request, name: str) -> str | None:
     """
     values = request.headers.getlist(name)
     if len(values) > 1:
-        raise APIError(400, "invalid_value", f'The header "{name}" must be given once. Received: {len(values)}.')
+        raise APIError(400, "invalid_value", f'The header "{name}" must appear at most once. Received: {len(values)}.')
     return values[0] if values else None
 
 
@@ -101,10 +101,12 @@ def bearer(key: str | None, open_paths: Collection[str]) -> Admit:
         challenge = {"WWW-Authenticate": "Bearer"}
         given = only(request, "authorization")
         if given is None:
-            raise APIError(401, "missing_api_key", 'A key is needed: "Authorization: Bearer KEY".', headers=challenge)
+            raise APIError(
+                401, "missing_api_key", 'An API key is required: "Authorization: Bearer KEY".', headers=challenge
+            )
         scheme, _, token = given.partition(" ")
         if scheme.lower() != "bearer" or not same_key(token.strip(), key):
-            raise APIError(401, "invalid_api_key", "The key is not this server's.", headers=challenge)
+            raise APIError(401, "invalid_api_key", "The API key is not valid.", headers=challenge)
 
     return admit
 
@@ -155,7 +157,7 @@ class Guard:
     def _check(self, request: Request, answer: _Answer) -> None:
         pairs = request.headers.raw
         if len(pairs) > MOST_HEADERS or sum(len(name) + len(value) for name, value in pairs) > MOST_HEADER_BYTES:
-            message = f"At most {MOST_HEADERS} headers of {MOST_HEADER_BYTES} bytes together."
+            message = f"A request may have at most {MOST_HEADERS} headers, with {MOST_HEADER_BYTES} bytes in total."
             raise APIError(431, "invalid_value", message)
         host = check_host(request, self.rules)
         origin = check_origin(request, host, self.rules)
@@ -237,9 +239,9 @@ def as_refusal(error: APIError | HTTPException) -> APIError:
         return error
     if error.status_code == 405:
         allowed = dict(error.headers or {})
-        message = f"This address takes {allowed.get('Allow', 'another method')} only."
+        message = f"Method not allowed. Use {allowed.get('Allow', 'another method')}."
         return APIError(405, "method_not_allowed", message, headers=allowed)
-    return APIError(error.status_code, "unknown_url", "There is nothing at this address.")
+    return APIError(error.status_code, "unknown_url", "This URL does not exist.")
 
 
 def check_host(request: Request, rules: Rules) -> str:
@@ -252,7 +254,7 @@ def check_host(request: Request, rules: Rules) -> str:
     name = host_name(host)
     if name in rules.hosts or (rules.any_address and is_address(name)):
         return host.lower()
-    raise APIError(421, "wrong_host", f'This server does not answer for the host "{name[:100]}".')
+    raise APIError(421, "wrong_host", f'The host "{name[:100]}" is not allowed by this server.')
 
 
 def check_origin(request: Request, host: str, rules: Rules) -> str | None:
@@ -277,4 +279,4 @@ def check_origin(request: Request, host: str, rules: Rules) -> str | None:
 
 
 def _foreign(received: str) -> APIError:
-    return APIError(403, "origin_not_allowed", f"Requests of other pages are not answered. Received: {received}.")
+    return APIError(403, "origin_not_allowed", f"Requests from this origin are not allowed. Received: {received}.")

@@ -48,7 +48,7 @@ async def exchange(
     try:
         reader, writer = await asyncio.open_unix_connection(socket_path)
     except OSError as error:
-        raise APIError(503, "engine_gone", "The engine does not answer; it has ended or is being loaded.") from error
+        raise APIError(503, "engine_gone", "The model does not respond: it is still loading or has exited.") from error
     talk = h11.Connection(h11.CLIENT)
     headers = [("Host", "localhost"), ("Content-Type", "application/json"), ("Content-Length", str(len(body))),
                ("Connection", "close")]  # fmt: skip
@@ -69,7 +69,7 @@ async def exchange(
             elif isinstance(found, h11.EndOfMessage | h11.ConnectionClosed):
                 return
     except (OSError, h11.RemoteProtocolError) as error:
-        raise APIError(503, "engine_gone", "The engine has ended in the middle of its answer.") from error
+        raise APIError(503, "engine_gone", "The model process exited in the middle of a response.") from error
     finally:
         writer.close()
         with contextlib.suppress(OSError):

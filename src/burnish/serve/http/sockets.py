@@ -27,7 +27,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
-        raise UserError(f'"{host}" is no address of this machine: {error}.') from error
+        raise UserError(f'"{host}" is not an address of this machine: {error}.') from error
     found = socket.socket(family, kind)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -43,11 +43,13 @@ def _not_had(error: OSError, host: str, port: int, option: str) -> Problem:
     if error.errno == errno.EADDRINUSE:
         return Problem(
             f"Port {port} of {host} is in use by another process.",
-            remedy=f"End that process, or give another port: {option}={port + 1}",
+            remedy=f"Stop that process, or set another port: {option}={port + 1}",
         )
     if error.errno == errno.EACCES:
-        return Problem(f"Port {port} may not be opened by this user.", remedy=f"Give a port above 1023: {option}=8000")
-    return Problem(f"{host}, port {port} cannot be listened on: {error.strerror or error}.")
+        return Problem(
+            f"This user is not permitted to open port {port}.", remedy=f"Set a port above 1023: {option}=8000"
+        )
+    return Problem(f"Cannot listen on {host}, port {port}: {error.strerror or error}.")
 
 
 def listen_unix(path: str) -> socket.socket:
@@ -64,7 +66,7 @@ def listen_unix(path: str) -> socket.socket:
         found.listen(WAITING_CONNECTIONS)
     except OSError as error:
         found.close()
-        raise UserError(f'The socket "{path}" cannot be made: {error.strerror or error}.') from error
+        raise UserError(f'Cannot create the socket "{path}": {error.strerror or error}.') from error
     return found
 
 
@@ -77,8 +79,8 @@ def _clear(path: str) -> None:
     if is_socket and not _answers(path):
         os.unlink(path)
     else:
-        what = "Another process listens on it" if is_socket else "It is not a socket"
-        raise UserError(f'The socket "{path}" cannot be made. {what}.', remedy="Give another path.")
+        what = "Another process is listening on it" if is_socket else "A file that is not a socket exists at this path"
+        raise UserError(f'Cannot create the socket "{path}". {what}.', remedy="Set another path.")
 
 
 def _answers(path: str) -> bool:

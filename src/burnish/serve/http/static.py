@@ -36,5 +36,5 @@ class MemoryFiles:
         """The route ``/static/{version}/{name}``."""
         body, kind = self.files.get(request.path_params["name"], (b"", ""))
         if not kind or request.path_params["version"] != self.version:
-            raise APIError(404, "unknown_url", "There is nothing at this address.")
+            raise APIError(404, "unknown_url", "This URL does not exist.")
         return Response(body, headers={"cache-control": "public, max-age=31536000, immutable"}, media_type=kind)

@@ -90,12 +90,14 @@ class Api:
         body = await json_object(request)
         values, choice = body.get("values"), str(body.get("folder") or "new")
         if not isinstance(values, dict) or choice not in ("new", "continue", "anew", "another"):
-            raise APIError(422, "invalid_value", '"values" and "folder" (new, continue, anew, another) are needed.')
+            raise APIError(
+                422, "invalid_value", '"values" must be an object, and "folder" one of new, continue, anew, another.'
+            )
         devices = body.get("devices")
         if devices is not None and not (
             isinstance(devices, list) and all(isinstance(one, int) and 0 <= one < 1024 for one in devices)
         ):
-            raise APIError(422, "invalid_value", '"devices" must be a list of the numbers of devices.')
+            raise APIError(422, "invalid_value", '"devices" must be a list of device indices.')
         starter = self.site.starter
         if choice == "another":
             folder = free_folder(starter.folder_of(values))
@@ -146,7 +148,7 @@ class Api:
         """A file that the run's list gave, and nothing else."""
         run, name = await self.site.run(request.path_params["id"]), request.path_params["name"]
         if name not in [file["name"] for file in _files(run.folder)]:
-            raise APIError(404, "no_file", "There is no such file of this run.")
+            raise APIError(404, "no_file", "The run has no file of this name.")
         body = await asyncio.to_thread(_downloaded, run.folder / name)
         headers = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(body, headers=headers, media_type="application/octet-stream")
@@ -166,7 +168,7 @@ class Api:
         body = await json_object(request)
         how = body.get("how", "save")
         if how not in ("save", "now"):
-            raise APIError(422, "invalid_value", '"how" must be save or now.')
+            raise APIError(422, "invalid_value", '"how" must be "save" or "now".')
         self.site.starter.stop(await self.site.run(request.path_params["id"]), how)
         return ShownJson({"status": "told"}, 202)
 
@@ -177,7 +179,7 @@ class Api:
 
     async def unqueue(self, request: Request) -> Response:
         if not self.site.starter.unqueue(request.path_params["number"]):
-            raise APIError(404, "not_queued", "That is not in the queue any more.")
+            raise APIError(404, "not_queued", "The run is no longer in the queue.")
         return ShownJson({"status": "removed"})
 
     # --- engines and conversations ------------------------------------------------------------------------------------
@@ -205,10 +207,12 @@ class Api:
             return run.folder / f"checkpoint-{step}", f"{run.name} / checkpoint-{step}"
         text = body.get("path")
         if not isinstance(text, str) or not text:
-            raise APIError(422, "missing", '"run" or "path" must name what is to answer.')
+            raise APIError(422, "missing", 'Set "run" or "path" to the model to load.')
         path = self.site.places.within(text, "path")
         if not path.is_dir():
-            raise APIError(422, "outside", f'"path" must name a folder below {self.site.places.first}.', param="path")
+            raise APIError(
+                422, "outside", f'"path" must be an existing folder inside {self.site.places.first}.', param="path"
+            )
         return path, self.site.places.shown(path)
 
     async def end_engine(self, request: Request) -> Response:
@@ -226,13 +230,13 @@ class Api:
     async def chat_of(self, request: Request) -> Response:
         found = self.site.home.read(f"chats/{safe_id(request)}.json")
         if found is None:
-            raise APIError(404, "no_chat", "There is no such conversation.")
+            raise APIError(404, "no_chat", "The conversation does not exist.")
         return ShownJson(found)
 
     async def keep_chat(self, request: Request) -> Response:
         body, name = await json_object(request), safe_id(request)
         if len(self.site.home.names("chats")) >= 1000 and not (self.site.home.folder / f"chats/{name}.json").is_file():
-            raise APIError(409, "too_many", "A thousand conversations are kept; remove some.")
+            raise APIError(409, "too_many", "The limit of 1000 saved conversations is reached. Remove some.")
         self.site.home.write(f"chats/{name}.json", json.dumps(body, ensure_ascii=False))
         return ShownJson({"status": "kept"})
 
@@ -254,7 +258,12 @@ class Api:
 
     async def stream(self, request: Request) -> Any:
         if self._num_streams >= MOST_STREAMS:
-            raise APIError(503, "too_many_streams", "Too many windows follow already.", headers={"Retry-After": "5"})
+            raise APIError(
+                503,
+                "too_many_streams",
+                "Too many open event streams. Close some windows of the page.",
+                headers={"Retry-After": "5"},
+            )
         self._num_streams += 1
 
         def over() -> None:

@@ -96,7 +96,7 @@ def read_options(words: Sequence[str]) -> tuple[WebOptions, str]:
     ]
     options = _built({name: item for name, item in given.items() if name in _OWN}, problems)
     if page not in ("runs", "new", "talk", "export", "compare"):
-        raise UserError(f'There is no page "{page}".', remedy="Known: runs, new, talk, export, compare.")
+        raise UserError(f'Unknown page "{page}".', remedy="Choose one of: runs, new, talk, export, compare.")
     return options, page
 
 
@@ -111,7 +111,7 @@ def read_named(words: Sequence[str]) -> tuple[WebOptions, NamedModel]:
     options = _built({name: item for name, item in flags.items() if name in _OWN}, [])
     others = {name: item.value for name, item in flags.items() if name not in _OWN}
     if not path and "model_name_or_path" not in others:
-        raise UserError("burnish webchat is told no model.", remedy="Write: burnish webchat PATH")
+        raise UserError("burnish webchat requires a model.", remedy="Usage: burnish webchat PATH")
     here = [str(Path(path).absolute()) if Path(path).exists() else path] if path else []
     flat = [word for name, value in others.items() for word in (f"--{name}", *_as_words(value))]
     name = path or str(others["model_name_or_path"])
@@ -130,5 +130,9 @@ def _built(given: Mapping[str, RawValue], problems: Sequence[Problem]) -> WebOpt
 
 
 def _lines(link: str, root: object, is_open: bool) -> list[str]:
-    warning = ["Everybody who reaches this address may start processes here (web_no_key)."] if is_open else []
-    return [f"page     {link}", f"runs     below {root}; they go on when this ends (Ctrl-C)", *warning]
+    warning = (
+        ["warning: authentication is disabled (web_no_key). Anyone who can reach this address can start processes."]
+        if is_open
+        else []
+    )
+    return [f"page     {link}", f"runs     in {root}; they continue after the server stops (Ctrl-C)", *warning]

@@ -80,15 +80,15 @@ class Form:
         text, name = (await json_object(request)).get("text"), safe_id(request)
         found = await asyncio.to_thread(self._read_yaml, text) if isinstance(text, str) else {"problems": ["no text"]}
         if found["problems"]:
-            raise APIError(422, "invalid_value", f'"text" must be a YAML file: {found["problems"][0]}')
+            raise APIError(422, "invalid_value", f'"text" must be the content of a YAML file: {found["problems"][0]}')
         if len(self.site.home.names("presets")) >= MOST_PRESETS:
-            raise APIError(409, "too_many", f"{MOST_PRESETS} presets are kept; remove some.")
+            raise APIError(409, "too_many", f"The limit of {MOST_PRESETS} presets is reached. Remove some.")
         self.site.home.write(f"presets/{name}.yaml", str(text))
         return ShownJson({"status": "kept"})
 
     async def drop_preset(self, request: Request) -> Response:
         if not self.site.home.remove(f"presets/{safe_id(request)}.yaml"):
-            raise APIError(404, "no_preset", "There is no such preset.")
+            raise APIError(404, "no_preset", "The preset does not exist.")
         return ShownJson({"status": "removed"})
 
     async def check(self, request: Request) -> Any:
@@ -122,7 +122,7 @@ class Form:
         """The values of a YAML text, or what is wrong with it and in which line."""
         text = (await json_object(request)).get("text")
         if not isinstance(text, str):
-            raise APIError(422, "invalid_type", '"text" must be the text of a YAML file.')
+            raise APIError(422, "invalid_type", '"text" must be the content of a YAML file.')
         return ShownJson(await asyncio.to_thread(self._read_yaml, text))
 
     def _read_yaml(self, text: str) -> dict[str, Any]:
@@ -189,7 +189,9 @@ class Form:
         kind = body.get("formatting")
         is_text = isinstance(columns, dict) and all(isinstance(one, str) for one in [*columns, *columns.values()])
         if kind not in [one.name for one in FORMATS] or not is_text:
-            raise APIError(422, "invalid_value", '"formatting" must be a known format, "columns" part: column.')
+            raise APIError(
+                422, "invalid_value", '"formatting" must be a known format, and "columns" an object of column names.'
+            )
         if not path.is_file():
             raise APIError(404, "no_file", "There is no such file.")
         entry = {"file_name": path.name, "formatting": kind, **({"columns": columns} if columns else {})}
@@ -205,19 +207,19 @@ def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
         raise APIError(422, "unreadable", str(error)) from error
     if known.get(name, entry) != entry:
         raise APIError(
-            409, "name_taken", f'{file.name} describes another set as "{name}" already; choose another name.'
+            409, "name_taken", f'{file.name} already describes another dataset as "{name}". Choose another name.'
         )
     try:
         write_whole(file, json.dumps({**known, name: entry}, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
-        raise APIError(422, "not_written", f"{file.name} cannot be written: {error.strerror}.") from error
+        raise APIError(422, "not_written", f"Cannot write {file.name}: {error.strerror}.") from error
 
 
 def safe_id(request: Request) -> str:
     """The name in the path, which becomes that of a file."""
     name = str(request.path_params["id"])
     if not _NAME.fullmatch(name):
-        raise APIError(404, "no_such_name", "A name has letters, digits, - and _ only.")
+        raise APIError(404, "no_such_name", "A name may contain only letters, digits, - and _ (at most 64).")
     return name
 
 
@@ -225,5 +227,5 @@ def whole_number(given: Any, name: str, usual: int) -> int:
     """The number that a request gives, or ``usual`` where it gives none."""
     text = str(usual if given in (None, "") else given)
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise APIError(422, "invalid_value", f'"{name}" must be a whole number.', param=name)
+        raise APIError(422, "invalid_value", f'"{name}" must be a non-negative integer.', param=name)
     return int(text)

@@ -40,8 +40,9 @@ class Home:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             said = lock.read().strip()
-            what = f"A page runs already{f' at {said}' if said else ''}, with the same state in {self.folder}."
-            raise UserError(what, remedy="Use that one, or give this one another web_home.") from error
+            where = f" at {said}" if said else ""
+            what = f"Another web UI is already running{where} with the same state folder {self.folder}."
+            raise UserError(what, remedy="Use that one, or set another web_home.") from error
         lock.truncate(0)
         lock.write(address)
         lock.flush()

@@ -33,7 +33,7 @@ class Roots:
             APIError: 422, where it may not be used.
         """
         outside = APIError(
-            422, "outside", f'"{option}" must name a place below {self.first}. Received: "{text[:200]}".', param=option
+            422, "outside", f'"{option}" must be a path inside {self.first}. Received: "{text[:200]}".', param=option
         )
         is_address = "://" in text or "::" in text  # fsspec reads file:///etc/passwd as a local file
         if "\0" in text or any(len(os.fsencode(part)) > 255 for part in text.split("/")) or len(text) > 4000:

@@ -60,7 +60,7 @@ class Engines:
             return self._all[identity]
         alive = [one for one in self._all.values() if one.child.poll() is None]
         if len(alive) >= MOST_ENGINES:
-            raise APIError(409, "too_many_engines", f"{MOST_ENGINES} models are loaded already; unload one first.")
+            raise APIError(409, "too_many_engines", f"{MOST_ENGINES} models are already loaded. Unload one first.")
         socket, log = self.home.folder / f"engine-{identity}.sock", self.home.folder / f"engine-{identity}.log"
         log.unlink(missing_ok=True)
         words = ["api", *named.words, f"--api_socket={socket}", f"--api_model_name={identity}", "--api_max_tokens=2048"]
@@ -71,7 +71,7 @@ class Engines:
     def of(self, identity: str) -> RunningEngine:
         """Raises APIError 404 where there is none."""
         if identity not in self._all:
-            raise APIError(404, "no_engine", "There is no such engine; load it again.")
+            raise APIError(404, "no_engine", "The model is not loaded. Load it again.")
         self._all[identity].used = time.monotonic()
         return self._all[identity]
 

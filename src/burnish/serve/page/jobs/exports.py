@@ -36,9 +36,9 @@ class Exports:
             APIError: 409 where the folder holds something, 422 for a format that is none.
         """
         if form not in FORMATS:
-            raise APIError(422, "invalid_value", f'"format" is one of {", ".join(FORMATS)}.', param="format")
+            raise APIError(422, "invalid_value", f'"format" must be one of {", ".join(FORMATS)}.', param="format")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise APIError(409, "folder_not_empty", "The folder holds something already.", param="folder")
+            raise APIError(409, "folder_not_empty", "The folder is not empty.", param="folder")
         adapter = path / "adapter_config.json"
         words = ["export", f"export_dir={folder}", *FORMATS[form]]
         if adapter.is_file():
@@ -55,7 +55,7 @@ class Exports:
     def state(self, name: str) -> dict[str, Any]:
         """Its state, the end of its log, and once it is done the lines that serve the folder."""
         if name not in self._children:
-            raise APIError(404, "no_export", "There is no such export.")
+            raise APIError(404, "no_export", "The export does not exist.")
         status, log = self._children[name].poll(), self._log(name)
         text = log.read_text(encoding="utf-8", errors="replace")[-_TEXT:] if log.is_file() else ""
         state = "running" if status is None else "done" if status == 0 else "failed"

@@ -50,7 +50,7 @@ class Planner:
             self._newest = number
         async with self._turn:
             if replaces and self._newest != number:
-                raise APIError(409, "superseded", "A newer question has been asked.")
+                raise APIError(409, "superseded", "Superseded by a newer request.")
             async for part in self._answers({**question, "id": number}):
                 yield part
 
@@ -74,7 +74,7 @@ class Planner:
                     return
         except (ConnectionError, TimeoutError, ValueError) as error:
             self.end()
-            raise APIError(503, "planner_ended", "The process that plans runs has ended; ask again.") from error
+            raise APIError(503, "planner_ended", "The planner process has exited. Try again.") from error
 
     async def _running(self) -> asyncio.subprocess.Process:
         if self._idle is not None:

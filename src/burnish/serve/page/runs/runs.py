@@ -125,7 +125,7 @@ def read_run(folder: Path) -> FoundRun | None:
 
 
 def _unreadable(folder: Path, why: str) -> FoundRun:
-    sentence = f"The files of this run cannot be read: {why}."
+    sentence = f"Cannot read the files of this run: {why}."
     return FoundRun(id_of(folder), folder, folder.name, "", "unreadable", changed=_changed(folder), sentence=sentence)
 
 
@@ -134,7 +134,7 @@ def _read_run(folder: Path) -> FoundRun | None:
     logged = [] if rows else history(folder)
     if not launch and not rows and not logged:
         broken = [name for name in (LAUNCH, LOG, STATE) if is_broken(folder / name)]
-        return _unreadable(folder, f"{broken[0]} is not what a run writes") if broken else None
+        return _unreadable(folder, f"{broken[0]} has an invalid format") if broken else None
     outcome = object_in(folder / OUTCOME)
     if _time(outcome) < _time(launch):
         outcome = {}  # of an earlier start
@@ -207,9 +207,9 @@ def _maker(folder: Path, launch: Mapping[str, Any], rows: Sequence[Mapping[str, 
 def _sentence(state: RunState, launch: Mapping[str, Any]) -> str:
     host = _text(launch.get("host"))
     return {
-        "died": "The process ended without a word: it was killed, or the machine went down.",
+        "died": "The process ended unexpectedly: it was killed, or the machine went down.",
         "elsewhere": f"Running on {host}.",
-        "silent": f"Started on {host}, and silent since.",
+        "silent": f"Started on {host}, no updates for a long time.",
     }.get(state, "")
 
 
