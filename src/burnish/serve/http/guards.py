@@ -7,7 +7,7 @@ requests), key, declared length of the body. The size of the body is then checke
 discarded.
 
 Starlette's own middleware does less: TrustedHostMiddleware does not parse [::1], and CORSMiddleware still executes
-requests from foreign origins. Forms, file uploads and ``request.url`` are not used, because they had many security bugs.
+requests from foreign origins. Forms, file uploads and ``request.url`` are not used because of past security bugs.
 """
 
 from __future__ import annotations
