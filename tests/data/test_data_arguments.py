@@ -70,7 +70,7 @@ def explained(tmp_path, monkeypatch, capsys):
         ({"dataset": "a,b"}, ["training set 30 examples"]),
         ({"dataset": "a,b", "mix_strategy": "interleave_under"}, ["training set 20 examples"]),
         ({"dataset": "a,b", "mix_strategy": "interleave_over"}, ["training set 40 examples"]),
-        ({"dataset": "a,b", "mix_strategy": "interleave_once", "interleave_probs": "0.5,0.5"}, ["set 30 rows"]),
+        ({"dataset": "a,b", "mix_strategy": "interleave_once", "interleave_probs": "0.5,0.5"}, ["set 30 examples"]),
         ({"dataset": "data"}, ["data_files"]),
         ({"dataset": "a", "packing": True}, ["packs of 20 examples"]),
         ({"dataset": "a", "neat_packing": True}, ["packs of 20 examples"]),

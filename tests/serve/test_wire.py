@@ -178,9 +178,7 @@ def test_llamafactorys_variables_are_read_where_no_option_is_given() -> None:
 
 
 def test_a_key_on_the_command_line_is_refused() -> None:
-    assert "list of processes" in str(
-        problems_of_key({"api_key": RawValue("x", "the command line")}, "the command line")[0]
-    )
+    assert "process list" in str(problems_of_key({"api_key": RawValue("x", "the command line")}, "the command line")[0])
     assert not problems_of_key({"api_key": RawValue("x", "run.yaml, line 3")}, "the command line")
 
 
@@ -188,7 +186,7 @@ def test_a_key_on_the_command_line_is_refused() -> None:
     ("changes", "word"),
     [
         ({"api_key": "short"}, "at least 8"), ({"api_key": "ключ-ключ"}, "printable"),
-        ({"api_origins": ["*"]}, "every page"),
+        ({"api_origins": ["*"]}, "every website"),
         ({"api_origins": ["chat.example.org"]}, "https://"),
     ],
 )  # fmt: skip

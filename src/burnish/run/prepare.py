@@ -196,7 +196,7 @@ def nothing_to_learn(stats: DataStats, options: RunOptions) -> Problem:
     reasons = "; ".join(stats.sentences()) or "the training set is empty"
     is_cut = any("cutoff_len" in reason or "cut" in reason.split() for reason, _ in stats)
     return Problem(
-        f"No row is left to learn from: {reasons}.",
+        f"No examples are left to train on: {reasons}.",
         where=", ".join(map(str, options.dataset or [])),
         remedy="Raise cutoff_len, or correct the data." if is_cut else "Correct the data.",
     )
