@@ -146,7 +146,7 @@ def test_another_file_that_is_none(
         faulthandler.cancel_dump_traceback_later()
     is_link_out = name == "out/launch.json" and kind in ("itself", "nothing")  # it gives way to a file
     assert status == (0 if is_link_out else 2)
-    assert "It came up in" not in told(capsys)[1]
+    assert "Raised in" not in told(capsys)[1]
 
 
 # --- records without end ----------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_a_name_that_stands_for_no_folder_and_no_repository(
         assert name in told(capsys)[1]
     for folder in (name, "x" * 300):
         assert cli.main(["runs", f"./{folder}" if name[0] == "-" else folder]) == 2
-        assert "There is no folder" in told(capsys)[1]
+        assert "does not exist" in told(capsys)[1]
 
 
 def test_a_csv_without_a_header_does_not_print_its_first_record(
@@ -292,7 +292,7 @@ def test_only_what_was_cut_advises_a_longer_cut(user_folder: Path, capsys: pytes
     chat = [("human", "a"), ("gpt", "b"), ("human", "c")]
     write("data/rows.json", [{"conversations": [{"from": role, "value": text} for role, text in chat]}])
     err = refused(capsys)
-    assert "No example is left to train on" in err
+    assert "No examples are left to train on" in err
     assert "cutoff_len" not in err
 
 
@@ -329,4 +329,4 @@ def test_a_picture_in_a_folder_with_chinese_letters_is_drawn_in_silence(user_fol
 def test_more_layers_to_train_than_there_are_is_said(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["finetuning_type=freeze", "freeze_trainable_layers=100", "max_steps=1"]
     assert cli.main(["train", "run.yaml", *words]) == 0
-    assert "freeze_trainable_layers is 100, and the model has 2: all are trained." in told(capsys)[0]
+    assert "freeze_trainable_layers is 100, but the model has 2 layers: all are trained." in told(capsys)[0]

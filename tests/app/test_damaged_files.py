@@ -70,7 +70,7 @@ def ends_well_or_says(words: list[str], capsys: pytest.CaptureFixture[str], name
     out, err = told(capsys)
     assert status in (0, 2), err
     assert status == 0 or Path(name).name in err or str(Path(name).parent) in err, err
-    assert "It came up in" not in out + err
+    assert "Raised in" not in out + err
     return status
 
 
@@ -187,7 +187,7 @@ def test_an_adapter_of_nan_is_refused_before_it_trains(tmp_path, capsys):
     more = {"adapter_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "two")}
     assert main(["train", *as_words({**given, **more})]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{tmp_path / 'out'}: 1 of the adapter's weights hold NaN or infinity: " in said
+    assert f"{tmp_path / 'out'}: 1 of the adapter's weights contain NaN or infinity: " in said
     assert not list((tmp_path / "two").glob("*.safetensors"))
 
 
@@ -214,7 +214,7 @@ def test_another_thing_in_the_place_of_a_file_that_a_run_writes(
     finally:
         faulthandler.cancel_dump_traceback_later()
     _, err = told(capsys)
-    assert "It came up in" not in err
+    assert "Raised in" not in err
     if status:
         is_odd = "in the place of a file: " in err and "To write it would wait for ever." in err
         assert is_odd or ("cannot be written or read: " in err and "move it away, then run the same command" in err)

@@ -101,14 +101,14 @@ def test_a_full_disk_is_one_sentence_and_what_is_safe(tmp_path, capsys):
 
 def test_a_full_disk_before_the_first_checkpoint_says_that_there_is_none(tmp_path, capsys):
     _, text = told(capsys, raised(_fill_the_disk), tmp_path)
-    assert "No checkpoint had been saved." in text
+    assert "No checkpoint was saved." in text
     assert "save_total_limit" not in text
 
 
 @pytest.mark.parametrize(
     ("number", "said", "helps"),
-    [(errno.EMFILE, "lets this process open no more files: ", "ulimit -n"),
-     (errno.EIO, "cannot be written or read: input/output error.", "The disk or the way to it fails"),
+    [(errno.EMFILE, "This process cannot open more files: ", "ulimit -n"),
+     (errno.EIO, "cannot be written or read: input/output error.", "The disk or its connection failed"),
      (errno.EEXIST, "cannot be written or read: file exists.", "move it away")],
 )  # fmt: skip
 def test_what_the_system_refuses_is_said_with_what_helps(number, said, helps, tmp_path, capsys):
@@ -141,8 +141,8 @@ def test_a_file_that_may_not_grow_is_recognized_in_the_words_of_safetensors(tmp_
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
     )  # fmt: skip
     assert done.returncode == 1
-    assert "A file would be larger than this system allows" in done.stderr
-    assert "No checkpoint had been saved." in done.stderr
+    assert "A file would exceed the file size limit" in done.stderr
+    assert "No checkpoint was saved." in done.stderr
     assert (tmp_path / TRACEBACK_NAME).is_file()
 
 
@@ -180,8 +180,8 @@ def test_memory_that_is_not_there_is_told_in_figures_with_what_to_try(tmp_path, 
     assert "DefaultCPUAllocator" in str(error)
     status, text = told(capsys, error, tmp_path)
     assert status == 1
-    assert "4096.0 TiB more were needed" in text
-    assert "were free" in text
+    assert "4096.0 TiB requested" in text
+    assert " free" in text
     assert "gradient_accumulation_steps" in text
     assert len(text.splitlines()) <= 4
 
@@ -192,7 +192,7 @@ def test_an_accelerator_out_of_memory_is_told_with_its_own_figures(capsys):
         "is free. Including non-PyTorch memory, this process has 135.00 GiB memory in use."
     )
     _, text = told(capsys, error)
-    assert "20.0 GiB more were needed and 3.5 GiB were free" in text
+    assert "20.0 GiB requested and 3.5 GiB free" in text
 
 
 @pytest.mark.run
@@ -219,7 +219,7 @@ def test_out_of_memory_says_by_what_and_which_setting_helps(tmp_path, monkeypatc
     assert main(["train", *as_words(given)]) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert f"Out of memory {by}" in said
-    assert "4.0 TiB more were needed" in said
+    assert "4.0 TiB requested" in said
     assert helps in said
 
 
@@ -265,7 +265,9 @@ def test_ctrl_c_in_a_prediction_names_the_answers_that_are_kept(tmp_path, capsys
     (tmp_path / "generated_predictions.partial.jsonl").write_text("{}\n")
     status, text = told(capsys, KeyboardInterrupt(), tmp_path)
     assert status == 130
-    assert f"The answers so far are in {tmp_path / 'generated_predictions.partial.jsonl'}, and the same command" in text
+    assert (
+        f"The responses so far are in {tmp_path / 'generated_predictions.partial.jsonl'}; run the same command" in text
+    )
     assert "checkpoint" not in text
 
 
@@ -286,7 +288,7 @@ def test_a_fault_inside_burnish_names_its_file(tmp_path, capsys):
     from burnish.config.options import union
 
     text = told(capsys, raised(union, "Options", int), tmp_path)[1]
-    assert "It came up in burnish/config/options.py, line " in text
+    assert "Raised in burnish/config/options.py, line " in text
 
 
 def test_a_failure_makes_no_output_folder(tmp_path, capsys):

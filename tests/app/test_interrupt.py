@@ -62,7 +62,7 @@ def test_a_notice_and_a_closed_terminal_save_a_checkpoint_and_end_nothing(tmp_pa
     assert run.state.global_step == run.state.max_steps
     assert (tmp_path / "checkpoint-5").is_dir()
     assert interrupt.exit_code is None
-    assert "saving a checkpoint after this step, and going on." in capsys.readouterr().out
+    assert "saving a checkpoint after this step, then continuing." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("has_trained", [False, True])

@@ -54,8 +54,8 @@ def test_a_save_that_fails_is_said_once_and_tried_again(
     assert cli.main([*WORDS, f"save_in_background={background}"]) == 3
     out, err = told(capsys)
     assert err.count("could not be saved") == 1
-    assert f"out/checkpoint-4 could not be saved: {os.strerror(number).lower()}. out/checkpoint-2 is whole." in err
-    assert "out/checkpoint-8 could be saved again." in out
+    assert f"out/checkpoint-4 could not be saved: {os.strerror(number).lower()}. out/checkpoint-2 is complete." in err
+    assert "out/checkpoint-8 was saved successfully." in out
     assert "could not be saved" in Path("out/run.log").read_text(encoding="utf-8")
     assert sorted(path.name for path in Path("out").glob("*checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
     assert not faults(Path("out/checkpoint-8"))
@@ -77,7 +77,7 @@ def test_another_thing_in_the_place_of_a_folder_that_vanished_is_named(
     assert cli.main([*WORDS, "save_in_background=false"]) == 1
     err = told(capsys)[1]
     assert 'error: "out" cannot be written or read: file exists.' in err
-    assert "It came up in" not in err
+    assert "Raised in" not in err
 
 
 def mounted(folder: Path, size: str) -> bool:

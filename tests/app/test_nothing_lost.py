@@ -60,7 +60,7 @@ def test_a_run_does_not_clear_what_it_begins_with(
         source = source.replace("=out", "=link")
     assert cli.main(["train", "run.yaml", *LORA, source, AGAIN]) == 2
     name, _, place = source.partition("=")
-    assert f'"{name}" {place} lies in output_dir "out", which the run would write over.' in told(capsys)[1]
+    assert f'"{name}" {place} is inside output_dir "out", which the run would overwrite.' in told(capsys)[1]
     assert contents() == before
 
 
@@ -74,7 +74,7 @@ def test_a_data_set_behind_its_name_is_not_cleared(user_folder: Path, capsys: py
     before = contents()
     for words in (["dataset=answers", "streaming=true"], ["dataset=data/answers.jsonl"]):
         assert cli.main(["train", "run.yaml", *LORA, AGAIN, *words]) == 2
-        assert '"dataset" data/answers.jsonl lies in output_dir "out"' in told(capsys)[1]
+        assert '"dataset" data/answers.jsonl is inside output_dir "out"' in told(capsys)[1]
     assert contents() == before
 
 
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_not_cleared_by_the_run_that_begins_with_it(
     before = trained("max_steps=4")
     words = ["train", "run.yaml", "model_name_or_path=out/checkpoint-4", AGAIN]
     assert cli.main(words) == 2
-    assert '"model_name_or_path" out/checkpoint-4 lies in output_dir "out"' in told(capsys)[1]
+    assert '"model_name_or_path" out/checkpoint-4 is inside output_dir "out"' in told(capsys)[1]
     assert contents() == before
     assert cli.main([*words, "output_dir=next", "max_steps=2"]) == 0
 
@@ -211,7 +211,7 @@ def test_a_finished_run_whose_model_has_gone_with_all_checkpoints_says_so(
     told(capsys)
     assert cli.main(words) == 2
     err = told(capsys)[1]
-    assert "out: this run was finished, and its model.safetensors is gone." in err
+    assert "out: this run is finished, but its model.safetensors is missing." in err
     assert "overwrite_output_dir: true" in err
 
 
@@ -231,9 +231,9 @@ def test_an_upload_that_fails_after_an_export_says_where_the_export_is(
     assert cli.main(["export", *words]) == 1
     out, err = told(capsys)
     assert "The model is in whole." in out
-    assert "error: whole was written, and could not be uploaded to me/model: " in err
+    assert "error: whole was written but could not be uploaded to me/model: " in err
     assert "hf upload me/model whole" in err
-    assert "It came up in burnish" not in err
+    assert "Raised in burnish" not in err
     assert load_file("whole/model.safetensors").keys() == load_file("model/model.safetensors").keys()
 
 
@@ -279,7 +279,7 @@ def test_a_full_disk_of_predictions_is_named_and_what_helps_there(
         patched.setattr(f"burnish.run.{writer}.save_metrics", full)
         assert cli.main(words) == 1
     err = told(capsys)[1]
-    assert 'error: The disk of "said" is full.\n  Free some space, or name another save_dir, and give the' in err
+    assert 'error: The disk of "said" is full.\n  Free some space or set another save_dir, and run the' in err
     assert "save_total_limit" not in err
     assert cli.main(words) == 0
 
@@ -342,9 +342,9 @@ def test_a_disk_that_is_full_at_a_report_costs_that_report_alone(
     others = {one if one in REPORTS else one.removeprefix(".") for one in written}
     assert set(REPORTS) - others <= {".finished.json"}
     err = told(capsys)[1]
-    more = " or set save_total_limit: 1, then run the same command to go on" if saves == "steps" else ""
+    more = " or set save_total_limit: 1, then run the same command again to resume" if saves == "steps" else ""
     assert 'error: The disk is full: "out' in err.replace("a file in ", "")
-    assert f'\n  The model in "out" is complete and fully trained.\n  Free some space{more}.\n' in err
+    assert f'\n  The model in "out" is complete and fully trained.\n  Free some disk space{more}.\n' in err
     assert load_file("out/model.safetensors")
     if saves == "steps":
         assert cli.main([*words, "plot_loss=false"]) == 0

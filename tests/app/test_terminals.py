@@ -66,7 +66,9 @@ def test_a_training_outlives_its_terminal(user_folder: Path) -> None:
     assert Path("out/model.safetensors").is_file()
     assert list(Path("out").glob("checkpoint-*"))
     said = Path("out/run.log").read_text(encoding="utf-8")
-    assert f"The terminal was closed: saving a checkpoint after this step, and going on. To stop: kill {child}" in said
+    assert (
+        f"The terminal was closed: saving a checkpoint after this step, then continuing. To stop: kill {child}" in said
+    )
     assert "Trained 150 steps" in said
 
 

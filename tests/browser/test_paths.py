@@ -48,7 +48,7 @@ def test_wrong_key_typed_key_and_a_cookie_that_is_gone(visitor, server) -> None:
     picture(visitor, "sign-in")
     visitor.fill("#key", "wrong")
     visitor.click("button.main")
-    visitor.get_by_text("That is not the key").wait_for()
+    visitor.get_by_text("The key is wrong").wait_for()
     assert visitor.evaluate("document.activeElement.id") == "key"
     visitor.fill("#key", server.link.partition("key=")[2])
     visitor.keyboard.press("Enter")
@@ -108,7 +108,7 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
     page.fill("#message", "opposite: hot")
     page.keyboard.press("Control+Enter")
     for side in (0, 1):
-        page.locator(f".side[data-side='{side}'] .figures", has_text="a second").wait_for()
+        page.locator(f".side[data-side='{side}'] .figures", has_text="tokens/s").wait_for()
     picture(page, "talk")
     page.goto(f"{address}/export?target={run}")
     page.select_option("#format", "gguf f16")
@@ -139,7 +139,7 @@ def test_what_is_wrong_stands_at_its_field_and_start_is_off(visitor, server) -> 
     visitor.fill("#box-max_steps", "3")
     visitor.wait_for_selector("#start:not([disabled])")
     visitor.fill("#box-output_dir", "../outside")
-    visitor.locator("[data-option=output_dir] .problem", has_text="must name a place below").first.wait_for()
+    visitor.locator("[data-option=output_dir] .problem", has_text="must be a path inside").first.wait_for()
     assert visitor.is_disabled("#start")
 
 
@@ -159,7 +159,7 @@ def test_columns_that_nobody_knows_are_mapped_in_the_form(visitor, server) -> No
     assert " + 1" in visitor.inner_text("#sample")
     visitor.fill("#columns-name", "sums")
     visitor.click("#columns-keep")
-    visitor.get_by_text("dataset_info.json has sums now.").wait_for()
+    visitor.get_by_text("sums was added to dataset_info.json.").wait_for()
     assert visitor.input_value("#box-dataset") == "sums"
     visitor.locator("#yaml", has_text=re.compile(r"dataset: .*sums")).wait_for()
     visitor.wait_for_selector("#start:not([disabled])")
@@ -172,7 +172,7 @@ def test_a_form_is_kept_as_a_preset_and_taken_again(visitor, server) -> None:
     visitor.locator("#yaml", has_text="max_steps: 60").wait_for()
     visitor.once("dialog", lambda dialog: dialog.accept("mine"))
     visitor.click("#save-preset")
-    visitor.get_by_text("Kept as mine.").wait_for()
+    visitor.get_by_text("Saved as mine.").wait_for()
     visitor.goto(f"{server.address}/new")
     visitor.wait_for_selector("#box-model")
     visitor.select_option("#preset", "mine")

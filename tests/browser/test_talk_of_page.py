@@ -55,13 +55,13 @@ def heard(visitor, server):
     visitor.route("**/api/chat/*", answer)
     visitor.goto(f"{server.address}/runs")
     visitor.get_by_role("link", name="first", exact=True).click()
-    visitor.get_by_role("main").get_by_role("link", name="Talk").first.click()
+    visitor.get_by_role("main").get_by_role("link", name="Chat").first.click()
     visitor.locator("#engine-states", has_text="first ✓").wait_for()
     return requests
 
 
 def test_a_call_waits_for_its_result_and_the_answer_goes_on_with_it(visitor, heard) -> None:
-    visitor.get_by_text("Settings", exact=True).click()
+    visitor.get_by_text("Generation settings", exact=True).click()
     visitor.fill("#tools", "{")
     visitor.fill("#message", "1 + 2?")
     visitor.click("#send")
@@ -74,7 +74,7 @@ def test_a_call_waits_for_its_result_and_the_answer_goes_on_with_it(visitor, hea
     visitor.locator(".result-form").nth(1).wait_for()
     visitor.fill("#message", "And?")
     visitor.click("#send")
-    visitor.get_by_text("A call waits for its result.").wait_for()
+    visitor.get_by_text("A tool call is waiting for its result.").wait_for()
     visitor.locator(".result-form textarea").first.fill("one")
     visitor.locator(".result-form button").first.click()
     visitor.locator(".result", has_text="one").wait_for()
@@ -98,7 +98,7 @@ def test_a_call_waits_for_its_result_and_the_answer_goes_on_with_it(visitor, hea
 def test_a_held_out_record_is_asked_and_its_answer_stands_beside_the_models(visitor, server, heard) -> None:
     visitor.click("#held-out")
     given = visitor.locator(".side[data-side=given]")
-    given.get_by_text("held-out record").wait_for()
+    given.get_by_text("validation example").wait_for()
     visitor.get_by_text("It is three.").wait_for()
     asked = heard[0]["messages"][-1]["content"]
     records = [json.loads(line) for line in (server.root / "data/train.jsonl").read_text().splitlines()]

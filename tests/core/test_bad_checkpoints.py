@@ -71,7 +71,7 @@ RESUMED = [
     Case("R4c", lambda: Path(NEWEST, "rng_state_0.safetensors").unlink(),
          ["rng_state_0.safetensors is missing", "step 2"]),
     Case("R4d", lambda: Path(NEWEST, "trainer_state.json").unlink(), ["trainer_state.json is missing", "step 2 of 8"]),
-    Case("R5", emptied, ["was passed over", "manifest.json", "out/checkpoint-2: step 2 of 8"]),
+    Case("R5", emptied, ["was skipped", "manifest.json", "out/checkpoint-2: step 2 of 8"]),
     Case("R6", flip_a_bit, ["its checksum differs", "out/checkpoint-2: step 2 of 8"]),
 ]  # fmt: skip
 
@@ -106,7 +106,7 @@ def with_another_base() -> None:
 
 
 ANOTHER_RUN = [
-    Case("R7", lambda: None, ["out/checkpoint-5", "is not there", "out/checkpoint-2, out/checkpoint-4"],
+    Case("R7", lambda: None, ["out/checkpoint-5", "does not exist", "out/checkpoint-2, out/checkpoint-4"],
          ["resume_from_checkpoint=out/checkpoint-5"]),
     Case("R7, a file", lambda: None, ["is a file, not a folder"], ["resume_from_checkpoint=run.yaml"]),
     Case("R7, no checkpoint", lambda: None, ["data: it has no manifest.json"], ["resume_from_checkpoint=data"]),
@@ -148,7 +148,7 @@ def test_another_optimizer_does_not_take_over_the_state_of_this_one(
 ) -> None:
     assert cli.main(["train", "run.yaml", "resume_despite_changes=true", *words]) == 2
     err = told(capsys)[1]
-    assert f"{NEWEST}: this checkpoint holds the state of another optimizer than this run's." in err
+    assert f"{NEWEST}: this checkpoint contains the state of a different optimizer." in err
     assert Path(NEWEST).is_dir()
     assert cli.main(["train", "run.yaml", "resume_despite_changes=true", "optim=adamw_torch"]) == 0
 
@@ -193,7 +193,7 @@ def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint_which_the_same_c
     with monkeypatch.context() as patched:
         patched.setattr("burnish.run.finish.save_model", fails)
         assert cli.main(words) == 1
-    assert "Safe: out/checkpoint-8. The same command goes on from there." in told(capsys)[1]
+    assert "Safe: out/checkpoint-8. Run the same command again to resume from it." in told(capsys)[1]
     assert not Path("out/model.safetensors").exists()
     assert cli.main(words) == 0
     assert Path("out/model.safetensors").is_file()
@@ -292,7 +292,7 @@ def test_a_failure_before_the_first_checkpoint_leaves_a_folder_that_can_be_used_
         assert cli.main(["train", "run.yaml", *first]) == 1
     _, err = told(capsys)
     assert words in err
-    assert "No checkpoint had been saved." in err or "Needed are weights" in err
+    assert "No checkpoint was saved." in err or "Memory holds weights" in err
     assert "Traceback" in Path("out/traceback.txt").read_text(encoding="utf-8")
     assert not Path("out/model.safetensors").exists()
     assert cli.main(["train", "run.yaml"]) == 0

@@ -70,7 +70,7 @@ def explained(tmp_path, monkeypatch, capsys):
         ({"dataset": "a,b"}, ["training set 30 examples"]),
         ({"dataset": "a,b", "mix_strategy": "interleave_under"}, ["training set 20 examples"]),
         ({"dataset": "a,b", "mix_strategy": "interleave_over"}, ["training set 40 examples"]),
-        ({"dataset": "a,b", "mix_strategy": "interleave_once", "interleave_probs": "0.5,0.5"}, ["set 30 rows"]),
+        ({"dataset": "a,b", "mix_strategy": "interleave_once", "interleave_probs": "0.5,0.5"}, ["set 30 examples"]),
         ({"dataset": "data"}, ["data_files"]),
         ({"dataset": "a", "packing": True}, ["packs of 20 examples"]),
         ({"dataset": "a", "neat_packing": True}, ["packs of 20 examples"]),
@@ -186,7 +186,7 @@ LONG = {**qa(1), "output": "stone " * 100}
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        ("truncate", (0, ["training set 21 examples", "cut", "data/a.json: 21"])),
+        ("truncate", (0, ["training set 21 examples", "truncated", "data/a.json: 21"])),
         (
             "drop",
             (0, ["training set 20 examples", "dropped: longer than cutoff_len: 1 of 21 examples (data/a.json: 21)"]),

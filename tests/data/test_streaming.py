@@ -179,7 +179,7 @@ def test_a_file_in_a_cloud_store_is_not_streamed_and_says_what_to_do(tmp_path, u
 def test_a_stream_from_which_nothing_is_learned_says_why(tmp_path, user, capsys):
     (tmp_path / "data.json").write_text(json.dumps([{**record, "output": ""} for record in records()]))
     assert run(user) == 2
-    assert "No example is left to train on: dropped: " in capsys.readouterr().err
+    assert "No examples are left to train on: dropped: " in capsys.readouterr().err
 
 
 def test_workers_that_would_have_nothing_to_do_are_said(user, capsys):

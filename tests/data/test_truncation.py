@@ -99,12 +99,12 @@ def test_a_turn_that_does_not_fit_goes_with_all_that_follow_and_is_counted():
         f"<|im_start|>user\nhi{END}{HEADER}hello{END}<|im_start|>user\nq"
     )
     assert said == {
-        "truncated: turns beyond cutoff_len removed": [("d.json", 7)],
+        "truncated: turns beyond cutoff_len were removed": [("d.json", 7)],
         "truncated: messages shortened to cutoff_len": [("d.json", 7)],
     }
     alone, said = encoded(loaded(cutoff_len=40)[0], *short, *LONG)
     assert tokenizer.decode(alone["input_ids"]) == f"<|im_start|>user\nhi{END}{HEADER}hello{END}"
-    assert said == {"truncated: turns beyond cutoff_len removed": [("d.json", 7)]}
+    assert said == {"truncated: turns beyond cutoff_len were removed": [("d.json", 7)]}
 
 
 def test_where_only_the_last_answer_is_learned_the_last_turn_keeps_its_room():
@@ -120,7 +120,7 @@ def test_a_row_without_room_for_one_turn_is_dropped_and_counted(cutoff):
     for name in ("chatml", "glm4"):
         row, said = encoded(loaded(name, cutoff_len=cutoff)[0], *LONG)
         assert row is None
-        assert "dropped: no trained tokens" in said
+        assert "dropped: no trainable tokens" in said
 
 
 def test_dropping_and_raising_can_be_asked_for_instead():
@@ -165,7 +165,7 @@ def test_a_tool_call_and_a_list_of_tools_are_never_cut():
     assert "truncated: messages shortened to cutoff_len" in counted
     tiny, counted = encoded(loaded("qwen", cutoff_len=300)[0], *said, tools=tools)
     assert tiny is None  # the tools alone take more
-    assert "truncated: turns beyond cutoff_len removed" in counted
+    assert "truncated: turns beyond cutoff_len were removed" in counted
 
 
 def test_a_cut_text_keeps_its_eos():

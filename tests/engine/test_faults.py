@@ -63,7 +63,7 @@ def test_a_run_that_stands_still_ends_with_the_stacks_of_its_processes(monkeypat
     given = {"num_processes": RawValue(2), "use_cpu": RawValue(True), "stall_timeout_s": RawValue("0.5")}
     assert launch([], given) == 1
     said = capfd.readouterr().err
-    assert "stood still for longer than stall_timeout_s" in said
+    assert "made no progress for longer than stall_timeout_s" in said
     assert said.count("in waits_for_ever") == 2
     assert "Process 0 of 2" in said
     assert "Process 1 of 2" in said

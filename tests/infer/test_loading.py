@@ -99,7 +99,7 @@ def test_adapters_side_by_side_answer_as_each_does_alone(model: Path, adapters: 
 def test_an_adapter_that_is_not_served_is_refused(model: Path) -> None:
     loaded = load_for_inference(serving_of([str(model)]).options)
     loop = Scheduler(loaded.model, SlotLimits(1, 64))
-    with pytest.raises(UserError, match='no adapter "poet"'):
+    with pytest.raises(UserError, match='unknown adapter "poet"'):
         loop.submit(GenerationRequest([5], 5, adapter="poet"), Answer())
 
 
@@ -126,9 +126,9 @@ def test_another_template_than_the_folders_is_said(model: Path) -> None:
     loaded = load_for_inference(
         RunOptions(model_name_or_path=str(model), template="alpaca", missing_control_tokens="split")
     )
-    assert any("writes other prompts" in note for note in loaded.notes)
+    assert any("The prompts of template" in note for note in loaded.notes)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no model"):
+    with pytest.raises(UserError, match="contains no model"):
         serving_of([str(tmp_path)])

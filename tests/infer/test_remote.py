@@ -137,9 +137,9 @@ def test_what_a_server_refuses_or_breaks_off_is_a_failure_of_that_ask(stub: Stub
     stub.status = 500
     refused = run(engine, GenerationRequest([3], 9))
     assert refused.reason == "failed"
-    assert "answered 500" in str(refused.error)
+    assert "HTTP 500" in str(refused.error)
     stub.status, stub.breaks = 200, True
-    assert "broke off" in str(run(engine, GenerationRequest([3], 9)).error)
+    assert "ended before" in str(run(engine, GenerationRequest([3], 9)).error)
     stub.breaks = False
     assert run(engine, GenerationRequest([3], 9)).reason == "length"
 
@@ -152,7 +152,7 @@ def test_an_ask_is_cancelled_and_one_whose_time_is_over_ends(stub: Stub) -> None
     engine.cancel(handle)
     late = run(engine, GenerationRequest([3], 200, deadline=time.monotonic() + 0.1))
     assert answer.reason == late.reason == "cancelled"
-    assert "deadline" in str(late.error)
+    assert "timed out" in str(late.error)
 
 
 def test_too_many_asks_are_refused_and_a_closed_engine_takes_none(stub: Stub) -> None:
@@ -173,12 +173,12 @@ def test_too_many_asks_are_refused_and_a_closed_engine_takes_none(stub: Stub) ->
 def test_what_a_remote_engine_does_not_give_is_refused_by_name(stub: Stub) -> None:
     with pytest.raises(UserError, match="log-probabilities of the prompt"):
         engine_of(stub).submit(GenerationRequest([3, 4], 1, prompt_logprobs_from=1), Answer())
-    with pytest.raises(UserError, match="no adapter"):
+    with pytest.raises(UserError, match="unknown adapter"):
         engine_of(stub).submit(GenerationRequest([3, 4], 1, adapter="poet"), Answer())
 
 
 def test_a_server_that_is_not_there_is_said() -> None:
-    with pytest.raises(UserError, match="cannot be reached"):
+    with pytest.raises(UserError, match="cannot connect"):
         RemoteEngine("http://127.0.0.1:9", tiny_tokenizer())
 
 
@@ -201,7 +201,7 @@ def test_llamafactorys_keys_become_the_servers_flags() -> None:
     )
     words = " ".join(arguments(options, "model", {}, 1))
     assert words.endswith("--context-length 9 --mem-fraction-static 0.4 --tp-size 2 --x-y")
-    with pytest.raises(UserError, match="sets host"):
+    with pytest.raises(UserError, match="must not set host"):
         arguments(InferOptions(infer_backend="vllm", vllm_config={"host": "0.0.0.0"}), "m", {}, 1)
 
 
@@ -233,7 +233,7 @@ def test_a_child_that_ends_is_said_with_the_last_lines_of_its_log(tmp_path: Path
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
-    with pytest.raises(UserError, match='program "nowhere" is not there'):
+    with pytest.raises(UserError, match='executable "nowhere"'):
         child.start_server(InferOptions(infer_backend="sglang", infer_executable="nowhere"), "model", {})
 
 

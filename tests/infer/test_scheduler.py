@@ -121,7 +121,7 @@ def test_an_answer_never_goes_beyond_the_context() -> None:
     (made,) = answers(loop, [GenerationRequest(list(range(3, 15)), 50)])
     assert len(made.ids) == 4
     assert made.reason == "length"
-    with pytest.raises(UserError, match="16 tokens, and 16 is the most"):
+    with pytest.raises(UserError, match="16 tokens; the context"):
         loop.submit(GenerationRequest(list(range(3, 19)), 50), Answer())
 
 
@@ -142,7 +142,7 @@ def test_a_cancelled_ask_ends_within_a_turn_and_its_slot_is_free() -> None:
 def test_an_ask_whose_deadline_has_passed_ends() -> None:
     made = answers(loop_of(model_of("llama")), [GenerationRequest([5], 50, deadline=time.monotonic() - 1)])
     assert made[0].reason == "cancelled"
-    assert "deadline" in str(made[0].error)
+    assert "timed out" in str(made[0].error)
 
 
 def test_too_many_waiting_asks_are_refused() -> None:

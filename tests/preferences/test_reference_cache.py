@@ -100,7 +100,7 @@ def test_a_cache_that_cannot_be_written_stops_no_run(workplace, monkeypatch, ask
     (workplace / "cache").mkdir()
     (workplace / "cache" / "reference").write_text("a file")
     assert losses(workplace, monkeypatch, **BEFORE)
-    assert "not kept for another run" in capsys.readouterr().out
+    assert "Reference log-probabilities cannot be cached" in capsys.readouterr().out
 
 
 def test_a_script_reads_what_the_reference_said(workplace, tmp_path, asked):

@@ -54,7 +54,7 @@ class ScriptedEngine:
         if self._is_closed:
             raise Closed("closed")
         if not ask.ids:
-            raise UserError("a prompt has at least one token.")
+            raise UserError("the prompt must have at least one token.")
         with self._lock:
             if len(self._open) >= self.slots + self.limit:
                 raise Full(self.limit, 7.0)

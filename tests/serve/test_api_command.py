@@ -130,7 +130,7 @@ def test_a_unix_socket_takes_the_place_of_a_port(tmp_path: Path) -> None:
         (["no/such/model", "api_port=0"], "no/such/model"),
         ([MODEL, "api_port=0", "templte=qwen"], "templte"),
         ([MODEL, "api_port=x"], "api_port"),
-        ([MODEL, "api_key=0123456789"], "list of processes"),
+        ([MODEL, "api_key=0123456789"], "process list"),
         ([MODEL, "api_host=192.0.2.7", "api_port=0"], "192.0.2.7"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_message_is_answered_and_the_conversation_grows() -> None:
     talk.take("And now?")
     assert roles(talk) == ["user", "assistant"] * 2
     assert [m["content"] for m in backend.asked[1].messages] == ["Hello?", "Yes.", "And now?"]
-    assert "2 tokens, 10.0 tokens/s, first after 0.10 s, 90 tokens of context left" in out.getvalue()
+    assert "2 tokens, 10.0 tokens/s, first token after 0.10 s, 90 tokens of context left" in out.getvalue()
 
 
 def test_retry_undo_and_edit_go_back() -> None:
@@ -179,7 +179,7 @@ def test_help_and_sentences_are_folded_between_words_at_the_width_of_the_termina
         assert max(map(len, out.getvalue().splitlines())) < columns
         assert " ".join(out.getvalue().split()) == " ".join(HELP.split())
     assert "\n" + " " * 22 + "p=0.9" not in out.getvalue()
-    assert "\n/new, /exit           begin anew" in out.getvalue()
+    assert "\n/new, /exit           new conversation" in out.getvalue()
 
 
 def test_an_answer_that_failed_takes_the_question_back() -> None:
@@ -292,12 +292,12 @@ def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
                 seen += os.read(main, 4096).decode("utf-8", "replace")
 
     read_until("> ")
-    assert "/help lists what can be typed" in seen
+    assert "/help lists the commands" in seen
     os.write(main, b"Hello\n")
     read_until("context left")
     time.sleep(0.5)  # Python sees a signal that comes just before readline waits with the next key only
     process.send_signal(signal.SIGINT)
-    read_until("once more")
+    read_until("Ctrl-C again")
     os.write(main, b"/set max_new_tokens=2000 seed=1 temperature=9\nTell me.\n")
     read_until("> Tell me.\r\n", more=20)  # behind its prompt: what is typed ahead is shown once before that
     process.send_signal(signal.SIGINT)
@@ -314,5 +314,5 @@ def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
 def test_a_url_that_answers_nothing_is_said() -> None:
     from burnish.serve.chat.backends import ServerBackend
 
-    with pytest.raises(UserError, match="cannot be reached"):
+    with pytest.raises(UserError, match="cannot connect"):
         ServerBackend("http://127.0.0.1:9/v1")

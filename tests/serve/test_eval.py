@@ -217,7 +217,7 @@ def test_a_whole_model_is_measured_without_an_adapter(
 
 def test_nothing_to_measure_is_said(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(model)]) == 2
-    assert "nothing to measure" in capsys.readouterr().err
+    assert "nothing to evaluate" in capsys.readouterr().err
 
 
 def request(*args):
@@ -271,7 +271,7 @@ def test_models_of_one_name_write_into_folders_of_their_own(model: Path, tmp_pat
         shutil.copytree(model, tmp_path / place)
     paths = [str(tmp_path / name) for name in ("a/checkpoint-4", "Qwen2.5-0.5B", "b/checkpoint-4")]
     assert [one.name for one in servings_of(paths)] == ["a-checkpoint-4", "Qwen2.5-0.5B", "b-checkpoint-4"]
-    with pytest.raises(UserError, match="is named twice"):
+    with pytest.raises(UserError, match="is passed twice"):
         servings_of([paths[0], paths[0]])
     asked: list[Path | None] = []
     for serving in servings_of(paths):

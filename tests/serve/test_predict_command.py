@@ -86,7 +86,7 @@ def test_a_reward_model_is_measured_as_one_without_being_told(place: Path) -> No
 
 def test_nothing_to_predict_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", str(DEMO / "model")]) == 2
-    assert "eval_dataset is missing" in capsys.readouterr().err
+    assert "eval_dataset is not set" in capsys.readouterr().err
 
 
 def test_a_file_beside_a_model_is_not_taken_for_the_file_of_its_run(
@@ -95,7 +95,7 @@ def test_a_file_beside_a_model_is_not_taken_for_the_file_of_its_run(
     (tmp_path / "run.yaml").write_text((place / "writes/run.yaml").read_text())
     (tmp_path / "base").symlink_to(DEMO / "model")
     assert main(["predict", "base"]) == 2
-    assert "eval_dataset is missing" in capsys.readouterr().err
+    assert "eval_dataset is not set" in capsys.readouterr().err
 
 
 def test_a_set_of_the_run_that_is_a_path_is_found_from_another_folder(

@@ -120,7 +120,7 @@ def test_a_conversation_with_it_is_refused_in_a_sentence(
     capsys.readouterr()
     monkeypatch.setattr("sys.stdin", io.StringIO("red"))
     assert cli.main(["chat", str(workplace / "value head")]) == 2
-    assert "gives scores and writes no answers" in told(capsys)[1]
+    assert "returns scores and does not generate text" in told(capsys)[1]
 
 
 def test_an_adapter_with_a_score_is_trained_further(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,9 @@ def test_the_record_is_one_that_the_run_itself_holds_out() -> None:
 def test_what_holds_nothing_out_or_has_no_such_record_is_refused() -> None:
     with pytest.raises(UserError, match="val_size"):
         held_out({**VALUES, "val_size": "0"})
-    with pytest.raises(UserError, match="Records 1 to 5"):
+    with pytest.raises(UserError, match="between 1 and 5"):
         held_out(VALUES, 6)
-    with pytest.raises(UserError, match="asks nothing"):
+    with pytest.raises(UserError, match="without a prompt"):
         question_of(Example(text="Once upon a time", source="a.txt", number=1))
 
 

@@ -70,7 +70,7 @@ def test_signing_in_by_script_and_by_the_form_alone_gives_a_strict_cookie(page) 
         assert headers["location"] == "runs"
     status, _, text = page.send("POST", "/sign-in", b"key=wrong", Cookie="", **kind)
     assert status == 403
-    assert "not the key" in text
+    assert "The key is wrong" in text
 
 
 def test_ten_wrong_keys_a_minute_end_the_trying_and_the_key_is_in_no_page(page) -> None:
@@ -505,7 +505,9 @@ def test_a_number_in_an_address_that_is_none_is_refused_by_name(page, odd: str) 
     run = page.id_of("first")
     for path, name in ((f"/api/runs/{run}/series", "points"), (f"/api/runs/{run}/log", "before")):
         status, _, text = page.send("GET", f"{path}?{name}={urllib.parse.quote(odd)}")
-        assert (status, json.loads(text)["error"]["message"]) == (422, f'"{name}" must be a whole number.'), path
+        assert (status, json.loads(text)["error"]["message"]) == (422, f'"{name}" must be a non-negative integer.'), (
+            path
+        )
     values = {"model_name_or_path": "m", "output_dir": "o"}
     assert page.send("POST", "/api/check", {"values": values, "seed": odd})[0] == 422
 
@@ -557,9 +559,9 @@ def test_options_of_the_page_are_refused_where_they_are_wrong(tmp_path, monkeypa
     assert read_options(["--page", "chat"])[0].web_port == 7999
     assert read_options(["--page", "chat"])[1] == "talk"
     for words, said in (
-        (["web_key=0123456789abcdef"], "list of processes"), (["web_prot=1"], "web_port"),
-        (["web_roots=[/no/where]"], "no folder"),
-        (["web_no_key=true", "web_host=0.0.0.0"], "start processes"), (["--page", "admin"], "no page"),
+        (["web_key=0123456789abcdef"], "process list"), (["web_prot=1"], "web_port"),
+        (["web_roots=[/no/where]"], "must contain existing folders"),
+        (["web_no_key=true", "web_host=0.0.0.0"], "start processes"), (["--page", "admin"], "Unknown page"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             read_options(words)

@@ -46,7 +46,9 @@ def test_skipped_steps_a_rate_of_zero_and_a_full_disk_are_said() -> None:
 
 def test_rows_that_were_dropped_are_counted() -> None:
     found = list(remarks(columns_of([]), rows={"seen": 1000, "dropped": 2}))
-    assert [one.text("en") for one in found] == ["Rows that were dropped: 2 of 1000; the log names them and says why."]
+    assert [one.text("en") for one in found] == [
+        "2 of 1000 examples were skipped. The log lists them with the reasons."
+    ]
     assert list(remarks(columns_of([]), rows={"seen": 1000, "dropped": 0})) == []
 
 
@@ -62,7 +64,7 @@ def rising(root):
     with (root / "saves/first/trainer_log.jsonl").open("a") as log:
         for step, loss in ((25, 0.4), (30, 0.6), (35, 0.7)):
             log.write(json.dumps({"current_steps": step, "total_steps": 40, "eval_loss": loss}) + "\n")
-    return "The evaluation loss rises since step 25; its lowest was 0.4 at step 25."
+    return "The evaluation loss has been rising since step 25. Minimum: 0.4 at step 25."
 
 
 def test_the_page_its_script_and_the_terminal_say_the_same(rising, page, root, capsys) -> None:

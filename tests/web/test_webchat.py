@@ -27,8 +27,8 @@ def test_options_of_the_page_are_told_from_those_of_the_model(tmp_path: Path, mo
 
 def test_no_model_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["webchat", "web_port=0"]) == 2
-    assert "burnish webchat is told no model.\n  Write: burnish webchat PATH" in capsys.readouterr().err
-    with pytest.raises(UserError, match='"web_key" stands in the list'):
+    assert "burnish webchat requires a model.\n  Usage: burnish webchat PATH" in capsys.readouterr().err
+    with pytest.raises(UserError, match='"web_key" on the command line'):
         read_named(["model", "web_key=short"])
 
 

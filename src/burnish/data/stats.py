@@ -14,7 +14,7 @@ from typing import Any
 from burnish.loop.types import Example
 
 TRUNCATED = "truncated"
-"""Kind of the reasons of examples that lost content: the part of a reason before its colon."""
+"""Kind of the reasons of examples that lost content: the first word of a reason."""
 SHOWN = 5
 """Number of record numbers named per reason; the others are counted."""
 
@@ -69,5 +69,5 @@ class DataStats:
 
 
 def kind_of(reason: str) -> str:
-    """The kind of a reason: ``dropped``, ``truncated`` or ``kept``."""
-    return reason.partition(":")[0]
+    """The kind of a reason, its first word: ``dropped``, ``truncated`` or ``kept``."""
+    return reason.split(maxsplit=1)[0].rstrip(":,")

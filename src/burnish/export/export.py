@@ -210,9 +210,7 @@ def compare_templates(folder: Path, template: Template, options: RunOptions) -> 
     ):
         if list(trained) != list(exported):
             return [_difference(list(trained), list(exported), tokenizer)]
-    return [
-        f"Chat template checked: a conversation of {len(row['input_ids'])} tokens has the same token ids as in training."
-    ]
+    return [f"Chat template checked: a conversation of {len(row['input_ids'])} tokens has the token ids of training."]
 
 
 def _difference(trained: list[int], exported: list[int], tokenizer: Any) -> str:

@@ -71,8 +71,8 @@ def _split_of(words: dict[str, Any]) -> str:
     is_bytes = any(part.get("type") == "ByteLevel" for part in parts)
     pattern = patterns[0] if patterns else ""
     if words["model"].get("type") != "BPE" or not is_bytes or len(patterns) > 1 or pattern not in _SPLITS:
-        raise _refusal("the tokenizer is not supported: it is neither a byte-level BPE with a known pre-tokenizer nor a "
-                       "SentencePiece BPE with byte fallback.")  # fmt: skip
+        raise _refusal("the tokenizer is not supported: it is neither a byte-level BPE with a known pre-tokenizer "
+                       "nor a SentencePiece BPE with byte fallback.")  # fmt: skip
     return _SPLITS[pattern]
 
 

@@ -60,7 +60,7 @@ def generate_all(
         def callback(made: StepOutput) -> None:
             found[at].take(made, requests[at].stop_ids)
             if made.reason == "failed":
-                raise RuntimeError(f"The answer to prompt {at + 1} failed: {made.error}")
+                raise RuntimeError(f"Generation failed for prompt {at + 1} failed: {made.error}")
             if made.reason is not None and on_done is not None:
                 on_done(at, found[at])
 

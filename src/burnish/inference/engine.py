@@ -47,7 +47,7 @@ class LocalEngine:
 
     def submit(self, request: GenerationRequest, callback: OutputCallback) -> RequestHandle:
         if self._is_closed or not self._thread.is_alive():
-            raise Closed("The engine is closed." if self.failure is None else f"The engine has ended: {self.failure}")
+            raise Closed("The engine is closed." if self.failure is None else f"The engine has stopped: {self.failure}")
         handle = self.loop.submit(request, callback)
         self._work.set()
         return handle
@@ -77,4 +77,4 @@ class LocalEngine:
                     self._work.clear()
         except BaseException as error:  # the outermost frame of the thread: whoever waits must hear of it
             self.failure = error
-            self.loop.fail_all(Problem(f"internal_error: the engine has ended: {error}"))
+            self.loop.fail_all(Problem(f"internal_error: the engine has stopped: {error}"))

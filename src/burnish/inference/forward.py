@@ -118,7 +118,7 @@ class OverSlots:
         config = self.model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
         if kinds - _KINDS:
-            raise NotImplementedError(f"layers that do not attend to all tokens before them: {sorted(kinds - _KINDS)}")
+            raise NotImplementedError(f"layers without full causal attention: {sorted(kinds - _KINDS)}")
         if not kinds:
             window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
             kinds = {"sliding_attention" if window else "full_attention"}

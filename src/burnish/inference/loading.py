@@ -215,17 +215,17 @@ def _other_template(template: Template, own: Any, tokenizer: Any) -> list[str]:
     if template.spec is None or not own or example is None:
         return []
     try:
-        found = JinjaFormat(own, template.options, tokenizer, "the folder's own").prompt(example)
+        found = JinjaFormat(own, template.options, tokenizer, "the model's own").prompt(example)
     except (UnreadableTemplate, UserError) as error:
-        return [f"The folder's own chat template refuses a plain conversation: {error}"]
+        return [f"The model's own chat template failed on a plain conversation: {error}"]
     ours = template.prompt(example)
     if ours == found:
         return []
     at = next((i for i, (a, b) in enumerate(zip(ours, found, strict=False)) if a != b), min(len(ours), len(found)))
     around = [tokenizer.convert_ids_to_tokens(ids[max(0, at - 2) : at + 3]) for ids in (ours, found)]
     return [
-        f'Template "{template.name}" writes other prompts than the folder\'s own chat template, from token {at} on: '
-        f"{around[0]} here, {around[1]} there."
+        f'The prompts of template "{template.name}" differ from the model\'s own chat template, from token {at} on: '
+        f"{around[0]} ({template.name}), {around[1]} (the model's own)."
     ]
 
 
@@ -291,8 +291,10 @@ def _model(
             options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head
         )
         if len(adapters) > 1:
-            what = f"several adapters cannot be merged into a base that is quantized ({method})."
-            raise UserError(what, remedy="Merge all but the last: burnish export without quantization_bit.")
+            what = f"several adapters cannot be merged into a quantized base model ({method})."
+            raise UserError(
+                what, remedy="Merge all but the last first, with burnish export and without quantization_bit."
+            )
         for folder in adapters:
             load_adapter(model, folder)
     else:
@@ -334,7 +336,7 @@ def writes_answers(options: AnsweringOptions) -> bool:
 def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score: bool) -> RewardHead | None:
     head = reward_head(options, adapters)
     if head is not None and not may_score:
-        remedy = "Its scores: burnish predict writes a file; burnish api answers at POST /v1/score/evaluation."
+        remedy = "For scores, use burnish predict, or POST /v1/score/evaluation of burnish api."
         raise UserError(NO_ANSWERS, where=str(options.model_name_or_path), remedy=remedy)
     return None if head is None else head.to(device_of(options))
 
@@ -345,7 +347,7 @@ def _served_folders(options: AnsweringOptions) -> dict[str, Path]:
     problems: list[Problem] = []
     for name, folder in (options.served_adapters or {}).items():
         if name == BASE:
-            problems.append(Problem(f'"{BASE}" is the name of the model without an adapter.', where="served_adapters"))
+            problems.append(Problem(f'"{BASE}" is reserved for the model without an adapter.', where="served_adapters"))
         try:
             named[name] = local_folder(folder, options, "served_adapters", ("adapter_*",))
         except UserError as error:
@@ -354,7 +356,7 @@ def _served_folders(options: AnsweringOptions) -> dict[str, Path]:
         config = named[name] / "adapter_config.json"
         whole = read_json(config).get("modules_to_save") if config.is_file() else None
         if whole and len(options.served_adapters or ()) > 1:
-            what = f'the adapter "{name}" holds whole modules ({", ".join(whole)}), which others do not share.'
+            what = f'the adapter "{name}" contains full modules ({", ".join(whole)}) and cannot be served with others.'
             problems.append(Problem(what, remedy="Serve it alone, as adapter_name_or_path."))
     raise_if(problems)
     return named

@@ -23,7 +23,7 @@ def next_tokens(jobs: Sequence[Job], logits: Tensor) -> list[int | Problem]:
     drawn: dict[int, DrawSettings] = {}
     for at, (job, is_finite) in enumerate(zip(jobs, torch.isfinite(largest).tolist(), strict=True)):
         if not is_finite:
-            found[at] = Problem("non_finite_logits: the model's logits are not finite numbers.")
+            found[at] = Problem("non_finite_logits: the model's logits contain NaN or infinity.")
         elif not _takes_likeliest(job):
             try:
                 drawn[at] = _draw_settings(job, logits.shape[1])
@@ -38,7 +38,7 @@ def next_tokens(jobs: Sequence[Job], logits: Tensor) -> list[int | Problem]:
 
 def grammar_problem(error: GrammarError) -> Problem:
     """The problem of a request whose grammar cannot go on."""
-    return Problem(f"grammar_failed: the answer cannot be held to its grammar: {error}")
+    return Problem(f"grammar_failed: the response cannot follow its grammar: {error}")
 
 
 def _takes_likeliest(job: Job) -> bool:

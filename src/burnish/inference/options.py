@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 def check_infer(options: InferOptions) -> list[Problem]:
     if options.infer_url is None or options.infer_url.startswith(("http://", "https://")):
         return []
-    what = f'"infer_url" begins with http:// or https://. Received: {options.infer_url}.'
+    what = f'"infer_url" must start with http:// or https://. Received: {options.infer_url}.'
     return [Problem(what, remedy="For a server on this machine: infer_url: http://127.0.0.1:8000", option="infer_url")]
 
 

@@ -35,11 +35,13 @@ def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> 
             made = way()
             if agrees(model, made, precision):
                 made.resize(slots)
-                said = f"{name} keeps what it has read in a way of its own, so its answers are made one at a time."
+                said = f"{name} uses a custom cache; batched generation is disabled."
                 return made, "" if made.batches else said
         except REFUSALS:
             continue
-    said = f"{name} gives other logits with a cache than without, so each token is made of the whole text anew."
+    said = (
+        f"{name} gives different logits with a KV cache than without; generation runs without the cache and is slower."
+    )
     return WholeText(model, precision), said
 
 

@@ -178,7 +178,7 @@ class Scheduler:
         for job in [*self._waiting, *(slot.job for slot in self._slots if slot.job)]:
             is_late = now > job.request.deadline
             if is_late or everyone or job.handle.number in cancelled:
-                error = Problem("the answer was not ready before its deadline.") if is_late else None
+                error = Problem("the request timed out.") if is_late else None
                 self._end(job, "cancelled", error)
         self._waiting = deque(job for job in self._waiting if not job.is_over)
         self._release_ended()
@@ -362,7 +362,7 @@ class Scheduler:
             run(first, number)
         except (RuntimeError, MemoryError, IndexError, ValueError) as error:
             is_memory = is_out_of_memory(error)
-            what = "out_of_memory: there was no memory for this step." if is_memory else f"internal_error: {error}"
+            what = "out_of_memory: not enough memory for this step." if is_memory else f"internal_error: {error}"
             for slot in self._stretch(first, number):
                 if slot.job is not None:
                     self._end(slot.job, "failed", Problem(what.strip().split("\n")[0]))
@@ -376,7 +376,7 @@ class Scheduler:
         fewer = max(1, taken, len(self._slots) - 1 if len(self._slots) < 4 else len(self._slots) * 3 // 4)
         self._slots = self._slots[:fewer]
         self.way.resize(fewer)
-        self.note = f"Memory ran out; {fewer} requests are answered at once from now on."
+        self.note = f"Out of memory; reduced to {fewer} concurrent requests."
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

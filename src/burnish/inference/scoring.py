@@ -20,7 +20,7 @@ from burnish.losses.reward import RewardHead
 
 AT_ONCE = 8
 """Texts in one forward pass."""
-NO_ANSWERS = "This is a reward model: it gives scores and writes no answers."
+NO_ANSWERS = "This is a reward model: it returns scores and does not generate text."
 
 
 class ScoreEngine:

@@ -89,9 +89,9 @@ def check_request(request: GenerationRequest, limits: SlotLimits, adapters: Sequ
     """Raises UserError for a request that can never be answered."""
     context, problems = limits.context, []
     if not request.ids:
-        problems.append(Problem("a prompt has at least one token. Received: none."))
+        problems.append(Problem("the prompt must have at least one token. Received: none."))
     if len(request.ids) + min(1, request.max_new_tokens) > context:
-        what = f"the prompt has {len(request.ids)} tokens, and {context} is the most that prompt and answer may have."
+        what = f"the prompt has {len(request.ids)} tokens; the context for prompt and response together is {context}."
         problems.append(Problem(what, remedy="Shorten the prompt, or raise infer_context."))
     if request.max_new_tokens < (request.prompt_logprobs_from is None):
         problems.append(
@@ -99,7 +99,7 @@ def check_request(request: GenerationRequest, limits: SlotLimits, adapters: Sequ
         )
     if request.adapter != BASE and request.adapter not in adapters:
         known = ", ".join((BASE, *adapters))
-        problems.append(Problem(f'there is no adapter "{request.adapter}".', remedy=f"Known: {known}."))
+        problems.append(Problem(f'unknown adapter "{request.adapter}".', remedy=f"Available: {known}."))
     if problems:
         raise UserError(problems)
 

@@ -171,7 +171,7 @@ class Full(RuntimeError):
     """Too many requests wait already. ``retry_after_s`` is when to come again."""
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
-        super().__init__(f"{waiting} requests are waiting already.")
+        super().__init__(f"{waiting} requests are already queued.")
         self.waiting, self.retry_after_s = waiting, retry_after_s
 
 

@@ -231,9 +231,7 @@ def given_yaml(
         left_out: names that are told, and have no effect where the file is read.
         command: the command of burnish that writes the file.
     """
-    lines = [
-        f"# The options of this run, written by burnish {command}. Run it again or resume it with: burnish train run.yaml"
-    ]
+    lines = [f"# The options of this run, written by burnish {command}. Rerun or resume: burnish train run.yaml"]
     for name, value in values.items():
         where = " ".join(provenance.get(name, "").split())
         if has_secret_name(name):

@@ -73,9 +73,9 @@ def _differences(first: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequenc
 def _problem(rank: int, host: str, differences: Sequence[str]) -> Problem:
     more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     return Problem(
-        f"process {rank} on {host} is about to do something else than process 0: "
+        f"process {rank} on {host} has a different configuration than process 0: "
         f"{'; '.join(differences[:_SHOWN])}{more}.",
-        remedy="Give all processes the same command, files and versions.",
+        remedy="Use the same command, files and versions in all processes.",
     )
 
 

@@ -265,7 +265,9 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
     if folders := adapter_folders(options):
         raise_if_adapter_not_finite(model, folders)
     if prepared.objective.disables_dropout and options.disable_dropout and switch_off_dropout(model):
-        notes.append("Dropout is off, LoRA's too, as a model is compared with itself (disable_dropout).")
+        notes.append(
+            "Dropout is disabled, including LoRA dropout, so that log-probabilities are comparable (disable_dropout)."
+        )
     engine.place(model, trainable_dtype(options, model, engine))
     turns = prepared.sizes.turns.lines if prepared.sizes.turns and trains(options) else ()
     notes += [f"{label.capitalize()}: {text}." for label, text in turns]
@@ -332,8 +334,8 @@ def fit_objective(
         head_of=None if options.fused_loss is False else model,
     )  # fmt: skip
     if options.needed_tokens_only and not capabilities.shares_prefixes:
-        what = "rows are padded, or model or loss draw at random, or go over all of them"
-        said = [*said, f"All tokens are computed, needed or not: {what}."]
+        what = "the batch is padded, the model or loss uses random numbers, or the loss needs all tokens"
+        said = [*said, f"Tokens without effect on the loss are not skipped: {what}."]
     collate = collator(options, tokenizer.pad_token_id, capabilities.is_padding_free, capabilities.shares_prefixes)
     return capabilities, [*capabilities.notes, *said, *objective.fit(capabilities, collate)]
 

@@ -79,7 +79,7 @@ def launch(words: Sequence[str], given: Mapping[str, RawValue]) -> int | None:
                 console.problem(problem)
             return ended.status
         restarts += 1
-        console.warn(f"{ended.failures[-1]}\nStarting again, {restarts} of {asked.max_restarts} times.")
+        console.warn(f"{ended.failures[-1]}\nRestarting, {restarts} of {asked.max_restarts} times.")
         words = going_on(words, asked.output_dir)
 
 
@@ -219,7 +219,9 @@ class Processes:
         stalled = [(rank, self._stacks(rank)) for rank in self.ranks if self._stacks(rank)]
         if stalled:
             stacks = "\n".join(f"  {self._place(rank)}:\n{text}" for rank, text in stalled)
-            return ProcessesEnded(status, (f"The run stood still for longer than stall_timeout_s.\n{stacks}",), True)
+            return ProcessesEnded(
+                status, (f"The run made no progress for longer than stall_timeout_s.\n{stacks}",), True
+            )
         said = self._failure_file(rank)
         if not said.is_file():
             return ProcessesEnded(status, (self._without_words(rank, process.returncode),), True)
@@ -235,11 +237,11 @@ class Processes:
 
     def _without_words(self, rank: int, returncode: int) -> Problem:
         how = f"was ended by {signal.Signals(-returncode).name}" if returncode < 0 else f"ended with {returncode}"
-        killed = "The system ends processes so where memory runs out." if returncode == -signal.SIGKILL else ""
+        killed = "The system may kill a process when memory runs out." if returncode == -signal.SIGKILL else ""
         log = self._log(rank)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
         last = "\n".join(f"    {line}" for line in lines[-_LAST_LINES:])
-        why = f"{killed}\n  Its last words:\n{last}".strip() if last else killed
+        why = f"{killed}\n  Last output:\n{last}".strip() if last else killed
         return Problem(f"{self._place(rank)} {how}.", why=why)
 
     def _place(self, rank: int) -> str:

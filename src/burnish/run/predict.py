@@ -96,9 +96,7 @@ def predict(
     tokenizer, stops = prepared.tokenizer, prepared.template.stop_token_ids()
     questions = questions_of(examples, prepared.template, stops)
     if len(questions) < len(examples):
-        note(
-            f"{len(examples) - len(questions)} of {len(examples)} records have no prompt to answer; they are left out."
-        )
+        note(f"{len(examples) - len(questions)} of {len(examples)} records have no prompt; they were skipped.")
     config = generation_config(bare_model(run), tokenizer, stops, options)
     stem = _stem(name)
     partial = folder / f"{stem}.partial.jsonl" if run.engine.world_size == 1 else None

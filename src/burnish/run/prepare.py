@@ -195,7 +195,7 @@ def sample_of(rows: RowSet[Any]) -> ListedRows:
 def nothing_to_learn(stats: DataStats, options: RunOptions) -> Problem:
     reasons = "; ".join(stats.sentences()) or "the training set is empty"
     return Problem(
-        f"No example is left to train on: {reasons}.",
+        f"No examples are left to train on: {reasons}.",
         where=", ".join(map(str, options.dataset or [])),
         remedy="Raise cutoff_len, or correct the data." if stats.has_truncated else "Correct the data.",
     )

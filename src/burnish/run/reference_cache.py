@@ -44,7 +44,7 @@ def fill(
     kept = None if anew else _kept(folder)
     if all(engine.gather_objects(kept is not None)):
         rows.restore(kept or [])
-        return [f"The reference's numbers of {len(rows):,} rows are those that an earlier run kept: {folder}."]
+        return [f"Reference log-probabilities of {len(rows):,} examples were loaded from the cache: {folder}."]
     rows.fill(objective, module, engine, size)
     return [] if engine.rank else _keep(rows, folder)
 
@@ -66,7 +66,7 @@ def _keep(rows: RowsWithReference, folder: Path) -> list[str]:
                 writer.add(number, rows.numbers(number))
             writer.close()
     except (UserError, NotSavedError, OSError) as error:
-        return [f"The reference's numbers are not kept for another run: {error}"]
+        return [f"Reference log-probabilities cannot be cached: {error}"]
     return []
 
 

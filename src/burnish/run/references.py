@@ -80,11 +80,13 @@ def _reference_of(
     if is_base(options) and not options.sync_ref_model:
         return AdapterOff(adapter, model), ["The reference is the model without the adapter."]
     if options.precompute_ref_log_probs:
-        return AsItIs(), ["The reference is the start of this run, asked about every row before the first step."]
+        return AsItIs(), [
+            "The reference is the initial model of this run, evaluated on every example before the first step."
+        ]
     what = "the adapter's" if not adapter.saves_whole_model else "the model's"
-    sentence = f"The reference is {what} weights at the start of this run, of which a copy is kept."
+    sentence = f"The reference is {what} initial weights of this run; a copy is kept in memory."
     if isinstance(adapter, LoraAdapter) and adapter.to_continue is not None:
-        sentence += " For the model without the adapter (as in LLaMA-Factory) name it: ref_model."
+        sentence += " To use the model without the adapter (as in LLaMA-Factory), set ref_model."
     if not options.sync_ref_model:
         return StartInPieces(engine) if engine.splits_weights else StartOfRun(model), [sentence]
     refuse_pieces(engine)
@@ -141,17 +143,17 @@ def is_base(options: RunOptions) -> bool:
 def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> str:
     """Describe the reference model of the policy and its cost, before any weight is read."""
     once = options.precompute_ref_log_probs
-    passes = f"{'one forward pass over each row' if once else 'its forward passes'}, without a gradient"
+    passes = f"{'one forward pass per example' if once else 'its forward passes'}, without a gradient"
     if options.ref_model is not None:
         size = shown_bytes(sizes.base * formats.compute)
         return f"{options.ref_model}, a second frozen model: about {size}, and {passes}"
     if is_base(options) and not options.sync_ref_model:
         return f"the model without its adapter: no memory, and {passes}"
     if options.precompute_ref_log_probs:
-        return f"the weights as the run begins, asked before its first step: no memory, and {passes}"
+        return f"the initial weights, evaluated before the first step: no memory, and {passes}"
     size = shown_bytes(sizes.trained * formats.trained)
     moves = f"; every {options.ref_model_sync_steps} steps it moves" if options.sync_ref_model else ""
-    return f"a copy of the weights that train, as the run begins: {size}, and {passes}{moves}"
+    return f"a copy of the initial trainable weights: {size}, and {passes}{moves}"
 
 
 def _second(
@@ -173,8 +175,8 @@ def _second(
         patch_forwards(second, options)
     if is_padding_free and not _reads_alike(model, second, options):
         raise UserError(
-            f'"ref_model" {options.ref_model} cannot read the batches that the policy reads: it does not keep '
-            "sequences that lie end to end apart.",
+            f'"ref_model" {options.ref_model} does not support the padding-free batches of the policy: '
+            "it cannot separate concatenated sequences.",
             remedy="Set padding_free: false.",
             option="ref_model",
         )
@@ -195,5 +197,5 @@ def refuse_other_vocabulary(model: nn.Module, second: nn.Module) -> None:
     if own != other:
         raise UserError(
             f"The reference's vocabulary ({other}) is not the policy's ({own}): log-probabilities cannot be compared.",
-            remedy="Name a ref_model of the policy's family.",
+            remedy="Set ref_model to a model of the policy's family.",
         )

@@ -38,28 +38,28 @@ def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -
         folder = (options.adapter_name_or_path or [options.model_name_or_path or ""])[-1]
         raise UserError(
             f'{folder} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.',
-            remedy="Was it exported without its head? Copy that file beside it, or train with stage: rm.",
+            remedy="If it was exported without its head, copy that file into its folder. Or train with stage: rm.",
         )
     if found is None:
         _refuse_classifier(objective, options, engine)
-        return ["The reward head is new: random weights, bias 0."]
+        return ["The reward head is newly initialized: random weights, bias 0."]
     weights, file = found
     if kind := kind_of_head(file):
         objective.head = REWARD_HEADS[objective.options.reward_head or kind[0]](objective.head.width)
         objective.head.take(weights)
         objective.head_kind = kind[0]
-        return [f"The reward head is that of {file} ({kind[0]})."]
+        return [f"The reward head was loaded from {file} ({kind[0]})."]
     objective.came_as_score = file.name not in (VALUE_HEAD, OLD_VALUE_HEAD)
     if objective.came_as_score and objective.options.reward_head is None and isinstance(objective.head, ValueHead):
         objective.head.summary.register_parameter("bias", None)  # a classifier, as which it is saved again, has none
     objective.head.take(weights)
     _refuse_classifier(objective, options, engine)
-    return [f"The reward head is that of {file}."]
+    return [f"The reward head was loaded from {file}."]
 
 
 def _refuse_classifier(objective: RewardObjective, options: RunOptions, engine: Engine) -> None:
     if engine.splits_weights and trains(options) and saved_head(objective) == "score":
-        what = "A sequence classifier is written by one process, and each holds a part of the weights (FSDP, ZeRO-3)."
+        what = "A sequence classifier is saved by one process, but the weights are sharded (FSDP, ZeRO-3)."
         raise UserError(what, remedy="Set reward_head: value_head, or use DDP, ZeRO-1 or ZeRO-2.")
 
 

@@ -120,7 +120,7 @@ def servings_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool =
         depth += 1
         if depth > max(map(len, parts)):
             twice = next(path for path, name in zip(paths, names, strict=True) if names.count(name) > 1)
-            raise UserError(f'"{twice}" is named twice.', remedy="Name each model once.")
+            raise UserError(f'"{twice}" is passed twice.', remedy="Pass each model once.")
         names = ["-".join(own[-depth:]) if names.count(name) > 1 else name
                  for name, own in zip(names, parts, strict=True)]  # fmt: skip
     return [replace(one, name=name) for one, name in zip(found, names, strict=True)]
@@ -207,8 +207,8 @@ def _newest_checkpoint(folder: Path) -> Path:
     newest, _ = Checkpoints(folder).newest()
     if newest is None:
         raise UserError(
-            f'"{folder}" holds no model: there is no {MODEL}, no {ADAPTER}, and no whole checkpoint in it.',
-            remedy="Name the folder that burnish train or burnish export wrote (output_dir, export_dir).",
+            f'"{folder}" contains no model: no {MODEL}, no {ADAPTER} and no complete checkpoint.',
+            remedy="Pass the folder that burnish train or burnish export wrote (output_dir, export_dir).",
         )
     return newest
 
@@ -218,11 +218,11 @@ def _of_adapter(folder: Path, given: Mapping[str, RawValue]) -> dict[str, RawVal
         config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
         base, kind = config["base_model_name_or_path"], config.get("peft_type", "LORA")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"its base cannot be read: {error}.", where=str(folder / ADAPTER)) from error
+        raise UserError(f"cannot read the base model's name: {error}.", where=str(folder / ADAPTER)) from error
     found = {"adapter_name_or_path": RawValue([str(folder)], str(folder))}
     if "model_name_or_path" not in given:
         if not base:
-            what = "the adapter does not say which model it is for."
+            what = "the adapter does not name its base model."
             raise UserError(what, where=str(folder), remedy="Add model_name_or_path=...")
         found["model_name_or_path"] = RawValue(base, str(folder / ADAPTER))
     if kind != "LORA":

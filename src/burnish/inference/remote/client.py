@@ -60,7 +60,7 @@ class RemoteEngine:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(
-                f'"infer_url" is an address such as http://127.0.0.1:8000. Received: {url}.', option="infer_url"
+                f'"infer_url" must be a URL such as http://127.0.0.1:8000. Received: {url}.', option="infer_url"
             )
         self._server, self.tokenizer = OpenAIServer(f"{url.rstrip('/')}/v1", key), tokenizer
         self.context, self.slots, self.adapters, self.name = context, slots, adapters, name
@@ -123,7 +123,7 @@ class RemoteEngine:
             try:
                 reason = self._stream(request, callback, cancelled)
                 if time.monotonic() > request.deadline:
-                    error = Problem("the answer was not ready before its deadline.")
+                    error = Problem("the request timed out.")
             except (ValueError, KeyError, RuntimeError) as failure:
                 if cancelled.is_set():
                     reason = "cancelled"
@@ -187,14 +187,18 @@ class RemoteEngine:
             )
             if is_asked
         ]
-        problems = [Problem(f"the engine {self.name} gives no {', no '.join(lacking)}.")] if lacking else []
+        problems = [Problem(f"the engine {self.name} does not support {', '.join(lacking)}.")] if lacking else []
         if not request.ids or request.max_new_tokens < 1:
-            problems.append(Problem("a request has at least one token of prompt and one of answer."))
+            problems.append(
+                Problem("a request must have at least one prompt token, and max_new_tokens must be at least 1.")
+            )
         if len(request.ids) >= self.context:
-            problems.append(Problem(f"the prompt has {len(request.ids)} tokens, and {self.context} is the most."))
+            problems.append(
+                Problem(f"the prompt has {len(request.ids)} tokens; it must have less than {self.context}.")
+            )
         if request.adapter != BASE and request.adapter not in self.adapters:
             known = ", ".join((BASE, *self.adapters))
-            problems.append(Problem(f'there is no adapter "{request.adapter}".', remedy=f"Known: {known}."))
+            problems.append(Problem(f'unknown adapter "{request.adapter}".', remedy=f"Available: {known}."))
         if problems:
             raise UserError(problems)
 
@@ -207,8 +211,8 @@ def started_engine(loaded: LoadedModel, waiting: int | None = None) -> RemoteEng
     """
     options = loaded.options
     if options.infer_url is None and options.adapter_name_or_path:
-        what = f'"infer_backend" {options.infer_backend} loads folders as they are, and adapter_name_or_path is merged.'
-        remedy = "burnish export merges it first; or name it in served_adapters."
+        what = f"infer_backend: {options.infer_backend} cannot merge the adapters of adapter_name_or_path."
+        remedy = "Merge them first with burnish export, or serve them with served_adapters."
         raise UserError(what, remedy=remedy, option=("infer_backend", "adapter_name_or_path"))
     given: dict[str, Any] = {
         "context": loaded.context, "waiting": waiting, "adapters": loaded.adapters,

@@ -37,13 +37,15 @@ class OpenAIServer:
             response = self._client.get(f"{self.url}/models")
             names = [str(entry["id"]) for entry in response.raise_for_status().json()["data"]]
         except httpx.HTTPStatusError as error:
-            raise UserError(f"{self.url} answered {error.response.status_code}: {_message(error.response)}") from error
+            raise UserError(
+                f"{self.url} returned HTTP {error.response.status_code}: {_message(error.response)}"
+            ) from error
         except httpx.HTTPError as error:
-            raise UserError(f"{self.url} cannot be reached: {error}.") from error
+            raise UserError(f"cannot connect to {self.url}: {error}.") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.url}/models lists no model: {error}") from error
+            raise UserError(f"{self.url}/models returned no list of models: {error}") from error
         if not names:
-            raise UserError(f"{self.url}/models lists no model.")
+            raise UserError(f"{self.url}/models returned an empty list of models.")
         return names
 
     def chunks(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
@@ -56,7 +58,7 @@ class OpenAIServer:
             with self._client.stream("POST", f"{self.url}/{path}", json={**body, "stream": True}) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise UserError(f"{self.url} answered {response.status_code}: {_message(response)}")
+                    raise UserError(f"{self.url} returned HTTP {response.status_code}: {_message(response)}")
                 for line in response.iter_lines():
                     if not line.startswith("data:"):
                         continue
@@ -65,13 +67,13 @@ class OpenAIServer:
                         return
                     chunk = json.loads(data)
                     if "error" in chunk:
-                        raise UserError(f"{self.url} ended the answer: {_sentence(chunk['error'])}")
+                        raise UserError(f"{self.url} ended the response with an error: {_sentence(chunk['error'])}")
                     yield chunk
         except (httpx.HTTPError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{self.url} cannot be reached: {error or type(error).__name__}.") from error
-        raise UserError(f"{self.url}: the stream broke off.")
+            raise UserError(f"cannot connect to {self.url}: {error or type(error).__name__}.") from error
+        raise UserError(f"{self.url}: the stream ended before the response was complete.")
 
     def close(self) -> None:
         self._client.close()
@@ -81,7 +83,7 @@ def _message(response: httpx.Response) -> str:
     try:
         return _sentence(response.json()["error"])
     except (ValueError, KeyError, TypeError):
-        return response.text[:200].strip() or "without a message"
+        return response.text[:200].strip() or "no error message"
 
 
 def _sentence(error: Any) -> str:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 900.0
 """For the weights of a large model to be loaded."""
-_MANAGED = "a key, a port or an address"
+_MANAGED = "key, port and address"
 
 
 @dataclass
@@ -64,9 +64,11 @@ def start_server(options: AnsweringOptions, folder: str, adapters: dict[str, str
     program = shutil.which(options.infer_executable or ("vllm" if backend == "vllm" else "python3"))
     if program is None:
         named = options.infer_executable or backend
-        what = f'"infer_backend" is {backend}, and its program "{named}" is not there.'
+        what = f'the executable "{named}" of infer_backend: {backend} was not found.'
         raise UserError(
-            what, remedy="Name it: infer_executable: /path/to/its/environment/bin/vllm", option="infer_backend"
+            what,
+            remedy="Set its path, for example infer_executable: /path/to/environment/bin/vllm",
+            option="infer_backend",
         )
     key, port = secrets.token_urlsafe(24), free_port()
     command = [program, *arguments(options, folder, adapters, port)]
@@ -111,9 +113,9 @@ def _flags(config: dict[str, Any] | str | None, name: str) -> Sequence[str]:
     try:
         values = json.loads(config) if isinstance(config, str) else config
     except ValueError as error:
-        raise UserError(f'"{name}" is not JSON: {error}.') from error
+        raise UserError(f'"{name}" is not valid JSON: {error}.') from error
     if taken := sorted({"host", "port", "api_key", "uds"} & {str(key).replace("-", "_") for key in values}):
-        raise UserError(f'"{name}" sets {", ".join(taken)}; burnish chooses {_MANAGED}.')
+        raise UserError(f'"{name}" must not set {", ".join(taken)}: burnish chooses {_MANAGED}.')
     words: list[str] = []
     for key, value in values.items():
         flag = f"--{str(key).replace('_', '-')}"
@@ -128,16 +130,16 @@ def _word(value: Any) -> str:
 def _wait(child: Child, until: float) -> None:
     while time.monotonic() < until:
         if child.process.poll() is not None:
-            raise RuntimeError(f"The engine ended with {child.process.returncode}. {_last_lines(child.log)}")
+            raise RuntimeError(f"The engine exited with status {child.process.returncode}. {_last_lines(child.log)}")
         try:
             if httpx.get(f"{child.url}/health", timeout=2, trust_env=False).status_code == 200:
                 return
         except httpx.HTTPError:
             time.sleep(0.2)
     child.close()
-    raise RuntimeError(f"The engine did not answer in time. {_last_lines(child.log)}")
+    raise RuntimeError(f"The engine did not start in time. {_last_lines(child.log)}")
 
 
 def _last_lines(log: Path, number: int = 5) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-number:]
-    return f"Its last lines, of {log}:\n  " + "\n  ".join(lines)
+    return f"Last lines of {log}:\n  " + "\n  ".join(lines)

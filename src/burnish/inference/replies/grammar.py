@@ -41,14 +41,14 @@ class Grammars:
         try:
             import llguidance.hf as hf
         except ImportError:
-            raise MissingExtraError("llguidance", "An answer that is held to a grammar", EXTRA) from None
+            raise MissingExtraError("llguidance", "Constrained decoding", EXTRA) from None
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
         self._ends = list(stop_ids)
         try:
             self._inner = hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=self._ends)
         except ValueError as error:
-            what = f"llguidance does not know this kind of tokenizer ({error})."
-            raise UserError(what, remedy="GenerationRequest for the format in words.") from error
+            what = f"llguidance does not support this tokenizer ({error})."
+            raise UserError(what, remedy="Describe the format in the prompt instead.") from error
 
     def json_object(self, waits_for: str = "") -> Matched:
         """Any JSON object."""
@@ -81,10 +81,14 @@ class Grammars:
         row = TOOL_FORMATS[tool_format].grammar if tool_format else None
         if row is None:
             known = ", ".join(member.name for member in TOOL_FORMATS if member.value.grammar)
-            written = f'of tool format "{tool_format}"' if tool_format else "where the form of the calls is not known"
-            what = f"a call cannot be required {written}."
+            written = (
+                f'with tool format "{tool_format}"'
+                if tool_format
+                else "because the format of the model's tool calls is unknown"
+            )
+            what = f"a tool call cannot be required {written}."
             raise UserError(
-                what, remedy=f"Leave the choice to the model. Formats with a grammar: {known}.", option="tool_format"
+                what, remedy=f'Use tool_choice: "auto". Formats with a grammar: {known}.', option="tool_format"
             )
         each = {"anyOf": [_call_schema(name, schema, row.arguments) for name, schema in offered.items()]}
         one = f"{self._literal(row.opens)} call {self._literal(row.closes)}".strip()
@@ -121,8 +125,8 @@ def _call_schema(name: str, schema: Mapping[str, Any], key: str) -> dict[str, An
 
 
 def _refused(error: Any) -> Problem:
-    what = f"the grammar cannot be held to: {_first_line(error)}"
-    return Problem(what, remedy="Leave that keyword out of the schema.")
+    what = f"the grammar is not supported: {_first_line(error)}"
+    return Problem(what, remedy="Remove that keyword from the schema.")
 
 
 def _first_line(error: Any) -> str:
@@ -159,7 +163,7 @@ class Matched:
         self._raise_if_failed()
         allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
         if not allowed.any():
-            raise GrammarError("no token may follow")
+            raise GrammarError("no token is allowed next")
         logits[~_as_long(allowed, len(logits))] = -torch.inf
 
     def take(self, token: int) -> None:

@@ -64,8 +64,8 @@ def problems_of_sources(options: RunOptions) -> list[Problem]:
     folder = output_folder(options)
     return [
         Problem(
-            f'"{name}" {source} lies in output_dir "{folder}", which the run would write over.',
-            remedy="Name another output_dir.",
+            f'"{name}" {source} is inside output_dir "{folder}", which the run would overwrite.',
+            remedy="Choose another output_dir.",
             option=(name, "output_dir"),
         )
         for name, source in _sources(options)

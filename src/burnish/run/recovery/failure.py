@@ -122,25 +122,25 @@ def failure_in_words(error: BaseException, output_dir: str | None) -> Problem | 
 # --- disk -------------------------------------------------------------------------------------------------------------
 
 
-_GO_ON = "run the same command to go on."
+_GO_ON = "run the same command again to resume."
 _FULL = (
     "The disk is full: {place} could not be written.",
-    f"Free some space{{more}}, then {_GO_ON}",
+    f"Free some disk space{{more}}, then {_GO_ON}",
 )
 _IN_THE_WAY = (
     "{place} cannot be written or read: {reason}.",
-    f"Another thing lies in the place of a file: move it away, then {_GO_ON}",
+    f"Another file or folder has this path: move it away, then {_GO_ON}",
 )
 _NO_MORE_FILES = (
-    "The system lets this process open no more files: {place}.",
+    "This process cannot open more files: {place}.",
     f"Raise the limit (ulimit -n), then {_GO_ON}",
 )
 _FAILS = (
     "{place} cannot be written or read: {reason}.",
-    f"The disk or the way to it fails: once that is mended, {_GO_ON}",
+    f"The disk or its connection failed: once it works again, {_GO_ON}",
 )
 _TOO_LARGE = (
-    "A file would be larger than this system allows: {place} could not be written.",
+    "A file would exceed the file size limit: {place} could not be written.",
     "Raise the limit (ulimit -f), or write to another file system with output_dir.",
 )
 _DISK = {
@@ -160,7 +160,7 @@ def _not_permitted(error: BaseException, output_dir: str | None) -> Problem:
     return Problem(
         f"{_place(error, output_dir)} cannot be {'written' if is_ours else 'opened'}: {_reason(error)}.",
         why=what_is_safe(output_dir) if is_ours else "",
-        remedy="Change its permissions, or name another output_dir." if is_ours else "Change its permissions.",
+        remedy="Change its permissions, or choose another output_dir." if is_ours else "Change its permissions.",
     )
 
 
@@ -183,7 +183,7 @@ def what_is_safe(output_dir: str | None) -> str:
     from burnish.checkpoint.manifest import MANIFEST_NAME
 
     whole = [path for path in Checkpoints(output_dir).all() if (path / MANIFEST_NAME).is_file()]
-    return f"{_SAFE}{whole[-1]}." if whole else "No checkpoint had been saved."
+    return f"{_SAFE}{whole[-1]}." if whole else "No checkpoint was saved."
 
 
 _SAFE = "Safe: "
@@ -196,18 +196,18 @@ _BYTES = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2
 
 def _out_of_memory(error: BaseException) -> Problem:
     needed, free = _requested(str(error)), _free(str(error))
-    words = [f"{_size(needed)} more were needed" if needed else "", f"{_size(free)} were free" if free else ""]
+    words = [f"{_size(needed)} requested" if needed else "", f"{_size(free)} free" if free else ""]
     figures = " and ".join(word for word in words if word)
     by, helps = _wanted_by(error)
     return Problem(
         f"Out of memory{by}{': ' + figures if figures else ''}.",
-        why="Needed are weights, gradients, optimizer states, and activations that grow with the tokens of a batch.",
+        why="Memory holds weights, gradients, optimizer states and activations, which grow with the tokens of a batch.",
         remedy=helps,
     )
 
 
 _SMALLER_BATCH = (
-    "Try a smaller per_device_train_batch_size with as many more gradient_accumulation_steps (the same update), "
+    "Try a smaller per_device_train_batch_size and more gradient_accumulation_steps (same effective batch size), "
     "gradient_checkpointing: true, a shorter cutoff_len, or finetuning_type: lora."
 )
 _ADVICE = {
@@ -288,7 +288,7 @@ def _size(count: int) -> str:
 
 def _interrupted(output_dir: str | None) -> int:
     kept = sorted(Path(output_dir).glob("*.partial.jsonl")) if output_dir is not None else []
-    answers = f"The answers so far are in {kept[0]}, and the same command goes on behind them." if kept else ""
+    answers = f"The responses so far are in {kept[0]}; run the same command again to continue." if kept else ""
     console.warn(f"Stopped by Ctrl-C. {answers or what_is_safe(output_dir)}".strip())
     return 128 + signal.SIGINT
 
@@ -300,12 +300,12 @@ def _unexpected(error: BaseException, output_dir: str | None) -> Problem:
     inside = f"{os.sep}burnish{os.sep}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if inside in frame.filename]
     safe = what_is_safe(output_dir)
-    remedy = f"{safe} The same command goes on from there." if safe.startswith(_SAFE) else ""
+    remedy = f"{safe} Run the same command again to resume from it." if safe.startswith(_SAFE) else ""
     if not frames:
         return Problem(_sentence(what), remedy=remedy)
     deepest = frames[-1]
     file = deepest.filename.rpartition(inside)[2]
-    where = f"It came up in burnish/{file}, line {deepest.lineno}, {deepest.name}()."
+    where = f"Raised in burnish/{file}, line {deepest.lineno}, {deepest.name}()."
     return Problem(_sentence(what), why=where, remedy=remedy)
 
 

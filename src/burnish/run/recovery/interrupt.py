@@ -30,8 +30,8 @@ from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.console import is_main_process, note
 
 GOES_ON = {
-    signal.SIGUSR1: "SIGUSR1: saving a checkpoint after this step, and going on.",
-    signal.SIGHUP: "The terminal was closed: saving a checkpoint after this step, and going on. To stop: kill {pid}",
+    signal.SIGUSR1: "SIGUSR1: saving a checkpoint after this step, then continuing.",
+    signal.SIGHUP: "The terminal was closed: saving a checkpoint after this step, then continuing. To stop: kill {pid}",
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *GOES_ON)
 TIME_IS_UP = 124
@@ -115,7 +115,7 @@ class InterruptCallback(TrainerCallback):
         if not is_first:
             return  # schedulers send the signal several times
         self.received = signal.Signals(number)
-        again = " Ctrl-C once more stops at once, without a checkpoint." if is_ctrl_c else ""
+        again = " Press Ctrl-C again to stop immediately, without a checkpoint." if is_ctrl_c else ""
         _say(f"{self.received.name}: stopping after this step, with a checkpoint.{again}")
 
     # --- the loop -----------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
         return None, []
     found, skipped = checkpoints.newest()
     if found is None and (asked is True or options.resume == "must"):
-        raise UserError(f'output_dir "{folder}" holds no whole checkpoint to resume from.', option="output_dir")
+        raise UserError(f'output_dir "{folder}" contains no complete checkpoint to resume from.', option="output_dir")
     return found, skipped
 
 
@@ -85,7 +85,7 @@ def check_checkpoint(asked: Path, checkpoints: Checkpoints) -> list[Problem]:
     """Tell whether a folder that the options name is a checkpoint, and whole."""
     if not asked.is_dir():
         there = ", ".join(str(path) for path in checkpoints.all()) or "none"
-        what = "is a file, not a folder" if asked.exists() else "is not there"
+        what = "is a file, not a folder" if asked.exists() else "does not exist"
         remedy = f"Checkpoints in output_dir: {there}."
         return [Problem(f'resume_from_checkpoint "{asked}" {what}.', remedy=remedy, option="resume_from_checkpoint")]
     wrong = faults(asked)
@@ -119,7 +119,7 @@ def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], n
     if changed and not despite:
         what = "; ".join(f"{name} was {json.dumps(before[name])}, is {json.dumps(work[name])}" for name in changed)
         raise UserError(
-            f"the run in it is finished, and the command asks for other work: {what}.",
+            f"the run in it is finished, and the command requests a different one: {what}.",
             where=str(folder),
             remedy=f"burnish eval {folder} and burnish predict {folder} use the trained model. To train again, name "
             "another output_dir, or set overwrite_output_dir: true.",
@@ -131,7 +131,7 @@ def _fewer_steps(folder: Path, last: int, steps: StepPlan) -> Problem:
     return Problem(
         f"the run in it has trained {counted(last, 'step')}, and max_steps is {steps.max_steps} now.",
         where=str(folder),
-        remedy="Name another output_dir, or set overwrite_output_dir: true to start over.",
+        remedy="Choose another output_dir, or set overwrite_output_dir: true to start over.",
         option=("max_steps", "num_train_epochs"),
     )
 
@@ -160,7 +160,7 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
             f"this run ended after {counted(done['global_step'], 'step')} and kept no checkpoint, so it cannot go "
             f"on to step {steps.max_steps}.",
             where=str(folder),
-            remedy="Name another output_dir, or set overwrite_output_dir: true to train anew.",
+            remedy="Choose another output_dir, or set overwrite_output_dir: true to start over.",
             option="max_steps",
         )
     return finished_sentence(folder, done["global_step"])
@@ -168,10 +168,10 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
 
 def _lost(folder: Path, lost: Sequence[str]) -> Problem:
     return Problem(
-        f"this run was finished, and {'; '.join(lost[:3])}.",
+        f"this run is finished, but {'; '.join(lost[:3])}.",
         where=str(folder),
-        why="It kept no checkpoint, from which its model could be written again.",
-        remedy="Restore the file, or set overwrite_output_dir: true to train anew.",
+        why="It kept no checkpoint from which the model could be restored.",
+        remedy="Restore the file, or set overwrite_output_dir: true to start over.",
     )
 
 
@@ -197,7 +197,7 @@ def accumulation_for(found: Path | None, options: RunOptions, world_size: int) -
 # --- the mark of a finished run ---------------------------------------------------------------------------------------
 
 _MODEL = ("*.safetensors", "model.safetensors.index.json", "config.json", "adapter_config.json", "tokenizer.json")
-_REMEDY = "Set overwrite_output_dir: true to train anew, or name another output_dir."
+_REMEDY = "Set overwrite_output_dir: true to start over, or choose another output_dir."
 
 
 def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str, Any], work: Mapping[str, Any]) -> None:
@@ -228,7 +228,7 @@ def lost_files(folder: Path, done: Mapping[str, Any]) -> list[str]:
     lost = []
     for name, size in dict(done.get("files") or {}).items():
         if name not in found:
-            lost.append(f"its {name} is gone")
+            lost.append(f"its {name} is missing")
         elif found[name] != size and name.endswith(".safetensors"):  # of the others a person may change a word
             lost.append(f"its {name} has {found[name]:,} bytes instead of {size:,}")
     return lost

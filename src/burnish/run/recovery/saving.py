@@ -59,7 +59,7 @@ class RetryingCheckpoints(Checkpoints):
     def _say_if_mended(self) -> None:
         if self._is_failing:
             self._is_failing = False
-            note(f"{self.path(self.last_step or 0)} could be saved again.")
+            note(f"{self.path(self.last_step or 0)} was saved successfully.")
 
     def _check_room(self) -> None:
         """Raise OSError where less is free than the newest checkpoint takes, before anything is written."""
@@ -82,11 +82,9 @@ class RetryingCheckpoints(Checkpoints):
         if not self._is_failing:
             self._is_failing = True
             whole = self.all()
-            safe = f" {whole[-1]} is whole." if whole else " No checkpoint had been saved."
+            safe = f" {whole[-1]} is complete." if whole else " No checkpoint was saved."
             reason = (getattr(error, "strerror", None) or str(error)).rstrip(".").lower()
-            warn(
-                f"{target} could not be saved: {reason}.{safe} The training goes on, and tries again at the next save."
-            )
+            warn(f"{target} could not be saved: {reason}.{safe} Training continues and retries at the next save.")
 
 
 def status_of(checkpoints: Checkpoints) -> int | None:

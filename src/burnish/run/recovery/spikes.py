@@ -20,7 +20,9 @@ def train_with_rollback(loop: Loop, warn: Callable[[str], None]) -> TrainOutput:
             return loop.train()
         except SpikeError as spike:
             roll_back(loop, spike, warn)
-    raise NonFiniteError(f"The run went back {MOST} times for spikes. Lower learning_rate, or look at the data.")
+    raise NonFiniteError(
+        f"The run rolled back {MOST} times because of loss spikes. Lower learning_rate, or check the data."
+    )
 
 
 def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> None:
@@ -34,8 +36,8 @@ def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> Non
     items = list(spike.items)
     named = loop.learned_from(items)
     if found is None:
-        raise NonFiniteError(f"{spike}.{named} There is no checkpoint to go back to: save earlier (save_steps).")
-    warn(f"{spike}.{named} Going back; these rows are left out from there on.")
+        raise NonFiniteError(f"{spike}.{named} There is no checkpoint to roll back to: save earlier (save_steps).")
+    warn(f"{spike}.{named} Rolling back; the examples of this step are skipped from now on.")
     loop.optimizer.zero_grad()
     loop.load(found)
     loop.stream.leave_out(items)

@@ -53,7 +53,7 @@ ABSENT = tuple(f"/v1/{name}" for name in (
 ))  # fmt: skip
 """OpenAI's addresses that are not here; others are not repeated, as a key may stand in them."""
 THERE_IS = (
-    "There is POST /v1/chat/completions, /v1/completions, /v1/score/evaluation, /tokenize, /detokenize, and GET "
+    "Available: POST /v1/chat/completions, /v1/completions, /v1/score/evaluation, /tokenize, /detokenize, and GET "
     "/v1/models, /version, /readyz, /metrics."
 )
 
@@ -83,12 +83,12 @@ class ServerState:
             APIError: 503, while the model loads, and once the server is ending.
         """
         if self.phase == "draining":
-            raise APIError(503, "draining", "The server is ending and takes no more requests.")
+            raise APIError(503, "draining", "The server is shutting down and does not accept new requests.")
         if self.phase != "failed" and self.service is None:
-            message = f"The model is still being loaded ({self.share:.0%})."
+            message = f"The model is still loading ({self.share:.0%})."
             raise APIError(503, "model_loading", message, headers={"Retry-After": "2"})
         if self.phase == "failed" or self.service is None or not self.service.served.engine.facts().is_alive:
-            raise APIError(503, "internal_error", "The engine has ended; the server's log says why.")
+            raise APIError(503, "internal_error", "The engine has stopped. See the server log for the reason.")
         return self.service
 
 
@@ -157,7 +157,7 @@ class Routes:
         asked = await self._in_order(self._read, kind, body)
         service, told = self.state.ready(), RequestStats(model=asked.model)
         if service.served.scorer is not None:
-            message = f'"{asked.model}" is a reward model: it writes no answers. Its scores: POST /v1/score/evaluation.'
+            message = f'"{asked.model}" is a reward model and cannot generate text. Use POST /v1/score/evaluation.'
             raise APIError(405, "model_cannot_generate", message, headers={"Allow": ""})
         if isinstance(asked, ChatRequest):
             prepared = await self._in_order(prepared_chat, service, asked)
@@ -173,7 +173,7 @@ class Routes:
             self._told(request_id, path, told, time.monotonic() - began_s)
 
         if self.options.api_log == "content":
-            log.info("%s asked: %s", request_id, asked)
+            log.info("%s request: %s", request_id, asked)
         return respond(service, prepared, asked.stream, told, over, self._headers(asked.ignored))
 
     def _read(self, kind: type[AnyRequest], body: Mapping[str, Any]) -> AnyRequest:
@@ -195,7 +195,7 @@ class Routes:
         for name in names:
             if name not in self._said_ignored and len(self._said_ignored) < 1000:
                 self._said_ignored.add(name)
-                log.warning("The field %r of requests is not known and has no effect.", name)
+                log.warning("The request field %r is unknown and was ignored.", name)
         return {"x-burnish-ignored": ", ".join(names)}
 
     # --- what there is ------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class Routes:
         service.served.adapter_of(model)
         scorer = service.served.scorer
         if scorer is None:
-            message = f'"{model}" writes answers and gives no scores; this route is for reward models.'
+            message = f'"{model}" is not a reward model; this endpoint requires one.'
             raise APIError(405, "model_cannot_score", message, headers={"Allow": ""})
         most = min(given.max_length or service.served.context, service.served.context)
         asked = [self._scored(model, place, text) for place, text in enumerate(given.messages)]
@@ -285,7 +285,7 @@ class Routes:
             service.refuse_long(len(text) if isinstance(text, str) else text.num_characters, param)
             ids.append(await self._in_order(service.served.scored_text, text))
             if not 0 < len(ids[-1]) <= most:
-                message = f'"{param}" has {len(ids[-1]):,} tokens; it must have 1 to {most:,}.'
+                message = f'"{param}" has {len(ids[-1]):,} tokens. Expected: 1 to {most:,}.'
                 raise APIError(400, "context_length_exceeded", message, param=param)
         from burnish.inference.scoring import AT_ONCE
 
@@ -304,7 +304,7 @@ class Routes:
         if isinstance(text, str):
             return text
         if not isinstance(text, list):
-            message = f'"messages[{place}]" must be text, or the messages of a conversation.'
+            message = f'"messages[{place}]" must be a string or a list of messages.'
             raise APIError(400, "invalid_type", message, param=f"messages[{place}]")
         return self._read(ChatRequest, {"model": model, "messages": text, "continue_final_message": _ends(text)})
 
@@ -312,7 +312,7 @@ class Routes:
 
     async def no_loading(self, request: Request) -> Any:
         """vLLM's routes; a request never changes what is served."""
-        message = "A request does not change what is served. Start with --adapter name=folder for each adapter."
+        message = "Adapters cannot be changed at runtime. Start the server with --adapter name=folder for each adapter."
         raise APIError(403, "loading_not_allowed", message)
 
     # --- the log ------------------------------------------------------------------------------------------------------
@@ -346,5 +346,5 @@ def _ends(messages: Any) -> bool:
 
 
 async def _nothing_there(scope: Any, receive: Any, send: Any) -> None:
-    named = next((known for known in ABSENT if str(scope["path"]).startswith(known)), "this address")
-    raise APIError(404, "unknown_url", f"There is nothing at {named}. {THERE_IS}")
+    named = next((known for known in ABSENT if str(scope["path"]).startswith(known)), "This URL")
+    raise APIError(404, "unknown_url", f"{named} does not exist. {THERE_IS}")

@@ -75,7 +75,7 @@ def api_error(code: str, path: str, message: str) -> APIError:
 
 
 _TYPES = {
-    "int": "a whole number", "float": "a number", "string": "text", "bool": "true or false", "list": "a list",
+    "int": "an integer", "float": "a number", "string": "a string", "bool": "true or false", "list": "a list",
     "dict": "an object", "model": "an object",
 }  # fmt: skip
 

@@ -110,7 +110,7 @@ async def _serve(
         while engine.facts().is_alive or state.phase == "draining":
             await asyncio.sleep(1.0)
         state.phase = "failed"
-        raise RuntimeError(f"The engine has ended: {getattr(engine, 'failure', None)}")
+        raise RuntimeError(f"The engine has stopped: {getattr(engine, 'failure', None)}")
 
     return await serve(application(options, state, key), found, begin, lambda: drain(options, state))
 
@@ -207,14 +207,14 @@ def opening_lines(
     address = shown_address(found)
     shown_key = "" if key is None else ' -H "Authorization: Bearer $API_KEY"'
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
-    made = f", key {key} (made for this start; set API_KEY to choose one)" if key and not options.api_key else ""
+    made = f", key {key} (generated for this start; set API_KEY to choose one)" if key and not options.api_key else ""
     socket_word = f"--unix-socket {address} http://localhost" if options.api_socket else address
-    route, unit = "/v1/chat/completions", "answers"
+    route, unit = "/v1/chat/completions", "requests"
     if loaded.head is not None:
         route, unit, body = "/v1/score/evaluation", "scores", json.dumps({"model": name, "messages": ["Hello"]})
     return [
         f"model    {name}{adapters}",
-        f"engine   {facts.slots} {unit} at once, {facts.context:,} tokens each; {memory}",
+        f"engine   {facts.slots} concurrent {unit}, {facts.context:,} tokens each; {memory}",
         f"address  {address}{made}",
         f"try      curl {socket_word}{route} -H 'Content-Type: application/json'{shown_key} -d '{body}'",
     ]
@@ -239,7 +239,7 @@ async def drain(options: ApiOptions, state: ServerState) -> None:
     try:
         await asyncio.wait_for(closing, _LAST_WORDS_S / 2)
     except TimeoutError:
-        log.warning("The engine is in the middle of a step, and is not waited for.")
+        log.warning("The engine did not stop in time; exiting without waiting for its current step.")
 
 
 async def _until(is_true: Callable[[], bool], seconds: float) -> None:

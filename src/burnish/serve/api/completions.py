@@ -99,8 +99,8 @@ class CompletionService:
         room = self.served.context - len(prompt)
         if room < 1:
             message = (
-                f"The prompt has {len(prompt):,} tokens, and prompt and answer together may have "
-                f"{self.served.context:,}. Shorten it."
+                f"The prompt has {len(prompt):,} tokens; the context for prompt and response together is "
+                f"{self.served.context:,} tokens. Shorten the prompt."
             )
             raise APIError(400, "context_length_exceeded", message, param="messages")
         return min(self.max_tokens if wanted is None else wanted, self.max_tokens, room)
@@ -110,8 +110,8 @@ class CompletionService:
         most = self.served.context * CHARACTERS_PER_TOKEN
         if num_characters > most:
             message = (
-                f"The prompt has {num_characters:,} characters; the context of {self.served.context:,} tokens takes at "
-                f"most {most:,}. Shorten it."
+                f"The prompt has {num_characters:,} characters; a context of {self.served.context:,} tokens allows at "
+                f"most {most:,}. Shorten the prompt."
             )
             raise APIError(400, "context_length_exceeded", message, param=param)
 
@@ -125,10 +125,10 @@ class CompletionService:
         """The ask of one choice. Choice i draws with seed + i."""
         beyond = [token for token in request.token_bias if token >= self.served.vocab_size]
         if beyond:
-            message = f'"logit_bias" names token {beyond[0]}; the vocabulary has {self.served.vocab_size:,}.'
+            message = f'"logit_bias" contains token id {beyond[0]}; the vocabulary size is {self.served.vocab_size:,}.'
             raise APIError(400, "invalid_value", message, param="logit_bias")
         if any(not 0 <= token < self.served.vocab_size for token in prompt):
-            message = f"The prompt has an id that is not below {self.served.vocab_size:,}, the size of the vocabulary."
+            message = f"The prompt contains a token id outside the vocabulary (size {self.served.vocab_size:,})."
             raise APIError(400, "invalid_value", message, param="prompt")
         sampling = self.served.loaded.defaults.changed(request.sampling)
         if request.seed is not None:
@@ -284,8 +284,8 @@ def prepared_completion(
         number = sum(map(len, prompts)) * request.num_made * (1 + request.logprobs)
         if number > MOST_LOGPROBS:
             message = (
-                f'"echo" with "logprobs" asks for {number:,} log-probabilities of prompts; a response holds at most '
-                f"{MOST_LOGPROBS:,}. Send fewer prompts at once, or lower logprobs."
+                f'"echo" with "logprobs" requests {number:,} log-probabilities of prompts; a response can hold at most '
+                f"{MOST_LOGPROBS:,}. Send fewer prompts per request, or lower logprobs."
             )
             raise APIError(400, "invalid_value", message, param="logprobs")
     choices = [

@@ -18,7 +18,7 @@ MOST_MESSAGES, MOST_TOOLS, MOST_CALLS, MOST_PARTS = 4096, 128, 128, 1024
 
 def _part_kind(kind: str) -> str:
     if kind not in ("text", "refusal"):
-        message = f'must be "text": nothing is opened or fetched. Received: "{kind[:40]}".'
+        message = f'must be "text": images, audio and files are not supported. Received: "{kind[:40]}".'
         raise problem("unsupported_content", message)
     return kind
 
@@ -50,7 +50,7 @@ def _object_text(value: Any) -> Any:
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
-        raise problem("invalid_value", f"must be the JSON text of an object. Received: {shown(value)}.")
+        raise problem("invalid_value", f"must be a JSON object as a string. Received: {shown(value)}.")
     return value or "{}"
 
 

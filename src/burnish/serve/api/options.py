@@ -76,7 +76,7 @@ def from_environment(given: Mapping[str, RawValue], environment: Mapping[str, st
     found = from_variables(ENVIRONMENT, given, environment)
     verbose = environment.get("API_VERBOSE", "").lower()
     if "api_log" not in given and verbose in _VERBOSE:
-        found["api_log"] = RawValue(_VERBOSE[verbose], "the environment's API_VERBOSE")
+        found["api_log"] = RawValue(_VERBOSE[verbose], "environment variable API_VERBOSE")
     return found
 
 
@@ -85,8 +85,8 @@ def problems_of_key(given: Mapping[str, RawValue], command_line: str) -> list[Pr
     if "api_key" in given and given["api_key"].where == command_line:
         return [
             Problem(
-                '"api_key" stands in the list of processes when it is given on the command line.',
-                remedy="Give it in a YAML file, or in the environment: API_KEY=... burnish api ...",
+                '"api_key" must not be set on the command line: other users could read it in the process list.',
+                remedy="Set it in a YAML file or in the environment: API_KEY=... burnish api ...",
             )
         ]
     return []
@@ -96,14 +96,18 @@ def check_api(options: ApiOptions) -> list[Problem]:
     """Find what is wrong with the options of the server."""
     problems = []
     if options.api_key is not None and len(options.api_key) < LEAST_KEY:
-        problems.append(Problem(f'"api_key" must have at least {LEAST_KEY} characters.', remedy="Leave it to burnish."))
+        problems.append(
+            Problem(
+                f'"api_key" must have at least {LEAST_KEY} characters.', remedy="Remove it to have a key generated."
+            )
+        )
     if options.api_key is not None and not (options.api_key.isascii() and options.api_key.isprintable()):
-        problems.append(Problem('"api_key" must be printable ASCII: it travels in a header.'))
+        problems.append(Problem('"api_key" must be printable ASCII, because it is sent in an HTTP header.'))
     if "*" in options.api_origins:
         problems.append(
             Problem(
-                '"api_origins" must name pages: "*" would let every page that you open ask the model.',
-                remedy="Name them: api_origins: [https://chat.example.org]",
+                '"api_origins" must list origins: "*" would allow every website you visit to send requests.',
+                remedy="Example: api_origins: [https://chat.example.org]",
             )
         )
     problems += [
@@ -131,6 +135,6 @@ def with_adapters(words: Sequence[str]) -> list[str]:
         given = next(rest, "")
         name, _, folder = given.partition("=")
         if not (name and folder):
-            raise UserError(f'--adapter takes name=folder. Received: "{given}".')
+            raise UserError(f'--adapter must be name=folder. Received: "{given}".')
         named[name] = folder
     return [*left, "--served_adapters", json.dumps(named)] if named else left

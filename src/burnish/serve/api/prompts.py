@@ -64,7 +64,7 @@ class Prompter:
             APIError: 400, where the template cannot write it, and where the last message is not the assistant's.
         """
         if request.messages[-1].role != "assistant":
-            message = "The last message must be the assistant's: its answer is what gets a score."
+            message = "The last message must have the role assistant: its content is scored."
             raise APIError(400, "invalid_value", message, param="messages")
         try:
             (row,) = self.template.encode_flat(
@@ -73,11 +73,11 @@ class Prompter:
         except _UNWRITABLE as error:
             raise self._unwritable(error) from error
         if row is None:
-            raise APIError(400, "invalid_value", "The last answer is empty.", param="messages")
+            raise APIError(400, "invalid_value", "The last assistant message is empty.", param="messages")
         return [int(token) for token in row["input_ids"]]
 
     def _unwritable(self, error: Exception) -> APIError:
-        message = f"This model's template ({self.template.name}) cannot write the conversation: {_first_line(error)}"
+        message = f"The template {self.template.name} cannot render the conversation: {_first_line(error)}"
         return APIError(400, "invalid_value", message, param="messages")
 
     def example(self, request: ChatRequest) -> Example:
@@ -86,7 +86,7 @@ class Prompter:
         tools = _json(request.offered) if request.offered else ""
         if tools and not self.shows_tools:
             message = (
-                f"This model's template ({self.template.name}) tells a model of no tools: leave tools out, or serve "
+                f"The template {self.template.name} does not support tools: remove tools from the request, or serve "
                 "the model with a template that does."
             )
             raise APIError(400, "unsupported_parameter", message, param="tools")
@@ -114,7 +114,7 @@ class Prompter:
         effort = request.reasoning_effort
         if effort is not None and (self.thinks or effort not in THOUGHTLESS):  # none are none everywhere
             if not self.thinks:
-                message = "This model's template writes no thoughts: leave reasoning_effort out."
+                message = "The model's template does not support reasoning: remove reasoning_effort from the request."
                 raise APIError(400, "unsupported_parameter", message, param="reasoning_effort")
             given.setdefault("enable_thinking", effort not in THOUGHTLESS)
             if "reasoning_effort" in self.reads:
@@ -126,7 +126,7 @@ class Prompter:
     def _check(self, name: str, value: Any) -> None:
         path = f"chat_template_kwargs.{name[:64]}"
         if name not in self.reads:
-            message = f'"{path}" is not read by this template. It reads: {", ".join(sorted(self.reads)) or "nothing"}.'
+            message = f'"{path}" is not used by this template. It uses: {", ".join(sorted(self.reads)) or "none"}.'
             raise APIError(400, "unsupported_parameter", message, param=path)
         if self.template.spec is not None and not isinstance(value, bool | None):
             raise APIError(400, "invalid_type", f'"{path}" must be true, false or null.', param=path)

@@ -36,9 +36,9 @@ WITHOUT_EFFECT = frozenset((
 REFUSED = {
     "functions": 'Use "tools".',
     "function_call": 'Use "tool_choice".',
-    "audio": "burnish answers with text.",
-    "prediction": "Leave it out.",
-    "web_search_options": "Nothing is ever fetched for a request.",
+    "audio": "burnish returns text only.",
+    "prediction": "Remove it.",
+    "web_search_options": "burnish does not access the network for a request.",
 }
 MOST_STOPS, MOST_BIASES, MOST_LOGPROBS, MOST_PROMPTS, MOST_IDS = 16, 1024, 20, 64, 2**18
 COMPLETION_TOKENS = 16
@@ -73,7 +73,7 @@ class StreamingOptions(Body):
 def _bias(given: dict[str, float]) -> dict[str, float]:
     for key in given:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise problem("invalid_value", f"must be the id of a token. Received: {shown(key)}.", f".{key[:80]}")
+            raise problem("invalid_value", f"must be a token id. Received: {shown(key)}.", f".{key[:80]}")
     return given
 
 
@@ -133,11 +133,11 @@ class BaseRequest(Body):
         """Find what is wrong between fields."""
         for name, remedy in REFUSED.items():
             if name in (self.model_extra or ()):
-                yield api_error("unsupported_parameter", name, f"is not supported here. {remedy}")
+                yield api_error("unsupported_parameter", name, f"is not supported. {remedy}")
         if self.n > most_choices:
             yield api_error("invalid_value", "n", f"must be at most {most_choices}. Received: {self.n}.")
         if self.stream_options is not None and not self.stream:
-            yield api_error("invalid_value", "stream_options", "is allowed in a stream only: send stream: true.")
+            yield api_error("invalid_value", "stream_options", "requires stream: true.")
 
 
 class ChatRequest(BaseRequest):
@@ -197,12 +197,14 @@ class ChatRequest(BaseRequest):
     def problems(self, most_choices: int) -> Iterator[APIError]:
         yield from super().problems(most_choices)
         if self.modalities != ["text"]:
-            message = 'is not supported here: leave it out, or send ["text"].'
+            message = 'is not supported: remove it, or send ["text"].'
             yield api_error("unsupported_parameter", "modalities", message)
         if self.top_logprobs is not None and not self.logprobs:
-            yield api_error("invalid_value", "top_logprobs", "is allowed with logprobs: true only.")
+            yield api_error("invalid_value", "top_logprobs", "requires logprobs: true.")
         if self.continue_final_message and self.add_generation_prompt:
-            yield api_error("invalid_value", "add_generation_prompt", "must be false with continue_final_message.")
+            yield api_error(
+                "invalid_value", "add_generation_prompt", "must be false if continue_final_message is true."
+            )
         yield from self._problems_of_tools()
         yield from self._problems_of_order()
 
@@ -211,19 +213,19 @@ class ChatRequest(BaseRequest):
         if len(set(names)) < len(names):
             yield api_error("invalid_value", "tools", "must have different names.")
         if self.tool_choice == "required" and not names:
-            yield api_error("invalid_value", "tool_choice", "needs tools to choose from.")
+            yield api_error("invalid_value", "tool_choice", "requires tools.")
         if not isinstance(self.tool_choice, str) and self.tool_choice.function.name not in names:
-            known = ", ".join(names) or "there are none"
+            known = ", ".join(names) or "none were sent"
             yield api_error("invalid_value", "tool_choice.function.name", f"must be one of the tools ({known}).")
 
     def _problems_of_order(self) -> Iterator[APIError]:
         last = self.messages[-1]
         if self.continue_final_message and (last.role != "assistant" or last.calls):
-            message = f"must end with an assistant message that can be continued. Received: a message of {last.role}."
+            message = f"must end with an assistant message without tool calls. Received: role {last.role}."
             yield api_error("invalid_value", "messages", message)
         if not self.continue_final_message and last.role not in ("user", "tool"):
             where = f"messages[{len(self.messages) - 1}].role"
-            message = "of the last message must be user or tool; with continue_final_message: true it may be assistant."
+            message = "of the last message must be user or tool, or assistant with continue_final_message: true."
             yield api_error("invalid_value", where, f"{message} Received: {last.role}.")
         offered: list[str] = []
         for index, each in enumerate(self.messages):
@@ -233,7 +235,7 @@ class ChatRequest(BaseRequest):
                 offered = []
             elif each.tool_call_id not in (offered if each.tool_call_id else offered and [""]):
                 ids = ", ".join(offered) or "none"
-                what = f"must be the id of a call in the assistant's message before it ({ids})."
+                what = f"must be the id of a tool call in the preceding assistant message ({ids})."
                 received = f"Received: {shown(each.tool_call_id)}."
                 yield api_error("invalid_value", f"messages[{index}].tool_call_id", f"{what} {received}")
 
@@ -250,9 +252,9 @@ def _prompts(value: Any) -> Any:
         raise problem("invalid_value", f"must have at most {MOST_PROMPTS} prompts. Received: {len(value):,}.")
     for index, item in enumerate(value):
         if not isinstance(item, str | list):
-            raise problem("invalid_value", "must be text or a list of token ids.", f"[{index}]")
+            raise problem("invalid_value", "must be a string or a list of token ids.", f"[{index}]")
         if isinstance(item, list) and not all(isinstance(token, int) and 0 <= token < 2**31 for token in item or [""]):
-            raise problem("invalid_value", "must be text or a list of token ids.", f"[{index}]")
+            raise problem("invalid_value", "must be a string or a list of token ids.", f"[{index}]")
     return value
 
 
@@ -281,15 +283,15 @@ class CompletionRequest(BaseRequest):
     def problems(self, most_choices: int) -> Iterator[APIError]:
         yield from super().problems(most_choices)
         if self.suffix:
-            yield api_error("unsupported_parameter", "suffix", "is not supported here: leave it out.")
+            yield api_error("unsupported_parameter", "suffix", "is not supported: remove it.")
         if self.max_tokens == 0 and not self.echo:
             yield api_error("invalid_value", "max_tokens", "must be at least 1 without echo. Received: 0.")
         if self.num_made > most_choices:
             yield api_error("invalid_value", "best_of", f"must be at most {most_choices}. Received: {self.best_of}.")
         if self.num_made < self.n:
-            yield api_error("invalid_value", "best_of", f"must be at least n, which is {self.n}.")
+            yield api_error("invalid_value", "best_of", f"must be at least n ({self.n}). Received: {self.best_of}.")
         if self.num_made > self.n and self.stream:
-            yield api_error("invalid_value", "best_of", "must be n in a stream, which cannot be chosen from.")
+            yield api_error("invalid_value", "best_of", "must equal n if stream is true.")
 
 
 class ModelRequest(Body):
@@ -329,7 +331,7 @@ def read_request(kind: type[AnyRequest], body: Mapping[str, Any], most_choices: 
     request = read(kind, body)
     problems = list(request.problems(most_choices))
     if is_strict:
-        message = "is not known here, and this server refuses unknown fields."
+        message = "is unknown, and this server rejects unknown fields (api_strict)."
         problems += [
             api_error("unsupported_parameter", name, message) for name in request.ignored if name not in REFUSED
         ]
@@ -339,5 +341,5 @@ def read_request(kind: type[AnyRequest], body: Mapping[str, Any], most_choices: 
 
 
 def unknown_model(name: str, known: list[str]) -> APIError:
-    message = f'There is no model "{name[:100]}". Served: {", ".join(known)}.'
+    message = f'The model "{name[:100]}" does not exist. Available: {", ".join(known)}.'
     return APIError(404, "model_not_found", message, param="model")

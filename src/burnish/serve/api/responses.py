@@ -333,18 +333,18 @@ def refusal_of(made: StepOutput) -> APIError:
     if made.error is None:
         return DRAINING
     if made.reason == "cancelled":
-        return APIError(504, "timeout", "The answer was not ready in the time that a request may take (api_timeout).")
+        return APIError(504, "timeout", "The request timed out (api_timeout).")
     code, _, rest = made.error.what.partition(": ")
     if code in _STATUS:
         return APIError(_STATUS[code], code, rest)
     return APIError(500, "internal_error", made.error.what)
 
 
-DRAINING = APIError(503, "draining", "The server is ending; what was answered until now is all.")
+DRAINING = APIError(503, "draining", "The server is shutting down; the response is incomplete.")
 
 
 def queue_full(retry_after_s: float) -> APIError:
     """429 with when to come again, 1 to 60 seconds: the openai client waits that long."""
     seconds = min(60, max(1, round(retry_after_s)))
-    message = f"Too many requests wait already. Come again in {seconds} s."
+    message = f"Too many queued requests. Retry in {seconds} s."
     return APIError(429, "queue_full", message, headers={"Retry-After": str(seconds)})

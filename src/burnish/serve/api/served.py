@@ -91,7 +91,7 @@ class ServedModel:
         if not ids and tokenizer.bos_token_id is not None:
             ids = [tokenizer.bos_token_id]
         if not ids:
-            raise APIError(400, "invalid_value", '"prompt" must hold at least one token.', param="prompt")
+            raise APIError(400, "invalid_value", '"prompt" must contain at least one token.', param="prompt")
         return [int(token) for token in ids]
 
     def scored_text(self, text: str | ChatRequest) -> list[int]:

@@ -209,7 +209,7 @@ class ServerBackend:
 
     def __init__(self, url: str, model: str = "") -> None:
         if not url.startswith(("http://", "https://")):
-            raise UserError(f"--url begins with http:// or https://. Received: {url}.")
+            raise UserError(f"--url must start with http:// or https://. Received: {url}.")
         from burnish.inference.remote.openai_server import OpenAIServer
 
         self.server = OpenAIServer(url, os.environ.get("OPENAI_API_KEY", ""), uses_proxy=True)
@@ -217,7 +217,7 @@ class ServerBackend:
         self.adapters: tuple[str, ...] = ()
         listed = self.server.models()
         if model and model not in listed:
-            raise UserError(f'the server has no model "{model}".', remedy=f"It has: {', '.join(listed)}.")
+            raise UserError(f'the server has no model "{model}".', remedy=f"Available: {', '.join(listed)}.")
         self.name = model or listed[0]
 
     def defaults(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _read(words: Sequence[str]) -> _Words:
         elif name in ("--url", "--model", "--system", "--once"):
             given = value if equals else next(rest, None)
             if given is None:
-                raise UserError(f"{name} is followed by a value.")
+                raise UserError(f"{name} requires a value.")
             setattr(found, name[2:], given)
         else:
             found.others.append(word)
@@ -84,10 +84,10 @@ def _partner(own: _Words, is_quiet: bool) -> tuple[Backend, dict[str, Any], list
     """Partners, the settings of the command line, and the lines that say so."""
     if own.url:
         if own.others:
-            what = f"with --url the server has its own options. Received: {' '.join(own.others)}."
-            raise UserError(what, remedy="/set changes how answers are drawn.")
+            what = f"model options have no effect with --url. Received: {' '.join(own.others)}."
+            raise UserError(what, remedy="Remove them. In the chat, /set changes the sampling.")
         away = ServerBackend(own.url, own.model)
-        return away, {}, [f"{away.name} at {away.url}", "/help lists what can be typed"]
+        return away, {}, [f"{away.name} at {away.url}", "/help lists the commands"]
     from burnish.inference.loading import engine_of, load_for_inference
     from burnish.run.plan.plan import placing
     from burnish.serve.command_line import serving_of
@@ -102,16 +102,16 @@ def _partner(own: _Words, is_quiet: bool) -> tuple[Backend, dict[str, Any], list
     template = f"template: {loaded.template.name}"
     adapters = f"; adapters: {', '.join(loaded.adapters)}" if loaded.adapters else ""
     weights = facts.memory_bytes.get("weights", 0) / 1e6
-    where = f"{weights:,.0f} MB of weights" if weights else f"answered by {facts.way}"
+    where = f"{weights:,.0f} MB of weights" if weights else f"engine {facts.way}"
     said = getattr(engine, "note", "")
     lines = [
         f"{loaded.name}: {where}, {loaded.context:,} tokens of context{adapters}",
-        template + "".join(f"; {note}" for note in notes if "writes other prompts" in note),
+        template + "".join(f"; {note}" for note in notes if "The prompts of template" in note),
         *([said] if said else []),
-        "/help lists what can be typed",
+        "/help lists the commands",
     ]
     if is_quiet:
-        for note in (note for note in notes if "writes other prompts" in note):
+        for note in (note for note in notes if "The prompts of template" in note):
             say(note, sys.stderr)
     return LocalBackend(loaded, engine), given, lines
 
@@ -124,7 +124,7 @@ def _messages(system: str, text: str) -> list[dict[str, str]]:
 def _answer_once(backend: Backend, request: Request) -> int:
     """Print one answer, and nothing else."""
     if not request.messages[-1]["content"]:
-        raise UserError("there is no message: standard input is empty.", remedy='Give one: --once "text".')
+        raise UserError("no message: standard input is empty.", remedy='Pass one: --once "text".')
     console, status = Console(), 0
     for event in backend.answer(request):
         if event.kind == "content":

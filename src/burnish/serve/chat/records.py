@@ -22,4 +22,4 @@ def read_record(path: Path) -> Any:
             return json.loads(part)
         except ValueError:
             continue
-    raise UserError(f"{path} is not JSON.")
+    raise UserError(f"{path} is not valid JSON.")

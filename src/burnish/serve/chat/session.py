@@ -22,19 +22,19 @@ from burnish.serve.chat.records import read_record
 from burnish.utils.files import expanded
 
 HELP = """\
-text                  a message; a \\ at the end goes on, \"\"\" opens and closes one of several lines
-/new, /exit           begin anew (also: clear), leave (also: exit, Ctrl-D)
-/system [text]        show or set the system message, which begins anew
-/set [name=value]     show or change how answers are drawn: temperature=0.2 top_p=0.9 seed=7
-/think on|off|hide    ask for thoughts, for none, or show how long they took
-/tools FILE           offer the tools of a JSON file; /tools off
-/answer text          what a call came back with
-/retry, /undo, /edit  another answer; a turn back; the last message once more, to be changed
-/adapter NAME         go on with an adapter; base for none
-/both NAME            the last question answered by two side by side
-/tokens [p]           ids and pieces of the last exchange; p: how likely each was
-/prompt               the last prompt as the model read it
-/save [FILE]          write the conversation as a record of JSONL; /load FILE
+text                  send a message; \\ at the line end or \"\"\" for several lines
+/new, /exit           new conversation (also: clear); quit (also: exit, Ctrl-D)
+/system [text]        show or set the system message; setting it clears the chat
+/set [name=value]     show or change sampling: temperature=0.2 top_p=0.9 seed=7
+/think on|off|hide    turn reasoning on or off, or hide its text
+/tools FILE           pass a JSON file of tools to the model; /tools off
+/answer text          enter the result of a tool call
+/retry, /undo, /edit  regenerate; remove the last turn; edit the last message
+/adapter NAME         switch to an adapter; base: no adapter
+/both NAME            compare two adapters on the last message
+/tokens [p]           tokens of the last exchange; p: with probabilities
+/prompt               show the last prompt as the model received it
+/save [FILE]          save the conversation as a JSONL record; /load FILE
 """
 
 
@@ -74,7 +74,7 @@ class ChatSession:
                 self.console.say()
                 return status
             except KeyboardInterrupt:  # the first clears the line, a second one leaves
-                self.console.say("\n(Ctrl-C once more, or Ctrl-D, leaves)", "dim")
+                self.console.say("\n(Press Ctrl-C again or Ctrl-D to quit)", "dim")
                 try:
                     line = self.console.ask("> ")
                 except (EOFError, KeyboardInterrupt):
@@ -112,20 +112,22 @@ class ChatSession:
             "load": self._load,
         }  # fmt: skip
         if name not in commands:
-            raise UserError(f"There is no /{name}.{did_you_mean(name, commands)} /help lists what there is.")
+            raise UserError(f"Unknown command: /{name}.{did_you_mean(name, commands)} /help lists the commands.")
         return commands[name](rest) or 0
 
     def begin_anew(self) -> None:
         self.messages = []
         self.last, self._retries = None, 0
-        self.console.say("A new conversation.", "dim")
+        self.console.say("New conversation.", "dim")
 
     # --- answering ----------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> int:
         """A message of the user, and the answer to it."""
         if waiting := self._open_calls():
-            what = f"{len(waiting)} calls wait for what they came back with: /answer text. /undo takes them back."
+            what = (
+                f"{len(waiting)} tool calls have no result yet: enter it with /answer text, or remove them with /undo."
+            )
             raise UserError(what)
         self._retries = 0
         return self._respond([*self.messages, {"role": "user", "content": text}])
@@ -186,7 +188,7 @@ class ChatSession:
 
     def _end_thought(self, thought: str, seconds: float) -> None:
         if self.thoughts == "hide":
-            self.console.say(f"thought {seconds:.1f} s, {len(thought):,} characters", "dim")
+            self.console.say(f"reasoning: {seconds:.1f} s, {len(thought):,} characters", "dim")
         else:
             self.console.say()
 
@@ -199,7 +201,7 @@ class ChatSession:
                 self.console.say(f"│ {line}", "cyan")
             self.console.say(f"└{'─' * width}", "cyan")
         if calls:
-            self.console.say("Nothing was run. /answer gives what it came back with.", "dim")
+            self.console.say("The call was not executed. Enter its result with /answer.", "dim")
 
     def _measured(self, ended: AnswerEnded | None) -> bool:
         """The dim line below an answer; false where it failed."""
@@ -213,11 +215,11 @@ class ChatSession:
         if ended.tokens is not None:
             rate = ended.tokens / ended.seconds if ended.seconds else 0.0
             parts += [f"{ended.tokens} tokens", f"{rate:.1f} tokens/s"]
-        parts.append(f"first after {ended.first_s:.2f} s")
+        parts.append(f"first token after {ended.first_s:.2f} s")
         if ended.left is not None:
             parts.append(f"{ended.left:,} tokens of context left")
         if ended.reason == "length":
-            parts.append("cut by max_new_tokens")
+            parts.append("truncated at max_new_tokens")
         self.console.tell(", ".join(parts), "dim")
         return True
 
@@ -225,7 +227,7 @@ class ChatSession:
 
     def _system(self, text: str) -> None:
         if not text:
-            self.console.say(self.system or "There is no system message.", "dim")
+            self.console.say(self.system or "No system message is set.", "dim")
             return
         self.system = text
         self.begin_anew()
@@ -236,7 +238,7 @@ class ChatSession:
         for pair in text.split():
             name, equals, value = pair.partition("=")
             if not equals or name not in SETTINGS:
-                raise UserError(f'"{pair}": a name=value is expected.{did_you_mean(name, SETTINGS)}')
+                raise UserError(f'"{pair}" is not a setting (name=value).{did_you_mean(name, SETTINGS)}')
             self.settings.pop(name, None)
             if value not in ("", "none", "default"):
                 try:
@@ -257,7 +259,7 @@ class ChatSession:
 
     def _think(self, text: str) -> None:
         if text not in ("on", "off", "hide"):
-            raise UserError(f'/think is followed by on, off or hide. Received: "{text}".')
+            raise UserError(f'/think requires on, off or hide. Received: "{text}".')
         self.thinks = text != "off"
         self.thoughts = "hide" if text == "hide" else "show"
 
@@ -267,10 +269,10 @@ class ChatSession:
         elif text:
             listed = read_record(Path(text))
             if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
-                raise UserError(f"{text}: a JSON list of tools is expected.")
+                raise UserError(f"{text} must contain a JSON list of tools.")
             self.tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed]
         names = [tool["function"].get("name", "?") for tool in self.tools]
-        self.console.say(f"Offered: {', '.join(names)}." if names else "No tools are offered.", "dim")
+        self.console.say(f"Tools: {', '.join(names)}." if names else "No tools.", "dim")
 
     def _open_calls(self) -> list[str]:
         """The ids of calls that wait for an answer."""
@@ -284,7 +286,7 @@ class ChatSession:
     def _answer(self, text: str) -> int:
         waiting = self._open_calls()
         if not waiting:
-            raise UserError("No call waits for an answer.")
+            raise UserError("No tool call is waiting for a result.")
         messages = [*self.messages, {"role": "tool", "content": text, "tool_call_id": waiting[0]}]
         if len(waiting) > 1:
             self.messages = messages
@@ -292,7 +294,7 @@ class ChatSession:
 
     def _retry(self) -> int:
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise UserError("There is no answer to be made again.")
+            raise UserError("There is no response to regenerate.")
         self._retries += 1
         return self._respond(self.messages[:-1])
 
@@ -307,7 +309,7 @@ class ChatSession:
     def _edit(self) -> None:
         place = next((at for at in range(len(self.messages) - 1, -1, -1) if self.messages[at]["role"] == "user"), None)
         if place is None:
-            raise UserError("There is no message to be changed.")
+            raise UserError("There is no message to edit.")
         self._begun = self.messages[place]["content"]
         self.messages = self.messages[:place]
 
@@ -318,7 +320,7 @@ class ChatSession:
         """An adapter by the name that requests have for it."""
         known = ("base", *self.backend.adapters)
         if name not in known:
-            raise UserError(f'There is no adapter "{name}". Known: {", ".join(known)}.')
+            raise UserError(f'Unknown adapter "{name}". Available: {", ".join(known)}.')
         return "" if name == "base" else name
 
     def _both(self, name: str) -> None:
@@ -326,7 +328,7 @@ class ChatSession:
         other = self._known(name)
         asked = self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
         if not asked:
-            raise UserError("There is no question yet.")
+            raise UserError("There is no message yet.")
         first = [{"role": "system", "content": self.system}] if self.system else []
         for adapter in (self.adapter, other):
             self.console.say(f"{adapter or 'base'}:", "bold")
@@ -338,8 +340,8 @@ class ChatSession:
         self.console.say()
         self._show_pieces(last.ids, last.chances if text == "p" else ())
         self.console.say()
-        self.console.say(f"{len(last.prompt)} tokens of prompt: {list(last.prompt)}", "dim")
-        self.console.say(f"{len(last.ids)} tokens of answer: {list(last.ids)}", "dim")
+        self.console.say(f"{len(last.prompt)} prompt tokens: {list(last.prompt)}", "dim")
+        self.console.say(f"{len(last.ids)} response tokens: {list(last.ids)}", "dim")
 
     def _show_pieces(self, ids: tuple[int, ...], chances: tuple[float, ...]) -> None:
         for at, (piece, is_control) in enumerate(self.backend.pieces(ids)):
@@ -356,7 +358,7 @@ class ChatSession:
 
     def _last_ids(self) -> AnswerEnded:
         if self.last is None or not self.last.prompt:
-            raise UserError("There is no exchange yet, or the server does not say its tokens.")
+            raise UserError("There is no exchange yet, or the server does not return token ids.")
         return self.last
 
     # --- files --------------------------------------------------------------------------------------------------------
@@ -372,7 +374,7 @@ class ChatSession:
             with path.open("x", encoding="utf-8") as file:
                 file.write(json.dumps(self.record(), ensure_ascii=False) + "\n")
         except FileExistsError:
-            raise UserError(f"{path} is there already, and nothing is written over. Name another file.") from None
+            raise UserError(f"{path} already exists and is not overwritten. Choose another file.") from None
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}.") from error
         self.console.say(f"Written: {path}", "dim")
@@ -381,12 +383,12 @@ class ChatSession:
         record = read_record(expanded(text))
         messages = record.get("messages") if isinstance(record, dict) else None
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-            raise UserError(f'{text}: a record with "messages" is expected.')
+            raise UserError(f'{text} must contain a record with "messages".')
         is_first = bool(messages) and messages[0]["role"] == "system"
         self.system = messages[0].get("content") or "" if is_first else ""
         self.messages = messages[is_first:]
         self.tools = record.get("tools") or []
-        self.console.say(f"{len(self.messages)} messages were read.", "dim")
+        self.console.say(f"{len(self.messages)} messages loaded.", "dim")
 
 
 def _call(call: Mapping[str, str], place: int, number: int) -> dict[str, Any]:

@@ -87,11 +87,11 @@ def evaluate(words: Sequence[str]) -> int:
 
 def _problems(options: EvalOptions, serving: Serving) -> list[Problem]:
     if options.task is None and not serving.options.eval_dataset:
-        what = "nothing to measure: there is no task and no eval_dataset."
+        what = "nothing to evaluate: neither task nor eval_dataset is set."
         return [
             Problem(
                 what,
-                remedy="task=mmlu_test task_dir=evaluation, task=lm_eval:arc_easy, or eval_dataset=heldout",
+                remedy="Set task=mmlu_test task_dir=evaluation, task=lm_eval:arc_easy, or eval_dataset=heldout",
                 option="eval_dataset",
             )
         ]
@@ -104,8 +104,10 @@ def _loaded(serving: Serving, options: EvalOptions) -> tuple[LoadedModel, Schedu
         given = replace(given, template="fewshot", missing_control_tokens="split")
     loaded = load_for_inference(given, serving.name, note)
     if loaded.model is None:
-        what = "choices are scored by the engine in this process: another one gives no log-probabilities of a prompt."
-        raise UserError(what, remedy="Leave infer_backend and infer_url out.")
+        what = (
+            "multiple-choice tasks need the engine in this process: a remote one returns no prompt log-probabilities."
+        )
+        raise UserError(what, remedy="Remove infer_backend and infer_url.")
     slots = options.batch_size or slots_of(given, loaded.model, loaded.context)
     limits = SlotLimits(slots, loaded.context, exact=given.infer_exact)
     return loaded, Scheduler(loaded.model, limits, adapters=loaded.adapters, through=loaded.through)
@@ -135,8 +137,8 @@ def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject
     begun = time.monotonic()
     waiting = [subject for subject in subjects if subject.key not in answers.done]
     if len(waiting) < len(subjects):
-        note(f"{len(subjects) - len(waiting)} subjects were answered before.")
-    with work("Answering", len(waiting), "subjects") as advance:
+        note(f"{len(subjects) - len(waiting)} subjects were evaluated before and are skipped.")
+    with work("Evaluating", len(waiting), "subjects") as advance:
         for subject in waiting:
             (samples,) = run_tasks(model, [subject.config], None, None, options.limit, True)["samples"].values()
             answers.add(subject, [chosen(sample) for sample in sorted(samples, key=lambda one: one["doc_id"])])
@@ -171,5 +173,5 @@ def _through_harness(serving: Serving, options: EvalOptions, is_one_of: bool) ->
     if (folder := _folder_of(serving, options, is_one_of)) is not None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "eval_results.json"
-        before = read_object(path, "Move it away, or name another save_dir.") if path.is_file() else {}
+        before = read_object(path, "Move it away, or set another save_dir.") if path.is_file() else {}
         path.write_text(json.dumps(before | found, indent=2, default=str) + "\n", encoding="utf-8")

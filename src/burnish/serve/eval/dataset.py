@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from burnish.run.plan.options import RunOptions
 
 _BESIDE = "predictions"
-FREE_SOME_SPACE = "Free some space, or name another save_dir, and give the command again."
+FREE_SOME_SPACE = "Free some space or set another save_dir, and run the command again."
 
 
 @dataclass
@@ -48,8 +48,10 @@ def predict_sets(words: Sequence[str]) -> int:
     options, wrong = build(PredictOptions, servings[0].rest)
     raise_if(wrong)
     if any(not (serving.options.eval_dataset or serving.options.val_size) for serving in servings):
-        what = "there is nothing to predict: eval_dataset is missing, and no run.yaml beside the model names a set."
-        raise UserError(what, remedy="Name a set: eval_dataset=heldout", option="eval_dataset")
+        what = (
+            "nothing to predict: eval_dataset is not set, and the model's folder has no run.yaml with an eval dataset."
+        )
+        raise UserError(what, remedy="Set one, for example eval_dataset=heldout", option="eval_dataset")
     folder = expanded(paths[0]) if paths else Path()
     beside = str(folder / _BESIDE) if len(paths) == 1 and folder.is_dir() else None
     return evaluate_dataset(servings, options.save_dir or beside, predicts=True)
@@ -62,8 +64,8 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
         predicts: write answers or scores, also where ``predict_with_generate`` does not ask for them.
     """
     if not save_dir and not servings[0].options.output_dir:
-        what = "save_dir is missing: results and answers are files."
-        raise UserError(what, remedy="Name a folder: save_dir=saves/evaluation")
+        what = "save_dir is not set; results and responses are written to files."
+        raise UserError(what, remedy="Set it, for example save_dir=saves/evaluation")
     rows: list[tuple[str, dict[str, float]]] = []
     command = "predict" if predicts else "eval"
     here = f"burnish {command}"

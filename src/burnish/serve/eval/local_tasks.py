@@ -74,13 +74,13 @@ def local_tasks(task: str, task_dir: str | Path, lang: str, num_shots: int, draw
     """
     name, _, split = task.rpartition("_")
     if not name or split not in SPLITS:
-        what = f'"task" is a name and a split, such as mmlu_test. Received: {task}.'
+        what = f'"task" must be a name and a split, such as mmlu_test. Received: {task}.'
         raise UserError(what, remedy=f"Splits: {', '.join(SPLITS)}.", option="task")
     folder = _folder(name, Path(task_dir))
     files, shots = _of_split(folder, split), _of_split(folder, "dev")
     if not files:
         there = sorted({path.parent.name for path in folder.rglob("*") if path.suffix in (".csv", ".jsonl")})
-        what = f'task "{name}" has no split "{split}". It has: {", ".join(there)}.'
+        what = f'task "{name}" has no split "{split}". Available: {", ".join(there)}.'
         raise UserError(what, where=str(task_dir), option="task")
     mapping: dict[str, dict[str, str]] = next(
         (json.loads(path.read_bytes()) for path in folder.rglob("mapping.json")), {}
@@ -115,8 +115,8 @@ def _folder(name: str, task_dir: Path) -> Path:
     if not folder.is_dir():
         near = [path.stem for path in task_dir.iterdir()] if task_dir.is_dir() else []
         raise UserError(
-            f'there is no task "{name}" in "{task_dir}".{did_you_mean(name, near)}',
-            remedy=f'Put its files into {folder}; burnish downloads none. "task_dir" names another place.',
+            f'task "{name}" was not found in "{task_dir}".{did_you_mean(name, near)}',
+            remedy=f'Put its files into {folder} (burnish does not download them), or set "task_dir".',
             option="task_dir",
         )
     return folder

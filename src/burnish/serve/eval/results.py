@@ -127,7 +127,7 @@ def accuracies(subjects: Sequence[Subject], done: Mapping[str, Sequence[Chosen]]
 def log_lines(found: Mapping[str, Any]) -> list[str]:
     """LLaMA-Factory's lines: the average over all questions, and of each category."""
     if "accuracy" not in found:
-        return [f"{found['num_questions']} questions were answered; the right answers are not told."]
+        return [f"{found['num_questions']} questions were answered. No accuracy: the task has no reference answers."]
     rows = [("Average", found["accuracy"]), *((name, each["accuracy"]) for name, each in found["categories"].items())]
     return [f"{name:>15}: {value:.2f}" for name, value in rows]
 

@@ -1,8 +1,8 @@
 """The body of a request as one JSON object, read strictly.
 
-In: a request. Out: a dict. Refused: a body that is not said to be JSON, that is larger than allowed (by its announced
-length, and by counting), slower than ``SLOWEST_S``, no JSON, no object, nested deeper than ``DEEPEST``; a key given
-twice; NaN and infinity; half a character (a lone surrogate). Nobody's form data is parsed, and nothing is unpacked.
+In: a request. Out: a dict. Rejected: a content type other than JSON; a body that exceeds the size limit (declared or
+received), takes longer than ``SLOWEST_S``, is not a JSON object, or is nested deeper than ``DEEPEST``; duplicate keys;
+NaN and infinity; lone surrogates. Form data and compressed bodies are not supported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SLOWEST_S = 30.0
 DEEPEST = 64
 IN_A_THREAD = 256 * 1024
-"""Bodies larger than this are parsed in a thread, so that streams of others go on meanwhile."""
+"""Bodies larger than this, in bytes, are parsed in a thread so that they do not block other streams."""
 
 
 async def json_object(request: Request) -> dict[str, Any]:
@@ -39,17 +39,17 @@ async def json_object(request: Request) -> dict[str, Any]:
 
 
 async def whole_body(request: Request) -> bytes:
-    """All bytes; the guard counts them on their way (``guards.py``)."""
+    """The whole body in bytes; ``guards.py`` enforces the size limit while it is read."""
     from starlette.requests import ClientDisconnect  # a conversation at a terminal reads fields without a server
 
     try:
         async with asyncio.timeout(SLOWEST_S):
             return await request.body()
     except TimeoutError as error:
-        message = f"The body must arrive within {SLOWEST_S:g} seconds, and did not."
+        message = f"The body must arrive within {SLOWEST_S:g} seconds."
         raise APIError(408, "request_timeout", message, headers={"Connection": "close"}) from error
     except ClientDisconnect as error:
-        raise APIError(400, "invalid_json", "The connection ended before the body did.") from error
+        raise APIError(400, "invalid_json", "The connection was closed before the body was complete.") from error
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -69,20 +69,23 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise _broken(_TOO_DEEP) from error
     except ValueError as error:
-        raise _broken("a number in it has too many digits") from error
+        raise _broken("a number has too many digits") from error
     if not isinstance(value, dict):
         raise APIError(400, "invalid_type", f"The body must be a JSON object. Received: {json_type(value)}.")
     if (path := _half_character(value)) is not None:
         raise APIError(
-            400, "invalid_value", "A text holds half a character (a lone surrogate).", param=path[1:] or None
+            400,
+            "invalid_value",
+            "A string contains a lone surrogate, which is not a valid character.",
+            param=path[1:] or None,
         )
     return value
 
 
 def json_type(value: Any) -> str:
-    """JSON's name of the type of a value."""
+    """Name of the JSON type of a value, for error messages."""
     kinds: Sequence[tuple[Any, str]] = (
-        (bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"), (list, "a list"),
+        (bool, "a boolean"), (int, "an integer"), (float, "a number"), (str, "a string"), (list, "an array"),
         (dict, "an object"),
     )  # fmt: skip
     return next((word for kind, word in kinds if isinstance(value, kind)), "null")
@@ -97,16 +100,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise APIError(400, "invalid_json", f'The key "{_shown(twice)}" is given twice in one object.')
+        raise APIError(400, "invalid_json", f'The key "{_shown(twice)}" appears twice in one object.')
     return found
 
 
 def _no_number(word: str) -> NoReturn:
-    raise _broken(f"{word} is not a JSON number")
+    raise _broken(f"{word} is not a valid JSON number")
 
 
 def _half_character(value: Any, depth: int = 1) -> str | None:
-    """Find a lone surrogate in the texts of a value; returns a path that begins with a dot or a bracket, or None."""
+    """Path of the first lone surrogate in a value, beginning with a dot or a bracket; None if there is none."""
     if isinstance(value, str):
         is_whole = value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
         return None if is_whole else ""
@@ -123,7 +126,7 @@ def _half_character(value: Any, depth: int = 1) -> str | None:
     return None
 
 
-_TOO_DEEP = f"it is nested more than {DEEPEST} deep"
+_TOO_DEEP = f"it is nested more than {DEEPEST} levels deep"
 
 
 def _shown(text: str) -> str:

@@ -1,7 +1,7 @@
-"""A request passed on to a server behind a Unix socket, and its response passed back, byte for byte, as it comes.
+"""Forward a request to a server on a Unix socket and stream its response back unchanged.
 
-In: method, path, body. Out: an ASGI response. When the client goes, the connection is closed, which ends the work
-behind it.
+In: method, path, body. Out: an ASGI response. When the client disconnects, the connection is closed, which cancels the
+request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PASSED = (b"content-type", b"x-burnish-ignored", b"retry-after")
 
 
 class Relay(StreamingResponse):
-    """A response that is another server's; the client's departure ends it, while the other one works too."""
+    """A streaming response that forwards another server's response. It ends when the client disconnects."""
 
     def __init__(self, socket_path: str, method: str, path: str, body: bytes = b"") -> None:
         super().__init__(())
@@ -40,15 +40,15 @@ class Relay(StreamingResponse):
 async def exchange(
     socket_path: str, method: str, path: str, body: bytes = b""
 ) -> AsyncIterator[h11.Response | h11.Data]:  # fmt: skip
-    """One request over a Unix socket: the response's head, then its data.
+    """One request over a Unix socket: the response's headers, then its data.
 
     Raises:
-        APIError: 503, where nobody answers there.
+        APIError: 503 if the server does not respond.
     """
     try:
         reader, writer = await asyncio.open_unix_connection(socket_path)
     except OSError as error:
-        raise APIError(503, "engine_gone", "The engine does not answer; it has ended or is being loaded.") from error
+        raise APIError(503, "engine_gone", "The model does not respond: it is still loading or has exited.") from error
     talk = h11.Connection(h11.CLIENT)
     headers = [("Host", "localhost"), ("Content-Type", "application/json"), ("Content-Length", str(len(body))),
                ("Connection", "close")]  # fmt: skip
@@ -69,7 +69,7 @@ async def exchange(
             elif isinstance(found, h11.EndOfMessage | h11.ConnectionClosed):
                 return
     except (OSError, h11.RemoteProtocolError) as error:
-        raise APIError(503, "engine_gone", "The engine has ended in the middle of its answer.") from error
+        raise APIError(503, "engine_gone", "The model process exited in the middle of a response.") from error
     finally:
         writer.close()
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""The socket of a server: a port of one address, or a Unix socket that only its owner may open.
+"""Sockets of a server: a TCP port, or a Unix socket that only its owner can open.
 
-In: a host and a port, or a path. Out: a listening socket. Refused, before anything else is done: a port or a path that
-is in use (the next one is never taken in silence), an address that is not of this machine.
+In: a host and a port, or a path. Out: a listening socket. Errors: a port or path in use (another one is never chosen
+silently), an address that does not belong to this machine.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ WAITING_CONNECTIONS = 128
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    """A socket that listens on ``host``, ``port``; port 0 takes a free one.
+    """A socket that listens on ``host`` and ``port``; port 0 selects a free port.
 
     Args:
         option: the name of the port's option, for the error.
     Raises:
-        UserError: where it cannot be had.
+        UserError: if the address is invalid or the port cannot be opened.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
-        raise UserError(f'"{host}" is no address of this machine: {error}.') from error
+        raise UserError(f'"{host}" is not an address of this machine: {error}.') from error
     found = socket.socket(family, kind)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -43,18 +43,20 @@ def _not_had(error: OSError, host: str, port: int, option: str) -> Problem:
     if error.errno == errno.EADDRINUSE:
         return Problem(
             f"Port {port} of {host} is in use by another process.",
-            remedy=f"End that process, or give another port: {option}={port + 1}",
+            remedy=f"Stop that process, or set another port: {option}={port + 1}",
         )
     if error.errno == errno.EACCES:
-        return Problem(f"Port {port} may not be opened by this user.", remedy=f"Give a port above 1023: {option}=8000")
-    return Problem(f"{host}, port {port} cannot be listened on: {error.strerror or error}.")
+        return Problem(
+            f"This user is not permitted to open port {port}.", remedy=f"Set a port above 1023: {option}=8000"
+        )
+    return Problem(f"Cannot listen on {host}, port {port}: {error.strerror or error}.")
 
 
 def listen_unix(path: str) -> socket.socket:
-    """A Unix socket that its owner alone may open: the mode is set before it listens, so that nobody was faster.
+    """A Unix socket that only its owner can open: the mode is set before it listens.
 
     Raises:
-        UserError: where another process listens there, or something else lies at that path.
+        UserError: if another process listens there, or the path is not a socket.
     """
     _clear(path)
     found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -64,12 +66,12 @@ def listen_unix(path: str) -> socket.socket:
         found.listen(WAITING_CONNECTIONS)
     except OSError as error:
         found.close()
-        raise UserError(f'The socket "{path}" cannot be made: {error.strerror or error}.') from error
+        raise UserError(f'Cannot create the socket "{path}": {error.strerror or error}.') from error
     return found
 
 
 def _clear(path: str) -> None:
-    """Take away a socket that a killed process left behind."""
+    """Remove the stale socket of a killed process."""
     try:
         is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
     except FileNotFoundError:
@@ -77,8 +79,8 @@ def _clear(path: str) -> None:
     if is_socket and not _answers(path):
         os.unlink(path)
     else:
-        what = "Another process listens on it" if is_socket else "It is not a socket"
-        raise UserError(f'The socket "{path}" cannot be made. {what}.', remedy="Give another path.")
+        what = "Another process is listening on it" if is_socket else "A file that is not a socket exists at this path"
+        raise UserError(f'Cannot create the socket "{path}". {what}.', remedy="Set another path.")
 
 
 def _answers(path: str) -> bool:

@@ -90,12 +90,14 @@ class Api:
         body = await json_object(request)
         values, choice = body.get("values"), str(body.get("folder") or "new")
         if not isinstance(values, dict) or choice not in ("new", "continue", "anew", "another"):
-            raise APIError(422, "invalid_value", '"values" and "folder" (new, continue, anew, another) are needed.')
+            raise APIError(
+                422, "invalid_value", '"values" must be an object, and "folder" one of new, continue, anew, another.'
+            )
         devices = body.get("devices")
         if devices is not None and not (
             isinstance(devices, list) and all(isinstance(one, int) and 0 <= one < 1024 for one in devices)
         ):
-            raise APIError(422, "invalid_value", '"devices" must be a list of the numbers of devices.')
+            raise APIError(422, "invalid_value", '"devices" must be a list of device indices.')
         starter = self.site.starter
         if choice == "another":
             folder = free_folder(starter.folder_of(values))
@@ -131,7 +133,7 @@ class Api:
         return ShownJson({"cursor": cursor, "rows": len(columns["step"]), "columns": few, "remarks": said})
 
     async def log(self, request: Request) -> Response:
-        """The end of what the run has said, as text; ``before`` pages back."""
+        """The end of the run's console output; ``before`` pages back."""
         run = await self.site.run(request.path_params["id"])
         path = next((p for name in (CONSOLE, "run.log") if (p := run.folder / name).is_file()), None)
         if path is None:
@@ -143,16 +145,16 @@ class Api:
         return ShownJson({"from": begin, "text": text})
 
     async def download(self, request: Request) -> Response:
-        """A file that the run's list gave, and nothing else."""
+        """Download one of the files that the run lists."""
         run, name = await self.site.run(request.path_params["id"]), request.path_params["name"]
         if name not in [file["name"] for file in _files(run.folder)]:
-            raise APIError(404, "no_file", "There is no such file of this run.")
+            raise APIError(404, "no_file", "The run has no file of this name.")
         body = await asyncio.to_thread(_downloaded, run.folder / name)
         headers = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(body, headers=headers, media_type="application/octet-stream")
 
     async def held_out(self, request: Request) -> Response:
-        """A record that the run does not learn, as a question with its answer; drawn, or ``number``."""
+        """A validation example as a prompt with its reference response: a random one, or ``number``."""
         run, number = await self.site.run(request.path_params["id"]), request.query_params.get("number", "")
         values = await self.site.starter.values_of(run)
         question = {"held_out": True, "values": values, "number": int(number) if number.isdigit() else None}
@@ -166,7 +168,7 @@ class Api:
         body = await json_object(request)
         how = body.get("how", "save")
         if how not in ("save", "now"):
-            raise APIError(422, "invalid_value", '"how" must be save or now.')
+            raise APIError(422, "invalid_value", '"how" must be "save" or "now".')
         self.site.starter.stop(await self.site.run(request.path_params["id"]), how)
         return ShownJson({"status": "told"}, 202)
 
@@ -177,7 +179,7 @@ class Api:
 
     async def unqueue(self, request: Request) -> Response:
         if not self.site.starter.unqueue(request.path_params["number"]):
-            raise APIError(404, "not_queued", "That is not in the queue any more.")
+            raise APIError(404, "not_queued", "The run is no longer in the queue.")
         return ShownJson({"status": "removed"})
 
     # --- engines and conversations ------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ class Api:
         return ShownJson({"id": one.id, "name": one.name, "state": one.state}, 202)
 
     async def _target(self, body: Mapping[str, Any]) -> tuple[Path, str]:
-        """A run (``run``, perhaps with a ``checkpoint``), or a ``path`` below a root."""
+        """Folder and name of a run (``run``, optionally ``checkpoint``) or of a ``path`` inside a root."""
         if isinstance(body.get("run"), str):
             run = await self.site.run(body["run"])
             step = body.get("checkpoint")
@@ -205,10 +207,12 @@ class Api:
             return run.folder / f"checkpoint-{step}", f"{run.name} / checkpoint-{step}"
         text = body.get("path")
         if not isinstance(text, str) or not text:
-            raise APIError(422, "missing", '"run" or "path" must name what is to answer.')
+            raise APIError(422, "missing", 'Set "run" or "path" to the model to load.')
         path = self.site.places.within(text, "path")
         if not path.is_dir():
-            raise APIError(422, "outside", f'"path" must name a folder below {self.site.places.first}.', param="path")
+            raise APIError(
+                422, "outside", f'"path" must be an existing folder inside {self.site.places.first}.', param="path"
+            )
         return path, self.site.places.shown(path)
 
     async def end_engine(self, request: Request) -> Response:
@@ -226,13 +230,13 @@ class Api:
     async def chat_of(self, request: Request) -> Response:
         found = self.site.home.read(f"chats/{safe_id(request)}.json")
         if found is None:
-            raise APIError(404, "no_chat", "There is no such conversation.")
+            raise APIError(404, "no_chat", "The conversation does not exist.")
         return ShownJson(found)
 
     async def keep_chat(self, request: Request) -> Response:
         body, name = await json_object(request), safe_id(request)
         if len(self.site.home.names("chats")) >= 1000 and not (self.site.home.folder / f"chats/{name}.json").is_file():
-            raise APIError(409, "too_many", "A thousand conversations are kept; remove some.")
+            raise APIError(409, "too_many", "The limit of 1000 saved conversations is reached. Remove some.")
         self.site.home.write(f"chats/{name}.json", json.dumps(body, ensure_ascii=False))
         return ShownJson({"status": "kept"})
 
@@ -254,7 +258,12 @@ class Api:
 
     async def stream(self, request: Request) -> Any:
         if self._num_streams >= MOST_STREAMS:
-            raise APIError(503, "too_many_streams", "Too many windows follow already.", headers={"Retry-After": "5"})
+            raise APIError(
+                503,
+                "too_many_streams",
+                "Too many open event streams. Close some windows of the page.",
+                headers={"Retry-After": "5"},
+            )
         self._num_streams += 1
 
         def over() -> None:
@@ -276,7 +285,7 @@ class Api:
         return ShownJson({"cursor": cursor, "messages": [{"event": name, "data": data} for name, data in messages]})
 
     async def _news(self, request: Request, cursor: str) -> tuple[list[tuple[str, Any]], str]:
-        """News of the runs that are asked for, or of all runs if none is."""
+        """New messages of the requested runs, or of all runs if none is requested."""
         asked = [one for one in request.query_params.get("runs", "").split(",") if one]
         found = {run.id: run for run in await self.site.found(60.0 if asked else _LISTS_EVERY_S)}
         if any(one not in found for one in asked):
@@ -305,7 +314,7 @@ def _downloaded(path: Path) -> bytes:
 
 
 def _files(folder: Path) -> list[dict[str, Any]]:
-    """Figures, YAML, logs: what may be downloaded. No weights."""
+    """Files that may be downloaded: metrics, YAML, logs, plots. No weights."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         is_offered = path.suffix in _FIGURES and not path.name.startswith((".", *_NOT_OFFERED))

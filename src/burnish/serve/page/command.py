@@ -1,6 +1,6 @@
-"""``burnish webui`` and ``burnish webchat``: from the first word to the exit status.
+"""The commands ``burnish webui`` and ``burnish webchat``.
 
-In: the words after the command. Out: 128 + the signal that ended it. Runs that were started from the page go on.
+In: command-line arguments. Out: exit status 128 + signal. Runs that were started from the page continue after it ends.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def webui(words: Sequence[str]) -> int:
     """The command.
 
     Raises:
-        UserError: for options, a port or a folder that cannot be had.
+        UserError: for invalid options, or a port or folder that cannot be used.
     """
     return _serve(*read_options(words))
 
 
 def webchat(words: Sequence[str]) -> int:
-    """The same page, opened at a conversation with one model, as LLaMA-Factory's command of that name.
+    """The web UI, opened at a chat with one model, like LLaMA-Factory's command of the same name.
 
     Raises:
-        UserError: as ``webui`` does, and where no model is named.
+        UserError: as ``webui``, and if no model is given.
     """
     options, named = read_named(words)
     return _serve(options, "talk", named)
@@ -96,22 +96,22 @@ def read_options(words: Sequence[str]) -> tuple[WebOptions, str]:
     ]
     options = _built({name: item for name, item in given.items() if name in _OWN}, problems)
     if page not in ("runs", "new", "talk", "export", "compare"):
-        raise UserError(f'There is no page "{page}".', remedy="Known: runs, new, talk, export, compare.")
+        raise UserError(f'Unknown page "{page}".', remedy="Choose one of: runs, new, talk, export, compare.")
     return options, page
 
 
 def read_named(words: Sequence[str]) -> tuple[WebOptions, NamedModel]:
-    """The options of the page, and the model that the other words name, as ``burnish api`` and ``chat`` are told.
+    """The options of the web UI, and the model given by the other arguments, as for ``burnish api`` and ``chat``.
 
     Raises:
-        UserError: with all that is wrong with the options, or where no model is named.
+        UserError: with all invalid options, or if no model is given.
     """
     path, rest = path_of(words)
     _, flags = split_arguments(rest)
     options = _built({name: item for name, item in flags.items() if name in _OWN}, [])
     others = {name: item.value for name, item in flags.items() if name not in _OWN}
     if not path and "model_name_or_path" not in others:
-        raise UserError("burnish webchat is told no model.", remedy="Write: burnish webchat PATH")
+        raise UserError("burnish webchat requires a model.", remedy="Usage: burnish webchat PATH")
     here = [str(Path(path).absolute()) if Path(path).exists() else path] if path else []
     flat = [word for name, value in others.items() for word in (f"--{name}", *_as_words(value))]
     name = path or str(others["model_name_or_path"])
@@ -130,5 +130,9 @@ def _built(given: Mapping[str, RawValue], problems: Sequence[Problem]) -> WebOpt
 
 
 def _lines(link: str, root: object, is_open: bool) -> list[str]:
-    warning = ["Everybody who reaches this address may start processes here (web_no_key)."] if is_open else []
-    return [f"page     {link}", f"runs     below {root}; they go on when this ends (Ctrl-C)", *warning]
+    warning = (
+        ["warning: authentication is disabled (web_no_key). Anyone who can reach this address can start processes."]
+        if is_open
+        else []
+    )
+    return [f"page     {link}", f"runs     in {root}; they continue after the server stops (Ctrl-C)", *warning]

@@ -31,7 +31,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "full": {"finetuning_type": "full", "learning_rate": 1e-5, "num_train_epochs": 3},
     "BAdam": {"finetuning_type": "full", "use_badam": True, "learning_rate": 5e-5, "num_train_epochs": 3},
     "DPO": {"stage": "dpo", "finetuning_type": "lora", "learning_rate": 5e-6, "pref_beta": 0.1, "num_train_epochs": 1},
-    "a minute on a CPU": {
+    "CPU quick test": {
         "finetuning_type": "lora", "max_steps": 20, "cutoff_len": 256, "per_device_train_batch_size": 2,
         "logging_steps": 1, "learning_rate": 1e-4,
     },

@@ -1,4 +1,4 @@
-"""The options of ``burnish webui``, and what is wrong with them before a socket is opened."""
+"""Options of ``burnish webui`` and their validation."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class WebOptions:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """The model that ``burnish webchat`` is told to talk to, besides those that the page finds below its roots.
+    """The model given to ``burnish webchat``, in addition to those found inside the roots.
 
     Args:
-        words: that ``burnish api`` takes for it.
-        folder: where their relative paths begin.
+        words: command-line arguments of ``burnish api``.
+        folder: working directory for relative paths.
     """
 
     name: str
@@ -52,22 +52,26 @@ class NamedModel:
 
 
 def check_web(options: WebOptions, given: Mapping[str, RawValue], command_line: str) -> list[Problem]:
-    """Find what is wrong with the options of the page."""
+    """Problems with the options of the web UI."""
     problems = []
     if "web_key" in given and given["web_key"].where == command_line:
-        what = '"web_key" stands in the list of processes when it is given on the command line.'
-        problems.append(Problem(what, remedy="Give it in the environment: BURNISH_KEY=... burnish webui"))
+        what = '"web_key" on the command line is visible to all users in the process list.'
+        problems.append(Problem(what, remedy="Set it in the environment: BURNISH_KEY=... burnish webui"))
     if options.web_key is not None and len(options.web_key) < LEAST_KEY:
-        problems.append(Problem(f'"web_key" must have at least {LEAST_KEY} characters.', remedy="Leave it to burnish."))
+        problems.append(
+            Problem(f'"web_key" must have at least {LEAST_KEY} characters.', remedy="Remove it to generate a key.")
+        )
     if options.web_no_key and not is_loopback(options.web_host) and not os.environ.get("BURNISH_CONTAINER"):
-        what = f'"web_no_key" would let everybody who reaches {options.web_host} start processes here.'
-        problems.append(Problem(what, remedy="Leave it out, or keep web_host: 127.0.0.1."))
+        what = f'"web_no_key" would let anyone who can reach {options.web_host} start processes on this machine.'
+        problems.append(Problem(what, remedy="Remove it, or use web_host: 127.0.0.1."))
     problems += [
-        Problem(f'"web_roots" names "{root}", which is no folder.')
+        Problem(f'"web_roots" must contain existing folders. Received: "{root}".')
         for root in options.web_roots
         if not os.path.isdir(os.path.expanduser(root))
     ]
     if os.environ.get("GRADIO_SHARE", "").lower() in {"1", "true"}:
-        what = "GRADIO_SHARE asks for a public tunnel, and there is none."
-        problems.append(Problem(what, remedy="Unset it; from another machine: ssh -L 7860:127.0.0.1:7860 HOST"))
+        what = "GRADIO_SHARE is not supported: burnish has no public tunnel."
+        problems.append(
+            Problem(what, remedy="Unset it. To connect from another machine: ssh -L 7860:127.0.0.1:7860 HOST")
+        )
     return problems

@@ -1,4 +1,4 @@
-"""Values of options that a visitor may set: one check for everything that the page plans or starts.
+"""Check which option values a user of the web UI may set, for everything that it plans or starts.
 
 In: raw values, from the form, the queue or a run's ``run.yaml``, and the fields that the planner describes
 (``field_of`` in ``serve/page/planner_process.py``), which carry the flags of each option's declaration. Values are
@@ -42,13 +42,13 @@ def check_values(
         field = known.get(key, {})
         name = field.get("name", key)
         if has_secret_name(name) and name not in allow:
-            raise APIError(422, "not_allowed", f'"{name}" is a secret; do not put it into a form.', param=name)
+            raise APIError(422, "not_allowed", f'"{name}" is a secret and cannot be set from the web UI.', param=name)
         if not (field.get("risky") or field.get("names_place")):
             continue
         value = _read(field, raw)
         if field["risky"] and name not in allow and not _is_harmless(value, field):
             message = (
-                f'"{name}" may not be set from a page: {field["risky"]}. burnish webui web_allow={name} allows it.'
+                f'"{name}" cannot be set from the web UI: {field["risky"]}. To allow it: burnish webui web_allow={name}'
             )
             raise APIError(422, "not_allowed", message, param=name)
         if field["names_place"]:

@@ -1,8 +1,7 @@
-"""``burnish _planner``: the process that answers the page's questions about runs that are not begun.
+"""``burnish _planner``: the process that previews runs for the web UI, with the model libraries loaded once.
 
-In: an object a line: values as a form gives them; or ``form``, a file's ``columns_of``, ``held_out``. Out: objects, a
-line each, with the libraries loaded once. Values of a form are read as those of a file are, so there is one meaning and
-one sentence for each.
+In: JSON lines: the values of a form, or a request for ``form``, ``columns_of`` or ``held_out``. Out: JSON lines. Form
+values are parsed like those of a file, so that their meaning and their errors are the same.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _SHOWN = 3
 
 
 def planner(asked: TextIO | None = None, told: TextIO | None = None) -> int:
-    """Answer questions until none come: ``{"id", "values", "rows", "seed"}`` in, parts with the same id out, the last
-    with ``"is_last": true``. What a question does wrong is part of its answer."""
+    """Handle requests until the input ends: ``{"id", "values", "rows", "seed"}`` in, parts with the same id out,
+    the last with ``"is_last": true``. Errors are returned as parts."""
     asked, told = asked or sys.stdin, told or sys.stdout
     for line in asked:
         question = json.loads(line)
@@ -68,7 +67,7 @@ def _parts(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     except UserError as error:
         yield {"problems": problems_of(error), "is_last": True}
     except (Exception, SystemExit) as error:  # a fault of one question must not end the process that answers the next
-        what = f"burnish failed on this: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        what = f"Internal error: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         yield {"problems": [{"option": "", "sentence": what, "remedy": "", "where": ""}], "is_last": True}
 
 
@@ -115,7 +114,7 @@ def _risk(spec: OptionSpec) -> dict[str, Any]:
     registry = getattr(spec.raw_choices, "__self__", None)
     if isinstance(registry, Registry) and not all(member.is_ours for member in registry):
         return {
-            "risky": "it runs code of another package",
+            "risky": "it runs code from another package",
             "harmless": [member.name for member in registry if member.is_ours],
         }
     return {"risky": spec.risky, "harmless": list(spec.harmless)}
@@ -173,11 +172,11 @@ def held_out(values: Mapping[str, Any], number: int | None = None) -> dict[str, 
     sets = load_datasets(options, options.seed, DataStats(), needs=record_needs(options))
     records = list(chain.from_iterable(sets.eval.values()))
     if not records:
-        why = "Set val_size or eval_dataset, and some records are held out."
-        raise UserError("This run holds no record out of its training.", remedy=why)
+        why = "Set val_size or eval_dataset."
+        raise UserError("The run has no validation examples.", remedy=why)
     chosen = number or random.randrange(len(records)) + 1  # noqa: S311  (a record to look at)
     if not 1 <= chosen <= len(records):
-        raise UserError(f"Records 1 to {len(records)} are held out. Received: {chosen}.")
+        raise UserError(f"The number of a validation example must be between 1 and {len(records)}. Received: {chosen}.")
     record = records[chosen - 1]
     return {**question_of(record), "number": chosen, "of": len(records), "place": record.place}
 
@@ -195,7 +194,7 @@ def question_of(record: Example) -> dict[str, Any]:
     elif record.prompt is not None:
         before, user, behind = (), record.prompt, ()
     else:
-        raise UserError(f"{record.place}: it is a text, and asks nothing.")
+        raise UserError(f"{record.place}: the example is plain text without a prompt.")
     given = record.chosen if record.chosen is not None else record.completion if behind == () else behind
     return {
         "system": record.system or "", "tools": json.loads(record.tools) if record.tools else [],

@@ -1,4 +1,4 @@
-"""State behind the page: roots, its own folder, runs as they were found a moment ago, starter, planner, engines."""
+"""State of the web UI: roots, state folder, cached list of runs, starter, planner, engines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Answer = Callable[[Request], Awaitable[Any]]
 
 
 class Site:
-    """Everything of one page."""
+    """State of one web UI server."""
 
     def __init__(self, options: WebOptions, home: Home, named: NamedModel | None = None) -> None:
         self.options, self.home, self.named = options, home, named
@@ -73,10 +73,10 @@ class Site:
             for known in await self.found(attempt):
                 if known.id == identity and (run := await asyncio.to_thread(read_run, known.folder)) is not None:
                     return run
-        raise APIError(404, "no_run", "There is no such run; it may have been moved or removed.")
+        raise APIError(404, "no_run", "The run was not found. It may have been moved or removed.")
 
     async def look_after(self) -> None:
-        """As long as the page lives: the queue goes on, children are taken note of, what is idle is let go."""
+        """Periodic maintenance: start queued runs, reap children, stop idle engines."""
         while True:
             await asyncio.sleep(2.0)
             try:
@@ -87,7 +87,7 @@ class Site:
             except APIError as refusal:  # the run is out of the queue, and was not started
                 log.warning("A queued run was not started: %s", refusal.message)
             except Exception:  # a fault in one round, such as a full disk, must not end the page
-                log.exception("The page's housekeeping failed; it is repeated in two seconds.")
+                log.exception("Periodic maintenance of the web UI failed; retrying in two seconds.")
 
 
 def _mark_of_source() -> str:

@@ -1,7 +1,7 @@
-"""Exports from the page: each is ``burnish export`` in a process of its own, whose log is shown while it runs.
+"""Exports from the web UI: each runs ``burnish export`` in its own process, and its log is shown while it runs.
 
-In: a folder that holds a model or an adapter, a new folder, a format. Out: the state of the process, and at its end the
-lines that serve the folder elsewhere.
+In: a folder with a model or an adapter, an output folder, a format. Out: the state of the process, and when it has
+finished, commands that serve the exported model.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Exports:
         """Start one. Returns its name.
 
         Raises:
-            APIError: 409 where the folder holds something, 422 for a format that is none.
+            APIError: 409 if the folder is not empty, 422 for an unknown format.
         """
         if form not in FORMATS:
-            raise APIError(422, "invalid_value", f'"format" is one of {", ".join(FORMATS)}.', param="format")
+            raise APIError(422, "invalid_value", f'"format" must be one of {", ".join(FORMATS)}.', param="format")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise APIError(409, "folder_not_empty", "The folder holds something already.", param="folder")
+            raise APIError(409, "folder_not_empty", "The folder is not empty.", param="folder")
         adapter = path / "adapter_config.json"
         words = ["export", f"export_dir={folder}", *FORMATS[form]]
         if adapter.is_file():
@@ -53,9 +53,9 @@ class Exports:
         return name
 
     def state(self, name: str) -> dict[str, Any]:
-        """Its state, the end of its log, and once it is done the lines that serve the folder."""
+        """State of an export, the end of its log, and the serving commands when it is done."""
         if name not in self._children:
-            raise APIError(404, "no_export", "There is no such export.")
+            raise APIError(404, "no_export", "The export does not exist.")
         status, log = self._children[name].poll(), self._log(name)
         text = log.read_text(encoding="utf-8", errors="replace")[-_TEXT:] if log.is_file() else ""
         state = "running" if status is None else "done" if status == 0 else "failed"

@@ -1,7 +1,7 @@
-"""Runs that a visitor starts, stops and queues: each is ``burnish train`` on a file in its folder, and goes on alone.
+"""Start, stop and queue runs: each is an independent ``burnish train`` process on a YAML file in its folder.
 
-In: values of the form, checked. Out: a process, or a place in the queue. The values go into a YAML file whose path we
-made; no text of a visitor is ever part of a command.
+In: checked values of the form. Out: a process, or a queue entry. The values are written to a YAML file; user input
+never becomes part of a command line.
 """
 
 from __future__ import annotations
@@ -61,10 +61,12 @@ class Starter:
     def folder_of(self, values: Mapping[str, Any]) -> Path:
         text = values.get("output_dir")
         if not isinstance(text, str) or not text:
-            raise APIError(422, "missing", '"output_dir" must name the folder of the run.', param="output_dir")
+            raise APIError(422, "missing", '"output_dir" must be set to the folder of the run.', param="output_dir")
         folder = self.places.within(text, "output_dir")
         if folder in self.places.roots:
-            raise APIError(422, "outside", '"output_dir" must be a folder of its own.', param="output_dir")
+            raise APIError(
+                422, "outside", '"output_dir" must be a subfolder, not one of the web_roots.', param="output_dir"
+            )
         return folder
 
     # --- starting -----------------------------------------------------------------------------------------------------
@@ -88,11 +90,13 @@ class Starter:
 
     def _check_folder(self, folder: Path, choice: str) -> None:
         if is_alive(object_in(folder / LAUNCH)):
-            message = "A run is writing into this folder. Choose another, or wait."
+            message = "Another run is writing to this folder. Choose another folder, or wait."
             raise APIError(409, "folder_in_use", message, param="output_dir")
         holds = folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
         if holds and choice == "new":
-            message = f'"{self.places.shown(folder)}" holds a run already: continue it, begin it anew, or take another.'
+            message = (
+                f'"{self.places.shown(folder)}" already contains a run: resume it, overwrite it, or use another folder.'
+            )
             raise APIError(409, "folder_not_empty", message, param="output_dir")
 
     async def again(self, run: FoundRun) -> None:
@@ -102,7 +106,7 @@ class Starter:
             APIError: 409 if it still runs or has no file, 422 if the file sets what a visitor may not set.
         """
         if run.is_alive:
-            raise APIError(409, "running", "The run goes on already.")
+            raise APIError(409, "running", "The run is already running.")
         await self.checked(self._given_of(run), self._place_of(run.folder))
         self._launch(run.folder, None)
 
@@ -118,7 +122,7 @@ class Starter:
     def _given_of(self, run: FoundRun) -> dict[str, Any]:
         """The values in a run's ``run.yaml``."""
         if not given_text(run.folder):
-            raise APIError(409, "no_file", f"This run has no {GIVEN}, so its options are unknown.")
+            raise APIError(409, "no_file", f"The run has no {GIVEN}, so its options are unknown.")
         try:
             given, _ = read_arguments([str(run.folder / GIVEN)])
         except UserError as error:
@@ -164,10 +168,10 @@ class Starter:
         """
         number = signal.SIGTERM if how == "save" else signal.SIGKILL
         if not tell(run.launch, number, is_alive):
-            raise APIError(409, "not_running", "No process of this run is alive on this machine.")
+            raise APIError(409, "not_running", "The run has no running process on this machine.")
         if how != "save":
-            ending = {"state": "stopped", "exit_code": 137, "sentence": f"Stopped at once, at step {run.step}.",
-                      "remedy": "Continue it from its last checkpoint."}  # fmt: skip
+            ending = {"state": "stopped", "exit_code": 137, "sentence": f"Stopped immediately, at step {run.step}.",
+                      "remedy": "Resume it from its last checkpoint."}  # fmt: skip
             write_outcome(run.folder, ending, run.step)
 
     # --- the queue ----------------------------------------------------------------------------------------------------

@@ -24,17 +24,17 @@ def runs(words: Sequence[str]) -> int:
     as_json = "--json" in words
     folders = [word for word in words if word != "--json"]
     if options := [word for word in folders if word.startswith("-") or "=" in word]:
-        raise UserError(f"burnish runs takes folders and --json. Received: {options[0]}.")
+        raise UserError(f"burnish runs accepts only folders and --json. Received: {options[0]}.")
     roots = [expanded(folder) for folder in folders or ["."]]
     if missing := [root for root in roots if not os.path.isdir(root)]:
-        raise UserError(f'There is no folder "{missing[0]}".')
+        raise UserError(f'The folder "{missing[0]}" does not exist.')
     found = find(roots)
     if as_json:
         for run in found:
             print_result(json.dumps({**facts(run), "remarks": _remarks(run)}, allow_nan=False))
         return 0
     if not found:
-        print_result(f"No run was found below {', '.join(map(str, roots))}.")
+        print_result(f"No runs found in {', '.join(map(str, roots))}.")
         return 0
     rows = [_HEAD, *map(_row, found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]

@@ -201,7 +201,7 @@ async function showMachine() {
   $("#machine").textContent = [
     ...(typeof cpu === "number" ? [t("machine_cpu", { share: percent(cpu) })] : []),
     ...(memory ? [t("machine_memory", pair(memory))] : []),
-    ...gpus.map((gpu) => t("machine_gpu", { index: gpu.index, ...pair(gpu.memory) }) + (gpu.use === null ? "" : ` ${percent(gpu.use)} %`)),
+    ...gpus.map((gpu) => t("machine_gpu", { index: gpu.index, ...pair(gpu.memory) }) + (gpu.use === null ? "" : ` ${percent(gpu.use)}%`)),
   ].join(" · ");
 }
 if ($("#machine")) {

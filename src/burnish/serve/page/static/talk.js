@@ -146,12 +146,12 @@ async function goOn(side, turn) {
   show();
   keep();
   if (waits(turn.answers[side])) return;
-  if (engines[side]?.state !== "ready") { say(t("no_model_yet")); return; }
+  if (engines[side]?.state !== "ready") { say(t("no_engine")); return; }
   await during([side], turn, 0);
 }
 async function ask(turn, again = 0) {
   const sides = [0, 1].filter((side) => engines[side]?.state === "ready");
-  if (!sides.length) { say(t("no_model_yet")); return; }
+  if (!sides.length) { say(t("no_engine")); return; }
   await during(sides, turn, again);
 }
 async function during(sides, turn, again) {
