@@ -118,7 +118,7 @@ def test_a_file_that_changes_during_training_is_named_and_the_run_continues_once
 def test_explain_says_that_the_rest_is_encoded_during_training(user, capsys):
     assert main(["explain", *as_words(user)]) == 0
     message = " ".join("".join(capsys.readouterr()).split())
-    assert "24 rows" in message
+    assert "24 examples" in message
     assert "the rest is encoded during training" in message
 
 
