@@ -23,7 +23,7 @@ def test_every_promise_names_a_test_that_is_there() -> None:
 @pytest.mark.run
 def test_trust_in_code_of_others_stands_in_the_log_and_in_the_card(user_folder: Path) -> None:
     assert cli.main(["train", "run.yaml", "max_steps=1", "trust_remote_code=true"]) == 0
-    said = "trust_remote_code: Python code that comes with model may run, as you."
+    said = "trust_remote_code: Python code that comes with model may run with your permissions."
     assert said in Path("out/run.log").read_text(encoding="utf-8")
     assert "trust_remote_code: true" in Path("out/README.md").read_text(encoding="utf-8")
     assert cli.main(["train", "run.yaml", "max_steps=1", "output_dir=other"]) == 0

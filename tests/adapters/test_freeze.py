@@ -42,7 +42,7 @@ def test_of_a_model_that_llama_pro_expanded_the_last_layer_of_each_group_is_trai
 
 @pytest.mark.parametrize("count", [3, -2])
 def test_groups_of_layers_that_are_not_equal_are_refused(count):
-    with pytest.raises(UserError, match=f"equal groups of 4 layers. Received: {count}"):
+    with pytest.raises(UserError, match=f"4 layers into equal groups. Received: {count}"):
         trained(freeze_trainable_layers=count, use_llama_pro=True)
 
 
@@ -224,10 +224,10 @@ def test_a_model_that_peft_wrapped_already_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (None, "finetuning_type peft needs peft_config"),
+        (None, "finetuning_type peft requires peft_config"),
         ({"peft_type": "PROMT_TUNING"}, 'no peft_type "PROMT_TUNING". Did you mean "PROMPT_TUNING"?'),
         ({"peft_type": "IA3", "nonsense": 1}, "nonsense"),
-        ("nowhere.json", "is no file"),
+        ("nowhere.json", "is neither a file"),
     ],
 )
 def test_a_peft_config_that_cannot_be_is_refused(config, expected):

@@ -70,7 +70,7 @@ REFUSED = [
     Case("M47", weights(lambda state: {k: v for k, v in state.items() if "layers.1.mlp" not in k}),
          ["model.layers.1.mlp.down_proj.weight", "random"]),
     Case("M47b", lambda: change("model/config.json", num_hidden_layers=4), ["model.layers.2."]),
-    Case("M51", pickled, ["pytorch_model.bin", "run any code", "safetensors"]),
+    Case("M51", pickled, ["pytorch_model.bin", "run arbitrary code", "safetensors"]),
     Case("M52", lambda: change("model/config.json", model_type="own", auto_map={"AutoConfig": "own.Config"}),
          ["own.py", "trust_remote_code"]),
     Case("B02", lambda: Path("data/rows.json").unlink(), ["data/rows.json", "does not exist"]),
@@ -159,7 +159,7 @@ def chat(*turns: tuple[str, str]) -> dict[str, Any]:
 
 SAID = [
     Case("M49", lambda: change("model/tokenizer_config.json", eos_token=None, pad_token=None),
-         ["names no end token", "has no padding token"]),
+         ["defines no EOS token", "has no padding token"]),
     Case("M49b", lambda: change("model/tokenizer_config.json", pad_token=None), ["has no padding token"]),
     Case("M54", without_chat_template, ["has no chat template"]),
     Case("B08", rows(b"\xef\xbb\xbf" + json.dumps(ROWS).encode()), ["24 rows"]),

@@ -329,4 +329,4 @@ def test_a_picture_in_a_folder_with_chinese_letters_is_drawn_in_silence(user_fol
 def test_more_layers_to_train_than_there_are_is_said(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["finetuning_type=freeze", "freeze_trainable_layers=100", "max_steps=1"]
     assert cli.main(["train", "run.yaml", *words]) == 0
-    assert "freeze_trainable_layers is 100, and the model has 2: all are trained." in told(capsys)[0]
+    assert "freeze_trainable_layers is 100, but the model has 2 layers: all are trained." in told(capsys)[0]

@@ -187,7 +187,7 @@ def test_an_adapter_of_nan_is_refused_before_it_trains(tmp_path, capsys):
     more = {"adapter_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "two")}
     assert main(["train", *as_words({**given, **more})]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{tmp_path / 'out'}: 1 of the adapter's weights hold NaN or infinity: " in said
+    assert f"{tmp_path / 'out'}: 1 of the adapter's weights contain NaN or infinity: " in said
     assert not list((tmp_path / "two").glob("*.safetensors"))
 
 

@@ -236,7 +236,7 @@ def test_badam_says_its_turns_before_and_while_it_runs(
     assert said["blocks"].endswith(
         "model.layers.0 to model.layers.1, descending: 1, 0, ...; others every 2 updates, 3 turns"
     )
-    assert said["never trained"].startswith("20,512, in no layer: model.embed_tokens.weight, ")
+    assert said["never trained"].startswith("20,512, outside the layers: model.embed_tokens.weight, ")
     watch, active = Watch(monkeypatch), []
     step = Loop.step
 

@@ -66,9 +66,9 @@ def find(address, monkeypatch, name, **given):
 @pytest.mark.parametrize(
     ("name", "given", "words"),
     [
-        ("private/model", {}, "give your token in hf_hub_token"),
+        ("private/model", {}, "set hf_hub_token to your token"),
         ("private/model", {"hf_hub_token": TOKEN, "model_revision": "v9"}, '"model_revision" v9'),
-        ("org/none", {}, "has no such model, or not for you"),
+        ("org/none", {}, "has no such model, or you have no access to it"),
     ],
 )
 def test_what_the_hub_does_not_give_is_said_with_its_reason(

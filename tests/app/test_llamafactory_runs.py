@@ -211,8 +211,8 @@ def test_a_file_with_a_4_bit_base_trains(workplace, more):
 def test_what_is_frozen_in_bfloat16_and_trained_in_float32_still_lies_flat(workplace, capsys):
     assert main(["train", written(KINDS["freeze"][0])]) == 0
     said = capsys.readouterr()
-    assert "rows are padded" not in said.out + said.err
-    assert "whole logits" not in said.out + said.err
+    assert "batches are padded" not in said.out + said.err
+    assert "full logits" not in said.out + said.err
 
 
 def test_a_file_that_only_predicts_or_evaluates_does_not_train(workplace):

@@ -179,7 +179,7 @@ def test_every_module_whose_name_ends_so_is_trained_whole_as_in_peft_and_goes_on
     start = begun(folder).state_dict()
     assert all(not torch.equal(held[key], start[key.removeprefix("base_model.model.")]) for key in whole)
     said = {"norm": "input_layernorm", "mlp": "mlp"}[name]
-    assert f"Trained whole beside the adapter: model.layers.0.{said}" in capsys.readouterr().out
+    assert f"Trained in full alongside the adapter: model.layers.0.{said}" in capsys.readouterr().out
     loaded = peft.PeftModel.from_pretrained(begun(folder), folder)
     torch.testing.assert_close(loaded(IDS).logits, model.eval()(IDS).logits, rtol=1e-4, atol=1e-5)
 

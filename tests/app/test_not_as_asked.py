@@ -39,13 +39,13 @@ def runs(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_a_tokenizer_with_code_of_its_own(named: Any, user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change("model/tokenizer_config.json", auto_map=named)
     err = refused(capsys)
-    assert "its tokenizer is Python code of its own (own.OwnTokenizer)" in err
+    assert "its tokenizer requires running its own Python code (own.OwnTokenizer)" in err
     assert "trust_remote_code: true" in err
 
 
 def test_a_tokenizer_of_its_own_that_config_json_names(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change("model/config.json", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
-    assert "model/config.json: its tokenizer is Python code of its own (own.OwnTokenizer)" in refused(capsys)
+    assert "model/config.json: its tokenizer requires running its own Python code (own.OwnTokenizer)" in refused(capsys)
 
 
 @pytest.mark.run
@@ -132,9 +132,9 @@ def test_weights_that_are_all_zero(user_folder: Path, capsys: pytest.CaptureFixt
     save({n: torch.zeros_like(t) for n, t in before.items()})
     capsys.readouterr()
     assert cli.main(WORDS) == 2
-    assert "matrices hold nothing but zeros" in told(capsys)[1]
+    assert "matrices contain only zeros" in told(capsys)[1]
     save({n: torch.zeros_like(t) if n.endswith("0.mlp.down_proj.weight") else t for n, t in before.items()})
-    assert "1 of 16 matrices hold nothing but zeros: model.layers.0.mlp.down_proj.weight." in runs(capsys)
+    assert "1 of 16 matrices contain only zeros: model.layers.0.mlp.down_proj.weight." in runs(capsys)
 
 
 @pytest.mark.parametrize("command", ["train", "explain"])
@@ -143,7 +143,7 @@ def test_a_config_with_fewer_layers_than_the_weights(
 ) -> None:
     change("model/config.json", num_hidden_layers=1, layer_types=None)
     assert cli.main([command, "run.yaml"]) == 2
-    assert "the weights have layer 1 beyond the last that config.json asks for." in told(capsys)[1]
+    assert "the weights have layer 1 beyond the number of layers in config.json." in told(capsys)[1]
     assert not Path("out").exists()
 
 

@@ -231,7 +231,7 @@ def test_an_upload_that_fails_after_an_export_says_where_the_export_is(
     assert cli.main(["export", *words]) == 1
     out, err = told(capsys)
     assert "The model is in whole." in out
-    assert "error: whole was written, and could not be uploaded to me/model: " in err
+    assert "error: whole was written but could not be uploaded to me/model: " in err
     assert "hf upload me/model whole" in err
     assert "Raised in burnish" not in err
     assert load_file("whole/model.safetensors").keys() == load_file("model/model.safetensors").keys()

@@ -110,7 +110,7 @@ def test_a_gradient_far_longer_than_usual_is_a_spike_too(user, monkeypatch, caps
     spoil(monkeypatch, user, 1e4, only_once=True)
     monkeypatch.setattr("burnish.loop.spikes._ENOUGH", 2)
     assert run({**user, "on_spike": "go_back", "spike_ratio": 50}) == 0
-    assert re.search(r"The gradient of step \d+ was [\d.e+]+ times as long as usual", capsys.readouterr().err)
+    assert re.search(r"The gradient of step \d+ was [\d.e+]+ times the usual norm", capsys.readouterr().err)
 
 
 def test_a_run_without_a_checkpoint_cannot_go_back(user, monkeypatch, capsys):

@@ -71,7 +71,7 @@ RESUMED = [
     Case("R4c", lambda: Path(NEWEST, "rng_state_0.safetensors").unlink(),
          ["rng_state_0.safetensors is missing", "step 2"]),
     Case("R4d", lambda: Path(NEWEST, "trainer_state.json").unlink(), ["trainer_state.json is missing", "step 2 of 8"]),
-    Case("R5", emptied, ["was passed over", "manifest.json", "out/checkpoint-2: step 2 of 8"]),
+    Case("R5", emptied, ["was skipped", "manifest.json", "out/checkpoint-2: step 2 of 8"]),
     Case("R6", flip_a_bit, ["its checksum differs", "out/checkpoint-2: step 2 of 8"]),
 ]  # fmt: skip
 
@@ -148,7 +148,7 @@ def test_another_optimizer_does_not_take_over_the_state_of_this_one(
 ) -> None:
     assert cli.main(["train", "run.yaml", "resume_despite_changes=true", *words]) == 2
     err = told(capsys)[1]
-    assert f"{NEWEST}: this checkpoint holds the state of another optimizer than this run's." in err
+    assert f"{NEWEST}: this checkpoint contains the state of a different optimizer." in err
     assert Path(NEWEST).is_dir()
     assert cli.main(["train", "run.yaml", "resume_despite_changes=true", "optim=adamw_torch"]) == 0
 

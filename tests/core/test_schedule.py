@@ -117,7 +117,7 @@ def test_an_argument_that_a_curve_does_not_take_is_named():
 )
 def test_a_value_that_a_curve_cannot_be_made_with_is_refused(name, arguments):
     options = CurveOptions(lr_scheduler_type=name, lr_scheduler_kwargs=arguments)
-    with pytest.raises(UserError, match=f'"{name}" does not take all of lr_scheduler_kwargs: '):
+    with pytest.raises(UserError, match=f'"{name}" does not accept all of lr_scheduler_kwargs: '):
         lr_factor(options, 100, 1e-3)
 
 

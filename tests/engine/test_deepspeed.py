@@ -72,10 +72,10 @@ def test_settings_that_would_change_the_numbers_are_refused(tmp_path):
     assert not problems(deepspeed={"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     assert '"optimizer"' in problems(deepspeed={"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})[0]
     assert '"autotuning"' in problems(deepspeed={"autotuning": {"enabled": True}})[0]
-    assert "CPU alone" in problems(deepspeed={"zero_optimization": {"offload_param": {"device": "nvme"}}})[0]
+    assert "only to the CPU" in problems(deepspeed={"zero_optimization": {"offload_param": {"device": "nvme"}}})[0]
     assert "not JSON" in problems(deepspeed=str(tmp_path / "torn.json"))[0]
     assert 'gives "enabled" twice' in problems(deepspeed=str(tmp_path / "twice.json"))[0]
-    assert "holds no object" in problems(deepspeed=str(tmp_path / "list.json"))[0]
+    assert "does not contain an object" in problems(deepspeed=str(tmp_path / "list.json"))[0]
     missing = problems(deepspeed=str(tmp_path / "zerO.json"))[0]
     assert "does not exist" in missing
     assert "zero.json" in missing

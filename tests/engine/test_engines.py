@@ -117,7 +117,7 @@ def test_what_accelerate_launch_asks_for_and_is_not_here_is_said(monkeypatch):
     assert "Megatron" in found
     assert 'FSDP_IGNORED_MODULES is "head"' in found
     assert "PREFETCH" not in found
-    assert any("torch_compile_backend say it" in note for note in engine_notes(options()))
+    assert any("torch_compile_backend instead" in note for note in engine_notes(options()))
 
 
 def test_copies_of_a_sharded_model_are_taken_from_accelerate_launch(monkeypatch):
@@ -517,7 +517,7 @@ def test_float16_on_a_cpu_runs_as_bfloat16_where_the_processor_has_it_and_says_s
     assert engine_notes(options(bf16=True)) == []
     instructions("AVX2")
     assert autocast_dtype(options(fp16=True), CPU) is None
-    assert "float32: AVX2 has no bfloat16 products" in engine_notes(options(fp16=True))[0]
+    assert "float32: AVX2 does not support bfloat16 matrix products" in engine_notes(options(fp16=True))[0]
     assert autocast_dtype(options(bf16=True), CPU) == torch.bfloat16
     assert "(AVX2) emulates bfloat16 products" in engine_notes(options(bf16=True))[0]
 

@@ -160,7 +160,7 @@ def test_an_optimizer_that_keeps_states_of_whole_weights_is_refused():
     from burnish.config.errors import UserError
 
     weight = torch.nn.Parameter(torch.ones(4))
-    with pytest.raises(UserError, match="Adagrad keeps states of whole weights"):
+    with pytest.raises(UserError, match="Adagrad creates its states from full weights"):
         follow(torch.optim.Adagrad([weight]), {})
 
 

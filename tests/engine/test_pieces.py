@@ -49,7 +49,7 @@ def test_what_any_number_of_ranks_wrote_is_read_whole_and_by_stretches(tmp_path,
 def test_an_index_with_a_gap_is_refused(tmp_path):
     write_shard(tmp_path / shard_name("model", 0, 1), {"a": Piece(torch.ones(2), 1, (3,))}, is_first=True)
     write_index(tmp_path, "model", 1)
-    with pytest.raises(UserError, match="do not make up"):
+    with pytest.raises(UserError, match="do not form"):
         read_scattered(tmp_path, "model")
 
 

@@ -79,7 +79,7 @@ def test_a_user_s_own_shuffled_loader_resumes_where_it_stood(tmp_path):
 
 def test_another_optimizer_does_not_take_over_the_state_of_this_one(tmp_path):
     trained(tmp_path)
-    with pytest.raises(UserError, match="holds the state of another optimizer than this run's"):
+    with pytest.raises(UserError, match="contains the state of a different optimizer"):
         trained(tmp_path, resume=True, optim="sgd", max_steps=8)
 
 

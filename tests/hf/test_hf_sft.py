@@ -677,7 +677,7 @@ def test_a_set_that_is_not_prepared_must_have_its_masks_as_labels(tmp_path):
 
 def test_a_folder_without_a_model_is_refused_by_its_name(tmp_path):
     (tmp_path / "model").mkdir()
-    with pytest.raises(UserError, match=f'model "{tmp_path}/modle" is no folder. Did you mean'):
+    with pytest.raises(UserError, match=f'model "{tmp_path}/modle" is not a folder. Did you mean'):
         make(tmp_path, TEXTS, model=f"{tmp_path}/modle")
 
 

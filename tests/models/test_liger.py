@@ -58,7 +58,7 @@ def test_the_kernels_are_taken_on_a_gpu_and_nowhere_else():
 def test_to_ask_for_them_on_a_cpu_or_without_the_library_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(liger, "find_spec", lambda name: None)
     said = "\n".join(map(str, check_liger(options(enable_liger_kernel=True))))
-    assert '"enable_liger_kernel" is true, and its kernels run on a GPU only' in said
+    assert '"enable_liger_kernel" is true, but its kernels run on a GPU only' in said
     assert "liger-kernel, which is not installed" in said
     assert check_liger(options()) == []
 

@@ -157,7 +157,7 @@ def test_a_missing_padding_token_is_chosen_and_said(tmp_path):
     saved_model(tmp_path, tokenizer=tiny_tokenizer(pad_token=None))
     notes = []
     assert load_tokenizer(options(tmp_path), notes).pad_token == "</s>"
-    assert "no padding token; </s> pads" in notes[0]
+    assert "no padding token; </s> is used for padding" in notes[0]
 
 
 def test_a_missing_end_token_is_found_in_the_vocabulary_and_said(tmp_path):
@@ -224,7 +224,7 @@ def test_rope_scaling_stretches_the_context_to_the_longest_row(tmp_path):
 def test_a_row_beyond_the_context_is_refused_where_there_is_one():
     assert check_context(CONFIGS["llama"](), 64) == []
     (problem,) = check_context(CONFIGS["gpt2"](), 20_000)
-    assert "20,000 tokens, and the model's context is 64" in str(problem)
+    assert "20,000 tokens, but the model's context length is 64" in str(problem)
     assert check_context(CONFIGS["bloom"](), 20_000) == []
 
 
@@ -241,7 +241,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
     model.lm_head.weight.data[3, 0] = float("inf")
     assert find_non_finite(model) == ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
-    with pytest.raises(UserError, match=r"2 of the model's weights hold NaN or infinity: .*up_proj"):
+    with pytest.raises(UserError, match=r"2 of the model's weights contain NaN or infinity: .*up_proj"):
         raise_if_not_finite(model, "m")
 
 

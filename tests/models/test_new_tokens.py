@@ -102,7 +102,7 @@ def test_a_token_that_a_file_describes_twice_is_refused(model, tmp_path):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"init_special_tokens": "desc_init"}, "no token is described"),
+        ({"init_special_tokens": "desc_init"}, "no token has a description"),
         ({"add_special_tokens": "<a>", "new_special_tokens_config": "{<b>: b}"}, "both name new special tokens"),
     ],
     ids=str,

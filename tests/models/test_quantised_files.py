@@ -106,7 +106,7 @@ def test_a_packed_model_trains_goes_on_exactly_answers_and_loads_in_peft(method,
     given, weights = ready(tmp_path, method)
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
     assert main(["train", *as_words(given)]) == 0
-    assert f"On a CPU, weights of {method} are multiplied by the kernel" in capfd.readouterr().out
+    assert f"On a CPU, weights of {method} use the kernel" in capfd.readouterr().out
 
     losses = [entry["loss"] for entry in log_of(tmp_path / "out") if "loss" in entry]
     assert losses[-1] < losses[0] - 0.02

@@ -144,7 +144,7 @@ def test_where_torchs_kernel_does_not_do_flash_attention_is_fetched_if_the_libra
         assert given["window_size"] == (3, 0)
         hub.get_kernel = lambda name, version: (_ for _ in ()).throw(OSError("no network"))
         attention._flash_of_hub.cache_clear()
-        with pytest.warns(UserWarning, match="no network.*a call of its own"):
+        with pytest.warns(UserWarning, match="no network.*a separate call per sequence"):
             assert attention.kernel_for(torch.bfloat16, capped) is None
     finally:
         for remembered in (attention._flash_of_hub, attention._flash_function):
@@ -213,7 +213,7 @@ def test_a_model_that_does_not_pass_on_where_sequences_begin_attends_under_a_mas
     before = model.config._attn_implementation
     layout = make_padding_free(model)
     assert layout.is_flat
-    assert "under a mask" in layout.note
+    assert "uses an attention mask" in layout.note
     assert model.config._attn_implementation == before
 
 
@@ -222,7 +222,7 @@ def test_a_model_that_does_not_pass_on_where_sequences_begin_attends_under_a_mas
 def test_a_model_that_mixes_neighbours_is_found_out(family, dtype):
     layout = make_padding_free(tiny(family, dtype))
     assert not layout.is_flat
-    assert "rows are padded" in layout.note
+    assert "batches are padded" in layout.note
 
 
 def test_attention_that_was_asked_for_is_left_alone():

@@ -38,10 +38,10 @@ def _installed(monkeypatch):
     ("way", "device", "rules", "bias", "reason"),
     [
         ("liger", CPU, TokenLoss(), False, "on a GPU only"),
-        ("liger", GPU, TokenLoss(accuracy=True), False, "no accuracy"),
-        ("cut_cross_entropy", GPU, TokenLoss(entropy=True), False, "no entropy"),
-        ("liger", GPU, TokenLoss(factor="dft"), False, "the model's own probabilities"),
-        ("cut_cross_entropy", GPU, TokenLoss(label_smoothing=0.1), False, "no label smoothing"),
+        ("liger", GPU, TokenLoss(accuracy=True), False, "without accuracy"),
+        ("cut_cross_entropy", GPU, TokenLoss(entropy=True), False, "and entropy"),
+        ("liger", GPU, TokenLoss(factor="dft"), False, "the model's probabilities"),
+        ("cut_cross_entropy", GPU, TokenLoss(label_smoothing=0.1), False, "not support label smoothing"),
         ("cut_cross_entropy", GPU, TokenLoss(), True, "no bias"),
     ],
 )

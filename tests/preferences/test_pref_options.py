@@ -172,9 +172,9 @@ def refusal(workplace, **changes):
         ({"pref_loss": "sigmoid, sft", "pref_loss_weights": [1.0]}, ["pref_loss_weights", "1 for 2"]),
         ({"f_divergence_type": "js_divergence", "pref_loss": "apo_zero"}, ["f_divergence_type", "sigmoid"]),
         ({"use_weighting": True, "pref_loss": "aot"}, ["use_weighting", "aot"]),
-        ({"precompute_ref_log_probs": True, "sync_ref_model": True}, ["once", "moves it"]),
+        ({"precompute_ref_log_probs": True, "sync_ref_model": True}, ["once", "updates the reference model"]),
         ({"precompute_ref_log_probs": True, "streaming": True}, ["before the first step", "streaming"]),
-        ({"packing": True}, ["Pairs are not packed", "Leave packing out"]),
+        ({"packing": True}, ["Pairs cannot be packed", "Leave packing out"]),
         ({"train_on_prompt": True}, ["train_on_prompt", "stage: sft"]),
         ({"mask_history": True}, ["mask_history", "stage: sft"]),
         ({"stage": "sft", "pref_loss": "dft"}, ["use_dft_loss"]),
@@ -196,7 +196,7 @@ def test_what_contradicts_itself_is_refused_before_anything_is_read(workplace, c
         ({"kto_chosen_weight": 2.0}, '"kto_chosen_weight" has no effect: stage is dpo.'),
         ({"center_rewards_coefficient": 0.1, "stage": "kto"}, '"center_rewards_coefficient" has no effect: stage is'),
         ({"stage": "sft", "pref_beta": 0.2}, '"pref_beta" has no effect: stage is sft.'),
-        ({}, "learning_rate 0.001 is one for supervised fine-tuning"),
+        ({}, "learning_rate 0.001 is high for preference optimization"),
     ],
 )
 def test_what_has_no_effect_or_is_hardly_meant_is_said(workplace, changes, sentence):

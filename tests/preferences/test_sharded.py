@@ -77,7 +77,7 @@ def assert_same_files(ours, theirs):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"sync_ref_model": True}, "moves whole weights"), ({"stage": "rm", "reward_head": "score"}, "one process")],
+    [({"sync_ref_model": True}, "updates full weights"), ({"stage": "rm", "reward_head": "score"}, "one process")],
 )
 def test_what_needs_whole_weights_is_refused_by_name(workplace, monkeypatch, change, words):
     monkeypatch.setattr(SingleEngine, "splits_weights", True)

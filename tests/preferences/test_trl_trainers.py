@@ -443,7 +443,7 @@ def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
         ("DPOConfig", {"loss_type": "kto_pair"}, "loss_type: kto_pair was removed; use a KTOTrainer"),
         ("DPOConfig", {"loss_type": "sigmiod"}, 'Did you mean "sigmoid"'),
         ("DPOConfig", {"loss_type": "hinge", "label_smoothing": 0.1}, '"label_smoothing" belongs to sigmoid'),
-        ("DPOConfig", {"loss_weights": [1.0, 2.0]}, "loss_weights must have a number for each loss"),
+        ("DPOConfig", {"loss_weights": [1.0, 2.0]}, "loss_weights must have one weight for each loss"),
         ("DPOConfig", {"rpo_alpha": 1.0}, 'loss_type=."sigmoid", "sft".'),
         ("DPOConfig", {"reference_free": True}, "CPOTrainer and ORPOTrainer learn without a reference"),
         ("DPOConfig", {"label_smoothing_factor": 0.1}, "of pairs it is `label_smoothing`"),
@@ -535,7 +535,7 @@ def test_a_second_model_may_move_towards_the_policy(folder, tmp_path):
     moved = sum(not torch.equal(begun[name], parameter) for name, parameter in trainer.ref_model.named_parameters())
     assert moved == len(begun)
     assert start.keys() == begun.keys()
-    with pytest.raises(UserError, match="has not what trains"):
+    with pytest.raises(UserError, match="does not contain the trained weights"):
         make("DPOTrainer", folder / "model", tmp_path,
              given={"ref_model": other, "peft_config": LoraConfig(**LORA)}, **arguments)  # fmt: skip
 

@@ -84,7 +84,7 @@ class FinetuningOptions:
 def finetuning_notes(options: NamedType) -> list[str]:
     """Notes on options of other finetuning types than the one of this run."""
     unread = ADAPTERS.unread(ADAPTERS.get(options.finetuning_type), options)
-    return [f'"{name}" has no effect: it is not for finetuning_type {options.finetuning_type}.' for name in unread]
+    return [f'"{name}" has no effect with finetuning_type {options.finetuning_type}.' for name in unread]
 
 
 class ModelState:
@@ -157,8 +157,8 @@ def raise_unless_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Ten
     parts += [f"differ in shape ({few(sorted(other))})"] if other else []
     if parts:
         raise UserError(
-            f"{what} of the checkpoint are not this model's: they {', and '.join(parts)}.",
-            remedy="Continue with the model and the adapter options that the checkpoint was written with.",
+            f"{what} of the checkpoint do not match this model: they {', and '.join(parts)}.",
+            remedy="Use the model and the adapter options that the checkpoint was saved with.",
         )
 
 
@@ -167,7 +167,7 @@ def unknown_names(option_name: str, wanted: Sequence[str], known: Sequence[str],
     listed = ", ".join(list(dict.fromkeys(known))[:30])
     return [
         Problem(
-            f'{option_name} "{name}" names no {what} of this model.{did_you_mean(name, known)}',
+            f'{option_name} "{name}" does not match any {what} of this model.{did_you_mean(name, known)}',
             remedy=f"There are: {listed}." if listed else "",
             option=option_name,
         )

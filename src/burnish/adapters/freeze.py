@@ -66,7 +66,7 @@ class FreezeAdapter(FullAdapter):
         if not layers:
             return [
                 *problems,
-                Problem("finetuning_type freeze finds no stack of layers in this model.", option="finetuning_type"),
+                Problem("finetuning_type freeze: this model has no stack of layers.", option="finetuning_type"),
             ]
         problems += self._check_count(len(layers))
         inside = {part for layer in layers for name, _ in layer.named_parameters() for part in name.split(".")[:-1]}
@@ -79,16 +79,20 @@ class FreezeAdapter(FullAdapter):
     def _check_count(self, num_layers: int) -> list[Problem]:
         count = self._options.freeze_trainable_layers
         if count == 0:
-            what = f"freeze_trainable_layers is 0; give 1 to {num_layers}, or -1 to -{num_layers} for the first."
+            what = (
+                f"freeze_trainable_layers is 0; set 1 to {num_layers} for the last layers, or -1 to "
+                f"-{num_layers} for the first."
+            )
             return [Problem(what, option="freeze_trainable_layers")]
         if self._options.use_llama_pro and (count < 0 or num_layers % count):
             what = (
-                f"use_llama_pro makes freeze_trainable_layers equal groups of {num_layers} layers. Received: {count}."
+                f"use_llama_pro requires freeze_trainable_layers to divide the {num_layers} layers into "
+                f"equal groups. Received: {count}."
             )
             return [
                 Problem(
                     what,
-                    remedy="Give the number of layers by which the model was expanded.",
+                    remedy="Set it to the number of layers that were added to the model.",
                     option=("use_llama_pro", "freeze_trainable_layers"),
                 )
             ]
@@ -108,7 +112,9 @@ class FreezeAdapter(FullAdapter):
         _, layers = decoder_layers(model)
         if abs(self._options.freeze_trainable_layers) > len(layers):
             asked = abs(self._options.freeze_trainable_layers)
-            self.notes.append(f"freeze_trainable_layers is {asked}, and the model has {len(layers)}: all are trained.")
+            self.notes.append(
+                f"freeze_trainable_layers is {asked}, but the model has {len(layers)} layers: all are trained."
+            )
         modules = set(self._options.freeze_trainable_modules)
         for layer in self._chosen(layers):
             for name, parameter in layer.named_parameters():

@@ -34,8 +34,9 @@ class FullAdapter:
 
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
         raise UserError(
-            f"finetuning_type {self.options.finetuning_type} keeps no copy of the weights before training.",
-            remedy="Name the model to compare with (ref_model), or set finetuning_type: lora, whose base is that copy.",
+            f"finetuning_type {self.options.finetuning_type} keeps no copy of the initial weights.",
+            remedy="Set ref_model to the reference model, or set finetuning_type: lora, whose base model is the "
+            "reference.",
             option="finetuning_type",
         )
 
@@ -58,7 +59,7 @@ def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: n
     if folders:
         problems.append(
             Problem(
-                f"finetuning_type {finetuning_type} trains the model itself, and adapter_name_or_path names an adapter "
+                f"finetuning_type {finetuning_type} trains the model itself, but adapter_name_or_path is set "
                 f"({', '.join(map(str, folders))}).",
                 remedy="Set finetuning_type: lora to train the adapter, or merge it first with burnish export.",
                 option=("finetuning_type", "adapter_name_or_path"),
@@ -69,7 +70,7 @@ def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: n
         problems.append(
             Problem(
                 what,
-                remedy="Set finetuning_type: lora, or load the model without quantization_bit.",
+                remedy="Set finetuning_type: lora, or remove quantization_bit.",
                 option="finetuning_type",
             )
         )

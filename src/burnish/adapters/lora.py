@@ -69,8 +69,7 @@ class LoraOptions:
     )
     pissa_convert: bool = option(
         False, "Convert a PiSSA adapter to plain LoRA when saving.",
-        ignored="an adapter that began as PiSSA is always saved as plain LoRA of twice the rank, so that it fits the "
-        "base model everyone has",
+        ignored="a PiSSA adapter is always saved as plain LoRA of twice the rank, which fits the original base model",
     )  # fmt: skip
     create_new_adapter: bool = option(False, "Merge all adapters of adapter_name_or_path and train a new one.")
     loraplus_lr_ratio: float | None = option(
@@ -161,7 +160,7 @@ class LoraAdapter:
 
     def save_config(self, model: nn.Module, folder: str) -> None:
         if self.config is None:
-            raise RuntimeError("Nothing is attached yet, so there is no adapter to save.")
+            raise RuntimeError("No adapter is attached, so there is nothing to save.")
         config = self._beginning.as_lora(self.config) if self._beginning else self.config
         config = config.to_dict() | {"inference_mode": True, "fan_in_fan_out": any(map(is_conv1d, model.modules()))}
         listed = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
@@ -264,10 +263,13 @@ def _new_tokens(model: nn.Module) -> list[str]:
 def _continued(model: nn.Module, folder: Path, config: Any) -> list[str]:
     """Notes on an adapter that is trained further."""
     kind = f"rank {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"
-    notes = [f"The adapter {folder} is taken as it is: {kind}; lora_rank and its kin describe new ones."]
+    notes = [
+        f"The adapter {folder} keeps its own configuration: {kind}; lora_rank and related options apply to new "
+        "adapters only."
+    ]
     base, own = getattr(getattr(model, "config", None), "name_or_path", None), config.base_model_name_or_path
     if own and base and Path(own).name != Path(base).name:
-        notes.append(f"That adapter was trained on {own}; the base here is {base}.")
+        notes.append(f"That adapter was trained on {own}; the base model of this run is {base}.")
     return notes
 
 
@@ -275,10 +277,10 @@ def _chosen(model: nn.Module, options: LoraOptions, fit: Fit) -> list[str]:
     """Notes on choices for a new adapter that the options do not make."""
     notes = []
     if options.additional_target:
-        notes.append(f"Trained whole beside the adapter: {few(fit.whole)} (additional_target).")
+        notes.append(f"Trained in full alongside the adapter: {few(fit.whole)} (additional_target).")
     elif fit.whole:
         names = " and ".join(fit.config.modules_to_save or ())
-        notes.append(f"The vocabulary has grown, so {names} are trained whole beside the adapter.")
+        notes.append(f"The vocabulary has grown, so {names} are trained in full alongside the adapter.")
     # Experts in one tensor of three dimensions are not layers, and neither is a convolution (Mamba).
     solid = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     fused = [name for name in solid if "experts" in name]

@@ -91,7 +91,7 @@ class Fit:
         return [
             Problem(
                 what,
-                remedy="Lower lora_rank, or leave that layer out of lora_target.",
+                remedy="Lower lora_rank, or remove that layer from lora_target.",
                 option=("pissa_init", "lora_rank"),
             )
         ]
@@ -116,7 +116,7 @@ def read_adapter_config(folder: Path) -> Any:
         whole = [name for name in raw.get("modules_to_save") or () if name != "score"]
         raw = {**raw, "task_type": "CAUSAL_LM", "modules_to_save": whole or None}
     if more := _more_than_lora(raw):
-        what = f"this adapter uses {more}, which finetuning_type lora does not do."
+        what = f"this adapter uses {more}, which finetuning_type lora does not support."
         raise UserError(
             what,
             where=str(path),
@@ -129,7 +129,7 @@ def read_adapter_config(folder: Path) -> Any:
         known = {each.name for each in fields(LoraConfig)} - {"runtime_config"}
         return LoraConfig(**{name: value for name, value in raw.items() if name in known})
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise UserError(f"peft refuses this adapter's config: {error}.", where=str(path)) from error
+        raise UserError(f"peft rejects this adapter's config: {error}.", where=str(path)) from error
 
 
 _TEXT, _NUMBER, _COUNT, _FLAG = "text", "a number above 0", "a whole number above 0", "true or false"
@@ -155,7 +155,7 @@ def _wrong_values(raw: Mapping[str, Any]) -> Iterator[str]:
             yield f'"{name}" must be {kind}. Received: {json.dumps(value)}.'
     dropout = raw.get("lora_dropout", 0)
     if not (_is_number(dropout) and 0 <= dropout < 1):
-        yield f'"lora_dropout" must be from 0 to below 1. Received: {json.dumps(dropout)}.'
+        yield f'"lora_dropout" must be at least 0 and below 1. Received: {json.dumps(dropout)}.'
 
 
 def _is(kind: str, value: Any) -> bool:
@@ -204,7 +204,9 @@ def raise_unless_fitting(own: Mapping[str, Tensor], given: Mapping[str, Tensor])
     ranks = {_rank(own), _rank(given)}
     if None not in ranks and len(ranks) == 2 and own.keys() == given.keys():
         what = f"the checkpoint's adapter has rank {_rank(given)}, and this run's has rank {_rank(own)}."
-        raise UserError(what, remedy="Set lora_rank to what it was, or start a new run in another output_dir.")
+        raise UserError(
+            what, remedy="Set lora_rank to that of the checkpoint, or start a new run in another output_dir."
+        )
     raise_unless_same_tensors(own, given, "the adapter's weights")
 
 
@@ -263,7 +265,7 @@ def _difference(model: nn.Module, fit: Fit, key: str, info: TensorInfo) -> str:
     if info.shape == expected:
         return ""
     found, wanted = shape_in_words(info.shape), shape_in_words(expected)
-    return f"{path} {kind} is {found} in the adapter, and would be {wanted}".replace("  ", " ")
+    return f"{path} {kind} is {found} in the adapter, but {wanted} is expected".replace("  ", " ")
 
 
 def _rank(state: Mapping[str, Tensor]) -> int | None:
@@ -273,20 +275,20 @@ def _rank(state: Mapping[str, Tensor]) -> int | None:
 
 def _misfit(folder: Path, fit: Fit, what: str) -> Problem:
     base = fit.config.base_model_name_or_path
-    remedy = f"It was trained on {base}." if base else "Give the model it was trained on."
+    remedy = f"It was trained on {base}." if base else "Set model_name_or_path to the model that it was trained on."
     return Problem(what, where=str(folder), remedy=remedy)
 
 
 def _no_adapter(folder: Path) -> Problem:
     if not folder.is_dir():
         return Problem(
-            f'adapter_name_or_path "{folder}" is no folder.',
-            remedy="Give the folder that holds the adapter.",
+            f'adapter_name_or_path "{folder}" is not a folder.',
+            remedy="Set it to the folder that contains the adapter.",
             option="adapter_name_or_path",
         )
-    what = "a whole model" if (folder / "config.json").is_file() else "no adapter"
+    what = "a full model" if (folder / "config.json").is_file() else "no adapter"
     return Problem(
-        f"this folder holds {what}: it has no {CONFIG_NAME}.",
+        f"this folder contains {what}: it has no {CONFIG_NAME}.",
         where=str(folder),
-        remedy="Give a model as model_name_or_path, and an adapter as adapter_name_or_path.",
+        remedy="Set model_name_or_path to a model, and adapter_name_or_path to an adapter.",
     )

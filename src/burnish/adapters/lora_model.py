@@ -25,7 +25,7 @@ FILE_PREFIX = "base_model.model."
 """The beginning that peft's classes around a model add to every name in a file."""
 BASE = "__base__"
 """In ``rows_through``: the row that gets no adapter; peft's name."""
-ROWS = Reason("adapted layer", "each row of a batch goes through an adapter of its own")
+ROWS = Reason("adapted layer", "each row of a batch uses its own adapter")
 
 _ALL = {"all", "all-linear"}
 _FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save"}
@@ -79,10 +79,12 @@ def find_targets(
         else:
             paths = [path for path in free if _names(name, path)]
         if not paths and any(_names(name, path) for path in linear):
-            what = f'lora_target "{name}" names layers that additional_target trains whole already.'
+            what = f'lora_target "{name}" matches layers that additional_target already trains in full.'
             missing.append(
                 Problem(
-                    what, remedy="Name other layers in one of the two.", option=("lora_target", "additional_target")
+                    what,
+                    remedy="Remove these layers from one of the two options.",
+                    option=("lora_target", "additional_target"),
                 )
             )
         elif not paths:
@@ -116,7 +118,8 @@ def find_modules(model: nn.Module, names: Sequence[str]) -> tuple[list[str], lis
     known = list(dict.fromkeys(path.split(".")[-1] for path in paths if not path.split(".")[-1].isdigit()))
     missing = [
         Problem(
-            f'additional_target "{name}" names no module of {type(model).__name__}.{did_you_mean(name, known)}',
+            f'additional_target "{name}" does not match any module of '
+            f"{type(model).__name__}.{did_you_mean(name, known)}",
             remedy=f"Modules: {', '.join(known)}.",
             option="additional_target",
         )
@@ -155,7 +158,7 @@ def add_adapter(model: nn.Module, name: str, config: Any, targets: Sequence[str]
         with torch.device("meta") if is_shape else nullcontext():
             inject_adapter_in_model(here, model, name)
     except ValueError as error:  # what peft says of layers that it cannot adapt
-        raise UserError(f"peft refuses this adapter: {error}") from error
+        raise UserError(f"peft rejects this adapter: {error}") from error
     model.train(mode)
     if not is_shape and config.init_lora_weights is True:
         _draw_again(model, name, before)
@@ -254,7 +257,7 @@ def merge_into_base(model: nn.Module) -> nn.Module:
         if _is_quantized(layer.base_layer):
             kind = type(layer.base_layer).__name__
             raise UserError(
-                f"an adapter cannot be merged into a quantized base ({kind}): the sum would be rounded away.",
+                f"an adapter cannot be merged into a quantized base ({kind}): rounding would discard the update.",
                 remedy="Merge it into the base in full precision: burnish export without quantization_bit.",
             )
     before = [(layer, dict(layer.base_layer.named_parameters(recurse=False))) for _, layer in layers]
@@ -265,8 +268,8 @@ def merge_into_base(model: nn.Module) -> nn.Module:
             for name, parameter in parameters.items():
                 layer.base_layer.register_parameter(name, parameter)
         raise UserError(
-            f"merging the adapter gives weights that are not finite, in {', '.join(broken[:3])}.",
-            remedy="The adapter is damaged or diverged in training; take an earlier checkpoint of it.",
+            f"merging the adapter produces NaN or infinite weights in {', '.join(broken[:3])}.",
+            remedy="The adapter is damaged or diverged in training; use an earlier checkpoint.",
         )
     for path, module in modules:
         model.set_submodule(path, module.base_layer if hasattr(module, "base_layer") else _in_use(module))

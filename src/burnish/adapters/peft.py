@@ -75,7 +75,7 @@ class PeftAdapter:
         try:
             wrapped: nn.Module = get_peft_model(model, config)
         except ValueError as error:  # what peft says of a config that does not suit the model
-            raise UserError(f"peft_config does not suit this model: {error}", option="peft_config") from error
+            raise UserError(f"peft_config cannot be applied to this model: {error}", option="peft_config") from error
         return wrapped
 
     def _continued(self, model: nn.Module, folder: str) -> nn.Module:
@@ -87,7 +87,7 @@ class PeftAdapter:
         wrapped: nn.Module = PeftModel.from_pretrained(model, folder, is_trainable=not is_prompt)
         if is_prompt:
             wrapped.prompt_encoder.requires_grad_(True)
-            self.notes.append(f"The prompt in {folder} is taken as a table of vectors.")
+            self.notes.append(f"The prompt in {folder} is used as a table of embeddings.")
         return wrapped
 
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -128,7 +128,7 @@ class PeftAdapter:
         try:
             return known[kind](**{"task_type": "CAUSAL_LM", **raw})
         except (TypeError, ValueError) as error:
-            raise UserError(f"peft_config: {kind} refuses it: {error}.", option="peft_config") from error
+            raise UserError(f"peft_config: {kind} rejects it: {error}.", option="peft_config") from error
 
 
 @dataclass
@@ -158,12 +158,10 @@ def check_oft(options: OftChoices) -> list[Problem]:
     if options.finetuning_type != "oft" or (options.oft_rank == 0) != (options.oft_block_size == 0):
         return []
     what = (
-        '"oft_rank" and "oft_block_size" say the same in two ways: one is given, and the other is 0. '
+        '"oft_rank" and "oft_block_size" exclude each other: set one of them, and the other to 0. '
         f"Received: {options.oft_rank} and {options.oft_block_size}."
     )
-    return [
-        Problem(what, remedy="Leave oft_rank out, or set oft_block_size: 0.", option=("oft_rank", "oft_block_size"))
-    ]
+    return [Problem(what, remedy="Remove oft_rank, or set oft_block_size: 0.", option=("oft_rank", "oft_block_size"))]
 
 
 @ADAPTERS.register("oft", options=OftOptions, is_of_peft=True)
@@ -199,7 +197,7 @@ def merge_folders(model: nn.Module, folders: Sequence[Path]) -> nn.Module:
     for folder in folders:
         wrapped = PeftModel.from_pretrained(model, str(folder))
         if wrapped.active_peft_config.is_prompt_learning:
-            what = "a learned prompt is no change of weights, so it cannot be merged."
+            what = "a trained prompt does not change the weights, so it cannot be merged."
             raise UserError(
                 what, where=str(folder), remedy="Use it through peft: PeftModel.from_pretrained(model, folder)."
             )
@@ -214,17 +212,18 @@ def _is_wrapped(model: nn.Module) -> bool:
 def _described(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
     """The mapping in ``given``, in the file it names, or in the folder it names."""
     if given is None:
-        what = "finetuning_type peft needs peft_config."
+        what = "finetuning_type peft requires peft_config."
         raise UserError(
             what,
-            remedy="Give one, such as {peft_type: PROMPT_TUNING, num_virtual_tokens: 8}.",
+            remedy="Set it, for example, to {peft_type: PROMPT_TUNING, num_virtual_tokens: 8}.",
             option=("finetuning_type", "peft_config"),
         )
     if isinstance(given, str):
         path = Path(given) / "adapter_config.json" if Path(given).is_dir() else Path(given)
         if not path.is_file():
             raise UserError(
-                f'peft_config "{given}" is no file, and no folder with an adapter_config.json.', option="peft_config"
+                f'peft_config "{given}" is neither a file nor a folder with an adapter_config.json.',
+                option="peft_config",
             )
         raw: Mapping[str, Any] = read_object(path)
         return raw

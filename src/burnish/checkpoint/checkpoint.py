@@ -250,7 +250,7 @@ class Checkpoints:
             raise UserError(
                 what,
                 where=str(self.folder),
-                remedy="Name a folder that all machines of the run share.",
+                remedy="Set output_dir to a folder that all machines of the run share.",
                 option="output_dir",
             )
         for part in parts.values():
@@ -326,7 +326,7 @@ class Checkpoints:
             wrong = faults(path)
             if not wrong:
                 return path, skipped
-            skipped.append(f"{path} was passed over: {'; '.join(wrong[:3])}.")
+            skipped.append(f"{path} was skipped: {'; '.join(wrong[:3])}.")
         return None, skipped
 
     def path(self, step: int) -> Path:
@@ -405,5 +405,5 @@ def others_beside(folder: Path) -> str:
     """A remedy: the whole checkpoints beside ``folder`` that the run could continue from instead."""
     there = [path.name for path in Checkpoints(folder.parent).all() if path != folder and not faults(path)]
     return (
-        f"Whole checkpoints beside it: {', '.join(there)}." if there else "Start anew with overwrite_output_dir: true."
+        f"Other complete checkpoints: {', '.join(there)}." if there else "Start over with overwrite_output_dir: true."
     )

@@ -58,7 +58,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest.get("sha256") != own_sha256(manifest):
         raise ValueError(f"its {MANIFEST_NAME} was changed after it was written (its checksum differs)")
     if not all(map(_is_entry, manifest["files"].items())):
-        raise ValueError(f"its {MANIFEST_NAME} is damaged (what it lists are not files of this folder)")
+        raise ValueError(f"its {MANIFEST_NAME} is damaged (it lists files that are not in this folder)")
     return manifest
 
 

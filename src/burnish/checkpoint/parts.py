@@ -119,9 +119,9 @@ def parts_of(
 def _other_weights(folder: Path, name: str, stem: str) -> Problem:
     is_adapter = (folder / "adapter_model.safetensors").is_file()
     return Problem(
-        f"this checkpoint holds {'an adapter' if is_adapter else 'a whole model'}, and this run trains "
-        f"{'a whole model' if is_adapter else 'an adapter'}.",
-        remedy="Set finetuning_type as it was, or use another output_dir.",
+        f"this checkpoint contains {'an adapter' if is_adapter else 'a full model'}, but this run trains "
+        f"{'a full model' if is_adapter else 'an adapter'}.",
+        remedy="Set finetuning_type to that of the checkpoint, or use another output_dir.",
     )
 
 
@@ -133,6 +133,6 @@ def _another_optimizer(own: Mapping[str, Any], given: Mapping[str, Any]) -> Prob
     if own.keys() <= given.keys() and len(groups) == len(others) and not any(map(all, apart)):
         return None
     return Problem(
-        "this checkpoint holds the state of another optimizer than this run's.",
-        remedy="Set optim and what belongs to it as they were, or begin a new run in another output_dir.",
+        "this checkpoint contains the state of a different optimizer.",
+        remedy="Set optim and its options to those of the checkpoint, or start a new run in another output_dir.",
     )

@@ -203,7 +203,7 @@ def yaml_of_each_key_once(text: str, loader: Any) -> Any:
             raise GivenTwice(f"would hold more than {MOST_NODES:,} values with its aliases (*) written out.")
         return None if root is None else one.construct_document(root)
     except RecursionError:
-        raise GivenTwice("nests lists and mappings in each other too deep to be read.") from None
+        raise GivenTwice("nests lists and mappings too deeply.") from None
 
 
 def num_nodes(root: Any) -> int:

@@ -131,7 +131,11 @@ def why_not(error: Exception) -> str:
     """The half sentence on arguments that a function does not take, in other words than Python's."""
     name = str(error).partition("() got an unexpected keyword argument ")[2]
     return (
-        f"it has no {name}" if name else f"{error} is no value of it" if isinstance(error, LookupError) else str(error)
+        f"it has no argument {name}"
+        if name
+        else f"{error} is not a valid value"
+        if isinstance(error, LookupError)
+        else str(error)
     )
 
 

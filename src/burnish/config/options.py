@@ -189,7 +189,7 @@ def build(group: type[Built], given: Mapping[str, RawValue]) -> tuple[Built, lis
             continue
         if name in first_place:
             other, place = first_place[name]
-            what = f'"{key}" and "{other}" are two names of one option; give one of them.'
+            what = f'"{key}" and "{other}" are two names of one option; set only one of them.'
             problems.append(Problem(what, where=item.where or place, option=name))
             continue
         first_place[name] = (key, item.where)

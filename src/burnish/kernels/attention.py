@@ -326,7 +326,8 @@ def _flash_of_hub() -> Callable[..., Any] | None:
         function: Callable[..., Any] = get_kernel(_HUB_KERNEL, version=_HUB_VERSION).flash_attn_varlen_func
     except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as error:
         warnings.warn(
-            f"{_HUB_KERNEL} cannot be used ({str(error).splitlines()[0]}): each sequence attends in a call of its own.",
+            f"{_HUB_KERNEL} cannot be used ({str(error).splitlines()[0]}): attention runs in a separate call "
+            "per sequence.",
             stacklevel=2,
         )
         return None

@@ -39,13 +39,13 @@ def head_obstacle(way: str, device: torch.device, rules: TokenLoss, has_bias: bo
     if device.type != "cuda":
         return "Its kernels run on a GPU only."
     if rules.accuracy or rules.entropy:
-        return "It sums losses alone, no accuracy and no entropy."
+        return "It computes only the loss, without accuracy and entropy."
     if rules.factor:
-        return "It does not weigh the loss of a token by the model's own probabilities."
+        return "It does not support weighting the loss of a token by the model's probabilities."
     if way == "cut_cross_entropy" and rules.label_smoothing:
-        return "It knows no label smoothing."
+        return "It does not support label smoothing."
     if way == "cut_cross_entropy" and has_bias:
-        return "It knows no bias, which the head of this model has."
+        return "It does not support the bias of this model's head."
     return ""
 
 

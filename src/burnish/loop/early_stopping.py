@@ -48,16 +48,16 @@ def _what_is_missing(options: StoppingChoices) -> list[Problem]:
     """Without evaluations, or a metric to judge them by, a run would never stop early."""
     problems = []
     if options.eval_strategy == "no":
-        what = "Early stopping needs evaluations to judge by, and eval_strategy is no."
+        what = "Early stopping requires evaluations, but eval_strategy is no."
         problems.append(
             Problem(
                 what,
-                remedy="Set eval_strategy: steps and an evaluation set, or leave early_stopping_steps out.",
+                remedy="Set eval_strategy: steps and an evaluation set, or remove early_stopping_steps.",
                 option="eval_strategy",
             )
         )
     if not (options.metric_for_best_model or options.load_best_model_at_end or options.save_strategy == "best"):
-        what = "Early stopping needs to know which evaluation is the best, and metric_for_best_model is not given."
+        what = "Early stopping requires metric_for_best_model, which is not set."
         problems.append(
             Problem(
                 what,

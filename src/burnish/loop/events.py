@@ -59,7 +59,7 @@ def check_flow(options: FlowOptions) -> list[Problem]:
     """Interval options that are neither a count nor a share."""
     return [
         Problem(
-            f'"{name}" must be a whole number of steps, or below 1 for a share of all steps. Received: {value}.',
+            f'"{name}" must be a whole number of steps, or below 1 for a fraction of all steps. Received: {value}.',
             option=name,
         )
         for name in ("logging_steps", "eval_steps", "save_steps")

@@ -147,8 +147,8 @@ def curve_notes(options: CurveOptions, max_steps: int) -> list[str]:
         return []
     name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
     return [
-        f"The learning rate never reaches its peak: {name} {options.warmup_steps or options.warmup_ratio:g}, rounded "
-        f"up, is the whole of the run (max_steps {max_steps})."
+        f"The learning rate never reaches its peak: {name} {options.warmup_steps or options.warmup_ratio:g}, "
+        f"rounded up, covers the whole run (max_steps {max_steps})."
     ]
 
 
@@ -323,5 +323,5 @@ def refused_by_curve(options: CurveOptions) -> Iterator[None]:
         yield
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         name = options.lr_scheduler_type
-        what = f'lr_scheduler_type "{name}" does not take all of lr_scheduler_kwargs: {why_not(error)}'
+        what = f'lr_scheduler_type "{name}" does not accept all of lr_scheduler_kwargs: {why_not(error)}'
         raise UserError(f"{what.rstrip('.')}.", option=("lr_scheduler_kwargs", "lr_scheduler_type")) from error

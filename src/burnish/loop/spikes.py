@@ -80,7 +80,7 @@ class SpikeWatch:
         if broken:
             what = f"Step {step} was not finite (loss {float(loss):.4g}, gradient norm {float(norm):.4g})"
         else:
-            what = f"The gradient of step {step} was {float(norm) / (usual or 1):.3g} times as long as usual"
+            what = f"The gradient of step {step} was {float(norm) / (usual or 1):.3g} times the usual norm"
         raise SpikeError(what, step_batch.items)
 
     def state_dict(self) -> dict[str, Any]:

@@ -65,8 +65,9 @@ def check_kto(options: KtoChoices) -> list[Problem]:
         "max_tokens_per_batch": options.max_tokens_per_batch,
     }
     return [
-        Problem(f'"{name}" needs every row before the first step, and kl_pairing: group makes rows of the step.',
-                remedy="Leave one of them out.", option=(name, "kl_pairing"))
+        Problem(f'"{name}" needs all examples before the first step, but kl_pairing: group creates examples in '
+        'each step.',
+                remedy="Remove one of them.", option=(name, "kl_pairing"))
         for name, is_asked in asked.items() if is_asked
     ]  # fmt: skip
 
@@ -75,7 +76,7 @@ def check_kto(options: KtoChoices) -> list[Problem]:
 def kto_notes(options: KtoChoices) -> list[str]:
     if OBJECTIVES[options.stage] is not KtoObjective or options.kl_pairing == "neighbour" or options.kto_loss == "kto":
         return []
-    return [f'"kl_pairing" has no effect: kto_loss {options.kto_loss} has no other answers.']
+    return [f'"kl_pairing" has no effect: kto_loss {options.kto_loss} does not use mismatched responses.']
 
 
 class KtoChoices(PairChoices, Protocol):
@@ -122,7 +123,7 @@ class KtoObjective(AnswersObjective):
 
     def sequence_title(self, row: Row, name: str) -> str:
         if name:
-            return "its prompt with another record's answer, for the baseline; "
+            return "its prompt with another example's response, for the KL term; "
         return f"{'a desirable' if row['tag'] else 'an undesirable'} answer, "
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
@@ -148,8 +149,9 @@ class KtoObjective(AnswersObjective):
             return []
         up, down = options.kto_rejected_weight * others / desirable, options.kto_chosen_weight * desirable / others
         return [
-            f"{desirable:,} answers are desirable and {others:,} are not; with their weights that is {ratio:.2f} to 1, "
-            f"and KTO wants 1 to 1.33. Set kto_chosen_weight: {up:.2f} to {up * _MOST:.2f}, or kto_rejected_weight: "
+            f"{desirable:,} responses are desirable and {others:,} are not; the weighted ratio is {ratio:.2f} to 1, "
+            f"but KTO recommends 1 to 1.33. Set kto_chosen_weight: {up:.2f} to {up * _MOST:.2f}, or "
+            "kto_rejected_weight: "
             f"{down / _MOST:.2f} to {down:.2f}."
         ]
 
@@ -158,7 +160,7 @@ class KtoObjective(AnswersObjective):
             return []
         number = f"{rows_per_step} record{'s' if rows_per_step > 1 else ''}"
         return [
-            f"A step holds {number}; KTO's KL term is a mean over the records of a step. Raise "
+            f"A step contains {number}; KTO's KL term is a mean over the records of a step. Raise "
             "gradient_accumulation_steps."
         ]
 
@@ -284,5 +286,5 @@ def with_margin(values: dict[str, float]) -> dict[str, float]:
 
 def _one_kind(count: int, is_desirable: bool) -> Problem:
     kind = "desirable" if is_desirable else "undesirable"
-    remedy = "With desirable answers only, use stage: sft." if is_desirable else "Add answers that are desirable."
+    remedy = "With desirable responses only, use stage: sft." if is_desirable else "Add desirable responses."
     return Problem(f"All {count:,} records are {kind}; KTO needs both kinds.", remedy=remedy)

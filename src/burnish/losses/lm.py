@@ -107,7 +107,7 @@ def check_loss_factors(options: LmChoices) -> list[Problem]:
     return [
         Problem(
             '"use_dft_loss" and "use_eaft_loss" are two losses.',
-            remedy="Leave one of the two out.",
+            remedy="Remove one of them.",
             option=("use_dft_loss", "use_eaft_loss"),
         )
     ]
@@ -181,7 +181,7 @@ class LmObjective(StageObjective):
         if what and self.options.fused_loss != "auto":
             asked = str(self.options.fused_loss).lower()
             raise UserError(f'"fused_loss" is {asked}. {what}', remedy="Leave fused_loss out.", option="fused_loss")
-        return [f"{what} Its loss is made of whole logits, which takes more memory."] if what else []
+        return [f"{what} The loss is computed from full logits, which takes more memory."] if what else []
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
         """Return whether tokens that no loss depends on may be skipped, and shared prefixes be computed once. Not where
@@ -325,9 +325,9 @@ def is_reentrant(options: CheckpointingChoices) -> bool:
 
 
 ROUTER_WITHOUT_GRADIENT = Problem(
-    'gradient_checkpointing_kwargs: "use_reentrant" is true, and the model has a router. That way runs a layer without '
-    "a graph first, and what the router says there is what its loss is made of: the loss would move nothing.",
-    remedy="Leave use_reentrant out, or set router_aux_loss_coef: 0.",
+    'gradient_checkpointing_kwargs: "use_reentrant" is true, and the model has a router. Reentrant checkpointing runs '
+    "the first forward pass without a graph, so the router's auxiliary loss would have no gradient.",
+    remedy="Remove use_reentrant, or set router_aux_loss_coef: 0.",
     option="gradient_checkpointing_kwargs",
 )
 
@@ -342,7 +342,7 @@ def aux_coefficient(model: Any, given: float | None) -> float:
     own = getattr(config, "router_aux_loss_coef", None)
     if given and own is None:
         raise UserError(
-            f'"router_aux_loss_coef" balances a mixture of experts, and {type(model).__name__} has none.',
+            f'"router_aux_loss_coef" requires a mixture of experts, but {type(model).__name__} has none.',
             remedy="Leave it out.",
             option="router_aux_loss_coef",
         )

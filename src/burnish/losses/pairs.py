@@ -143,7 +143,7 @@ class AnswersObjective(StageObjective):
         if self.head is not None or self.options.fused_loss is False:
             return []
         name = type(inner).__name__
-        return [f"The head of {name} is not a plain linear layer: its logits are made whole, which takes more memory."]
+        return [f"The head of {name} is not a plain linear layer: full logits are computed, which takes more memory."]
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
         return not aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
@@ -197,8 +197,10 @@ class AnswersObjective(StageObjective):
         if all("reference" in batch for batch in batches):
             return [batch["reference"] for batch in batches]
         if self.reference is None:
-            what = "The reference's numbers were computed before training, and these rows were not among them."
-            raise UserError(what, remedy="Give them as an evaluation set from the start.")
+            what = (
+                "The reference log-probabilities were computed before training, and these examples were not included."
+            )
+            raise UserError(what, remedy="Configure them as an evaluation set before training starts.")
         with self.reference.answering(module) as answering, engine.other_modules(), asking(answering, engine):
             return [answering(batch).logps for batch in batches]
 

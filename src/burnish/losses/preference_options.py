@@ -140,7 +140,7 @@ def check_preferences(options: PreferenceChoices) -> list[Problem]:
     if options.packing:
         problems.append(
             Problem(
-                '"packing" is true. Pairs are not packed; rows lie flat without padding anyway.',
+                '"packing" is true. Pairs cannot be packed; their batches are padding-free instead.',
                 remedy="Leave packing out.",
                 option="packing",
             )
@@ -158,22 +158,28 @@ def check_reference(options: FixedReferenceChoices, streams: bool) -> list[Probl
     used."""
     if not options.precompute_ref_log_probs:
         return []
-    moves = '"precompute_ref_log_probs" computes the reference\'s numbers once, and "sync_ref_model" moves it.'
-    never = '"precompute_ref_log_probs" asks about every row before the first step, and "streaming" has none by then.'
+    moves = (
+        '"precompute_ref_log_probs" computes the reference log-probabilities once, but "sync_ref_model" '
+        "updates the reference model."
+    )
+    never = (
+        '"precompute_ref_log_probs" needs all examples before the first step, but "streaming" loads them '
+        "during training."
+    )
     found = (
-        [Problem(moves, remedy="Leave one of them out.", option=("precompute_ref_log_probs", "sync_ref_model"))]
+        [Problem(moves, remedy="Remove one of them.", option=("precompute_ref_log_probs", "sync_ref_model"))]
         if options.sync_ref_model
         else []
     )
     return (
-        [*found, Problem(never, remedy="Leave one of them out.", option=("precompute_ref_log_probs", "streaming"))]
+        [*found, Problem(never, remedy="Remove one of them.", option=("precompute_ref_log_probs", "streaming"))]
         if streams
         else found
     )
 
 
 def _only_sft(name: str) -> Problem:
-    return Problem(f'"{name}" is for stage: sft; of preferences the answers are learned, and nothing else.',
+    return Problem(f'"{name}" is for stage: sft; preference losses apply to the responses only.',
                    remedy="Leave it out.", option=name)  # fmt: skip
 
 
@@ -183,17 +189,15 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
     problems = [Problem(REMOVED[name], option="pref_loss") for name in names if name in REMOVED]
     losses = [PAIR_LOSSES[name] for name in names if name in PAIR_LOSSES]
     if weights is not None and len(weights) != len(names):
-        what = f"pref_loss_weights must have a number for each loss. Received: {len(weights)} for {len(names)}."
+        what = f"pref_loss_weights must have one weight for each loss. Received: {len(weights)} for {len(names)}."
         problems.append(Problem(what, option="pref_loss_weights"))
     if not names:
-        problems.append(
-            Problem("pref_loss names no loss.", remedy=f"Known: {', '.join(PAIR_LOSSES)}.", option="pref_loss")
-        )
+        problems.append(Problem("pref_loss is empty.", remedy=f"Known: {', '.join(PAIR_LOSSES)}.", option="pref_loss"))
     smoothing = options.dpo_label_smoothing
     if smoothing and not any(loss.smooths for loss in losses):
         what = f'"dpo_label_smoothing" belongs to sigmoid, robust, exo_pair, aot. Received: pref_loss {names[0]}.'
         problems.append(
-            Problem(what, remedy="Leave it out, or choose one of these.", option=("dpo_label_smoothing", "pref_loss"))
+            Problem(what, remedy="Remove it, or choose one of these.", option=("dpo_label_smoothing", "pref_loss"))
         )
     if "exo_pair" in names and not smoothing:
         what = "pref_loss: exo_pair compares with smoothed labels, so dpo_label_smoothing must be above 0."
@@ -208,7 +212,7 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
     if options.use_weighting and any(loss.sorts for loss in losses):
         problems.append(
             Problem(
-                '"use_weighting" weighs pairs, and aot compares across pairs.',
+                '"use_weighting" weights single pairs, but aot compares across pairs.',
                 remedy="Keep one.",
                 option="use_weighting",
             )
@@ -262,6 +266,6 @@ def _rate_notes(options: PreferenceChoices, usual: str) -> list[str]:
     if options.finetuning_type != "full" or options.learning_rate < _FULL_RATE:
         return []
     return [
-        f"learning_rate {options.learning_rate:g} is one for supervised fine-tuning; preferences are usually learned "
-        f"with {usual}, and above that a model soon writes nothing of use."
+        f"learning_rate {options.learning_rate:g} is high for preference optimization (typically "
+        f"{usual}); the model may degenerate."
     ]

@@ -36,8 +36,8 @@ class Reference(Protocol):
 def refuse_pieces(engine: Engine) -> None:
     """Refuse a reference that moves where each process holds a part of each weight. Raises UserError."""
     if engine.splits_weights:
-        what = '"sync_ref_model" moves whole weights, and each process holds a part of each (FSDP, ZeRO-3).'
-        raise UserError(what, remedy="Leave it out, or use DDP, ZeRO-1 or ZeRO-2.", option="sync_ref_model")
+        what = '"sync_ref_model" updates full weights, but each process holds only a shard of them (FSDP, ZeRO-3).'
+        raise UserError(what, remedy="Remove it, or use DDP, ZeRO-1 or ZeRO-2.", option="sync_ref_model")
 
 
 def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -172,8 +172,11 @@ class SecondModel(Reference):
         model: Any = self.module.model
         own, trained = dict(model.named_parameters()), trained_of(policy)
         if any(name not in own or own[name].shape != parameter.shape for name, parameter in trained.items()):
-            what = '"sync_ref_model" moves the reference towards the policy; "ref_model" has not what trains.'
-            remedy = "Leave one of them out, or train all weights of a model of the same shape."
+            what = (
+                '"sync_ref_model" updates the reference model towards the policy, but "ref_model" does not '
+                "contain the trained weights."
+            )
+            remedy = "Remove one of them, or train all weights of a model of the same shape."
             raise UserError(what, remedy=remedy, option=("sync_ref_model", "ref_model"))
         self.held = {name: (parameter, own[name].data) for name, parameter in trained.items()}
         return self

@@ -82,8 +82,9 @@ class RewardOptions:
         None, "Weight of the square of a pair's summed scores, which keeps their mean near 0.", ge=0
     )
     reward_head: str | None = option(
-        None, "The head, and the form in which it is saved: a linear layer in a file beside the language model "
-        "(value_head), or a sequence classifier of transformers (score). Default: as the model was loaded; value_head "
+        None, "The head, and the form in which it is saved: a linear layer in a separate file next to the "
+        "language model (value_head), or a sequence classifier of transformers (score). Default: as the model "
+        "was loaded; value_head "
         "for a new head.",
         choices=REWARD_HEADS.names,
     )  # fmt: skip
@@ -185,7 +186,7 @@ class RewardObjective(StageObjective):
         return {"value_head": HeadState(self.head)} if isinstance(self.head, RewardHead) else {}
 
     def sequence_title(self, row: Row, name: str) -> str:
-        return f"the {name} answer, scored at its last token; "
+        return f"the {name} response, scored at its last token; "
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""

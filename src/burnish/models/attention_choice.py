@@ -44,7 +44,7 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
     name, usual = asked_attention(options), _NAMES[options.flash_attn]
     if options.attn_implementation and usual not in (None, name):
         yield Problem(
-            f"attn_implementation is {name} and flash_attn is {options.flash_attn}: two answers to one question.",
+            f"attn_implementation is {name} and flash_attn is {options.flash_attn}; only one of them can be set.",
             remedy="Keep one of them.",
             option=("attn_implementation", "flash_attn"),
         )
@@ -54,7 +54,7 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
         known = [*_OTHERS, *_FLASH_LIBRARIES]
         yield Problem(
             f'attn_implementation: there is no "{name}".{did_you_mean(name, known)}',
-            remedy=f"Known: {', '.join(known)}, and kernels of the hub, such as kernels-community/flash-attn2.",
+            remedy=f"Known: {', '.join(known)}, and hub kernels such as kernels-community/flash-attn2.",
             option="attn_implementation",
         )
     elif not _can_be_had(name):
@@ -63,7 +63,7 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
         other = " (or kernels)" if package != "kernels" else ""
         yield Problem(
             f"{asked} needs the library {package}, which is not installed.",
-            remedy=f"Install {package}{other}, or leave it out: sdpa computes the same.",
+            remedy=f"Install {package}{other}, or remove the option: sdpa computes the same.",
             option="attn_implementation" if options.attn_implementation else "flash_attn",
         )
 

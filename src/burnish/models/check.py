@@ -60,7 +60,7 @@ def _raw_config(folder: Path) -> dict[str, Any]:
         raise UserError(_no_config(folder))
     raw = read_object(path)
     if not isinstance(raw.get("model_type"), str):
-        raise UserError('it has no "model_type", so there is no telling what model it is.', where=str(path))
+        raise UserError('it has no "model_type", so the model type is unknown.', where=str(path))
     raise_if(Problem(wrong, where=str(path), remedy=FETCH_AGAIN) for wrong in _wrong_numbers(raw))
     return raw
 
@@ -101,10 +101,12 @@ def _check_identity(folder: Path, raw: dict[str, Any], options: ModelOptions) ->
         return [] if options.trust_remote_code else [_custom_code(folder, code)]
     if not is_known:
         guess = did_you_mean(kind, list(CONFIG_MAPPING.keys()))
-        what = f'this transformers knows no model_type "{kind}".{guess}'
-        return [Problem(what, where=str(folder / "config.json"), remedy="A newer transformers may know it.")]
+        what = f'the installed transformers does not support model_type "{kind}".{guess}'
+        return [
+            Problem(what, where=str(folder / "config.json"), remedy="A newer version of transformers may support it.")
+        ]
     if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in code:
-        what = f'a model of type "{kind}" is no causal language model.'
+        what = f'a model of type "{kind}" is not a causal language model.'
         return [
             Problem(
                 what, where=str(folder), remedy="burnish trains decoders, such as Llama, Qwen, Gemma, Mistral, GPT-2."
@@ -141,10 +143,10 @@ def _wholly_integers(folder: Path, raw: dict[str, Any], tensors: dict[str, Tenso
     return [
         Problem(
             f"{len(matrices)} of its weights are whole numbers or of 8 bits ({matrices[0]}: "
-            f"{tensors[matrices[0]].dtype}), and its config.json has no quantization_config.",
+            f"{tensors[matrices[0]].dtype}), but its config.json has no quantization_config.",
             where=str(folder),
-            why="Without it their scales are not known, and they would be read as if they had none.",
-            remedy="Fetch config.json again, or use the model as it was before it was quantized.",
+            why="Without it, their scales are unknown, and the weights would be loaded without scales.",
+            remedy="Download config.json again, or use the unquantized model.",
         )
     ]
 
@@ -209,12 +211,12 @@ def _no_config(folder: Path) -> Problem:
         return Problem(
             "this is an adapter, not a model.",
             where=str(folder),
-            remedy=f"Set adapter_name_or_path to it, and model_name_or_path to {base or 'what it was trained on'}.",
+            remedy=f"Set adapter_name_or_path to it, and model_name_or_path to {base or 'its base model'}.",
         )
     inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))[:3]
-    remedy = "Give the folder that has config.json and the weights."
+    remedy = "Set it to the folder that contains config.json and the weights."
     return Problem(
-        "there is no config.json in this folder, so it holds no model.",
+        "this folder has no config.json, so it does not contain a model.",
         where=str(folder),
         remedy=f"There is one in {', '.join(inside)}." if inside else remedy,
     )
@@ -223,9 +225,9 @@ def _no_config(folder: Path) -> Problem:
 def _custom_code(folder: Path, code: dict[str, Any]) -> Problem:
     files = sorted({str(name).split("--")[-1].split(".")[0] + ".py" for name in code.values() if isinstance(name, str)})
     return Problem(
-        f"this model is Python code of its own ({', '.join(files)}), which would have to be run.",
+        f"this model requires running its own Python code ({', '.join(files)}).",
         where=str(folder),
-        remedy="Read that code; if you trust it, set trust_remote_code: true.",
+        remedy="Review that code; if you trust it, set trust_remote_code: true.",
     )
 
 
@@ -233,14 +235,15 @@ def _no_weights(folder: Path) -> Problem:
     pickles = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(suffix))
     if pickles:
         return Problem(
-            f"the weights are pickles ({', '.join(pickles[:3])}), which can run any code when they are read.",
+            f"the weights are pickle files ({', '.join(pickles[:3])}), which can run arbitrary code when they "
+            "are loaded.",
             where=str(folder),
             why="burnish reads safetensors only.",
-            remedy="Take a copy in safetensors, or convert this one where you trust it, with transformers' "
+            remedy="Use a copy in safetensors, or, if you trust this one, convert it with transformers' "
             "from_pretrained and save_pretrained.",
         )
     return Problem(
         "there are no weights in this folder (model.safetensors, or its shards with their index).",
         where=str(folder),
-        remedy="Fetch them, or set train_from_scratch: true to begin with random ones.",
+        remedy="Download them, or set train_from_scratch: true to start from random weights.",
     )

@@ -6,7 +6,7 @@ from torch import nn
 
 from burnish.utils.patching import Reason, patch
 
-NO_DROPOUT = Reason("dropout", "two passes over one model are compared, and neither is to draw at random")
+NO_DROPOUT = Reason("dropout", "two forward passes of the model are compared, so both must be deterministic")
 
 
 def switch_off_dropout(model: nn.Module) -> bool:

@@ -89,7 +89,7 @@ def problems_of_export(options: ExportChoices, others: list[Path], left_over: Co
         return [
             Problem(
                 "export_dir is missing.",
-                remedy="Name a new folder for the whole model: export_dir: models/first",
+                remedy="Set it to a new folder for the full model: export_dir: models/first",
                 option="export_dir",
             )
         ]
@@ -97,10 +97,10 @@ def problems_of_export(options: ExportChoices, others: list[Path], left_over: Co
     if folder.exists() and not folder.is_dir():
         return [Problem(f'export_dir must be a folder. "{folder}" is a file.', option="export_dir")]
     if any(folder.resolve() == other.resolve() for other in others):
-        what = f'export_dir "{folder}" is the folder that is read from; it would be written over.'
+        what = f'export_dir "{folder}" is the input folder; it would be overwritten.'
         return [Problem(what, remedy="Name another export_dir.", option="export_dir")]
     if held := [path.name for name in OF_A_RUN for path in folder.glob(name)]:
-        what = f'export_dir "{folder}" holds a run ({held[0]}), whose files would be taken for those of the export.'
+        what = f'export_dir "{folder}" holds a run ({held[0]}), whose files would be mistaken for exported ones.'
         return [Problem(what, remedy="Name another export_dir.", option="export_dir")]
     inside = sorted({path.name for path in folder.iterdir()} - {*left_over}) if folder.is_dir() else []
     if not inside or options.overwrite_output_dir:
@@ -109,7 +109,7 @@ def problems_of_export(options: ExportChoices, others: list[Path], left_over: Co
     return [
         Problem(
             what,
-            remedy="Name another export_dir, or set overwrite_output_dir: true to write over what is there.",
+            remedy="Set another export_dir, or set overwrite_output_dir: true to overwrite its contents.",
             option="export_dir",
         )
     ]
@@ -133,8 +133,8 @@ def upload(folder: Path, options: ExportChoices) -> str:
         repository = hub.create_repo(name, private=True, exist_ok=True)
         hub.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload the exported model")
     except refusals() as error:
-        what = f"{folder} was written, and could not be uploaded to {name}: {first_line(error).rstrip('.')}."
-        remedy = f"Once that is mended: hf upload {name} {folder}"
+        what = f"{folder} was written but could not be uploaded to {name}: {first_line(error).rstrip('.')}."
+        remedy = f"After fixing that, run: hf upload {name} {folder}"
         raise NotSavedError(Problem(what, remedy=remedy)) from error
     return str(repository)
 

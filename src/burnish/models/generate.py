@@ -79,12 +79,13 @@ def check_generation(options: AnswerChoices) -> list[Problem]:
     problems = []
     if options.samples > 1 and not (options.do_sample and options.num_beams == 1):
         what = (
-            f'"samples" {options.samples} draws several answers, and without do_sample or with num_beams all are one.'
+            f'"samples" {options.samples} requires sampling: without do_sample, or with num_beams, all '
+            "responses are the same."
         )
         problems.append(
             Problem(
                 what,
-                remedy="Set do_sample: true and num_beams: 1, or leave samples out.",
+                remedy="Set do_sample: true and num_beams: 1, or remove samples.",
                 option=("samples", "do_sample", "num_beams"),
             )
         )
@@ -94,9 +95,9 @@ def check_generation(options: AnswerChoices) -> list[Problem]:
 @notes
 def generation_notes(options: AnswerChoices) -> list[str]:
     if options.max_length != GenerationOptions().max_length and not options.predict_with_generate:
-        return ['"max_length" is of generated answers, and there are none. The longest row is cutoff_len.']
+        return ['"max_length" has no effect: no responses are generated. The maximum sequence length is cutoff_len.']
     if options.samples > 1 and not options.predict_with_generate:
-        return ['"samples" is of generated answers, and there are none without predict_with_generate.']
+        return ['"samples" has no effect without predict_with_generate.']
     if options.predict_with_generate and not options.do_predict:
         return ['"predict_with_generate" has no effect without do_predict: an evaluation measures the loss.']
     return []

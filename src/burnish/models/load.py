@@ -61,7 +61,7 @@ def load_config(
     notes = [] if notes is None else notes
     if getattr(config, "auto_map", None) and not options.trust_remote_code:
         notes.append(
-            f"{source.name} brings code of its own; transformers' own class for {config.model_type} is used, "
+            f"{source.name} contains custom model code; transformers' own class for {config.model_type} is used, "
             "unless trust_remote_code is set."
         )
     if options.rope_scaling and max_length:
@@ -110,8 +110,8 @@ def load_model(
 # What generation reads only when it samples, and the value at which it does nothing.
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None, "typical_p": 1.0}
 SAMPLING = Reason(
-    "generation config that samples", "it sets a temperature or top_p without do_sample, and transformers 4.39 to 5.23 "
-    "cannot save it so once it is changed (https://github.com/huggingface/transformers/issues/29988)",
+    "generation config that samples", "it sets a temperature or top_p without do_sample, and transformers 4.39 "
+    "to 5.23 cannot save such a config after a change (https://github.com/huggingface/transformers/issues/29988)",
 )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
         with torch.device("meta"), quiet():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except UNUSABLE as error:
-        raise UserError(f"its config makes no model: {said_by(error)}", config.name_or_path) from error
+        raise UserError(f"no model can be created from its config: {said_by(error)}", config.name_or_path) from error
     model.tie_weights()  # transformers 5.0 does not, on the meta device
     path = Path(config.name_or_path or "") / "generation_config.json"
     if config.name_or_path and path.is_file():
@@ -164,13 +164,13 @@ def raise_if_empty(model: nn.Module, name: str, notes: list[str]) -> None:
     is_lost = len(empty) == len(matrices) or any(matrices[n] is embedding for n in empty)
     if empty and is_lost:
         raise UserError(
-            f"{len(empty)} of the model's {len(matrices)} matrices hold nothing but zeros: {few(empty)}.",
+            f"{len(empty)} of the model's {len(matrices)} matrices contain only zeros: {few(empty)}.",
             where=name,
-            why="It has nothing to begin with.",
-            remedy="Fetch the model again, or set train_from_scratch: true to begin with random weights.",
+            why="Training cannot start from them.",
+            remedy="Download the model again, or set train_from_scratch: true to start from random weights.",
         )
     if empty:
-        notes.append(f"{len(empty)} of {len(matrices)} matrices hold nothing but zeros: {few(empty)}.")
+        notes.append(f"{len(empty)} of {len(matrices)} matrices contain only zeros: {few(empty)}.")
 
 
 def _is_finite(weight: nn.Parameter) -> bool:
@@ -185,19 +185,19 @@ def _is_finite(weight: nn.Parameter) -> bool:
 
 def raise_if_not_finite(model: nn.Module, name: str) -> None:
     """Raise UserError where a weight is NaN or infinite, because every loss would be too."""
-    remedy = "Fetch the model again, or load it in a dtype with a wider range (bfloat16 for float16)."
+    remedy = "Download the model again, or load it in a dtype with a wider range (bfloat16 for float16)."
     raise_if(_not_finite("model", find_non_finite(model), name, remedy))
 
 
 def raise_if_adapter_not_finite(model: nn.Module, folders: Sequence[Path]) -> None:
     """Raise UserError where a weight of the adapters is NaN or infinite; the model's own have been looked at before."""
     found = [name for name, p in model.named_parameters() if p.requires_grad and not _is_finite(p)]
-    remedy = "It is damaged or diverged in training; take an earlier checkpoint of it."
+    remedy = "It is damaged or diverged in training; use an earlier checkpoint."
     raise_if(_not_finite("adapter", found, ", ".join(map(str, folders)), remedy))
 
 
 def _not_finite(whose: str, found: list[str], where: str, remedy: str) -> list[Problem]:
-    what = f"{len(found)} of the {whose}'s weights hold NaN or infinity: {few(found)}."
+    what = f"{len(found)} of the {whose}'s weights contain NaN or infinity: {few(found)}."
     return [Problem(what, where, why="Every loss would be NaN.", remedy=remedy)] if found else []
 
 
@@ -220,9 +220,9 @@ def check_context(config: PreTrainedConfig, longest: int) -> list[Problem]:
         return []
     return [
         Problem(
-            f"the longest row has {longest:,} tokens, and the model's context is {length:,}.",
-            why="Beyond it, the model has seen no positions.",
-            remedy=f"Set cutoff_len to {length} or less, or stretch the context with rope_scaling.",
+            f"the longest example has {longest:,} tokens, but the model's context length is {length:,}.",
+            why="The model was not trained on positions beyond it.",
+            remedy=f"Set cutoff_len to {length} or less, or extend the context with rope_scaling.",
         )
     ]
 
@@ -240,7 +240,7 @@ def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
         raise UserError(
             f'rope_scaling "{kind}" cannot be used: a {config.model_type} model has no single table of rotary '
             "positions.",
-            remedy="Leave rope_scaling out, and keep cutoff_len within the model's context.",
+            remedy="Remove rope_scaling, and keep cutoff_len within the model's context.",
             option="rope_scaling",
         )
     original = rope.get("original_max_position_embeddings") or length
@@ -251,9 +251,12 @@ def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
     if kind == "llama3":
         changed |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     text.rope_parameters = changed
-    said = f"The context is stretched from {length} to {int(original * factor)} tokens ({kind}, factor {factor:g})."
+    said = f"The context is extended from {length} to {int(original * factor)} tokens ({kind}, factor {factor:g})."
     if kind == "dynamic":  # transformers scales where a row is longer than max_position_embeddings: it stays as it is
-        return f"{said} How far depends on the longest row of a micro-batch, so a step depends on how it is cut."
+        return (
+            f"{said} The factor depends on the longest example of a micro-batch, so results depend on how a "
+            "step is split into micro-batches."
+        )
     text.max_position_embeddings = int(original * factor)
     return said
 
@@ -311,10 +314,10 @@ def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], need
         which = f"layer {beyond[0]}" if len(beyond) == 1 else f"{len(beyond)} layers ({beyond[0]} to {beyond[-1]})"
         problems.append(
             Problem(
-                f"the weights have {which} beyond the last that config.json asks for.",
+                f"the weights have {which} beyond the number of layers in config.json.",
                 where=where,
                 why=f"{class_name} would be trained without its last layers.",
-                remedy="Correct the number of layers in config.json (num_hidden_layers), or take those tensors out.",
+                remedy="Correct the number of layers in config.json (num_hidden_layers), or remove those tensors.",
             )
         )
     if not needs_head:
@@ -326,8 +329,8 @@ def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], need
                 f"the weights have no {few(missing)}, which {class_name} needs."
                 + (" This is a model without an output head." if is_headless else ""),
                 where=where,
-                why="They would start from random numbers.",
-                remedy="Fetch the model again, check its config.json, or set train_from_scratch: true."
+                why="They would be initialized randomly.",
+                remedy="Download the model again, check its config.json, or set train_from_scratch: true."
                 if not is_headless
                 else "Use the model that has its head (its class ends in ForCausalLM).",
             )
@@ -338,7 +341,7 @@ def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], need
         what = f"{name} is {shape_in_words(held)} in the weights and {shape_in_words(needed)} by the config{more}."
         problems.append(
             Problem(
-                what, where=where, remedy="config.json and the weights belong to different models; fetch both again."
+                what, where=where, remedy="config.json and the weights belong to different models; download both again."
             )
         )
     return problems

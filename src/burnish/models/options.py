@@ -90,7 +90,7 @@ class ModelOptions:
 def check_new_tokens(options: ModelOptions) -> list[Problem]:
     problems = []
     if options.init_special_tokens != "noise_init" and not options.new_special_tokens_config:
-        what = f'"init_special_tokens" is {options.init_special_tokens}, and no token is described.'
+        what = f'"init_special_tokens" is {options.init_special_tokens}, but no token has a description.'
         problems.append(
             Problem(
                 what,
@@ -103,7 +103,7 @@ def check_new_tokens(options: ModelOptions) -> list[Problem]:
         problems.append(
             Problem(
                 what,
-                remedy="Name all of them in new_special_tokens_config.",
+                remedy="List all of them in new_special_tokens_config.",
                 option=("add_special_tokens", "new_special_tokens_config"),
             )
         )
@@ -121,11 +121,11 @@ class NormChoices(Protocol):
 def check_norms(options: NormChoices) -> list[Problem]:
     if not (options.upcast_layernorm and options.pure_bf16):
         return []
-    what = '"upcast_layernorm" holds norms in float32, and "pure_bf16" holds every weight in bfloat16.'
+    what = '"upcast_layernorm" keeps norms in float32, but "pure_bf16" keeps all weights in bfloat16.'
     return [
         Problem(
             what,
-            remedy="Set bf16: true instead of pure_bf16, or leave upcast_layernorm out.",
+            remedy="Set bf16: true instead of pure_bf16, or remove upcast_layernorm.",
             option=("upcast_layernorm", "pure_bf16"),
         )
     ]
@@ -136,7 +136,9 @@ def remote_code_notes(options: ModelOptions) -> list[str]:
     """Say that code of other people runs, in the log of every run in which it may."""
     if not options.trust_remote_code:
         return []
-    return [f"trust_remote_code: Python code that comes with {options.model_name_or_path} may run, as you."]
+    return [
+        f"trust_remote_code: Python code that comes with {options.model_name_or_path} may run with your permissions."
+    ]
 
 
 @notes

@@ -17,8 +17,8 @@ def refused_conversions(where: str) -> Iterator[None]:
         if "conversion of the weights" not in str(error):
             raise
         raise UserError(
-            "a tensor in memory is made of several in the files (experts, say), and some of those are missing or of "
-            "another shape.", where, remedy="Fetch the model again.",
+            "a tensor of the model is combined from several tensors in the files (such as experts), and some of "
+            "those are missing or have another shape.", where, remedy="Download the model again.",
         ) from error  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def _old_value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, UnpicklingError) as error:
         what = f"it cannot be read as weights: {str(error).splitlines()[0] if str(error) else 'it is empty'}"
-        raise UserError(f"{what.rstrip('.')}.", where=str(file), remedy="Fetch or copy it again.") from error
+        raise UserError(f"{what.rstrip('.')}.", where=str(file), remedy="Download or copy it again.") from error
     return _checked(found, file), file
 
 
@@ -145,9 +145,9 @@ def pad_of_classifier(tokenizer: Any) -> int:
     found = next((token for token in others if token is not None and token != eos), None)
     if found is None:
         raise UserError(
-            "a sequence classifier is read at the last token that is no padding, and the tokenizer pads with its "
-            "end token, so the score would be read one token early.",
-            remedy="Give the tokenizer a pad token of its own, or save a value head (reward_head: value_head).",
+            "a sequence classifier reads its score at the last non-padding token, but the tokenizer pads with "
+            "its EOS token, so the score would be read one token early.",
+            remedy="Set a separate padding token in the tokenizer, or save a value head (reward_head: value_head).",
         )
     return int(found)
 

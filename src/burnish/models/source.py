@@ -58,8 +58,8 @@ def find_source(
         UserError: where there is no such model, with similar names.
     """
     if not name or not name.strip():
-        remedy = "Name a local folder with a model in it, or a model on the hub."
-        raise UserError(f"{option_name} is not given.", remedy=remedy, option=option_name)
+        remedy = "Set it to a local model folder or a hub model id."
+        raise UserError(f"{option_name} is not set.", remedy=remedy, option=option_name)
     path = expanded(name)
     if path.is_dir():
         return ModelSource(str(path), path)
@@ -84,7 +84,7 @@ def refuse_no_place(name: str, option_name: str) -> None:
         return
     if path.exists():
         raise UserError(
-            f'{option_name} "{name}" is a file.', remedy="Give the folder that holds it.", option=option_name
+            f'{option_name} "{name}" is a file.', remedy="Set it to the folder that contains it.", option=option_name
         )
     # ``gpt2`` and ``org/model`` may be ids of a hub; ``./model`` and ``a/b/c`` are paths.
     if not _HUB_ID.match(name) or name.startswith(".") or not (uses_modelscope() or is_hub_id(name)):
@@ -196,11 +196,12 @@ def _modelscope_folder(name: str, options: ModelOptions, option_name: str, with_
     try:
         return _from_modelscope(name, revision, options.cache_dir, options.ms_hub_token, is_offline(), with_weights)
     except (HubError, OSError, ValueError) as error:
-        where = "ModelScope's cache (the hubs are switched off, HF_HUB_OFFLINE)" if is_offline() else "ModelScope"
+        where = "ModelScope's cache (hub access is disabled by HF_HUB_OFFLINE)" if is_offline() else "ModelScope"
         raise UserError(
-            f'{option_name} "{name}" is no local folder, and not to be had from {where}: {first_line(error)}',
-            remedy=f"Check the name, model_revision (asked for: {revision}) and the network; for a private model "
-            "give ms_hub_token.",
+            f'{option_name} "{name}" is not a local folder and could not be downloaded from {where}: '
+            f"{first_line(error)}",
+            remedy=f"Check the name, model_revision (requested: {revision}) and the network; for a private "
+            "model, set ms_hub_token.",
             option=option_name,
         ) from error
 
@@ -224,7 +225,7 @@ def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem |
     """The reason why the hub does not provide ``name``, or None if it does. One request, because the libraries' own
     clients retry for a minute before they fail."""
     if is_offline():
-        return _offline(name, option_name, "the hub is switched off (HF_HUB_OFFLINE)")
+        return _offline(name, option_name, "hub access is disabled (HF_HUB_OFFLINE)")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     request = urllib.request.Request(f"{endpoint}/api/models/{name}/revision/{options.model_revision}")  # noqa: S310
     if options.hf_hub_token:
@@ -241,7 +242,7 @@ def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem |
 def _no_folder(name: str, option_name: str) -> Problem:
     near = _nearest_folders(expanded(name))
     guess = f" Did you mean {' or '.join(near)}?" if near else ""
-    return Problem(f'{option_name} "{name}" is no folder.{guess}', option=option_name)
+    return Problem(f'{option_name} "{name}" is not a folder.{guess}', option=option_name)
 
 
 def _nearest_folders(path: Path) -> list[str]:
@@ -267,8 +268,8 @@ def _folder_meant(name: str) -> str:
 
 def _offline(name: str, option_name: str, why: str) -> Problem:
     return Problem(
-        f'{option_name} "{name}" is no local folder, is not in the hub\'s cache, and {why}.{_folder_meant(name)}',
-        remedy="Give the path of a folder, or fetch the model first where there is a network.",
+        f'{option_name} "{name}" is not a local folder, is not in the hub\'s cache, and {why}.{_folder_meant(name)}',
+        remedy="Set it to the path of a folder, or download the model first on a machine with network access.",
         option=option_name,
     )
 
@@ -278,24 +279,24 @@ def _refused(
 ) -> Problem:
     """The problem for an error of the hub. A header has the reason (huggingface_hub, utils/_http.py,
     hf_raise_for_status)."""
-    here = f'{option_name} "{name}" is no local folder, and {endpoint}'
+    here = f'{option_name} "{name}" is not a local folder, and {endpoint}'
     reason = error.headers.get("X-Error-Code", "")
     if reason == "RevisionNotFound":
         return Problem(
-            f'{here} has it without a "model_revision" {options.model_revision}.',
+            f'{here} has this model, but not the "model_revision" {options.model_revision}.',
             remedy="Check the branch, tag or commit; main is the usual one.",
             option=("model_revision", option_name),
         )
     if reason == "GatedRepo":
         return Problem(
-            f"{here} gives it only to those whom its owner lets in ({error.code}).",
-            remedy=f"Ask for access at {endpoint}/{name}, and give your token in hf_hub_token.",
+            f"{here} restricts access to this model ({error.code}).",
+            remedy=f"Request access at {endpoint}/{name}, and set hf_hub_token to your token.",
             option=option_name,
         )
     if error.code in {401, 403, 404}:
         return Problem(
-            f"{here} has no such model, or not for you ({error.code}).{_folder_meant(name)}",
-            remedy="Check the name and model_revision; for a private or gated model give hf_hub_token.",
+            f"{here} has no such model, or you have no access to it ({error.code}).{_folder_meant(name)}",
+            remedy="Check the name and model_revision; for a private or gated model, set hf_hub_token.",
             option=option_name,
         )
     return Problem(f"{here} answered {error.code}.", remedy="Try later.", option=option_name)

@@ -26,7 +26,7 @@ from burnish.utils.patching import Reason, patch
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-NEW_TOKENS = Reason("model with new tokens", "an adapter has to train their rows")
+NEW_TOKENS = Reason("model with new tokens", "an adapter must train their embeddings")
 END_TOKENS = ("<|endoftext|>", "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>", "<|eot_id|>")
 """Names of end tokens, tried in this order where the tokenizer does not name one."""
 TOKENIZER_FILES = (
@@ -63,14 +63,17 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
             raise
         what = f"a file has no entry {error}." if isinstance(error, KeyError) else said_by(error)
         what = f"its tokenizer cannot be loaded: {what}"
-        raise UserError(what, source.name, remedy="Fetch its tokenizer files again.") from error
+        raise UserError(what, source.name, remedy="Download its tokenizer files again.") from error
     _add_new_tokens(tokenizer, options, notes)
     _settle_end(tokenizer, notes)
     if getattr(tokenizer, "legacy", None):  # it decides where spaces go, and transformers 5.23 saves it in no file
         tokenizer.init_kwargs["legacy"] = True
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-        notes.append(f"The tokenizer has no padding token; {tokenizer.eos_token} pads, and no padding is learned.")
+        notes.append(
+            f"The tokenizer has no padding token; {tokenizer.eos_token} is used for padding, which is masked in "
+            "the loss."
+        )
     return tokenizer
 
 
@@ -93,7 +96,7 @@ def check_vocabulary(
         Problem(
             f"the tokenizer has {len(tokenizer):,} tokens and the model's embedding has {rows:,} rows.",
             where=str(options.model_name_or_path),
-            why="The tokens beyond them would have no vector.",
+            why="The remaining tokens would have no embedding.",
             remedy="Set resize_vocab: true, or use the tokenizer that belongs to the model.",
         )
     ]
@@ -143,7 +146,7 @@ def _read_descriptions(path: Path) -> Any:
 
 def _no_descriptions(given: Any, received: Any) -> Problem:
     return Problem(
-        f"new_special_tokens_config must give each new token a description. Received: {received}",
+        f"new_special_tokens_config must map each new token to a description. Received: {received}",
         where="" if isinstance(given, dict) else str(given),
         remedy='It looks like {"<think>": "the beginning of a line of thought"}.',
         option="new_special_tokens_config",
@@ -229,7 +232,7 @@ def _settle_end(tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> None:
     known = next((token for token in END_TOKENS if token in vocabulary), None)
     tokenizer.add_special_tokens({"eos_token": known or END_TOKENS[0]})
     how = "is in its vocabulary and ends" if known else "was added to it and ends"
-    notes.append(f"The tokenizer names no end token; {tokenizer.eos_token} {how} an answer.")
+    notes.append(f"The tokenizer defines no EOS token; {tokenizer.eos_token} {how} a response.")
 
 
 def _refuse_own_code(folder: Path | None, options: ModelOptions) -> None:
@@ -243,10 +246,10 @@ def _refuse_own_code(folder: Path | None, options: ModelOptions) -> None:
     written = [str(one) for one in (classes if isinstance(classes, list) else [classes]) if one]
     if written:
         raise UserError(
-            f"its tokenizer is Python code of its own ({', '.join(written)}), which would have to be run.",
+            f"its tokenizer requires running its own Python code ({', '.join(written)}).",
             where=str(path),
-            why="Another class would cut the same text into other tokens.",
-            remedy="Read that code; if you trust it, set trust_remote_code: true.",
+            why="Another class would tokenize the same text differently.",
+            remedy="Review that code; if you trust it, set trust_remote_code: true.",
         )
 
 

@@ -87,7 +87,7 @@ def _head_width(model: nn.Module) -> int:
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     width = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
     if width is None:
-        what = "use_adam_mini cuts queries and keys by heads, and the model's config has no num_attention_heads."
+        what = "use_adam_mini splits queries and keys by head, but the model's config has no num_attention_heads."
         raise UserError(what, remedy="Leave use_adam_mini out.", option="use_adam_mini")
     return int(width)
 

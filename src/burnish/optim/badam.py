@@ -107,7 +107,7 @@ def badam_notes(options: BadamChoices) -> list[str]:
     if not _is_chosen(options):
         return []  # said for the whole group
     unread = [name for name in changed_options(options) if name in _NOT_FOR[options.badam_mode]]
-    return [f'"{name}" has no effect: it is not for badam_mode {options.badam_mode}.' for name in unread]
+    return [f'"{name}" has no effect with badam_mode {options.badam_mode}.' for name in unread]
 
 
 def _is_chosen(options: BadamChoices) -> bool:
@@ -130,7 +130,7 @@ def turns_of(sizes: Mapping[str, int], options: BadamChoices, max_steps: int, co
     found = planned(sizes, blocks, options, rounds, copies)
     outside = [name for name in sizes if not _IN_A_LAYER.match(name)]
     shown = ", ".join(outside[:4]) + (f" and {len(outside) - 4:,} more" if len(outside) > 4 else "")
-    never = f"{sum(sizes[name] for name in outside):,}, in no layer: {shown}"
+    never = f"{sum(sizes[name] for name in outside):,}, outside the layers: {shown}"
     return replace(found, lines=(*found.lines, ("never trained", never))) if outside else found
 
 
@@ -157,7 +157,7 @@ def _turns_of_entries(
     inside = [name for name in sizes if _IN_A_LAYER.match(name)]
     moved = sum(max(1, round(sizes[name] * options.badam_update_ratio)) for name in inside)
     how = f"{moved:,} entries at a time, {options.badam_mask_mode}; {_often(rounds, options.badam_switch_interval)}"
-    how += ", together as many as said if none is drawn twice" if rounds > 1 else ""
+    how += ", in total at most the number above" if rounds > 1 else ""
     total = sum(blocks.values())
     # AdamW's two moments and the copy in float32 have 4 bytes each, the place of an entry has 8.
     return Turns(min(total, rounds * moved), total, moved * (8 + 4 + 8), (("entries", how),))
@@ -301,7 +301,7 @@ def raise_if_no_start(num_blocks: int, options: BadamChoices) -> None:
     """Raise UserError where there is no block, or none of the number at which to start."""
     start = options.badam_start_block
     if not num_blocks:
-        raise UserError("BAdam found no layers: no parameter lies in a numbered block such as model.layers.0.")
+        raise UserError("BAdam found no layers: no parameter is in a numbered block such as model.layers.0.")
     if start is not None and start >= num_blocks:
         raise UserError(
             f'"badam_start_block" must be below {num_blocks}, the number of layers. Received: {start}.',

@@ -126,7 +126,7 @@ def create_optimizer(
         return member.value(groups, options, model) if "reads_model" in member.traits else member.value(groups, options)
     except TypeError as error:
         raise UserError(
-            f'optim "{options.optim}" does not take all of optim_args: {why_not(error)}.',
+            f'optim "{options.optim}" does not accept all of optim_args: {why_not(error)}.',
             option=("optim_args", "optim"),
         ) from error
 
@@ -250,8 +250,8 @@ def only_adamw(options: NamedOptimizer, switch: str, name: str) -> list[Problem]
     """A problem where ``switch`` asks for ``name``, which is built on AdamW, and ``optim`` for another optimizer."""
     if options.optim in ("adamw_torch", "adamw_torch_fused", name) or not getattr(options, switch):
         return []
-    what = f'"{switch}" is an optimizer made of AdamW, and "optim" {options.optim} asks for another.'
-    return [Problem(what, remedy=f"Leave optim out, or {switch}.", option=(switch, "optim"))]
+    what = f'"{switch}" is based on AdamW and cannot be combined with "optim" {options.optim}.'
+    return [Problem(what, remedy=f"Remove optim or {switch}.", option=(switch, "optim"))]
 
 
 @OPTIMIZERS.register("adamw_torch_fused")

@@ -113,7 +113,7 @@ def check_low_rank(options: LowRankChoices) -> list[Problem]:
     switch = "use_galore" if options.use_galore else "use_apollo"
     problems = _check_within(options, switch)
     if options.finetuning_type == "lora":
-        what = f'"{switch}" projects whole matrices, and "finetuning_type" lora trains ones of low rank.'
+        what = f'"{switch}" projects full matrices, but "finetuning_type" lora trains low-rank ones.'
         problems.append(
             Problem(
                 what, remedy=f"Set finetuning_type: full, or leave {switch} out.", option=(switch, "finetuning_type")
@@ -237,7 +237,7 @@ class LowRank(Delegating):
         projected, plain = split_groups(groups, lambda name, parameter: is_target(name, parameter, method.targets))
         if not projected:
             raise UserError(
-                "optim_target_modules, galore_target or apollo_target names no matrix that trains. "
+                "optim_target_modules, galore_target or apollo_target matches no trainable matrix. "
                 f"Received: {method.targets}.",
                 remedy='Set the target to "all" for the linear layers.',
                 option=("optim_target_modules", "galore_target", "apollo_target"),

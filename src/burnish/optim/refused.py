@@ -8,10 +8,10 @@ from burnish.config.errors import UserError
 from burnish.optim.builtin import OPTIMIZERS, Groups, OptimOptions
 
 _IN_BACKWARD = (
-    "it moves each weight inside the backward pass, before the gradient of the step is whole, so there is nothing left "
-    "to add up over micro-batches, to clip, or to leave out where it is not finite"
+    "it updates each weight during the backward pass, before the gradient of the step is complete, "
+    "so gradients cannot be accumulated, clipped, or skipped if they are not finite"
 )
-_NOT_THIS_DEVICE = "it is made for a device that burnish does not run on"
+_NOT_THIS_DEVICE = "it requires a device that burnish does not support"
 _REFUSED = {
     "lomo": (_IN_BACKWARD, "To train with little memory: use_badam, use_galore, or optim: adafactor."),
     "adalomo": (_IN_BACKWARD, "To train with little memory: use_badam, use_galore, or optim: adafactor."),

@@ -33,9 +33,9 @@ def check_schedule_free(options: BestAtEnd) -> list[Problem]:
         return []
     return [
         Problem(
-            f'"load_best_model_at_end" cannot be had with optim "{options.optim}".',
-            why="Its checkpoints hold the weights it trains at; the average that was evaluated is made of later steps.",
-            remedy="Leave load_best_model_at_end out: the run ends with the average.",
+            f'"load_best_model_at_end" cannot be combined with optim "{options.optim}".',
+            why="Its checkpoints contain the weights used in training, not the average that is evaluated.",
+            remedy="Remove load_best_model_at_end: the run ends with the average.",
             option=("load_best_model_at_end", "optim"),
         )
     ]

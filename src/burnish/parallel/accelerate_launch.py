@@ -51,7 +51,7 @@ def launched_problems(options: MixedChoices) -> Iterator[Problem]:
     for kind, variable in _NOT_PARALLEL.items():
         if int(os.environ.get(variable) or 1) > 1:
             what = f"{variable} is {os.environ[variable]}: burnish has no {kind} parallelism."
-            yield Problem(what, remedy="Leave it at 1, and shard the weights: fsdp, or deepspeed: zero3.")
+            yield Problem(what, remedy="Set it to 1, and shard the weights: fsdp, or deepspeed: zero3.")
     if not _says_format(options) and _asked(_FORMAT) not in ("", "no", "bf16", "fp16"):
         yield Problem(
             f'{_FORMAT} is "{_asked(_FORMAT)}": burnish has bf16 and fp16.',
@@ -63,9 +63,9 @@ def launched_problems(options: MixedChoices) -> Iterator[Problem]:
 
 def launched_notes(options: MixedChoices) -> Iterator[str]:
     if not _says_format(options) and (asked := mixed_precision(options)) != "no":
-        yield f"{_FORMAT} is {asked}, and the options name no number format: the run takes it, as {asked}: true."
+        yield f"{_FORMAT} is {asked}, and the options set no dtype: it is used as {asked}: true."
     if _asked(_COMPILER) not in ("", "no"):
-        yield f"{_COMPILER} has no effect: torch_compile and torch_compile_backend say it."
+        yield f"{_COMPILER} has no effect: set torch_compile and torch_compile_backend instead."
 
 
 def is_true(value: object) -> bool:

@@ -35,7 +35,7 @@ def checkpointing_problems(options: EngineChoices) -> Iterator[Problem]:
     layers = given.get("every_n_layers", 1)
     if type(layers) is not int or layers < 1:
         yield Problem(
-            f'"gradient_checkpointing_kwargs": "every_n_layers" is a whole number from 1 on. Received: {layers!r}.',
+            f'"gradient_checkpointing_kwargs": "every_n_layers" must be a whole number above 0. Received: {layers!r}.',
             option="gradient_checkpointing_kwargs",
         )
     if given.get("selective") and not options.gradient_checkpointing:
@@ -63,7 +63,7 @@ def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> No
     if not able:
         raise ValueError(
             f"gradient_checkpointing is set, and {type(model).__name__} has no gradient_checkpointing_enable(). "
-            "Leave it out, or use a model of transformers."
+            "Remove it, or use a transformers model."
         )
     # Non-reentrant: it recomputes under the same autocast and random numbers, and needs no input that has a gradient,
     # which frozen embeddings do not give.

@@ -118,7 +118,8 @@ class EngineOptions:
     )
     accelerator_config: dict[str, Any] | str | None = option(
         None, "Settings of accelerate, or a JSON file with them.",
-        ignored="burnish deals rows to processes itself, which is all that they settle.", names_place=True,
+        ignored="burnish distributes examples to processes itself, which is all that these settings "
+        "control.", names_place=True,
     )  # fmt: skip
     seed: int = option(
         42,
@@ -163,8 +164,8 @@ def _formats(options: EngineChoices) -> Iterator[Problem]:
     if "fp16" in asked and len(asked) > 1:
         yield Problem(
             f'"{asked[0]}" and "{asked[1]}" are two number formats; a run has one.',
-            why="bfloat16 has the range of float32; float16 has not, and needs a loss scale.",
-            remedy="Keep bf16 where the device has it.",
+            why="bfloat16 has the range of float32; float16 does not, and needs loss scaling.",
+            remedy="Use bf16 if the device supports it.",
             option=tuple(asked),
         )
     if options.bf16_full_eval and options.fp16_full_eval:
@@ -173,7 +174,7 @@ def _formats(options: EngineChoices) -> Iterator[Problem]:
             option=("bf16_full_eval", "fp16_full_eval"),
         )
     if mixed_precision(options) == "bf16" and device_of(options).type == "cuda" and not torch.cuda.is_bf16_supported():
-        yield Problem('"bf16" needs a GPU that has bfloat16.', remedy="Set fp16: true instead.", option="bf16")
+        yield Problem('"bf16" requires a GPU that supports bfloat16.', remedy="Set fp16: true instead.", option="bf16")
 
 
 def _processes(options: EngineChoices) -> Iterator[Problem]:
@@ -185,13 +186,13 @@ def _processes(options: EngineChoices) -> Iterator[Problem]:
         )
     elif options.engine == "single" and options.num_processes not in (AUTO, 1):
         yield Problem(
-            f'"engine" is single, and "num_processes" {options.num_processes}.',
+            f'"engine" is single, but "num_processes" {options.num_processes}.',
             remedy="Leave engine out.",
             option=("engine", "num_processes"),
         )
     if options.engine == "single" and num_processes > 1:
         yield Problem(
-            f'"engine" is single, and {num_processes} processes were started.',
+            f'"engine" is single, but {num_processes} processes were started.',
             remedy="Leave engine out.",
             option=("engine", "num_processes"),
         )
@@ -219,7 +220,11 @@ def engine_notes(options: EngineChoices) -> list[str]:
     device, notes = device_of(options), []
     asked = mixed_precision(options)
     if asked == "fp16" and device.type == "cpu":
-        instead = "bfloat16" if has_fast_bfloat16() else f"float32: {cpu_instructions()} has no bfloat16 products"
+        instead = (
+            "bfloat16"
+            if has_fast_bfloat16()
+            else f"float32: {cpu_instructions()} does not support bfloat16 matrix products"
+        )
         notes.append(f'"fp16" on a CPU runs in {instead}.')
     if asked == "bf16" and device.type == "cpu" and not has_fast_bfloat16():
         notes.append(f"{slow_products(torch.bfloat16)} Set bf16: false, unless memory is short.")
@@ -228,13 +233,13 @@ def engine_notes(options: EngineChoices) -> list[str]:
     if device.type == "cpu" and (options.gradient_checkpointing_kwargs or {}).get("offload"):
         notes.append('"gradient_checkpointing_kwargs": "offload" has no effect on a CPU.')
     if options.activation_offloading and device.type == "cpu":
-        notes.append('"activation_offloading" has no effect on a CPU, whose memory is the machine\'s.')
+        notes.append('"activation_offloading" has no effect on a CPU.')
     for name in ("torch_compile_backend", "torch_compile_mode"):
         if getattr(options, name) is not None and not options.torch_compile:
             notes.append(f'"{name}" has no effect without "torch_compile".')
     notes += [*launched_notes(options), *deepspeed_notes(options), *fsdp_notes(options)]
     if device.type == "cpu" and asks_for_fsdp(options) and fsdp_settings(options).offloads:
-        notes.append('"fsdp": offload has no effect on a CPU, whose memory is the machine\'s.')
+        notes.append('"fsdp": offload has no effect on a CPU.')
     if options.tf32 and device.type == "cpu":
         notes.append('"tf32" has no effect on a CPU.')
     return notes

@@ -137,7 +137,7 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
             is_held = False
         if not is_held:
             what = "another run is writing into this folder."
-            raise UserError(what, where=str(folder), remedy="Wait for it to end, or name another folder.")
+            raise UserError(what, where=str(folder), remedy="Wait for it to end, or set another folder.")
         try:
             yield
         except BaseException as error:

@@ -15,7 +15,7 @@ from burnish.config.conversion import GivenTwice, each_key_once
 from burnish.config.errors import UserError
 from burnish.utils.files import odd_kind, regular
 
-FETCH_AGAIN = "Fetch the file again, or mend it there."
+FETCH_AGAIN = "Download the file again, or fix it at that place."
 _KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
 
 
@@ -26,7 +26,7 @@ def read_json(path: Path, remedy: str = FETCH_AGAIN) -> Any:
         UserError: where it is none, with line and column.
     """
     if kind := odd_kind(path):
-        raise UserError(f'"{path}" is {kind}, and not a file.', remedy=remedy)
+        raise UserError(f'"{path}" is {kind}, not a file.', remedy=remedy)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -36,7 +36,7 @@ def read_json(path: Path, remedy: str = FETCH_AGAIN) -> Any:
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8 text at byte {error.start}.", where=str(path), remedy=remedy) from None
     except RecursionError:
-        what = "lists and objects are nested in each other too deep to be read."
+        what = "lists and objects are nested too deeply."
         raise UserError(what, where=str(path), remedy=remedy) from None
     except ValueError as error:  # a number of more digits than Python reads
         raise UserError(f"not valid JSON: {error}.", where=str(path), remedy=remedy) from None

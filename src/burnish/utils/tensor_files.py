@@ -92,17 +92,17 @@ def _is_entry(entry: Any) -> bool:
 
 def _cut_off(path: Path, expected: int, size: int) -> Problem:
     return Problem(
-        f"its header speaks of {expected:,} bytes, and the file has {size:,}.",
+        f"its header declares {expected:,} bytes, but the file has {size:,}.",
         where=str(path),
-        why="It was cut off while it was written or downloaded." if size < expected else "Something was added to it.",
-        remedy="Fetch or copy it again.",
+        why="It was truncated while it was written or downloaded." if size < expected else "Something was added to it.",
+        remedy="Download or copy it again.",
     )
 
 
 def _not_safetensors(path: Path, size: int, why: str = "") -> Problem:
     return Problem(
-        f"this is no safetensors file ({size:,} bytes, without a readable header).",
+        f"this is not a safetensors file ({size:,} bytes, without a readable header).",
         where=str(path),
         why=f"{why.rstrip('.')}." if why else "",
-        remedy="Fetch or copy it again.",
+        remedy="Download or copy it again.",
     )

@@ -128,7 +128,7 @@ class LearnOptions:
 def check_learning(options: TemplateChoices) -> list[Problem]:
     if options.train_on_prompt and options.mask_history:
         what = "train_on_prompt and mask_history contradict each other: learn everything, or the last answer only."
-        return [Problem(what, remedy="Leave one of them out.", option=("train_on_prompt", "mask_history"))]
+        return [Problem(what, remedy="Remove one of them.", option=("train_on_prompt", "mask_history"))]
     return []
 
 

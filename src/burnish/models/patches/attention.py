@@ -29,7 +29,7 @@ from burnish.utils.patching import Reason, hook, restore
 NAME = "burnish"
 """The name of this attention in transformers' configs, while a model is in memory."""
 
-PADDING_FREE = Reason("model with padding-free attention", "each sequence attends to itself, and no mask is made")
+PADDING_FREE = Reason("model with padding-free attention", "each sequence attends to itself, without a mask")
 _REPLACED = {"sdpa", "eager"}
 """Attention that burnish's may replace; any other was asked for by name."""
 
@@ -62,9 +62,9 @@ def make_padding_free(model: nn.Module, *, own_attention: bool = True) -> Paddin
         inner.set_attn_implementation(before)
     if isolates_sequences(model):
         return PaddingFree(
-            True, f"{type(inner).__name__} attends under a mask; burnish's faster attention does not fit it."
+            True, f"{type(inner).__name__} uses an attention mask; burnish's faster attention does not support it."
         )
-    return PaddingFree(False, f"{type(inner).__name__} mixes sequences that lie beside each other, so rows are padded.")
+    return PaddingFree(False, f"{type(inner).__name__} mixes adjacent sequences, so batches are padded.")
 
 
 @cache
@@ -109,7 +109,8 @@ def attend(
     if cu_seq_lens_q is not None and max_length_q is not None:
         if not is_causal or len(query) != 1:
             raise ValueError(
-                f"A flat batch is one row under causal attention. Received: {len(query)} rows, {is_causal=}."
+                f"A padding-free batch must be one row with causal attention. Received: {len(query)} rows, "
+                f"{is_causal=}."
             )
         q, k, v = (whole.squeeze(0).transpose(0, 1) for whole in (query, key, value))
         if key_runs is None or cu_seq_lens_k is None or max_length_k is None:

@@ -35,10 +35,10 @@ _EPSILONS = ("variance_epsilon", "eps")
 
 NORM = Reason("norm", "its formula in one pass, a few rows at a time; the result rounded once")
 GATED = Reason("gated layer", "gate and product in one pass; adapters on them share their input")
-ACTIVATION = Reason("activation", "one operation in the place of several")
-LINEAR = Reason("linear layer", "no copy of its weights in bfloat16 is kept for the backward pass")
+ACTIVATION = Reason("activation", "one operation instead of several")
+LINEAR = Reason("linear layer", "no bfloat16 copy of its weights is kept for the backward pass")
 ATTENTION = Reason("attention layer", "the adapters on queries, keys and values share their input")
-ADAPTED = Reason("adapted layer", "layer and update in one product, which keeps its input once")
+ADAPTED = Reason("adapted layer", "layer and update in one product; the input is saved once")
 
 Answer = tuple[Callable[[nn.Module], Callable[..., Any]], Reason] | None
 """Builder of a forward pass for a module, and its reason; None where there is none for it."""

@@ -78,9 +78,9 @@ def liger_problems(device: torch.device) -> list[Problem]:
         reasons.append("its kernels run on a GPU only, and this run is on a CPU")
     if find_spec("liger_kernel") is None:
         reasons.append("it needs the library liger-kernel, which is not installed")
-    remedy = "Leave it out: burnish's own layers compute the same."
+    remedy = "Remove the option: burnish's own layers compute the same."
     return [
-        Problem(f'"enable_liger_kernel" is true, and {reason}.', remedy=remedy, option="enable_liger_kernel")
+        Problem(f'"enable_liger_kernel" is true, but {reason}.', remedy=remedy, option="enable_liger_kernel")
         for reason in reasons
     ]
 
@@ -135,7 +135,7 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
     if not keeps_answers(inner, lambda: record(inner, change, LIGER)):
         raise UserError(
             f"Liger's kernels change what this {type(inner).__name__} computes.",
-            why="The installed versions of liger-kernel and transformers do not go together for it.",
+            why="The installed versions of liger-kernel and transformers are not compatible for this model.",
             remedy="Set enable_liger_kernel: false.",
         )
     unused = [name for name in _LOSSES if given.get(name)]

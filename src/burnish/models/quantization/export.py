@@ -125,18 +125,19 @@ def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -
             )
         )
     if not _layers(shapes):  # GPT-2's
-        what = f"{type(shapes).__name__} has no linear layers of torch, which alone are quantized here."
-        problems.append(Problem(what, remedy="Leave export_quantization_bit out."))
+        what = f"{type(shapes).__name__} has no torch.nn.Linear layers, and only those can be quantized."
+        problems.append(Problem(what, remedy="Remove export_quantization_bit."))
     inputs = _WORD // math.gcd(_WORD, bits or _WORD)
     outputs = _AWQ_OUTPUTS if method == "awq" else inputs
     for name, layer in _layers(shapes):
         if layer.in_features % inputs or layer.out_features % outputs:
             what = (
-                f"{method} of {bits} bits takes layers with a multiple of {inputs} inputs and of {outputs} outputs. "
+                f"{method} of {bits} bits requires layers with a multiple of {inputs} inputs and a multiple of "
+                f"{outputs} outputs. "
                 f"{name} has {layer.in_features} and {layer.out_features}."
             )
             other = ", or export_quantization_method: gptq" if method == "awq" else ", or set 8 bits"
-            problems.append(Problem(what, remedy=f"Leave export_quantization_bit out{other}."))
+            problems.append(Problem(what, remedy=f"Remove export_quantization_bit{other}."))
             break
     return problems
 

@@ -70,13 +70,13 @@ def check_quantization(options: QuantizationChoices) -> list[Problem]:
         problems += MissingExtraError("bitsandbytes", '"quantization_bit"', EXTRA, option="quantization_bit").problems
     if options.finetuning_type in ("full", "freeze"):
         what = (
-            f'"quantization_bit" {options.quantization_bit} leaves weights that cannot be trained, and '
+            f'"quantization_bit" {options.quantization_bit} makes the weights untrainable, but '
             f'"finetuning_type" is {options.finetuning_type}.'
         )
         problems.append(
             Problem(
                 what,
-                remedy="Set finetuning_type: lora, or leave quantization_bit out.",
+                remedy="Set finetuning_type: lora, or remove quantization_bit.",
                 option=("quantization_bit", "finetuning_type"),
             )
         )
@@ -84,23 +84,21 @@ def check_quantization(options: QuantizationChoices) -> list[Problem]:
     if len(folders) > 1 or (folders and options.create_new_adapter):
         problems.append(
             Problem(
-                '"adapter_name_or_path" names adapters that would be merged into a base of '
-                f'"quantization_bit" {options.quantization_bit}: the sum would be rounded away.',
+                '"adapter_name_or_path" names adapters that would be merged into a base model with '
+                f'"quantization_bit" {options.quantization_bit}: rounding would discard the update.',
                 remedy="Merge them first: burnish export without quantization_bit. Then train on top of that model.",
                 option=("adapter_name_or_path", "quantization_bit"),
             )
         )
     if options.pissa_init:
-        what = '"pissa_init" takes the base weights apart, and with "quantization_bit" they are not numbers any more.'
+        what = '"pissa_init" decomposes the base weights and cannot be combined with "quantization_bit".'
         problems.append(
-            Problem(
-                what, remedy="Leave pissa_init out, or quantization_bit.", option=("pissa_init", "quantization_bit")
-            )
+            Problem(what, remedy="Remove pissa_init or quantization_bit.", option=("pissa_init", "quantization_bit"))
         )
     if options.train_from_scratch:
         problems.append(
             Problem(
-                '"quantization_bit" and "train_from_scratch" contradict: random weights have to train.',
+                '"quantization_bit" and "train_from_scratch" cannot be combined: random weights must be trained.',
                 option=("quantization_bit", "train_from_scratch"),
             )
         )
@@ -112,7 +110,11 @@ def quantization_notes(options: QuantizationOptions) -> list[str]:
     switches = dict.fromkeys(("quantization_type", "double_quantization"), "quantization_bit")
     notes = set_without(options, switches)
     if options.quantization_bit == 8:
-        notes += [f'"{name}" has no effect: it is for 4 bits.' for name in switches if name in changed_options(options)]
+        notes += [
+            f'"{name}" has no effect: it applies to 4-bit quantization only.'
+            for name in switches
+            if name in changed_options(options)
+        ]
     return notes
 
 
@@ -188,7 +190,7 @@ def use_kernels_that_train(config: Any, device: torch.device | str | None = None
         described["backend"] = chosen
     else:
         described.backend = chosen
-    return f"On a CPU, weights of {method} are multiplied by the kernel {chosen}." if is_cpu else ""
+    return f"On a CPU, weights of {method} use the kernel {chosen}." if is_cpu else ""
 
 
 def _entry(holder: Any, name: str) -> Any:
@@ -213,7 +215,7 @@ def check_quantized_files(options: ModelOptions, config: Any) -> list[Problem]:
             Problem(
                 f"its weights are quantized by {method}, which needs the library {' and '.join(missing)}.",
                 where=where,
-                remedy=f"Install it with: pip install {' '.join(missing)}; or use the model as it was before.",
+                remedy=f"Install it with: pip install {' '.join(missing)}; or use the unquantized model.",
             )
         )
     if (trained := getattr(options, "finetuning_type", "lora")) in ("full", "freeze"):
@@ -222,7 +224,7 @@ def check_quantized_files(options: ModelOptions, config: Any) -> list[Problem]:
             Problem(
                 what,
                 where=where,
-                remedy="Set finetuning_type: lora, or use the model as it was before.",
+                remedy="Set finetuning_type: lora, or use the unquantized model.",
                 option="finetuning_type",
             )
         )

@@ -43,8 +43,8 @@ _OF_THE_MACHINE = {
 _OBSERVING = {"comms_config", "monitor_config", "tensorboard", "wandb", "csv_monitor", "comet"}
 """Settings of DeepSpeed's monitors, which move no number; they are left out."""
 _OWN = {
-    "optimizer": "optim, learning_rate and weight_decay take its place",
-    "scheduler": "lr_scheduler_type and warmup_steps take its place",
+    "optimizer": "use optim, learning_rate and weight_decay instead",
+    "scheduler": "use lr_scheduler_type and warmup_steps instead",
 }
 
 
@@ -73,7 +73,7 @@ def raw_settings(options: DeepspeedChoices) -> dict[str, Any]:
     """As they were given, without comments: keys that begin with an underscore.
 
     Raises:
-        ValueError: a half sentence, where a file cannot be read or holds no object.
+        ValueError: a half sentence, where a file cannot be read or does not contain an object.
     """
     source = _source(options)
     if isinstance(source, str) and source in NAMES:
@@ -81,7 +81,7 @@ def raw_settings(options: DeepspeedChoices) -> dict[str, Any]:
     if isinstance(source, str):
         source = read_settings(Path(source))
     if not isinstance(source, Mapping):
-        raise ValueError(f"holds no object. Received: {source!r}")
+        raise ValueError(f"does not contain an object. Received: {source!r}")
     return copy.deepcopy({key: value for key, value in source.items() if not str(key).startswith("_")})
 
 
@@ -155,7 +155,7 @@ def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
     try:
         settings = raw_settings(options)
     except ValueError as error:
-        yield Problem(f"the file of DeepSpeed's settings {error}.", where, option="deepspeed")
+        yield Problem(f"the DeepSpeed config file {error}.", where, option="deepspeed")
         return
     for key, value in settings.items():
         if key in _SAYS_AGAIN:
@@ -164,9 +164,9 @@ def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
             yield from _own_section(where, key, value)
         elif key not in _OF_THE_MACHINE | _OBSERVING:
             yield Problem(
-                f'"{key}" of DeepSpeed\'s settings is not part of burnish.',
+                f'"{key}" of the DeepSpeed config is not part of burnish.',
                 where,
-                remedy="Take it out of the file.",
+                remedy="Remove it from the file.",
                 option="deepspeed",
             )
     yield from _offloads(where, settings)
@@ -176,11 +176,11 @@ def deepspeed_notes(options: DeepspeedChoices) -> Iterator[str]:
     if not asks_for_deepspeed(options):
         return
     if zero_stage(options) == 0:
-        yield '"deepspeed": stage 0 of ZeRO spreads nothing, so torch\'s data parallelism takes its place.'
+        yield '"deepspeed": ZeRO stage 0 shards nothing, so torch\'s DDP is used instead.'
     for key in sorted(_OBSERVING & raw_settings(options).keys()):
-        yield f'"{key}" of DeepSpeed\'s settings has no effect: burnish logs by itself (report_to).'
+        yield f'"{key}" of the DeepSpeed config has no effect: burnish logs by itself (report_to).'
     yield from (
-        f'"{key}" of DeepSpeed\'s settings is "auto": {_OWN[key]}.' for key in _OWN if key in raw_settings(options)
+        f'"{key}" of the DeepSpeed config is "auto": {_OWN[key]}.' for key in _OWN if key in raw_settings(options)
     )
 
 
@@ -203,7 +203,7 @@ def _difference(where: str, key: str, value: Any, options: DeepspeedChoices) -> 
     given = value_of(options)
     if asked not in (AUTO, given):
         yield Problem(
-            f'"{key}" is {json.dumps(asked)}, and the option "{name}" is {json.dumps(given)}.',
+            f'"{key}" is {json.dumps(asked)}, but the option "{name}" is {json.dumps(given)}.',
             where,
             remedy=f'Set {name}: {json.dumps(asked)}, or write "auto" into the file.',
             option=("deepspeed", name),
@@ -216,9 +216,9 @@ def _own_section(where: str, key: str, value: Any) -> Iterator[Problem]:
     is_usual = isinstance(value, Mapping) and value.get("type") in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
     if not is_usual or any(item != AUTO for item in params.values()):
         yield Problem(
-            f'"{key}" of DeepSpeed\'s settings is not part of burnish.',
+            f'"{key}" of the DeepSpeed config is not part of burnish.',
             where,
-            remedy=f"Take it out of the file; {_OWN[key]}.",
+            remedy=f"Remove it from the file; {_OWN[key]}.",
             option="deepspeed",
         )
 
@@ -229,7 +229,7 @@ def _offloads(where: str, settings: Mapping[str, Any]) -> Iterator[Problem]:
         device = (zero.get(name) or {}).get("device", "none")
         if device not in ("none", "cpu"):
             yield Problem(
-                f'"{name}": burnish offloads to the CPU alone. Received: "{device}".', where, option="deepspeed"
+                f'"{name}": burnish offloads only to the CPU. Received: "{device}".', where, option="deepspeed"
             )
     if zero.get("stage", 0) not in (0, 1, 2, 3):
         yield Problem(

@@ -178,6 +178,6 @@ def _raise_unless_same(weights: Mapping[str, Any], state: Mapping[str, Any]) -> 
     ]  # fmt: skip
     if apart:
         raise UserError(
-            f"the weights of the checkpoint are not this model's: {', '.join(sorted(apart)[:3])}.",
-            remedy="Continue with the model and the adapter options that the checkpoint was written with.",
+            f"the weights of the checkpoint do not match this model: {', '.join(sorted(apart)[:3])}.",
+            remedy="Use the model and the adapter options that the checkpoint was saved with.",
         )

@@ -248,8 +248,7 @@ def follow(optimizer: Optimizer, moved: Mapping[int, nn.Parameter]) -> None:
     """
     if optimizer.state:
         raise UserError(
-            f"The optimizer {type(optimizer).__name__} keeps states of whole weights from the beginning, and fsdp "
-            "shards them.",
+            f"The optimizer {type(optimizer).__name__} creates its states from full weights, but fsdp shards them.",
             remedy="Set optim: adamw_torch_fused.",
         )
     for group in optimizer.param_groups:
@@ -274,9 +273,9 @@ def _wrapped_alone(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
         for wanted in settings.layer_classes:
             if wanted not in names:
                 raise UserError(
-                    f'fsdp_config: "transformer_layer_cls_to_wrap" names {wanted}, and the model has no such '
+                    f'fsdp_config: "transformer_layer_cls_to_wrap" names {wanted}, but the model has no such '
                     f"layer.{did_you_mean(wanted, names)}",
-                    remedy="Leave it out: layers are found from the model.",
+                    remedy="Remove it: layers are detected automatically.",
                     option="fsdp_config",
                 )
         found = [module for module in model.modules() if type(module).__name__ in settings.layer_classes]

@@ -27,20 +27,20 @@ _READ = {
     "transformer_cls_to_wrap", "min_num_params", "activation_checkpointing", "dp_replicate_size",
 }  # fmt: skip
 _WITHOUT_EFFECT = {
-    "version": "there is one, FSDP2.",
-    "fsdp": "the option fsdp says it.",
-    "auto_wrap_policy": "layers are found from the model, or by transformer_layer_cls_to_wrap or min_num_params.",
-    "backward_prefetch": "FSDP2 fetches the next layer while one is computed.",
-    "backward_prefetch_policy": "FSDP2 fetches the next layer while one is computed.",
-    "forward_prefetch": "FSDP2 fetches the next layer while one is computed.",
-    "limit_all_gathers": "FSDP2 frees what it gathered without waiting.",
-    "use_orig_params": "FSDP2 keeps each weight by itself.",
+    "version": "only FSDP2 is supported.",
+    "fsdp": "set the option fsdp instead.",
+    "auto_wrap_policy": "layers are detected automatically, or set by transformer_layer_cls_to_wrap or min_num_params.",
+    "backward_prefetch": "FSDP2 prefetches the next layer.",
+    "backward_prefetch_policy": "FSDP2 prefetches the next layer.",
+    "forward_prefetch": "FSDP2 prefetches the next layer.",
+    "limit_all_gathers": "FSDP2 frees gathered weights without waiting.",
+    "use_orig_params": "FSDP2 shards each parameter separately.",
     "sync_module_states": "every process reads the same files.",
-    "cpu_ram_efficient_loading": "each process reads its part from the files.",
-    "state_dict_type": "checkpoints are sharded safetensors; the final model is one folder of whole weights.",
-    "mixed_precision_policy": "bf16 and fp16 say it.",
-    "xla": "burnish runs on torch alone.", "xla_fsdp_v2": "burnish runs on torch alone.",
-    "xla_fsdp_grad_ckpt": "burnish runs on torch alone.", "xla_fsdp_settings": "burnish runs on torch alone.",
+    "cpu_ram_efficient_loading": "each process reads its shard from the files.",
+    "state_dict_type": "checkpoints are sharded safetensors; the final model is one folder with the full weights.",
+    "mixed_precision_policy": "set bf16 or fp16 instead.",
+    "xla": "burnish does not support XLA.", "xla_fsdp_v2": "burnish does not support XLA.",
+    "xla_fsdp_grad_ckpt": "burnish does not support XLA.", "xla_fsdp_settings": "burnish does not support XLA.",
 }  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
     if value and not asks_for_fsdp(options):
         yield Problem(
             '"fsdp_config" has no effect without "fsdp".',
-            remedy="Set fsdp: full_shard, or leave it out.",
+            remedy="Set fsdp: full_shard, or remove it.",
             option=("fsdp_config", "fsdp"),
         )
     for word in sorted(_words(options) - _WORDS):
@@ -137,7 +137,10 @@ def fsdp_notes(options: FsdpChoices) -> Iterator[str]:
             yield f'"fsdp_config": "{key}" has no effect: {_WITHOUT_EFFECT[key]}'
     if "sharding_strategy" in values:
         resharding = str(fsdp_settings(options).reshards).lower()
-        yield f'"fsdp_config": "sharding_strategy" is FSDP1\'s word; here it means reshard_after_forward: {resharding}.'
+        yield (
+            '"fsdp_config": "sharding_strategy" is an FSDP1 setting; it is read as reshard_after_forward: '
+            f"{resharding}."
+        )
 
 
 def _strategy(words: set[str], values: Mapping[str, Any]) -> str:
@@ -168,7 +171,7 @@ def _given(options: FsdpChoices) -> dict[str, Any]:
     if isinstance(given, str):
         given = read_settings(Path(given))
         if not isinstance(given, dict):
-            raise ValueError("holds no object")
+            raise ValueError("does not contain an object")
     return {(key if key == "fsdp" else key.removeprefix("fsdp_")): value for key, value in given.items()}
 
 

@@ -149,7 +149,7 @@ def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
     return [
         Problem(
             f'output_dir "{folder}" holds {what}: {shown}.',
-            remedy="Name another output_dir, or set overwrite_output_dir: true to write over it.",
+            remedy="Set another output_dir, or set overwrite_output_dir: true to write over it.",
             option="output_dir",
         )
     ]
@@ -355,7 +355,7 @@ def check_streaming(options: RunOptions) -> list[Problem]:
         problems.append(Problem(what, remedy="Set val_size: 100, say.", option="val_size"))
     if trains(options) and (why := _needs_all_rows(options)):
         what = f'"streaming" is true, and {why} needs all rows before the first step.'
-        problems.append(Problem(what, remedy="Leave one of the two out.", option=("streaming", why.partition(" ")[0])))
+        problems.append(Problem(what, remedy="Remove one of them.", option=("streaming", why.partition(" ")[0])))
     return problems
 
 

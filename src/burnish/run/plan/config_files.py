@@ -218,7 +218,7 @@ def _json_values(path: Path, text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except RecursionError:
-        what = "lists and objects are nested in each other too deep to be read."
+        what = "lists and objects are nested too deeply."
         raise UserError(what, where=str(path), remedy="Write out what is meant.") from None
     except json.JSONDecodeError as error:
         raise _syntax_error(path, text, error.lineno, error.colno, error.msg) from None

@@ -205,7 +205,7 @@ class KTOConfig(WithReference):
         found = super()._contradictions(choices)
         if self.kl_pairing == "group" and self.precompute_ref_log_probs:
             what = '"precompute_ref_log_probs" asks before the first step, and "kl_pairing" group makes rows in it.'
-            found.append(Problem(what, remedy="Leave one of them out."))
+            found.append(Problem(what, remedy="Remove one of them."))
         return found
 
 

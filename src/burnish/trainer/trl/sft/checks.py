@@ -99,7 +99,7 @@ def check_objective(
     if args.loss_type == "dft" and compute_loss_func is not None:
         raise ValueError(
             "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`, and both say what "
-            "the loss is. Leave one of them out."
+            "the loss is. Remove one of them."
         )
     if formatting_func is not None and learns_completions(args, sample) and not skips_preparation(args):
         raise ValueError(
