@@ -1,6 +1,6 @@
-"""Common parts of the API's and the page's server.
+"""HTTP server shared by the API and the web UI.
 
-In:  an application of Starlette's, its options. Out: a server that listens, drains and ends; requests that were let
-     through, bodies read within bounds, error objects, event streams, static files.
-Begin with ``serving.py``, then ``guards.py``: who may ask. Imports core only.
+In:  a Starlette application and its options. Out: a server that listens, drains and exits; checked requests, bodies
+     with size limits, error objects, event streams, static files.
+Begin with ``server.py``, then ``guards.py`` for the checks of requests.
 """

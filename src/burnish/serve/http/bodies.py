@@ -1,8 +1,8 @@
 """The body of a request as one JSON object, read strictly.
 
-In: a request. Out: a dict. Refused: a body that is not said to be JSON, that is larger than allowed (by its announced
-length, and by counting), slower than ``SLOWEST_S``, no JSON, no object, nested deeper than ``DEEPEST``; a key given
-twice; NaN and infinity; half a character (a lone surrogate). Nobody's form data is parsed, and nothing is unpacked.
+In: a request. Out: a dict. Rejected: a content type other than JSON; a body that exceeds the size limit (declared or
+received), takes longer than ``SLOWEST_S``, is not a JSON object, or is nested deeper than ``DEEPEST``; duplicate keys;
+NaN and infinity; lone surrogates. Form data and compressed bodies are not supported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SLOWEST_S = 30.0
 DEEPEST = 64
 IN_A_THREAD = 256 * 1024
-"""Bodies larger than this are parsed in a thread, so that streams of others go on meanwhile."""
+"""Bodies larger than this, in bytes, are parsed in a thread so that they do not block other streams."""
 
 
 async def json_object(request: Request) -> dict[str, Any]:
@@ -39,7 +39,7 @@ async def json_object(request: Request) -> dict[str, Any]:
 
 
 async def whole_body(request: Request) -> bytes:
-    """All bytes; the guard counts them on their way (``guards.py``)."""
+    """The whole body in bytes; ``guards.py`` enforces the size limit while it is read."""
     from starlette.requests import ClientDisconnect  # a conversation at a terminal reads fields without a server
 
     try:
@@ -83,7 +83,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def json_type(value: Any) -> str:
-    """JSON's name of the type of a value."""
+    """Name of the JSON type of a value, for error messages."""
     kinds: Sequence[tuple[Any, str]] = (
         (bool, "a boolean"), (int, "an integer"), (float, "a number"), (str, "a string"), (list, "an array"),
         (dict, "an object"),
@@ -109,7 +109,7 @@ def _no_number(word: str) -> NoReturn:
 
 
 def _half_character(value: Any, depth: int = 1) -> str | None:
-    """Find a lone surrogate in the texts of a value; returns a path that begins with a dot or a bracket, or None."""
+    """Path of the first lone surrogate in a value, beginning with a dot or a bracket; None if there is none."""
     if isinstance(value, str):
         is_whole = value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
         return None if is_whole else ""

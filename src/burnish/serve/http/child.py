@@ -1,7 +1,7 @@
-"""Processes that outlive the server which starts them, in sessions of their own; proven before they are signalled.
+"""Start processes that outlive the server, in their own sessions, and send them signals.
 
-In: an argument list, never a shell's line. Out: a process whose output is a file. Nothing is piped through the server,
-so nothing breaks when it goes.
+In: an argument list, never a shell command. Out: a process whose output goes to a file. Nothing is piped through the
+server, so the process survives its end. Before a signal is sent, the identity of the process is verified.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from burnish.utils.files import ROOTS, appended
 
 NOT_FOR_CHILDREN = ("BURNISH_KEY", "API_KEY")
-"""Keys of servers: what a child would leave in a log or a crash report."""
+"""Server keys that are removed from the environment of children, which could leak them in a log or crash report."""
 
 
 def environment_of_child(roots: Iterable[Path]) -> dict[str, str]:
@@ -31,7 +31,7 @@ def start_burnish(
 ) -> subprocess.Popen[bytes]:
     """Start ``burnish *words`` in ``folder``, with its output appended to a file.
 
-    Python is told not to import modules from ``folder``, which may hold anybody's files (-P).
+    Python's option -P prevents imports of modules from ``folder``, which may contain untrusted files.
     """
     with appended(output) as file:
         return subprocess.Popen(  # noqa: S603  (a list of words, the first of which we chose)
@@ -43,9 +43,9 @@ def start_burnish(
 def tell(
     launch: Mapping[str, Any], number: signal.Signals, is_alive: Callable[[Mapping[str, Any]], bool]
 ) -> bool:  # fmt: skip
-    """Send a signal to the process that ``launch`` names, if it is proven to be that one. False where it is not.
+    """Send a signal to the process of ``launch``. Returns False if that process is no longer running.
 
-    A pidfd is held while it is proven, so that the number cannot come to stand for another process in between.
+    A pidfd is held during the check, so that the pid cannot be reused by another process in between.
     """
     pid = launch.get("pid")
     if not isinstance(pid, int) or pid <= 1:

@@ -1,9 +1,9 @@
-"""Connections of a server: how long one may take for the head of a request, and how many there may be.
+"""Limits on the connections of a server: time to receive a request's headers, and number of open connections.
 
-uvicorn closes a connection that is idle after a response; one that never sends a whole head stays open. Without limits
-a visitor without a key takes every file descriptor of the process. So the head of each request has ``HEAD_S``. If there
-are too many connections, the oldest that waits for a head is closed, so that a new one is served; if all of them are
-being answered, the new one is closed.
+uvicorn closes a connection that is idle after a response, but not one that never completes its headers. Without limits,
+a client without a key can exhaust the file descriptors of the process. The headers of each request must arrive within
+``HEAD_S``. When there are too many connections, the oldest one that waits for headers is closed; if all connections are
+in use, the new one is closed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ log, again = logging.getLogger("burnish.connections"), logging.getLogger("burnis
 
 
 def most_connections() -> int:
-    """Connections at once: half of the files that this process may open, so that its work has the other half."""
+    """Maximum number of open connections: at most half of the process's file descriptor limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(4, min(MOST_CONNECTIONS, soft // 2))
 
 
 class OncePerMinute(logging.Filter):
-    """Drop a record whose message, before its arguments are filled in, was logged less than a minute ago; a line before
-    the next one that passes says how many were dropped."""
+    """Suppress a record if the same message template was logged less than a minute ago. The number of suppressed
+    records is logged before the next one that passes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""A request that is not answered, and why: the error object of OpenAI's API, and the short one of the page.
+"""Errors of a request, as the error object of OpenAI's API and the shorter one of the page.
 
     raise APIError(400, "invalid_value", '"temperature" must be between 0 and 2. Received: 3.', param="temperature")
 
-In: status, code, sentence, the parameter that it is about. Out: JSON with the status. The sentences say expected,
-received, remedy; a fault of our own says one line and the request's id, under which the log has the rest.
+In: status, code, message, parameter. Out: JSON with the status. Messages state what was expected, what was received and
+the remedy. For an internal error the client gets one line and the request id; the log has the details.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def page_error(refusal: APIError) -> dict[str, Any]:
 
 
 def to_json(content: Any) -> bytes:
-    """UTF-8 bytes. NaN and infinity are refused: they are no JSON, and a caller must say what they mean."""
+    """JSON as UTF-8 bytes. Raises ValueError for NaN and infinity, which are not valid JSON."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode("utf-8")
 

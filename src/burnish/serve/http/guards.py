@@ -2,12 +2,12 @@
 
     app = Guard(routes, Rules(...), admit=bearer(key, open_paths), as_object=openai_error)
 
-In the order of what costs least: number and size of headers, the Host (DNS rebinding: a foreign page that points its
-own name at 127.0.0.1 arrives with that name), the Origin (a foreign page that calls us by our own name), the key, the
-announced length of the body; then the body is counted while it is read. Nothing of a body that is refused is kept.
+Cheap checks run first: number and size of headers, Host (against DNS rebinding), Origin (against cross-site
+requests), key, declared length of the body. The size of the body is then checked while it is read. A rejected body is
+discarded.
 
-Starlette's own middleware does less: its TrustedHost does not read [::1], and its CORS lets foreign pages in whose
-response a browser then hides. Forms, files and ``request.url`` are not used (the record of faults in them is long).
+Starlette's own middleware does less: TrustedHostMiddleware does not parse [::1], and CORSMiddleware still executes
+requests from foreign origins. Forms, file uploads and ``request.url`` are not used because of past security bugs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MOST_DISCARDED = 32 * 2**20
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 log = logging.getLogger("burnish.serve.http")
 Admit: TypeAlias = Callable[[Request], None]
-"""Raises APIError where a request may not come in."""
+"""Raises APIError if a request is not authorized."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,11 @@ class Rules:
 
     Args:
         hosts: names that a Host header may give, in lower case, without port.
-        any_address: accept any literal address, which nobody can point elsewhere, as a Host too: the server is bound
-            wider than loopback.
-        origins: foreign origins that may ask, such as ``https://chat.example.org``; ``*`` is not one.
-        own_origin: accept the origin that the Host header names: a page of ours asks it.
-        effects_need_origin: refuse a request with an effect that names no origin.
-        max_body_bytes: the longest body.
+        any_address: accept any IP address as a Host too (DNS cannot redirect it). For servers not bound to loopback.
+        origins: allowed foreign origins, such as ``https://chat.example.org``. ``*`` is not supported.
+        own_origin: accept the server's own origin, as named by the Host header.
+        effects_need_origin: reject requests other than GET, HEAD and OPTIONS without an Origin header.
+        max_body_bytes: maximum size of a body in bytes.
     """
 
     hosts: frozenset[str] = LOOPBACK_NAMES
@@ -71,10 +70,10 @@ class Rules:
 
 
 def only(request: Request, name: str) -> str | None:
-    """The value of a header that is given once at most.
+    """The value of a header that may appear at most once.
 
     Raises:
-        APIError: 400, where it is given twice: a proxy might have read the other one.
+        APIError: 400 if it is repeated; a proxy may have used the other value.
     """
     values = request.headers.getlist(name)
     if len(values) > 1:
@@ -88,12 +87,12 @@ def new_key() -> str:
 
 
 def same_key(given: str, key: str) -> bool:
-    """Compare in a time that does not tell how much of it is right."""
+    """Compare two keys in constant time."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), key.encode("utf-8", "replace"))
 
 
 def bearer(key: str | None, open_paths: Collection[str]) -> Admit:
-    """Admit who shows ``Authorization: Bearer KEY``; everybody where there is no key, and on the open paths."""
+    """Require ``Authorization: Bearer KEY``, except on the open paths or if ``key`` is None."""
 
     def admit(request: Request) -> None:
         if key is None or request.scope["path"] in open_paths:
@@ -112,15 +111,15 @@ def bearer(key: str | None, open_paths: Collection[str]) -> Admit:
 
 
 class Guard:
-    """An ASGI application around another one, that lets in what the rules allow.
+    """ASGI middleware that passes on only the requests that the rules allow.
 
     Args:
         app: the routes.
-        rules: what is accepted.
-        admit: decides by the key.
-        as_object: a refusal as the JSON that clients of this server expect.
-        headers: of every response.
-        seen: receives path, status, seconds and request id of every request once it is over.
+        rules: conditions on requests.
+        admit: checks the key.
+        as_object: converts an error to the JSON format of this server.
+        headers: added to every response.
+        seen: called with path, status, seconds and request id after every request.
     """
 
     def __init__(
@@ -208,8 +207,8 @@ def _too_large(most: int) -> APIError:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read on for a moment and keep nothing: who is still sending when the connection closes would see a reset, and
-    not why it was refused."""
+    """Read and discard the body for up to one second, so that a client that is still sending receives the error
+    response and not a connection reset."""
     left = MOST_DISCARDED
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(1.0):
@@ -221,7 +220,7 @@ async def _discard(receive: Receive) -> None:
 
 
 def under(prefix: str, app: ASGIApp) -> ASGIApp:
-    """``app`` for requests whose path begins with ``prefix`` too: a proxy may take it away, or leave it there."""
+    """Serve ``app`` with and without ``prefix``, since a proxy may or may not strip it."""
     prefix = prefix.rstrip("/")
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
@@ -245,10 +244,10 @@ def as_refusal(error: APIError | HTTPException) -> APIError:
 
 
 def check_host(request: Request, rules: Rules) -> str:
-    """The Host header, port and all.
+    """The Host header, including the port.
 
     Raises:
-        APIError: 421, where it is not a name of ours.
+        APIError: 421 if the host is not allowed.
     """
     host = only(request, "host") or ""
     name = host_name(host)
@@ -258,10 +257,10 @@ def check_host(request: Request, rules: Rules) -> str:
 
 
 def check_origin(request: Request, host: str, rules: Rules) -> str | None:
-    """Refuse what a page of somebody else's sends.
+    """Reject requests from origins that are not allowed.
 
     Returns:
-        the foreign origin that is allowed to ask, where one does.
+        the foreign origin if the request has one and it is allowed, else None.
     Raises:
         APIError: 403.
     """

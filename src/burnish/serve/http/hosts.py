@@ -1,4 +1,4 @@
-"""Names and addresses of hosts, and which of them only this machine can reach."""
+"""Host names and addresses; which of them are loopback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def host_name(host: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Return whether it is a literal address, which nobody can point elsewhere."""
+    """Return whether it is an IP address, which DNS cannot redirect."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

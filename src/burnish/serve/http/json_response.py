@@ -1,4 +1,4 @@
-"""A response of JSON, of starlette's; what is said of an error (``errors.py``) needs no server."""
+"""JSON responses for starlette. Kept apart from ``errors.py``, which works without a server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from burnish.serve.http.errors import to_json, to_shown_json
 
 
 class Json(Response):
-    """JSON as UTF-8 text, without blanks. A lone surrogate, which UTF-8 cannot hold, becomes U+FFFD."""
+    """Compact JSON as UTF-8. Lone surrogates are replaced with U+FFFD."""
 
     media_type = "application/json"
 

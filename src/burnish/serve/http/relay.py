@@ -1,7 +1,7 @@
-"""A request passed on to a server behind a Unix socket, and its response passed back, byte for byte, as it comes.
+"""Forward a request to a server on a Unix socket and stream its response back unchanged.
 
-In: method, path, body. Out: an ASGI response. When the client goes, the connection is closed, which ends the work
-behind it.
+In: method, path, body. Out: an ASGI response. When the client disconnects, the connection is closed, which cancels the
+request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PASSED = (b"content-type", b"x-burnish-ignored", b"retry-after")
 
 
 class Relay(StreamingResponse):
-    """A response that is another server's; the client's departure ends it, while the other one works too."""
+    """A streaming response that forwards another server's response. It ends when the client disconnects."""
 
     def __init__(self, socket_path: str, method: str, path: str, body: bytes = b"") -> None:
         super().__init__(())
@@ -40,10 +40,10 @@ class Relay(StreamingResponse):
 async def exchange(
     socket_path: str, method: str, path: str, body: bytes = b""
 ) -> AsyncIterator[h11.Response | h11.Data]:  # fmt: skip
-    """One request over a Unix socket: the response's head, then its data.
+    """One request over a Unix socket: the response's headers, then its data.
 
     Raises:
-        APIError: 503, where nobody answers there.
+        APIError: 503 if the server does not respond.
     """
     try:
         reader, writer = await asyncio.open_unix_connection(socket_path)

@@ -1,9 +1,9 @@
-"""A server's life: it answers from its first moment, begins its work behind that, and ends when it is told to.
+"""Life cycle of a server: accept requests, initialize in the background, shut down on a signal.
 
     status = asyncio.run(serve(app, found, begin, drain))
 
-``begin`` is what has to be done before it is of use (a model is loaded), ``drain`` what is waited for at the end. The
-first SIGTERM or SIGINT drains; a second one ends the process at once. Exit status: 128 + signal.
+``begin`` is the initialization (such as loading a model), ``drain`` the graceful shutdown. The first SIGTERM or SIGINT
+drains; a second one exits immediately. Exit status: 128 + signal.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ async def serve(
 ) -> int:
     """Serve ``app`` on a listening socket until a signal, or until ``begin`` fails.
 
-    ``begin`` may go on for as long as the server lives, and may return early.
+    ``begin`` may return early or run until the server stops.
 
     Returns:
         128 + signal.
     Raises:
-        Exception: what ``begin`` raised.
+        Exception: any exception of ``begin``.
     """
     server = _Server(_config(app))
     told: asyncio.Future[int] = asyncio.get_running_loop().create_future()

@@ -1,7 +1,7 @@
-"""The socket of a server: a port of one address, or a Unix socket that only its owner may open.
+"""Sockets of a server: a TCP port, or a Unix socket that only its owner can open.
 
-In: a host and a port, or a path. Out: a listening socket. Refused, before anything else is done: a port or a path that
-is in use (the next one is never taken in silence), an address that is not of this machine.
+In: a host and a port, or a path. Out: a listening socket. Errors: a port or path in use (another one is never chosen
+silently), an address that does not belong to this machine.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ WAITING_CONNECTIONS = 128
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    """A socket that listens on ``host``, ``port``; port 0 takes a free one.
+    """A socket that listens on ``host`` and ``port``; port 0 selects a free port.
 
     Args:
         option: the name of the port's option, for the error.
     Raises:
-        UserError: where it cannot be had.
+        UserError: if the address is invalid or the port cannot be opened.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -53,10 +53,10 @@ def _not_had(error: OSError, host: str, port: int, option: str) -> Problem:
 
 
 def listen_unix(path: str) -> socket.socket:
-    """A Unix socket that its owner alone may open: the mode is set before it listens, so that nobody was faster.
+    """A Unix socket that only its owner can open: the mode is set before it listens.
 
     Raises:
-        UserError: where another process listens there, or something else lies at that path.
+        UserError: if another process listens there, or the path is not a socket.
     """
     _clear(path)
     found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -71,7 +71,7 @@ def listen_unix(path: str) -> socket.socket:
 
 
 def _clear(path: str) -> None:
-    """Take away a socket that a killed process left behind."""
+    """Remove the stale socket of a killed process."""
     try:
         is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Files of a page, read once and served from memory by exact name: no path of a request ever reaches the disk.
+"""Static files, read once and served from memory by exact name; a request path never reaches the file system.
 
-Their address holds a hash of all of them, ``static/3f2a91c07d11/base.js``, so that a browser may keep them for ever,
-and modules may name each other by their plain names.
+The URL contains a hash of all files, ``static/3f2a91c07d11/base.js``, so that browsers can cache them indefinitely, and
+modules can import each other by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml",
 
 
 class MemoryFiles:
-    """The files of some folders, by name; a folder within them is not looked into."""
+    """The files of some folders, by name. Subfolders are not included."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in _KINDS]

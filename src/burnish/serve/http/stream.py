@@ -1,10 +1,10 @@
-"""Server-sent events: a response that goes on until its events end or the client goes.
+"""Server-sent events: a response that lasts until the events end or the client disconnects.
 
     return EventStream(events())          # events: an asynchronous generator of what event_text() gives
 
-While no event comes, a comment goes out every ``alive_s`` seconds, so that proxies keep the connection. When the client
-goes, ``over`` is called, which is where work is cancelled, and the generator is closed. A client that reads slowly
-holds up this generator and nothing else.
+While there are no events, a comment is sent every ``alive_s`` seconds, so that proxies keep the connection open. When
+the client disconnects, ``over`` is called to cancel the work, and the generator is closed. A slow client blocks only
+this generator.
 
 Source of the format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
@@ -43,7 +43,7 @@ class EventStream(StreamingResponse):
     """A response of events.
 
     Args:
-        over: called once at the end, however it came: a generator that was never begun has no ``finally``.
+        over: called once at the end in every case; the ``finally`` of a generator that never started does not run.
     """
 
     def __init__(

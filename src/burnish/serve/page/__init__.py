@@ -1,7 +1,7 @@
-"""The page, `burnish webui`: runs as their folders tell of them, and a form that starts new ones.
+"""The web UI, `burnish webui`: shows the runs found in folders and starts new ones from a form.
 
-In:  folders of runs, whoever made them; what a visitor with the key types. Out: HTML, JSON and event streams; processes
-     that train, and that outlive the page.
-Begin with ``app.py`` for the routes, ``runs.py`` for what is shown, ``starting.py`` for what is started. No library of
-models is loaded here: ``planner.py`` is the process that knows them.
+In:  run folders of any tool; input of a user with the key. Out: HTML, JSON and event streams; training processes that
+     outlive the server.
+Begin with ``app.py`` for the routes, ``runs/runs.py`` for the runs, ``jobs/starting.py`` for starting them. Model
+libraries are not imported here; ``jobs/planner.py`` runs them in a separate process.
 """

@@ -133,7 +133,7 @@ class Api:
         return ShownJson({"cursor": cursor, "rows": len(columns["step"]), "columns": few, "remarks": said})
 
     async def log(self, request: Request) -> Response:
-        """The end of what the run has said, as text; ``before`` pages back."""
+        """The end of the run's console output; ``before`` pages back."""
         run = await self.site.run(request.path_params["id"])
         path = next((p for name in (CONSOLE, "run.log") if (p := run.folder / name).is_file()), None)
         if path is None:
@@ -145,7 +145,7 @@ class Api:
         return ShownJson({"from": begin, "text": text})
 
     async def download(self, request: Request) -> Response:
-        """A file that the run's list gave, and nothing else."""
+        """Download one of the files that the run lists."""
         run, name = await self.site.run(request.path_params["id"]), request.path_params["name"]
         if name not in [file["name"] for file in _files(run.folder)]:
             raise APIError(404, "no_file", "The run has no file of this name.")
@@ -154,7 +154,7 @@ class Api:
         return Response(body, headers=headers, media_type="application/octet-stream")
 
     async def held_out(self, request: Request) -> Response:
-        """A record that the run does not learn, as a question with its answer; drawn, or ``number``."""
+        """A validation example as a prompt with its reference response: a random one, or ``number``."""
         run, number = await self.site.run(request.path_params["id"]), request.query_params.get("number", "")
         values = await self.site.starter.values_of(run)
         question = {"held_out": True, "values": values, "number": int(number) if number.isdigit() else None}
@@ -196,7 +196,7 @@ class Api:
         return ShownJson({"id": one.id, "name": one.name, "state": one.state}, 202)
 
     async def _target(self, body: Mapping[str, Any]) -> tuple[Path, str]:
-        """A run (``run``, perhaps with a ``checkpoint``), or a ``path`` below a root."""
+        """Folder and name of a run (``run``, optionally ``checkpoint``) or of a ``path`` inside a root."""
         if isinstance(body.get("run"), str):
             run = await self.site.run(body["run"])
             step = body.get("checkpoint")
@@ -285,7 +285,7 @@ class Api:
         return ShownJson({"cursor": cursor, "messages": [{"event": name, "data": data} for name, data in messages]})
 
     async def _news(self, request: Request, cursor: str) -> tuple[list[tuple[str, Any]], str]:
-        """News of the runs that are asked for, or of all runs if none is."""
+        """New messages of the requested runs, or of all runs if none is requested."""
         asked = [one for one in request.query_params.get("runs", "").split(",") if one]
         found = {run.id: run for run in await self.site.found(60.0 if asked else _LISTS_EVERY_S)}
         if any(one not in found for one in asked):
@@ -314,7 +314,7 @@ def _downloaded(path: Path) -> bytes:
 
 
 def _files(folder: Path) -> list[dict[str, Any]]:
-    """Figures, YAML, logs: what may be downloaded. No weights."""
+    """Files that may be downloaded: metrics, YAML, logs, plots. No weights."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         is_offered = path.suffix in _FIGURES and not path.name.startswith((".", *_NOT_OFFERED))

@@ -1,6 +1,6 @@
-"""The page's routes: HTML that reads without script, and what its scripts ask for (``api.py``).
+"""Routes of the web UI: HTML that is readable without JavaScript, and the JSON API of its scripts (``api.py``).
 
-In: options. Out: an ASGI application. No library of models is imported here, and a GET changes nothing.
+In: options. Out: an ASGI application. No model library is imported here, and a GET request changes nothing.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Pages:
         return self._page("sign-in", request, to=to if _is_ours(to) else "", wrong="")
 
     async def sign_in(self, request: Request) -> Response:
-        """By script with JSON, or by the form alone."""
+        """Sign in with JSON (scripts) or form data (without JavaScript)."""
         is_form = request.headers.get("content-type", "").startswith("application/x-www-form-urlencoded")
         if is_form:
             fields = urllib.parse.parse_qs((await whole_body(request)).decode("utf-8", "replace"), max_num_fields=4)
@@ -187,7 +187,7 @@ class Pages:
 
 
 def _is_ours(to: str) -> bool:
-    """A place on this page, and nowhere else."""
+    """Whether ``to`` is a path within the web UI (protects against open redirects)."""
     return bool(to) and to.replace("/", "").replace("-", "").isalnum() and to.isascii() and not to.startswith("/")
 
 
@@ -197,7 +197,7 @@ def _cookie(name: str, value: str, is_secure: bool) -> str:
 
 
 def _summary(columns: dict[str, list[Any]]) -> dict[str, Any]:
-    """First, last and least loss, in words without a picture."""
+    """First, last and lowest loss, for the text summary of the chart."""
     pairs = [
         (s, v) for s, v in zip(columns["step"], columns.get("loss", ()), strict=False) if isinstance(v, int | float)
     ]

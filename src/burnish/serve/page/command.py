@@ -1,6 +1,6 @@
-"""``burnish webui`` and ``burnish webchat``: from the first word to the exit status.
+"""The commands ``burnish webui`` and ``burnish webchat``.
 
-In: the words after the command. Out: 128 + the signal that ended it. Runs that were started from the page go on.
+In: command-line arguments. Out: exit status 128 + signal. Runs that were started from the page continue after it ends.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def webui(words: Sequence[str]) -> int:
     """The command.
 
     Raises:
-        UserError: for options, a port or a folder that cannot be had.
+        UserError: for invalid options, or a port or folder that cannot be used.
     """
     return _serve(*read_options(words))
 
 
 def webchat(words: Sequence[str]) -> int:
-    """The same page, opened at a conversation with one model, as LLaMA-Factory's command of that name.
+    """The web UI, opened at a chat with one model, like LLaMA-Factory's command of the same name.
 
     Raises:
-        UserError: as ``webui`` does, and where no model is named.
+        UserError: as ``webui``, and if no model is given.
     """
     options, named = read_named(words)
     return _serve(options, "talk", named)
@@ -101,10 +101,10 @@ def read_options(words: Sequence[str]) -> tuple[WebOptions, str]:
 
 
 def read_named(words: Sequence[str]) -> tuple[WebOptions, NamedModel]:
-    """The options of the page, and the model that the other words name, as ``burnish api`` and ``chat`` are told.
+    """The options of the web UI, and the model given by the other arguments, as for ``burnish api`` and ``chat``.
 
     Raises:
-        UserError: with all that is wrong with the options, or where no model is named.
+        UserError: with all invalid options, or if no model is given.
     """
     path, rest = path_of(words)
     _, flags = split_arguments(rest)

@@ -1,4 +1,4 @@
-"""The form of a new run: its options, presets, YAML, models and data sets, and what a run would do."""
+"""API of the "New run" form: options, presets, YAML, models, datasets, and the preview of a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Form:
         yield "PUT", "/api/datasets/{id}", self.describe
 
     async def form(self, request: Request) -> Response:
-        """Every option, the boxes, the presets, and the options that no visitor may set."""
+        """All options, their layout, the presets, and the options that cannot be set from the web UI."""
         form = await self.site.form()
         allowed = self.site.starter.allow
         risky = {
@@ -69,14 +69,14 @@ class Form:
         )  # fmt: skip
 
     def _presets(self) -> dict[str, dict[str, Any]]:
-        """Name -> values of the presets that were saved here; a file that cannot be read is passed over."""
+        """Name -> values of the saved presets. Unreadable files are skipped."""
         home = self.site.home
         texts = {name: home.text(f"presets/{name}.yaml") for name in home.names("presets")}
         read = {name: self._read_yaml(text) for name, text in texts.items() if text}
         return {name: found["values"] for name, found in read.items() if not found["problems"]}
 
     async def keep_preset(self, request: Request) -> Response:
-        """Keep the text of a YAML file under a name; it is a file that can be mailed, and run."""
+        """Save the content of a YAML file as a preset."""
         text, name = (await json_object(request)).get("text"), safe_id(request)
         found = await asyncio.to_thread(self._read_yaml, text) if isinstance(text, str) else {"problems": ["no text"]}
         if found["problems"]:
@@ -114,19 +114,19 @@ class Form:
         return EventStream(parts())
 
     async def free(self, request: Request) -> Response:
-        """A folder beside the one that is named, or that one, which holds nothing yet."""
+        """The given folder if it does not exist yet, else the next free name with a number."""
         folder = self.site.places.within(request.query_params.get("folder", ""), "folder")
         return ShownJson({"folder": self.site.places.shown(free_folder(folder))})
 
     async def yaml(self, request: Request) -> Response:
-        """The values of a YAML text, or what is wrong with it and in which line."""
+        """The values of YAML content, or its errors with line numbers."""
         text = (await json_object(request)).get("text")
         if not isinstance(text, str):
             raise APIError(422, "invalid_type", '"text" must be the content of a YAML file.')
         return ShownJson(await asyncio.to_thread(self._read_yaml, text))
 
     def _read_yaml(self, text: str) -> dict[str, Any]:
-        """Read by the same function as a file of the command line, with its limits and its sentences."""
+        """Parse YAML with the reader of the command line, so that limits and errors are the same."""
         with tempfile.TemporaryDirectory(dir=self.site.home.folder) as folder:
             file = Path(folder) / "run.yaml"
             file.write_text(text, encoding="utf-8", errors="replace")
@@ -183,7 +183,7 @@ class Form:
         return ShownJson(found)
 
     async def describe(self, request: Request) -> Response:
-        """Write into the ``dataset_info.json`` beside a file which of its columns is which, under a name."""
+        """Save the column mapping of a file to the ``dataset_info.json`` in its folder, under a name."""
         body, name = await json_object(request), safe_id(request)
         path, columns = self.site.places.within(str(body.get("file") or ""), "dataset"), body.get("columns") or {}
         kind = body.get("formatting")
@@ -200,7 +200,7 @@ class Form:
 
 
 def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
-    """Raises APIError where the name describes something else already, or the file cannot be read or written."""
+    """Raises APIError if the name is taken by another dataset, or the file cannot be read or written."""
     try:
         known = read_object(file) if file.is_file() else {}
     except UserError as error:
@@ -216,7 +216,7 @@ def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
 
 
 def safe_id(request: Request) -> str:
-    """The name in the path, which becomes that of a file."""
+    """The name in the URL, which is used as a file name. Raises APIError 404 for invalid characters."""
     name = str(request.path_params["id"])
     if not _NAME.fullmatch(name):
         raise APIError(404, "no_such_name", "A name may contain only letters, digits, - and _ (at most 64).")
@@ -224,7 +224,7 @@ def safe_id(request: Request) -> str:
 
 
 def whole_number(given: Any, name: str, usual: int) -> int:
-    """The number that a request gives, or ``usual`` where it gives none."""
+    """Parse a non-negative integer parameter; ``usual`` is the default. Raises APIError 422."""
     text = str(usual if given in (None, "") else given)
     if not (text.isascii() and text.isdigit() and len(text) < 16):
         raise APIError(422, "invalid_value", f'"{name}" must be a non-negative integer.', param=name)

@@ -1,6 +1,6 @@
-"""The page's own folder: its key, presets, conversations, sockets. Nothing in it is needed to find runs.
+"""State folder of the web UI: key, presets, conversations, sockets. Runs do not depend on it.
 
-In: ``$BURNISH_HOME``, else ``$XDG_STATE_HOME/burnish``. Everything is for its owner alone, and written whole or not.
+In: ``$BURNISH_HOME``, else ``$XDG_STATE_HOME/burnish``. Files are readable only by their owner and written atomically.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Home:
     """The folder ``web`` within the state folder.
 
     Raises:
-        UserError: where another page uses it.
+        UserError: if another server uses it.
     """
 
     def __init__(self, given: str | None = None) -> None:
@@ -33,7 +33,7 @@ class Home:
         self._lock: IO[str] | None = None
 
     def hold(self, address: str) -> None:
-        """One page per folder; a second one says where the first is."""
+        """Lock the folder for this server. Raises UserError with the address of the other server if it is locked."""
         path = self.folder / "lock"
         lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")
         try:
@@ -49,7 +49,7 @@ class Home:
         self._lock = lock
 
     def key(self) -> str:
-        """The key that was made at the first start, and is kept."""
+        """The key, generated at the first start and stored."""
         path = self.folder / "key"
         if path.is_file() and len(found := path.read_text(encoding="ascii").strip()) >= 16:
             return found
@@ -58,8 +58,8 @@ class Home:
         return key
 
     def leading_to(self, link: str) -> str:
-        """The address of a file, for its owner alone, that leads to ``link``: a browser is started with what it opens
-        among its words, which every user of the machine can read."""
+        """URI of a private HTML file that redirects to ``link``. Opening ``link`` directly would show the key in the
+        browser's command line, which every user of the machine can read."""
         self.write("open.html", f'<!doctype html><meta http-equiv="refresh" content="0;url={link}">\n')
         return (self.folder / "open.html").resolve().as_uri()
 
@@ -73,21 +73,21 @@ class Home:
         os.replace(temporary, target)
 
     def read(self, name: str) -> Any:
-        """JSON that was written here; None where there is none."""
+        """Parsed JSON of a file, or None if it does not exist or is invalid."""
         try:
             return json.loads((self.folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
 
     def text(self, name: str) -> str:
-        """Text that was written here; "" where there is none."""
+        """Content of a file, or "" if it cannot be read."""
         try:
             return (self.folder / name).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
 
     def remove(self, name: str) -> bool:
-        """Remove a file that was written here. Returns whether it was there."""
+        """Remove a file. Returns whether it existed."""
         path = self.folder / name
         is_there = path.is_file()
         path.unlink(missing_ok=True)

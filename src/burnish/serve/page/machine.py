@@ -1,7 +1,7 @@
-"""Use of this machine, for the head of the page: processors, memory, GPUs; what cannot be measured is left out.
+"""CPU, memory and GPU usage for the header of the web UI; values that cannot be measured are omitted.
 
 Out: ``{"cpu": 0.61, "memory": [used, total], "gpus": [...]}`` in shares and bytes, from psutil and, if it is installed,
-``nvidia-smi``. No library of models is asked, since that would take memory of the GPU.
+``nvidia-smi``. PyTorch is not used, since it would allocate GPU memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SLOWEST_S = 3.0
 
 
 class Machine:
-    """The use of the processors is that since the reading before, so one object reads for all visitors."""
+    """CPU usage is measured since the previous reading, so all users share one object."""
 
     def __init__(self) -> None:
         self.smi = shutil.which("nvidia-smi")
@@ -30,7 +30,7 @@ class Machine:
         self._reading = threading.Lock()
 
     def use(self) -> dict[str, Any]:
-        """The use as it was some seconds ago at most."""
+        """Current usage, cached for ``FRESH_S`` seconds."""
         with self._reading:
             if time.monotonic() - self._found_s > FRESH_S:
                 memory = psutil.virtual_memory()

@@ -1,4 +1,4 @@
-"""The options of ``burnish webui``, and what is wrong with them before a socket is opened."""
+"""Options of ``burnish webui`` and their validation."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class WebOptions:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """The model that ``burnish webchat`` is told to talk to, besides those that the page finds below its roots.
+    """The model given to ``burnish webchat``, in addition to those found inside the roots.
 
     Args:
-        words: that ``burnish api`` takes for it.
-        folder: where their relative paths begin.
+        words: command-line arguments of ``burnish api``.
+        folder: working directory for relative paths.
     """
 
     name: str
@@ -52,7 +52,7 @@ class NamedModel:
 
 
 def check_web(options: WebOptions, given: Mapping[str, RawValue], command_line: str) -> list[Problem]:
-    """Find what is wrong with the options of the page."""
+    """Problems with the options of the web UI."""
     problems = []
     if "web_key" in given and given["web_key"].where == command_line:
         what = '"web_key" on the command line is visible to all users in the process list.'

@@ -1,4 +1,4 @@
-"""Values of options that a visitor may set: one check for everything that the page plans or starts.
+"""Check which option values a user of the web UI may set, for everything that it plans or starts.
 
 In: raw values, from the form, the queue or a run's ``run.yaml``, and the fields that the planner describes
 (``field_of`` in ``serve/page/planner_process.py``), which carry the flags of each option's declaration. Values are

@@ -1,7 +1,7 @@
-"""Paths that a visitor types or chooses: each must lie below a root, as it is when it is used.
+"""Check that paths from the web UI are inside the roots.
 
-In: text. Out: a path. Refused with one sentence, whether something is there or not: what lies outside, leads outside by
-a link, has a NUL, or is longer than a file system takes.
+In: text. Out: a resolved path. Rejected with the same error, whether the path exists or not: a path outside the roots,
+a symbolic link to the outside, a NUL character, a path that is too long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from burnish.utils.files import expanded
 
 
 class Roots:
-    """The roots; the first is where relative paths begin, and where runs are started."""
+    """The root folders. Relative paths start in the first one, which is also the working directory of new runs."""
 
     def __init__(self, roots: Sequence[str]) -> None:
         self.roots = [expanded(root).resolve() for root in roots]
@@ -30,7 +30,7 @@ class Roots:
         Args:
             start: the folder that relative paths begin in; the first root by default.
         Raises:
-            APIError: 422, where it may not be used.
+            APIError: 422 if the path is not allowed.
         """
         outside = APIError(
             422, "outside", f'"{option}" must be a path inside {self.first}. Received: "{text[:200]}".', param=option
@@ -48,6 +48,6 @@ class Roots:
         return resolved
 
     def shown(self, path: Path) -> str:
-        """Relative to the first root where it lies there."""
+        """The path relative to the first root if it is inside it, else absolute."""
         resolved = path.resolve()
         return str(resolved.relative_to(self.first)) if resolved.is_relative_to(self.first) else str(resolved)

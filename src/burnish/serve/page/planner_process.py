@@ -1,8 +1,7 @@
-"""``burnish _planner``: the process that answers the page's questions about runs that are not begun.
+"""``burnish _planner``: the process that previews runs for the web UI, with the model libraries loaded once.
 
-In: an object a line: values as a form gives them; or ``form``, a file's ``columns_of``, ``held_out``. Out: objects, a
-line each, with the libraries loaded once. Values of a form are read as those of a file are, so there is one meaning and
-one sentence for each.
+In: JSON lines: the values of a form, or a request for ``form``, ``columns_of`` or ``held_out``. Out: JSON lines. Form
+values are parsed like those of a file, so that their meaning and their errors are the same.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _SHOWN = 3
 
 
 def planner(asked: TextIO | None = None, told: TextIO | None = None) -> int:
-    """Answer questions until none come: ``{"id", "values", "rows", "seed"}`` in, parts with the same id out, the last
-    with ``"is_last": true``. What a question does wrong is part of its answer."""
+    """Handle requests until the input ends: ``{"id", "values", "rows", "seed"}`` in, parts with the same id out,
+    the last with ``"is_last": true``. Errors are returned as parts."""
     asked, told = asked or sys.stdin, told or sys.stdout
     for line in asked:
         question = json.loads(line)

@@ -1,7 +1,7 @@
-"""Access to the page: for whoever showed its key once, by a cookie that the key has signed.
+"""Authentication of the web UI: after signing in with the key, by a cookie that is signed with it.
 
-In: the head of a request. Out: it passes, or a refusal: a page sends to the sign-in, a script hears 401. Changing the
-key ends every session; ten wrong keys a minute end the trying.
+In: a request. Out: it is admitted, or an error: pages redirect to the sign-in page, API calls get 401. Changing the key
+ends every session. After ten wrong keys in a minute, sign-in is blocked.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _OPEN = ("/sign-in", "/healthz")
 
 
 class Sessions:
-    """Args: key: None lets everybody in."""
+    """Sessions of one key; ``key=None`` disables authentication."""
 
     def __init__(self, key: str | None) -> None:
         self.key = key
         self._wrong: deque[float] = deque(maxlen=MOST_WRONG)
 
     def admit(self, request: Request) -> None:
-        """Raises APIError where a request may not come in."""
+        """Raises APIError if a request is not signed in."""
         path = request.scope["path"]
         is_open = self.key is None or path in _OPEN or path.startswith("/static/")
         if not is_open and not self.knows(request.cookies.get(COOKIE, "")):
             raise _sign_in(path, request.method)
 
     def made(self) -> str:
-        """The cookie's value: when it ends, and the proof that we said so."""
+        """A new cookie value: expiry time and its signature."""
         ends = str(int(time.time()) + LASTS_S)
         return f"{ends}.{self._proof(ends)}"
 

@@ -1,4 +1,4 @@
-"""State behind the page: roots, its own folder, runs as they were found a moment ago, starter, planner, engines."""
+"""State of the web UI: roots, state folder, cached list of runs, starter, planner, engines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Answer = Callable[[Request], Awaitable[Any]]
 
 
 class Site:
-    """Everything of one page."""
+    """State of one web UI server."""
 
     def __init__(self, options: WebOptions, home: Home, named: NamedModel | None = None) -> None:
         self.options, self.home, self.named = options, home, named
@@ -76,7 +76,7 @@ class Site:
         raise APIError(404, "no_run", "The run was not found. It may have been moved or removed.")
 
     async def look_after(self) -> None:
-        """As long as the page lives: the queue goes on, children are taken note of, what is idle is let go."""
+        """Periodic maintenance: start queued runs, reap children, stop idle engines."""
         while True:
             await asyncio.sleep(2.0)
             try:

@@ -1,4 +1,4 @@
-"""The page's words, a file per language, and which language a visitor reads."""
+"""Translations of the web UI, one file per language, and the selection of the language."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def translator(language: str) -> Callable[..., str]:
 
 
 def language_of(cookie: str, accepted: str) -> str:
-    """The cookie's, else the first that the browser asks for and we have."""
+    """The language of the cookie, else the first supported one in the Accept-Language header."""
     if cookie in LANGUAGES:
         return cookie
     for part in accepted.lower().split(","):

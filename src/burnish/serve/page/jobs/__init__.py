@@ -1,1 +1,1 @@
-"""Processes that the page starts: runs, exports, models that answer, the planner."""
+"""Processes that the web UI starts: runs, exports, inference servers, the planner."""

@@ -1,7 +1,7 @@
-"""Models that answer in the page: each is ``burnish api`` on a Unix socket of ours, ended when it is not used.
+"""Inference engines of the chat page: each is ``burnish api`` on a private Unix socket, stopped when idle.
 
-In: a target: a run, one of its checkpoints, or a model's folder below a root. Out: an engine with an id; requests are
-passed on to it byte for byte.
+In: a run, one of its checkpoints, or a model folder inside a root. Out: an engine with an id; requests are forwarded to
+it unchanged.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Engines:
         self._all: dict[str, RunningEngine] = {}
 
     def begin(self, path: Path, name: str) -> RunningEngine:
-        """The engine of a folder; the one that runs already, where it does.
+        """Start the engine of a folder, or return the one that is already running.
 
         Raises:
-            APIError: 409 where there are too many.
+            APIError: 409 if too many models are loaded.
         """
         return self.begin_named(NamedModel(name, (str(path.resolve()),), self.starter.places.first))
 
     def begin_named(self, named: NamedModel) -> RunningEngine:
-        """The engine of what words name. Raises as ``begin``."""
+        """Start the engine for command-line arguments. Raises as ``begin``."""
         identity = hashlib.sha256(os.fsencode("\0".join(named.words))).hexdigest()[:12]
         if identity in self._all and self._all[identity].child.poll() is None:
             return self._all[identity]
@@ -69,14 +69,14 @@ class Engines:
         return self._all[identity]
 
     def of(self, identity: str) -> RunningEngine:
-        """Raises APIError 404 where there is none."""
+        """Raises APIError 404 if there is none."""
         if identity not in self._all:
             raise APIError(404, "no_engine", "The model is not loaded. Load it again.")
         self._all[identity].used = time.monotonic()
         return self._all[identity]
 
     async def states(self) -> list[dict[str, Any]]:
-        """Every engine, and how far it is."""
+        """State of every engine."""
         for one in self._all.values():
             await self._look(one)
         return [{"id": e.id, "name": e.name, "state": e.state, "said": e.said} for e in self._all.values()]

@@ -1,7 +1,7 @@
-"""Exports from the page: each is ``burnish export`` in a process of its own, whose log is shown while it runs.
+"""Exports from the web UI: each runs ``burnish export`` in its own process, and its log is shown while it runs.
 
-In: a folder that holds a model or an adapter, a new folder, a format. Out: the state of the process, and at its end the
-lines that serve the folder elsewhere.
+In: a folder with a model or an adapter, an output folder, a format. Out: the state of the process, and when it has
+finished, commands that serve the exported model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Exports:
         """Start one. Returns its name.
 
         Raises:
-            APIError: 409 where the folder holds something, 422 for a format that is none.
+            APIError: 409 if the folder is not empty, 422 for an unknown format.
         """
         if form not in FORMATS:
             raise APIError(422, "invalid_value", f'"format" must be one of {", ".join(FORMATS)}.', param="format")
@@ -53,7 +53,7 @@ class Exports:
         return name
 
     def state(self, name: str) -> dict[str, Any]:
-        """Its state, the end of its log, and once it is done the lines that serve the folder."""
+        """State of an export, the end of its log, and the serving commands when it is done."""
         if name not in self._children:
             raise APIError(404, "no_export", "The export does not exist.")
         status, log = self._children[name].poll(), self._log(name)

@@ -1,9 +1,9 @@
-"""The process that knows the models: it answers what a run would do, so that the page need not load a library for it.
+"""Client of the planner process, which loads the model libraries and previews runs for the web UI.
 
-    answer = planner.ask({"values": {...}})       # parts as they become known
+    answer = planner.ask({"values": {...}})       # yields parts as they are ready
 
-One question at a time; a newer one makes an older one of no interest, and the older one's parts are dropped. A process
-that dies is said, and the next question starts another; after some idle minutes it is ended.
+One request runs at a time. A newer preview supersedes an older one, whose parts are dropped. If the process dies, an
+error is raised and the next request starts a new process. It is stopped when idle.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Planner:
         self._idle: asyncio.TimerHandle | None = None
 
     async def ask(self, question: Mapping[str, Any], replaces: bool = False) -> AsyncIterator[dict[str, Any]]:
-        """The parts of an answer.
+        """Yield the parts of the response.
 
         Args:
-            replaces: the answer to the question before it interests nobody any more.
+            replaces: this request supersedes earlier ones that also set it.
         Raises:
-            APIError: 409 where a newer question came, 503 where the process ended.
+            APIError: 409 if superseded by a newer request, 503 if the process exited.
         """
         number = next(self._numbers)
         if replaces:

@@ -1,7 +1,7 @@
-"""Runs that a visitor starts, stops and queues: each is ``burnish train`` on a file in its folder, and goes on alone.
+"""Start, stop and queue runs: each is an independent ``burnish train`` process on a YAML file in its folder.
 
-In: values of the form, checked. Out: a process, or a place in the queue. The values go into a YAML file whose path we
-made; no text of a visitor is ever part of a command.
+In: checked values of the form. Out: a process, or a queue entry. The values are written to a YAML file; user input
+never becomes part of a command line.
 """
 
 from __future__ import annotations

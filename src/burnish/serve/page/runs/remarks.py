@@ -1,7 +1,7 @@
-"""Remarks on a run: the sentences that a person would say who looks at its curves.
+"""Warnings about a run that follow from its curves, such as a rising evaluation loss.
 
 In: the columns of its log, its events and its folder. Out: ``Remark``s: a key of ``words/*.json`` and its values, so
-that each reader hears them in a language of their own. A run of which there is nothing to say gives none.
+that they can be translated.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def remarks(
     room: float | None = None,
     rows: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[Remark]:
-    """Say what the curves show.
+    """Yield the warnings that follow from the curves.
 
     Args:
         columns: of ``series``.
         events: of ``events.jsonl``.
-        total: steps of the whole run; 0 where nobody knows.
-        room: number of further checkpoints that the disk holds.
+        total: steps of the whole run; 0 if unknown.
+        room: number of checkpoints that still fit on the disk.
         rows: how many were "seen" and "dropped" when the data was read.
     """
     if rows.get("dropped"):
@@ -78,7 +78,7 @@ def remarks(
 
 
 def _evaluation(points: Points) -> Iterator[Remark]:
-    """It rises to its last value, or its best value is long ago; the first says more than the second."""
+    """At most one warning: the evaluation loss is rising, or it has not improved for some evaluations."""
     rises = 0
     for (_, before), (_, after) in pairwise(points):
         rises = rises + 1 if after > before else 0
@@ -112,7 +112,7 @@ def _odd(columns: Columns, name: str) -> list[int]:
 
 
 def room_for_checkpoints(folder: Path) -> float | None:
-    """Checkpoints of the size of the newest that the disk still holds; None where there is none to measure."""
+    """Number of checkpoints of the size of the newest that still fit on the disk; None without a checkpoint."""
     steps = checkpoints(folder)
     if not steps:
         return None

@@ -1,12 +1,11 @@
-"""Runs as their folders tell of them: found below some roots, whoever made them, and the state that each is in.
+"""Find runs in folders and determine their state.
 
-In: folders. Out: ``FoundRun``: what a list of runs shows. Everything is read from files, nothing is registered:
-burnish's runs, and those of LLaMA-Factory, transformers and TRL, which leave ``trainer_log.jsonl`` or
-``trainer_state.json``.
+In: folders. Out: ``FoundRun``. All information is read from files; there is no registry. Supported are runs of burnish,
+and of LLaMA-Factory, transformers and TRL, which write ``trainer_log.jsonl`` or ``trainer_state.json``.
 
-A run is alive where the process of its ``launch.json`` exists with the same start on the same start of this machine.
-Nothing is locked and nothing is written here. The files may come from anybody, so that a value of a wrong type counts
-as missing, and a folder that cannot be read is a run in the state "unreadable", whose sentence says why.
+A run is alive if the process in its ``launch.json`` exists, with the same start time and the same boot of this machine.
+Nothing is locked or written. The files are untrusted: a value of the wrong type counts as missing, and a folder that
+cannot be read becomes a run in the state "unreadable", with the reason in ``sentence``.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class FoundRun:
 
 
 def id_of(folder: Path) -> str:
-    """Twelve characters that say nothing of the path."""
+    """An id of twelve characters that does not reveal the path."""
     return hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:12]
 
 
@@ -117,7 +116,7 @@ def _is_worth_a_look(entry: os.DirEntry[str]) -> bool:
 
 
 def read_run(folder: Path) -> FoundRun | None:
-    """A run as its files are now; None where they say nothing."""
+    """Read a run from its files; None if the folder contains no run."""
     try:
         return _read_run(folder)
     except Exception as error:  # the files of one folder must not take the list of all runs away
@@ -232,7 +231,7 @@ def _number(value: Any) -> float | None:
 
 
 def _text(value: Any) -> str:
-    """A text without what a terminal would obey; "" for anything else."""
+    """A string without control characters; "" for any other type."""
     if not isinstance(value, str):
         return ""
     return "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in value[:MOST_CHARACTERS])
