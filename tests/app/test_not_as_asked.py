@@ -54,7 +54,7 @@ def test_what_stands_for_a_picture(mark: str, user_folder: Path, capsys: pytest.
     rows = [{"instruction": f"{mark} What is it?", "output": "A stone."}, {"instruction": "a", "output": "b"}]
     write("data/rows.json", rows * 2)
     assert f"{mark} is trained as plain text" in (out := runs(capsys))
-    assert "2 of 4 rows (data/rows.json: 1, 3)" in out
+    assert "2 of 4 examples (data/rows.json: 1, 3)" in out
 
 
 @pytest.mark.run

@@ -313,7 +313,7 @@ def test_bad_records_can_be_dropped_and_are_counted():
     assert stats.seen == 25
     (sentence,) = stats.sentences()
     assert sentence.startswith("dropped:")
-    assert "1 of 25 rows (data/a.json: 25)" in sentence
+    assert "1 of 25 examples (data/a.json: 25)" in sentence
 
 
 def test_if_all_records_are_bad_nothing_is_dropped_in_silence():
@@ -367,7 +367,7 @@ def test_if_all_answers_are_empty_the_run_stops():
 def test_some_empty_answers_are_dropped_and_counted():
     stats = DataStats()
     assert len(load(stats=stats, dataset=data("a.json", [*GOOD, qa(1, "")])).train) == 24
-    assert stats.sentences() == ["dropped: all its answers are empty: 1 of 25 rows (data/a.json: 25)"]
+    assert stats.sentences() == ["dropped: all its answers are empty: 1 of 25 examples (data/a.json: 25)"]
 
 
 def test_empty_answers_stop_the_run_or_are_kept_if_asked():

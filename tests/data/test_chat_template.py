@@ -290,7 +290,7 @@ def test_a_cut_row_keeps_its_headers_and_end_tokens():
     assert text.startswith("<|im_start|>user\nquestion")
     assert "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nanswer" in text
     assert text.endswith("<|im_end|>\n")
-    assert reasons == ["cut: messages shortened to cutoff_len"]
+    assert reasons == ["truncated: messages shortened to cutoff_len"]
 
 
 def test_training_flags_weights_and_masked_history_hold_here_too():

@@ -186,8 +186,11 @@ LONG = {**qa(1), "output": "stone " * 100}
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        ("truncate", (0, ["training set 21 examples", "cut", "data/a.json: 21"])),
-        ("drop", (0, ["training set 20 examples", "dropped: longer than cutoff_len: 1 of 21 rows (data/a.json: 21)"])),
+        ("truncate", (0, ["training set 21 examples", "truncated", "data/a.json: 21"])),
+        (
+            "drop",
+            (0, ["training set 20 examples", "dropped: longer than cutoff_len: 1 of 21 examples (data/a.json: 21)"]),
+        ),
         ("raise", (2, ["data/a.json, record 21", "cutoff_len"])),
     ],
 )

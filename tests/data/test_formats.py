@@ -277,8 +277,8 @@ def test_roles_under_other_names_are_counted_by_record(tmp_path):
     path = write(tmp_path / "a.json", [chat(("user", "q"), ("assistant", "a")), chat(("human", "q"), ("gpt", "a"))])
     stats = DataStats()
     load(dataset=str(path), stats=stats)
-    assert f'kept: the role "gpt" is read as assistant: 1 of 2 rows ({path}: 2)' in stats.sentences()
-    assert f'kept: the role "human" is read as user: 1 of 2 rows ({path}: 2)' in stats.sentences()
+    assert f'kept: the role "gpt" is read as assistant: 1 of 2 examples ({path}: 2)' in stats.sentences()
+    assert f'kept: the role "human" is read as user: 1 of 2 examples ({path}: 2)' in stats.sentences()
 
 
 @pytest.mark.parametrize("query", [{}, {"input": None}, {"input": ""}], ids=str)

@@ -136,7 +136,7 @@ def test_what_is_wrong_with_a_record_is_said_when_it_is_met(tmp_path):
         train.make([30], DataStats())
     stats = DataStats()
     assert streamed(dataset=str(path), on_bad_record="drop").train.make([29, 30], stats)[1] is None
-    assert stats.sentences() == [f"dropped: a column is missing or of the wrong type: 1 of 2 rows ({path}: 31)"]
+    assert stats.sentences() == [f"dropped: a column is missing or of the wrong type: 1 of 2 examples ({path}: 31)"]
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

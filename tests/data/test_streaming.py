@@ -67,7 +67,7 @@ def test_rows_that_are_dropped_are_counted(tmp_path, user, capsys):
     some[3]["output"] = some[7]["output"] = ""
     write(tmp_path / "data.json", some)
     assert run(user) == 0
-    assert "dropped: all its answers are empty: 2 of 24 rows" in "".join(capsys.readouterr())
+    assert "dropped: all its answers are empty: 2 of 24 examples" in "".join(capsys.readouterr())
 
 
 def test_a_bad_record_stops_the_run_where_it_is_met_and_the_checkpoints_stay(tmp_path, user, capsys, monkeypatch):

@@ -405,7 +405,7 @@ def test_what_gives_no_row_is_counted_by_its_rule_and_record():
         "dropped: it has no messages": [3],
         'dropped: a tool call lacks "name" or "arguments"': [4],
         "dropped: its tools are not JSON": [5],
-        "dropped: nothing to learn": [6],
+        "dropped: no trainable tokens": [6],
         "dropped: it has no text": [7],
         "dropped: it has a system message after turn 2, and the template has one only at the beginning": [8],
     }

@@ -68,7 +68,7 @@ def test_a_cut_row_keeps_its_headers_and_end_tokens_and_uses_its_room(cutoff):
     assert answer
     assert LONG[1].content.startswith(answer)
     assert tokenizer.decode([label for label in row["labels"] if label != -100]) == answer + END
-    assert said == {"cut: messages shortened to cutoff_len": [("d.json", 7)]}
+    assert said == {"truncated: messages shortened to cutoff_len": [("d.json", 7)]}
 
 
 def test_question_and_answer_keep_what_infer_seqlen_gives_them():
@@ -86,7 +86,7 @@ def test_llamafactorys_way_cuts_through_the_end_and_is_counted_too():
     assert len(row["input_ids"]) == 100
     assert not tokenizer.decode(row["input_ids"]).endswith(END)
     assert said == {
-        "cut: messages shortened to cutoff_len": [("d.json", 7)],
+        "truncated: messages shortened to cutoff_len": [("d.json", 7)],
         "kept, without an end token to learn": [("d.json", 7)],
     }
 
@@ -99,12 +99,12 @@ def test_a_turn_that_does_not_fit_goes_with_all_that_follow_and_is_counted():
         f"<|im_start|>user\nhi{END}{HEADER}hello{END}<|im_start|>user\nq"
     )
     assert said == {
-        "cut: turns beyond cutoff_len left out": [("d.json", 7)],
-        "cut: messages shortened to cutoff_len": [("d.json", 7)],
+        "truncated: turns beyond cutoff_len were removed": [("d.json", 7)],
+        "truncated: messages shortened to cutoff_len": [("d.json", 7)],
     }
     alone, said = encoded(loaded(cutoff_len=40)[0], *short, *LONG)
     assert tokenizer.decode(alone["input_ids"]) == f"<|im_start|>user\nhi{END}{HEADER}hello{END}"
-    assert said == {"cut: turns beyond cutoff_len left out": [("d.json", 7)]}
+    assert said == {"truncated: turns beyond cutoff_len were removed": [("d.json", 7)]}
 
 
 def test_where_only_the_last_answer_is_learned_the_last_turn_keeps_its_room():
@@ -120,7 +120,7 @@ def test_a_row_without_room_for_one_turn_is_dropped_and_counted(cutoff):
     for name in ("chatml", "glm4"):
         row, said = encoded(loaded(name, cutoff_len=cutoff)[0], *LONG)
         assert row is None
-        assert "dropped: nothing to learn" in said
+        assert "dropped: no trainable tokens" in said
 
 
 def test_dropping_and_raising_can_be_asked_for_instead():
@@ -162,10 +162,10 @@ def test_a_tool_call_and_a_list_of_tools_are_never_cut():
     text = tokenizer.decode(row["input_ids"])
     assert json.dumps({"type": "function", "function": WEATHER}) in text
     assert CALL in text
-    assert "cut: messages shortened to cutoff_len" in counted
+    assert "truncated: messages shortened to cutoff_len" in counted
     tiny, counted = encoded(loaded("qwen", cutoff_len=300)[0], *said, tools=tools)
     assert tiny is None  # the tools alone take more
-    assert "cut: turns beyond cutoff_len left out" in counted
+    assert "truncated: turns beyond cutoff_len were removed" in counted
 
 
 def test_a_cut_text_keeps_its_eos():
@@ -173,7 +173,7 @@ def test_a_cut_text_keeps_its_eos():
     stats = DataStats()
     row = as_lists(template.encode_text([Example(text="once upon a time", source="d", number=1)], stats)[0])
     assert tokenizer.decode(row["input_ids"]) == "once upon</s>"
-    assert stats.count("cut: messages shortened to cutoff_len") == 1
+    assert stats.count("truncated: messages shortened to cutoff_len") == 1
     whole = as_lists(template.encode_text([Example(text="once upon a time")], DataStats(), truncate=False)[0])
     assert tokenizer.decode(whole["input_ids"]) == "once upon a time</s>"
 

@@ -158,7 +158,7 @@ def test_a_row_of_which_nothing_is_left_to_learn_is_left_out_and_counted(tmp_pat
     rows = make(tmp_path, pairs, max_length=12).train_dataset
     assert len(rows) == len(PAIRS)
     assert all(len(row["input_ids"]) <= 12 for row in rows)
-    assert "1 of 7 records of the train dataset dropped: nothing to learn (records 1)" in library_log.text
+    assert "1 of 7 records of the train dataset dropped: no trainable tokens (records 1)" in library_log.text
 
 
 def test_keep_end_keeps_the_end(tmp_path):

@@ -35,8 +35,8 @@ class DataStats:
         return ((reason, len(found)) for reason, found in sorted(self.records.items()))
 
     def sentences(self) -> list[str]:
-        """A line per reason: ``dropped: the assistant turn is empty: 2 of 1000 rows (train.json: 17, 204)``."""
-        return [f"{reason}: {count} of {self.seen} rows ({self._places(reason)})" for reason, count in self]
+        """A line per reason: ``dropped: the assistant turn is empty: 2 of 1000 examples (train.json: 17, 204)``."""
+        return [f"{reason}: {count} of {self.seen} examples ({self._places(reason)})" for reason, count in self]
 
     def _places(self, reason: str) -> str:
         by_source: dict[str, list[int]] = defaultdict(list)

@@ -194,7 +194,7 @@ def sample_of(rows: RowSet[Any]) -> ListedRows:
 
 def nothing_to_learn(stats: DataStats, options: RunOptions) -> Problem:
     reasons = "; ".join(stats.sentences()) or "the training set is empty"
-    is_cut = any("cutoff_len" in reason or "cut" in reason.split() for reason, _ in stats)
+    is_cut = any("cutoff_len" in reason or "truncated" in reason for reason, _ in stats)
     return Problem(
         f"No examples are left to train on: {reasons}.",
         where=", ".join(map(str, options.dataset or [])),

@@ -22,10 +22,10 @@ from burnish.data.chat.truncate import fit_turns, refuse_long
 from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example, Row, as_lists
 
-NOTHING_TO_LEARN = "dropped: nothing to learn"
+NOTHING_TO_LEARN = "dropped: no trainable tokens"
 TOO_LONG = "dropped: longer than cutoff_len"
-SHORTENED = "cut: messages shortened to cutoff_len"
-LEFT_OUT = "cut: turns beyond cutoff_len left out"
+SHORTENED = "truncated: messages shortened to cutoff_len"
+LEFT_OUT = "truncated: turns beyond cutoff_len were removed"
 NO_TEXT = "dropped: it has no text"
 NO_END = "kept, without an end token to learn"
 

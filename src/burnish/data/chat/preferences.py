@@ -20,10 +20,10 @@ from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.utils.sequences import shared_beginning
 
-EQUAL_AFTER_CUT = "dropped: its answers are the same once cut to cutoff_len"
+EQUAL_AFTER_CUT = "dropped: its answers are the same once truncated to cutoff_len"
 NOTHING_LEFT = "dropped: cutoff_len leaves nothing of an answer"
 TOO_LONG = "dropped: longer than cutoff_len"
-CUT = "cut: shortened to cutoff_len"
+CUT = "truncated to cutoff_len"
 
 
 class TruncationChoices(Protocol):

@@ -64,7 +64,7 @@ class EncodeRecords:
     def warn(self, stats: DataStats, name: str) -> None:
         """Warn once of every kind of record that is dropped, or that a script can hardly mean."""
         for reason, count in stats:
-            if reason not in self.warned and not reason.startswith("cut"):
+            if reason not in self.warned and not reason.startswith(("cut", "truncated")):
                 self.warned.add(reason)
                 places = ", ".join(str(number) for _, number in sorted(stats.records[reason])[:5])
                 what = f"{count} of {stats.seen} records of the {name} dataset {reason} (records {places})."
