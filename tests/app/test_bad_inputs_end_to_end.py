@@ -94,7 +94,7 @@ REFUSED = [
          ["data/dataset_info.json, line 1, column"]),
     Case("B31", rows(b"PK", file_name="rows.xlsx"), ['".xlsx"', ".jsonl, .csv, .parquet"]),
     Case("B33", with_a_script, ["rows.py", "runs no code"]),
-    Case("A30", rows([{**ROWS[0], "output": "red " * 1000}]), ["1,0", "context is 256", "cutoff_len"],
+    Case("A30", rows([{**ROWS[0], "output": "red " * 1000}]), ["1,0", "context length is 256", "cutoff_len"],
          ["cutoff_len=100000"]),
     Case("C01", lambda: write("out/thesis.tex", b"words"),
          ["run.yaml, line 6", "other files: thesis.tex", "overwrite_output_dir"]),
