@@ -162,7 +162,7 @@ SAID = [
          ["defines no EOS token", "has no padding token"]),
     Case("M49b", lambda: change("model/tokenizer_config.json", pad_token=None), ["has no padding token"]),
     Case("M54", without_chat_template, ["has no chat template"]),
-    Case("B08", rows(b"\xef\xbb\xbf" + json.dumps(ROWS).encode()), ["24 rows"]),
+    Case("B08", rows(b"\xef\xbb\xbf" + json.dumps(ROWS).encode()), ["24 examples"]),
     Case("B12", rows([*CHATS, chat(("user", "a"))]), ["ends with a question", "1 of 25 examples (data/rows.json: 25)"]),
     Case("B13", rows([*CHATS, chat(("assistant", "b"), ("user", "c"), ("assistant", "d"))]),
          ["begins with an answer", "1 of 25 examples (data/rows.json: 25)"]),
