@@ -292,7 +292,7 @@ def test_files_of_others_beside_a_killed_export_are_refused(made, tmp_path):
 
 
 def test_the_base_is_never_written_over(made):
-    with pytest.raises(UserError, match="read from"):
+    with pytest.raises(UserError, match="is the input folder"):
         run(made, made / "model", overwrite_output_dir="true")
 
 

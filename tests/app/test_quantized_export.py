@@ -103,7 +103,7 @@ def test_rows_of_the_template_calibrate_and_others_measure(made, tmp_path, stand
     assert max(len(row["input_ids"]) for row in told["rows"]) <= 48
     assert told["config"] == {"bits": 4, "group_size": 64, "offload_to_disk": False, "act_group_aware": True}
     assert told["device"] == "cpu"
-    assert "Perplexity on 4 other rows" in capsys.readouterr().out
+    assert "Perplexity on 4 other examples" in capsys.readouterr().out
 
 
 def test_a_quantized_folder_holds_all_that_serves_it_and_nothing_is_left_beside_it(made, tmp_path, stand_in):
@@ -125,8 +125,8 @@ def test_the_perplexity_is_that_of_the_evaluation_set_where_there_is_one(made, t
     (tmp_path / "held.json").write_text(json.dumps(records(3)))
     run(made, tmp_path / "out", eval_dataset=str(tmp_path / "held.json"))
     said = capsys.readouterr().out
-    assert "calibrated with 40 rows" in said
-    assert "Perplexity on 3 other rows" in said
+    assert "calibrated with 40 examples" in said
+    assert "Perplexity on 3 other examples" in said
 
 
 def test_perplexity_is_the_exponential_of_the_mean_loss_of_learned_tokens(made):

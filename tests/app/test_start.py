@@ -16,7 +16,7 @@ pytestmark = pytest.mark.run
 
 SOURCE = Path(__file__).parents[2] / "src"
 NEVER_NEEDED = {
-    "datasets", "pyarrow", "pandas", "peft", "trl", "bitsandbytes", "scipy", "sklearn", "torchvision", "matplotlib",
+    "datasets", "pandas", "peft", "trl", "bitsandbytes", "sklearn", "torchvision", "matplotlib",
     "wandb", "tensorboard", "gradio", "fastapi", "transformers.trainer", "transformers.training_args",
 }  # fmt: skip
 """A full training of local JSON reaches its end without these. What transformers imports for any model is not ours."""
@@ -27,12 +27,12 @@ import gc, json, sys
 from burnish.cli import command
 found = {}
 if sys.argv[2] == "watched":
-    from burnish.run.recovery import spikes
-    train = spikes.train
-    def watched(*given):
+    from burnish.loop.loop import Loop
+    train = Loop.train
+    def watched(loop):
         found.update(enabled=gc.isenabled(), threshold=gc.get_threshold()[0])
-        return train(*given)
-    spikes.train = watched
+        return train(loop)
+    Loop.train = watched
 found.update(status=command(["train", sys.argv[1]]), loaded=sorted(sys.modules))
 print("FOUND", json.dumps(found))
 """
