@@ -121,7 +121,7 @@ def test_what_one_argument_says_of_another_is_derived():
         ({"torch_empty_cache_steps": 0}, "bigger than 0"),
         ({"eval_strategy": "sometimes"}, "sometimes"),
         ({"optim": "adamw_torh"}, r'Did you mean "adamw_torch"\?'),
-        ({"deepspeed": {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}}, '"optimizer" of DeepSpeed'),
+        ({"deepspeed": {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}}, '"optimizer" of the DeepSpeed config'),
         ({"parallelism_config": object()}, "parallelism_config"),
     ],
 )  # fmt: skip
