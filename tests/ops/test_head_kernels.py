@@ -42,7 +42,7 @@ def _installed(monkeypatch):
         ("cut_cross_entropy", GPU, TokenLoss(entropy=True), False, "and entropy"),
         ("liger", GPU, TokenLoss(factor="dft"), False, "the model's probabilities"),
         ("cut_cross_entropy", GPU, TokenLoss(label_smoothing=0.1), False, "not support label smoothing"),
-        ("cut_cross_entropy", GPU, TokenLoss(), True, "no bias"),
+        ("cut_cross_entropy", GPU, TokenLoss(), True, "does not support the bias"),
     ],
 )
 def test_a_kernel_that_cannot_do_it_says_why(way, device, rules, bias, reason):
