@@ -194,7 +194,7 @@ def test_the_same_warning_is_one_line_a_minute_with_the_number_of_the_others(mon
         record = logging.LogRecord("uvicorn.error", logging.WARNING, "", 1, "broken %s", (at,), None)
         if only.filter(record):
             passed.append(record.getMessage())
-    more = "59 more like the next line."
+    more = "59 messages like the following one were suppressed."
     assert passed == ["broken 0", more, "broken 60", more, "broken 120", more, "broken 180"]
 
 
