@@ -1,14 +1,17 @@
-# make demo    set up, then fine-tune the carried model on the carried data and watch it learn
-# make test    set up, then the whole suite but the slow tests; test-fast: what neither starts a process nor trains,
-#              under a minute; test-slow: all of it
-# make test-kills fuzz     a campaign that kills a real process at drawn instants and goes on: KILLS=300 SEED=0, ten minutes
-# make fuzz          inputs that nobody wrote, through every reader: INPUTS=100000 SEED=0
-# make test-distributed  runs of four processes: DDP, FSDP2, and DeepSpeed where it is installed
-# make test-avx2  the tests of the arithmetic again, as on a processor without AVX512 and without products of bfloat16
-# make test-web  the page in a browser
+# make demo    set up, then fine-tune the bundled model on the bundled data
+# make test    set up, then run the tests without the slow ones; test-fast: no processes and no training, under a minute;
+#              test-slow: all tests
+# make test-kills fuzz     kill a training process at random moments and resume it: KILLS=300 SEED=0, ten minutes
+# make fuzz          random inputs for every reader: INPUTS=100000 SEED=0
+# make test-distributed  runs with four processes: DDP, FSDP2, and DeepSpeed if it is installed
+# make test-avx2  numerical tests as on a processor without AVX512 and bfloat16 matrix products
+# make test-web  tests of the web UI in a browser
+# make test-llama  exported GGUF files in llama.cpp, which is built into .venv-llama once (half an hour on a slow core)
 # make check   format, lint, types, architecture: seconds
-# make wheel   build the wheel, install it into an empty environment elsewhere, run the demo from there
-# make bench   burnish beside its peers, into docs/benchmarks.md; WHAT="train start" for parts, WHAT=all for all
+# make wheel   build the wheel, install it into an empty environment, run the demo from there
+# make parity  update the tables of docs/parity*.md by comparing with transformers and TRL; WHAT="peer_methods" for parts
+# make docs    docs/ as a site in site/; a broken link fails
+# make bench   compare burnish with other libraries, into docs/benchmarks.md; WHAT="train start" for parts, WHAT=all for all
 VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -18,7 +21,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: test-web demo test test-avx2 test-kills test-fast test-slow check format wheel bench clean
+.PHONY: test-web test-llama docs demo test test-avx2 test-kills test-fast test-slow check format wheel parity bench clean
 
 demo: $(READY)
 	@$(BIN)/burnish demo
@@ -41,10 +44,15 @@ test-avx2: $(DEV)
 test-slow: $(DEV)
 	$(BIN)/python -m pytest -m "slow or not slow and not distributed" -n 2 --dist loadfile
 
-# The page in Chromium, as the system's packages have it; BURNISH_BROWSER=required fails where there is none.
+# Tests of the web UI in the system's Chromium; with BURNISH_BROWSER=required they fail if it is missing.
 test-web: $(DEV)
 	@$(BIN)/pip install --quiet -c constraints.txt -e ".[browser]"
 	$(BIN)/python -m pytest tests/web tests/browser -m "slow or not slow"
+
+test-llama: $(DEV)
+	@test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
+	@.venv-llama/bin/pip install --quiet -c constraints.txt cmake llama-cpp-python numpy
+	$(BIN)/python -m pytest -m slow tests/app/test_llama_cpp.py
 
 test-kills: $(DEV)
 	$(BIN)/python tests/kills.py --kills $(or $(KILLS),300) --seed $(or $(SEED),0)
@@ -57,9 +65,18 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
+	@if command -v tsc >/dev/null; then tsc -p jsconfig.json; else echo "tsc is not installed: the types of the web UI were not checked"; fi
+	@if command -v prettier >/dev/null; then prettier --check src/burnish/serve/page/static tests/web/scripts; fi
 
 wheel: $(DEV)
 	$(BIN)/python -m pytest -m slow tests/test_wheel.py
+
+parity: $(DEV)
+	$(BIN)/python scripts/make_parity.py $(WHAT)
+
+docs: $(READY)
+	@$(BIN)/pip install --quiet -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)
 	$(BIN)/python bench/run.py $(WHAT)
@@ -71,7 +88,7 @@ format: $(DEV)
 clean:
 	rm -rf demo-run demo-dpo-run build dist .mypy_cache .ruff_cache .pytest_cache
 
-# torch goes first and by its exact version, so that nothing later asks the index for another build of it.
+# torch is installed first and by its exact version, so that later steps do not replace its build.
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (once; a minute or two) ..."

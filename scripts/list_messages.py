@@ -67,6 +67,8 @@ def messages_of(file: Path) -> Iterator[tuple[int, str, str]]:
         value = getattr(statement, "value", None)
         if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant):
             continue  # a docstring, also of a constant or a field
+        if isinstance(statement, ast.JoinedStr):
+            continue  # printed whole
         for child in ast.iter_child_nodes(statement):
             text = text_of(child)
             is_sentence = text is not None and len(text.split()) >= MIN_WORDS

@@ -351,7 +351,7 @@ def main(arguments: list[str]) -> None:
         text = DOCUMENT.read_text(encoding="utf-8")
         before, rest = text.split(BEGIN)
         versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}, on a CPU."
-        DOCUMENT.write_text(f"{before}{BEGIN}\n{made}\n\n{versions}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+        DOCUMENT.write_text(f"{before}{BEGIN}\n{made}\n\n{versions}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 A subclass that overrides one of them changes the peer's training. burnish warns about overrides that it would not call
 (``trainer/constructor.py``); this file is where it reads the names from.
 
-    python scripts/peer_methods.py            # fails if the list differs from the installed libraries
-    python scripts/peer_methods.py --write    # writes src/burnish/trainer/peer_methods.json
+    python scripts/peer_methods.py            # fails if a list differs from the installed libraries
+    python scripts/peer_methods.py --write    # writes peer_methods.json (trainer/) and a table of docs/parity.md
 
 In: the sources of transformers and TRL, which must be installed. Out: class -> names of methods, for each class of TRL
-those that it has beyond transformers' ``Trainer``.
+those that it has beyond transformers' ``Trainer``; in the document those that burnish does not call, with the reason.
 """
 
 from __future__ import annotations
@@ -28,6 +28,35 @@ PEERS = {
     "ORPOTrainer": ("trl", "trl.experimental.orpo"), "CPOTrainer": ("trl", "trl.experimental.cpo"),
 }  # fmt: skip
 """burnish's class -> modules that may hold the peer's class of that name."""
+
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "parity.md"
+BEGIN, END = "<!-- table: made by scripts/peer_methods.py -->", "<!-- end of table -->"
+REASONS = {
+    "The loop is `burnish/loop/loop.py`: there is no such step to replace. A callback sees the same events.": (
+        "_inner_training_loop", "_run_epoch", "_prepare_for_training", "_init_training_state", "_evaluate",
+        "_maybe_log_save_evaluate", "_track_num_input_tokens", "_update_auto_batch_size", "_determine_best_metric",
+    ),
+    "The engine (`burnish/parallel`) wraps the model and clips; `on_pre_optimizer_step` sees the gradients.": (
+        "_wrap_model", "_build_accelerator_args", "_clip_grad_norm", "_get_grad_norm", "_has_mixed_mesh_grads",
+        "_mixed_mesh_grad_norm", "_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters",
+    ),
+    "A checkpoint is one list of parts with a manifest (`burnish/checkpoint`). `_save_checkpoint` is called.": (
+        "_load_from_checkpoint", "_load_best_model", "_load_callback_state", "_load_optimizer_and_scheduler",
+        "_load_rng_state", "_load_scaler", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler",
+        "_issue_warnings_after_load", "_finish_current_push", "_tune_save_checkpoint",
+    ),
+    "Items are counted by `get_batch_samples`, which is called.": ("_get_num_items_in_batch",),
+    "burnish has no tensor, context or sequence parallelism.": (
+        "get_tp_size", "get_cp_size", "get_sp_size", "_prepare_context_parallel_inputs",
+    ),
+    "Generated ids are padded when batches are joined.": ("_pad_tensors_to_max_len",),
+    "Nothing is sent anywhere.": ("_send_telemetry",),
+    "A check of the constructor, in burnish's words.": ("_reject_skip_prepare_without_labels",),
+    "Preferences are learned by causal language models only.": ("_shift_right",),
+    "`generate_during_eval` is refused: `burnish predict` generates.": ("generate_from_model",),
+}  # fmt: skip
+"""Why burnish does not call a method -> the methods."""
 
 
 def peer_class(name: str) -> type:
@@ -69,16 +98,50 @@ def peer_methods() -> dict[str, list[str]]:
     return found
 
 
+def uncalled() -> dict[str, list[str]]:
+    """burnish's class -> the methods of the peer that it does not call."""
+    import burnish
+
+    return {
+        kind: [name for name in names if not hasattr(getattr(burnish, kind), name)]
+        for kind, names in json.loads(FILE.read_text(encoding="utf-8")).items()
+    }
+
+
+def table() -> str:
+    """The methods that burnish does not call.
+
+    Raises:
+        KeyError: where one has no reason.
+    """
+    reason_of = {name: reason for reason, names in REASONS.items() for name in names}
+    classes: dict[str, list[str]] = {}
+    for kind, names in uncalled().items():
+        for name in names:
+            classes.setdefault(name, []).append(kind)
+    made: dict[tuple[str, str], list[str]] = {}
+    for name, kinds in classes.items():
+        made.setdefault((", ".join(kinds), reason_of[name]), []).append(f"`{name}`")
+    lines = [f"| {kinds} | {', '.join(names)} | {reason} |" for (kinds, reason), names in made.items()]
+    return "\n".join(["| class | methods | why they are not called |", "|---|---|---|", *lines])
+
+
 def main() -> str | None:
-    """Compare or write the list. Returns what is wrong."""
+    """Compare or write the list and the table. Returns what is wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
-    text = json.dumps(peer_methods(), indent=1) + "\n"
-    if parser.parse_args().write:
-        FILE.write_text(text, encoding="utf-8")
-        return None
+    writes, text = parser.parse_args().write, json.dumps(peer_methods(), indent=1) + "\n"
     is_current = FILE.read_text(encoding="utf-8") == text
-    return None if is_current else f"{FILE.name} differs from the installed libraries: run with --write"
+    if writes:
+        FILE.write_text(text, encoding="utf-8")
+    document = DOCUMENT.read_text(encoding="utf-8")
+    before, rest = document.split(BEGIN)
+    made = f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END, 1)[1]}"
+    if writes:
+        DOCUMENT.write_text(made, encoding="utf-8")
+        return None
+    stale = [file.name for file, is_same in ((FILE, is_current), (DOCUMENT, made == document)) if not is_same]
+    return f"{', '.join(stale)} differs from the installed libraries: run with --write" if stale else None
 
 
 if __name__ == "__main__":

@@ -78,8 +78,8 @@ NAMES_MISSING = {"option A21": "wandb", "option A33": "bitsandbytes", "option A3
 
 
 OF_NEWER_PYTHON = {
-    "column 35: the JSON is broken: Illegal trailing comma before end of object": (
-        "column 36: the JSON is broken: Expecting property name enclosed in double quotes"
+    "column 35: invalid JSON: Illegal trailing comma before end of object": (
+        "column 36: invalid JSON: Expecting property name enclosed in double quotes"
     )
 }
 """What Python 3.13 says of a broken file, and what earlier ones say."""

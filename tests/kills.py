@@ -31,6 +31,8 @@ _PLACES = ("rename", "fsync", "unlink", "rmdir", "replace", "mkdir")
 def kill_at(at: int, kind: str) -> None:
     """Let this process kill itself at call ``at`` of those that are counted: before it or after it."""
     from burnish.loop.loop import Loop
+    from burnish.rollouts.completions import SlotSource
+    from burnish.rollouts.generation import Generator
 
     count = 0
 
@@ -55,6 +57,8 @@ def kill_at(at: int, kind: str) -> None:
         counted(os, name, "save")
     counted(Loop, "save", "save")
     counted(Loop, "step", "step")
+    counted(SlotSource, "complete", "step")
+    counted(Generator, "_rewarded", "step")
 
 
 WAYS: dict[str, list[str]] = {
@@ -71,10 +75,15 @@ WAYS: dict[str, list[str]] = {
     "spikes are watched for": ["on_spike=go_back", "spike_ratio=1000"],
     "moments in 8 bits": ["optim=adamw_bnb_8bit"],
     "two processes": ["ddp_backend=gloo"],
+    "completions, used twice": [
+        "stage=grpo", 'reward_funcs=[{"repetition_penalty_reward": {"ngram_size": 1}}]', "num_generations=2",
+        "max_completion_length=8", "per_device_train_batch_size=4", "steps_per_generation=2", "num_iterations=2",
+        "gradient_accumulation_steps=1", "logging_steps=1", "num_train_epochs=1", "log_completions=false",
+    ],
 }  # fmt: skip
 RANKS = {"two processes": 2}
 """Way -> its processes, where they are several. They are killed together, as a machine that fails kills them."""
-TIMES = ("runtime", "per_second", "waiting")
+TIMES = ("runtime", "per_second", "waiting", "time/generate", "time/reward", "time/logps")
 """Ends of the names in a log that tell of time, which no run repeats."""
 NEEDS = {"moments in 8 bits": "bitsandbytes"}
 """Way -> the library without which it is left out."""

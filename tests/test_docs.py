@@ -74,24 +74,46 @@ def test_the_map_of_the_house_is_what_the_code_says():
     assert (ROOT / "docs" / "map.md").read_text(encoding="utf-8") == loaded(ROOT / "scripts" / "make_map.py").page()
 
 
+def test_the_table_of_methods_that_are_not_called_is_what_the_classes_say():
+    """Made again with: make parity WHAT=peer_methods"""
+    methods = loaded(ROOT / "scripts" / "peer_methods.py")
+    text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    assert f"{methods.BEGIN}\n{methods.table()}\n{methods.END}" in text
+    reasoned = [name for names in methods.REASONS.values() for name in names]
+    assert {*reasoned} == {name for names in methods.uncalled().values() for name in names}
+
+
 def test_every_key_of_the_other_tools_stands_on_the_page_of_options():
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8").split("## Keys of other tools")[1]
     peers = json.loads((ROOT / "scripts" / "peer_options.json").read_text(encoding="utf-8"))
     assert not [key for keys in peers.values() for key in keys if f"`{key}`" not in text]
 
 
+def test_the_site_builds_with_every_link_checked(tmp_path):
+    for module in ("mkdocs", "material.extensions"):  # a folder of that name alone would pass as a package
+        pytest.importorskip(module)
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        build, cwd=ROOT, text=True, capture_output=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "decisions").is_dir()
+
+
 # --- code blocks ------------------------------------------------------------------------------------------------------
 
 EVERY_PAGE = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md")])
 RUN_BY = {"README.md": "test_docs.py", "migrating.md": "test_hf_examples.py", "extending.md": "test_extending.py",
-          "preferences.md": "test_trl_trainers.py"}  # fmt: skip
+          "preferences.md": "test_trl_trainers.py", "rollouts.md": "test_rollout_trainers.py"}  # fmt: skip
 """Page -> the test that runs its Python."""
+RUN_WHOLE = {"index.md", "data.md", "methods.md", "troubleshooting.md", "recipes.md"}
+"""Pages of which test_docs_run.py and test_recipes.py run every file and command."""
 PROGRAMS = {"burnish", "make", "pip", "python", ".", "torchrun"}
 
 
 def blocks(page, *languages):
     """(language, text) of the code blocks of a page."""
-    found = re.findall(r"```(\w*)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     return [(language, text) for language, text in found if not languages or language in languages]
 
 
@@ -112,7 +134,7 @@ def a_user(folder):
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
 def test_every_block_says_its_language_and_can_be_read(page):
     for language, text in blocks(page):
-        assert language in {"bash", "python", "yaml", "toml", "json"}, text
+        assert language in {"bash", "python", "yaml", "toml", "json", "text"}, text
         if language == "json":
             assert json.loads(text)
         if language == "python":
@@ -125,7 +147,9 @@ def test_every_block_says_its_language_and_can_be_read(page):
 
 
 # The map holds sentences of the code, which may speak of a command by half its words.
-@pytest.mark.parametrize("page", [p for p in EVERY_PAGE if p.name != "map.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [p for p in EVERY_PAGE if p.name != "map.md" and p.name not in RUN_WHOLE], ids=lambda page: page.name
+)
 def test_every_command_on_a_page_is_one(page, tmp_path, monkeypatch):
     from burnish.cli import COMMANDS
     from burnish.run.plan.config_files import merge, read_arguments
@@ -153,7 +177,7 @@ def test_every_configuration_on_a_page_can_be_planned(tmp_path):
     from burnish.run.plan.plan import aliases, plan
 
     planned = 0
-    for page in EVERY_PAGE:
+    for page in (page for page in EVERY_PAGE if page.name not in RUN_WHOLE):
         for _, text in blocks(page, "yaml"):
             if "model_name_or_path" not in text:
                 assert read_row("mine", yaml.safe_load(text)).user
@@ -201,5 +225,5 @@ def test_what_the_readme_calls_missing_is_refused_by_name():
     assert all(main([name]) == 2 for name in missing)
     there, missing = rows["stages"]
     for stage in missing:
-        with pytest.raises(UserError, match=f'"stage" {stage} is not'):
+        with pytest.raises(UserError, match=f'"stage": {stage}'):
             plan({"stage": RawValue(stage)})

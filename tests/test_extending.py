@@ -231,7 +231,7 @@ def test_an_objective_reads_records_of_its_own_through_rows_and_batches(said):
     assert 'Tools: - {"name": "paint"' in explained
     logs = json.loads((folder / "rated" / "trainer_state.json").read_text())["log_history"]
     assert any(1 <= log.get("stars", 0) <= 5 for log in logs), logs
-    assert 'stage: rated needs the column "stars"' in texts["no stars"]
+    assert 'stage: rated requires the column "stars"' in texts["no stars"]
     assert "tool_format acme" in " ".join(texts["explain tools"].split())
     assert 'Tools: - {"name": "paint"' in " ".join(texts["explain tools"].split())
 

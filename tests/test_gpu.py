@@ -1,6 +1,6 @@
 """Tests that only a GPU can run: each fast path against the plain one, in bfloat16, and a run from end to end.
 
-Every test is skipped without a GPU; those of a library also without that library. Differences are held to a few units
+The file is skipped without a GPU; tests of a library also without that library. Differences are held to a few units
 of bfloat16's rounding (2^-8) of the greatest value: two orders of summation differ by that much.
 """
 
@@ -25,7 +25,10 @@ from burnish.run.plan.plan import plan
 from small_run import make_user
 from tiny_shapes import tiny
 
-pytestmark = [pytest.mark.run, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.run
 ROUNDING = 4 * 2**-8
 LENGTHS = [5, 1, 140, 333]
 

@@ -13,8 +13,14 @@ pytestmark = pytest.mark.run
 SEED = int(os.environ.get("BURNISH_SEED", "0"))
 
 
-@pytest.mark.parametrize("way", ["full", "lora with dropout", "two processes"])
+@pytest.mark.parametrize("way", ["full", "lora with dropout", "two processes", "completions, used twice"])
 def test_a_killed_run_ends_in_the_bits_of_the_run_left_alone(way: str, small_model: Path, tmp_path: Path) -> None:
     assert way in WAYS
     lines = list(campaign(small_model, way, 4, random.Random(f"{SEED} {way}"), tmp_path))
     assert sum(": killed" in line for line in lines) == 4
+
+
+@pytest.mark.slow
+def test_a_run_killed_fifty_times_inside_generations_ends_in_the_same_bits(small_model: Path, tmp_path: Path) -> None:
+    lines = list(campaign(small_model, "completions, used twice", 50, random.Random(SEED), tmp_path))
+    assert sum(": killed" in line for line in lines) == 50

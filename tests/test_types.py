@@ -61,3 +61,21 @@ def test_each_option_that_is_misspelt_fails_the_type_check(tmp_path):
     checked = subprocess.run([sys.executable, "-m", "mypy"], cwd=tmp_path, capture_output=True, text=True, check=False)
     found = {(file, int(line)) for file, line in re.findall(r"^(src/\S+?):(\d+): error: ", checked.stdout, re.M)}
     assert not sorted(planted - found)
+
+
+@pytest.mark.slow
+def test_a_misspelt_attribute_of_a_library_fails_the_type_check(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    file = tmp_path / "src" / "burnish" / "reader.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "from peft import LoraConfig\n"
+        "from transformers import PreTrainedModel\n\n\n"
+        "def read(model: PreTrainedModel, lora: LoraConfig) -> None:\n"
+        "    model.tie_weight()\n"
+        "    lora.lora_alfa\n"
+        "    LoraConfig(lora_rank=8)\n",
+        encoding="utf-8",
+    )  # configs and tokenizers of transformers answer to every name, so nothing can be found there
+    checked = subprocess.run([sys.executable, "-m", "mypy"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert [int(line) for line in re.findall(r"reader\.py:(\d+): error: ", checked.stdout)] == [6, 7, 8]

@@ -1,9 +1,11 @@
 """Make the tokenizer of the demo model, with its chat template.
 
-The vocabulary is every byte, the words of the tasks' sentences, and three control tokens; there are no merges. A word
-of an instruction is therefore one token, and every other word is spelled in letters, digits and bytes: a model of a few
-million parameters can reverse "lamp" only when it sees four letters. Any text is representable, so a data file of
-one's own works too, at one token per byte.
+The vocabulary is every byte, the words of the tasks' sentences, and three control tokens; the only merges are those of
+words of two characters. A word of an instruction is therefore one token, and every other word is spelled in letters,
+digits and bytes: a model of a few million parameters can reverse "lamp" only when it sees four letters. Any text is
+representable, so a data file of one's own works too, at one token per byte.
+
+The pre-tokenizer is that of Llama 3, the one for which llama.cpp reads whole words without merges (``ignore_merges``).
 
 Run: python scripts/demo/make_tokenizer.py [--output FOLDER]
 """
@@ -13,11 +15,15 @@ from pathlib import Path
 from string import Formatter
 
 from tasks import COUNTS, OPPOSITES, TASKS, WORDS
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 MODEL_FOLDER = Path(__file__).parents[2] / "src" / "burnish" / "demo" / "model"
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 ROLES = ("system", "user", "assistant")
 MAX_TOKENS = 1024
 
@@ -53,14 +59,16 @@ def sentence_words(splitter: pre_tokenizers.PreTokenizer) -> list[str]:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer, ready to be saved: the same files from every run."""
-    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    splitter = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), in_bytes])
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([END_OF_TEXT, TURN_START, TURN_END, *characters])}
     for word in sentence_words(splitter):
         vocabulary[word] = len(vocabulary)
 
-    # Without merges, `ignore_merges` is what lets a word that is in the vocabulary be one token.
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    # `ignore_merges` lets a word that is in the vocabulary be one token. llama.cpp refuses a tokenizer without merges.
+    merges = [(word[0], word[1]) for word in vocabulary if len(word) == 2]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (END_OF_TEXT, TURN_START, TURN_END)])

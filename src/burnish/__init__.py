@@ -23,6 +23,12 @@ _PUBLIC: dict[str, str] = {
         for method in ("CPO", "DPO", "KTO", "ORPO", "Reward")
         for kind in ("Config", "Trainer")
     },
+    **{
+        f"{method}{kind}": f"burnish.trainer.trl.rollouts.{kind.lower()}"
+        for method in ("GRPO", "RLOO")
+        for kind in ("Config", "Trainer")
+    },
+    **dict.fromkeys(("CPOTrainer", "ORPOTrainer"), "burnish.trainer.trl.preferences.without_reference"),
     "EvalPrediction": "burnish.trainer.values",
     "SFTConfig": "burnish.trainer.trl.sft.config",
     "Seq2SeqTrainer": "burnish.trainer.seq2seq",
@@ -36,10 +42,10 @@ _PUBLIC: dict[str, str] = {
 }
 
 __all__ = [
-    "IGNORE_INDEX", "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "EvalPrediction", "Example", "KTOConfig",
-    "KTOTrainer", "Message", "ORPOConfig", "ORPOTrainer", "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer",
-    "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState",
-    "TrainingArguments", "UserError",
+    "IGNORE_INDEX", "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "EvalPrediction", "Example", "GRPOConfig",
+    "GRPOTrainer", "KTOConfig", "KTOTrainer", "Message", "ORPOConfig", "ORPOTrainer", "RLOOConfig", "RLOOTrainer",
+    "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer", "Seq2SeqTrainer", "Seq2SeqTrainingArguments",
+    "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserError",
 ]  # fmt: skip
 
 

@@ -284,8 +284,8 @@ COMMANDS: dict[str, Command] = {
         _PREDICT,
     ),
     "demo": Command(
-        "[dpo] [key=value ...] [--key value ...]",
-        "fine-tune the bundled small model in two minutes; demo dpo: preference optimization",
+        "[dpo | grpo | picture] [key=value ...] [--key value ...]",
+        "fine-tune a small model in minutes; dpo: with preferences; grpo: with rewards; picture: on pictures",
         "demo.command:demo",
         _RUN,
     ),
@@ -301,9 +301,7 @@ def _unknown(name: str) -> Problem:
         return Problem(
             f'The first argument must be a command. Received: "{name}".', remedy=f"Try: burnish train {name} ..."
         )
-    return Problem(
-        f'There is no command "{name}".{did_you_mean(name, COMMANDS)}', remedy=f"Known: {', '.join(COMMANDS)}."
-    )
+    return Problem(f'Unknown command "{name}".{did_you_mean(name, COMMANDS)}', remedy=f"Known: {', '.join(COMMANDS)}.")
 
 
 # --- help -------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ _ONLINE = (
     "on responses that it generates."
 )
 ABSENT = {
-    **{f"{method}{kind}": _ONLINE for method in ("GRPO", "OnlineDPO", "PPO", "RLOO") for kind in ("Config", "Trainer")},
+    **{f"{method}{kind}": _ONLINE for method in ("OnlineDPO", "PPO") for kind in ("Config", "Trainer")},
     "DataCollatorForCompletionOnlyLM": (
         "{name} was removed from TRL, and burnish does not have it. With the columns `prompt` and `completion` the "
         "loss is computed on the completion only; for `messages`, set SFTConfig(assistant_only_loss=True)."
@@ -52,7 +52,7 @@ ABSENT = {
         "template from a file, or from another tokenizer with its tokens."
     ),
 }  # fmt: skip
-"""Name that exists in no library any more, or not in burnish yet -> the message, with ``{name}`` in it."""
+"""Name that was removed from its library, or is not supported yet -> error message with ``{name}``."""
 
 
 def reexported(name: str) -> Any:

@@ -156,7 +156,7 @@ def test_a_misspelled_optimizer_is_offered_only_those_that_can_be_had(folder: Pa
         planned(folder, optim="adaloma")
     assert "adalomo" not in str(refused.value)
     assert "adam_mini" in str(refused.value)
-    with pytest.raises(UserError, match="adalomo is not part of burnish: it updates each weight during the backward"):
+    with pytest.raises(UserError, match='does not support "optim" adalomo: it updates each weight during the backward'):
         planned(folder, optim="adalomo")
 
 

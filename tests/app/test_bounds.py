@@ -38,9 +38,9 @@ MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n -
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        pytest.param(f"{RUN}columns: {DEEP}\n", "nested in each other too deep", marks=pytest.mark.run),
-        (RUN + LAUGHS, "would hold more than 100,000 values"),
-        (RUN + MERGES, "would hold more than 100,000 values"),
+        pytest.param(f"{RUN}columns: {DEEP}\n", "nested too deeply", marks=pytest.mark.run),
+        (RUN + LAUGHS, "expands to more than 100,000 values"),
+        (RUN + MERGES, "expands to more than 100,000 values"),
     ],
     ids=["deep", "aliases", "merges"],
 )
@@ -74,7 +74,7 @@ def test_a_chat_template_of_loops_within_loops(
 ) -> None:
     Path("loops.jinja").write_text(LOOPS, encoding="utf-8")
     monkeypatch.setattr("burnish.data.chat.rendering.RENDERING_S", 0.5)
-    assert "the chat template did not finish within 0.5 s" in refused(capsys, "template=loops.jinja")
+    assert "the chat template took more than 0.5 s" in refused(capsys, "template=loops.jinja")
 
 
 @pytest.mark.parametrize("term", ["'a' * 99999999999", "2 ** 99999999", "99999999999 * 'a'", "'a' * 9999999 * 9999999"])
@@ -101,12 +101,12 @@ def test_a_chat_at_a_terminal_and_the_page_stop_a_chat_template_of_loops(
     text = LOOPS.replace("{% for a", "{% if 'loop' in messages[0]['content'] %}{% for a", 1) + "{% endif %}"
     Path("loops.jinja").write_text(text, encoding="utf-8")
     assert cli.main(["chat", MODEL, "template=loops.jinja", "--once", "loop"]) == 2
-    assert "the chat template did not finish within 0.5 s" in told(capsys)[1]
+    assert "the chat template took more than 0.5 s" in told(capsys)[1]
     Path("loops.jinja").write_text(LOOPS, encoding="utf-8")
     values = {"model_name_or_path": MODEL, "dataset": "rows", "output_dir": "out", "template": "loops.jinja"}
     asked, answered = io.StringIO(json.dumps({"id": 1, "values": values}) + "\n"), io.StringIO()
     planner(asked, answered)
-    assert "the chat template did not finish within 0.5 s" in answered.getvalue()
+    assert "the chat template took more than 0.5 s" in answered.getvalue()
 
 
 ODD: dict[str, Any] = {
@@ -154,8 +154,8 @@ def test_another_file_that_is_none(
 
 def endless(place: str, size: int) -> str:
     return (
-        f"{place}: a record must have at most 600 characters. Received: {size}.\n"
-        "  Cut it into several records, at the ends of its chapters or paragraphs.\n"
+        f"{place}: expected a record of at most 600 characters. Received: {size}.\n"
+        "  Split it into several records, for example by chapters or paragraphs.\n"
     )
 
 
@@ -224,8 +224,8 @@ def test_an_output_dir_that_is_a_link_to_nothing(
 ) -> None:
     os.symlink(target, "out")
     err = refused(capsys, f"output_dir={output}")
-    assert f'output_dir "{output}" cannot be made' in err
-    assert "is a link to" in err
+    assert f'output_dir "{output}" cannot be created' in err
+    assert "links to" in err
 
 
 @pytest.mark.run
@@ -294,6 +294,18 @@ def test_only_what_was_cut_advises_a_longer_cut(user_folder: Path, capsys: pytes
     err = refused(capsys)
     assert "No examples are left to train on" in err
     assert "cutoff_len" not in err
+
+
+def test_a_data_set_of_which_nothing_is_usable_stops_the_run_by_name(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = [{"instruction": f"say {n}", "output": str(n)} for n in range(4)]
+    write("data/good.json", good)
+    write("data/empty.json", [{**record, "output": ""} for record in good])
+    given = ("dataset=data/good.json,data/empty.json", "on_empty_target=drop")
+    assert "empty: 0 of 4 examples are usable: dropped: all responses are empty." in refused(capsys, *given)
+    write("data/empty.json", [*good[:1], {**good[1], "output": ""}])
+    assert cli.main(["explain", "run.yaml", *given]) == 0
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

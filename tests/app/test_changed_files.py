@@ -2,6 +2,7 @@
 fingerprint, or the option is declared harmless."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from bad_inputs import change, make_folder, told, write
 from burnish import cli
@@ -23,6 +26,9 @@ pytestmark = pytest.mark.run
 LORA = ["finetuning_type=lora", "lora_rank=4", "lora_target=all"]
 DPO = ["stage=dpo", "dataset=pairs", "template=chatml"]
 BEST = ["eval_strategy=steps", "eval_steps=2", "load_best_model_at_end=true"]
+
+
+SCORE = "def score(completions, **kwargs):\n    return [1.0 * (len(str(c)) % 3) for c in completions]\n"
 
 
 def other_weights(folder: str) -> Callable[[], None]:
@@ -61,7 +67,21 @@ def encoded(output: str) -> Callable[[], None]:
     return encode
 
 
+DRAWN = ["stage=grpo", "template=chatml", "num_generations=2", "per_device_train_batch_size=2",
+         "gradient_accumulation_steps=1", "max_completion_length=4"]  # fmt: skip
+
+
 PLACES = {
+    "reward_funcs": Place(
+        [*DRAWN, "reward_funcs=[mine.py:score]"],
+        lambda: Path("mine.py").write_text(SCORE.replace("1.0", "2.0"), encoding="utf-8"), "reward functions",
+        before=lambda: Path("mine.py").write_text(SCORE, encoding="utf-8"),
+    ),
+    "reward_model": Place([*DRAWN, "reward_model=reward"], other_weights("reward"), "reward_model"),
+    "reward_model_adapters": Place(
+        [*DRAWN, "reward_model=reward", "reward_model_adapters=adapter"], other_weights("adapter"),
+        "reward_model_adapters",
+    ),
     "dataset": Place([], other_rows("data/rows.json"), "data"),
     "dataset_dir": Place([], lambda: write("data/dataset_info.json", {"rows": {"file_name": "held_out.json"}}), "data"),
     "eval_dataset": Place(["eval_dataset=held_out", *BEST], other_rows("data/held_out.json"), "eval_data"),
@@ -95,7 +115,7 @@ def test_every_option_that_names_a_place_is_tried_or_declared_harmless() -> None
     named = {name for name, spec in specs(RunOptions).items() if spec.names_place and not spec.ignored}
     of_groups = {n for g in (*GROUPS, *MEMBER_GROUPS) if g.__name__ in HARMLESS_GROUPS for n in specs(g)}
     declared = {name for names in HARMLESS.values() for name in names} | of_groups | MAY_CHANGE
-    cached = {"cache_dir"}  # models are known by their content, wherever they lie
+    cached = {"cache_dir", "media_dir"}  # models and pictures are known by their content, wherever they lie
     assert named - declared - cached - PLACES.keys() == set()
     assert PLACES.keys() <= named
 
@@ -110,6 +130,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_folder(make_model(tmp_path_factory.mktemp("model")))
         for name, seed in (("model2", 1), ("reference", 2), ("reference2", 3)):
             make_model(folder / name, seed=seed)
+        for name, of in (("reward", "reference"), ("reward2", "reference2")):
+            shutil.copytree(folder / of, folder / name)
+            head = {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": torch.zeros(1)}
+            save_file(head, folder / name / "value_head.safetensors")
         write("data/held_out.json", records(6)[::-1])
         write("data/pairs.json", pairs())
         sets = {name: {"file_name": f"{name}.json"} for name in ("rows", "held_out")}
@@ -143,7 +167,7 @@ def test_a_run_is_not_resumed_with_other_content(
     told(capsys)
     before = sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*"))
     assert cli.main([*words, "max_steps=4"]) == 2
-    assert f"{place.named} has changed" in told(capsys)[1]
+    assert re.search(f"{place.named} (has changed|was )", told(capsys)[1])
     assert sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*")) == before
     monkeypatch.chdir(unharmed)
     assert cli.main([*words, "max_steps=4"]) == 0

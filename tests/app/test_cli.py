@@ -9,7 +9,8 @@ import pytest
 
 from burnish import __version__, cli
 from burnish.config.options import specs
-from burnish.demo.command import BUNDLED, DemoQuestion, answers, demo_plan, demo_questions, share_exact
+from burnish.demo.command import answers, demo_plan, demo_questions
+from burnish.demo.report import BUNDLED, DemoQuestion, share_exact
 from burnish.run.plan.listing import list_options
 from burnish.run.plan.plan import RunOptions
 
@@ -93,7 +94,7 @@ def test_words_that_a_command_does_not_read_are_refused(
 def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = burnish(capsys, "trian")
     assert (status, out) == (2, "")
-    assert 'There is no command "trian". Did you mean "train"?' in err
+    assert 'Unknown command "trian". Did you mean "train"?' in err
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
 
 def test_a_missing_file_with_no_neighbour_says_what_there_is(tmp_path: Path) -> None:
     config(tmp_path, "stage: sft", "other.yaml")
-    assert "holds other.yaml" in refusal(tmp_path / "zzzzzzzzzz.json")
-    assert "no folder" in refusal(tmp_path / "nowhere" / "run.yaml")
+    assert "contains other.yaml" in refusal(tmp_path / "zzzzzzzzzz.json")
+    assert "does not exist either" in refusal(tmp_path / "nowhere" / "run.yaml")
     assert "is a folder" in refusal(tmp_path)
 
 
@@ -111,9 +111,9 @@ def test_a_syntax_error_is_shown_with_a_caret(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "place", "words"),
     [
-        ("learning_rate 1e-4", "2:1", 'between a key and its value stands ": "'),
-        ("learning_rate:1e-4", "2:1", 'between a key and its value stands ": "'),
-        ('optim: "adamw', "2:8", "a quotation mark is opened here and never closed"),
+        ("learning_rate 1e-4", "2:1", 'expected ": " between the key and its value'),
+        ("learning_rate:1e-4", "2:1", 'expected ": " between the key and its value'),
+        ('optim: "adamw', "2:8", "this quotation mark is never closed"),
         ("lora_target: [q_proj", "2:1", "expected ',' or ']'"),
     ],
 )
@@ -143,16 +143,16 @@ def test_a_list_is_no_configuration(tmp_path: Path) -> None:
 
 def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
     message = refusal(config(tmp_path, "seed: 1\nstage: sft\nseed: 2\nstage: pt\n"))
-    assert 'line 3: "seed" is given twice; the first is in' in message
+    assert 'line 3: duplicate key "seed". It is already set in' in message
     assert "line 1" in message
-    assert '"stage" is given twice' in message
+    assert 'duplicate key "stage"' in message
 
 
 @pytest.mark.parametrize("name", ["run.yaml", "run.json"])
 def test_a_key_given_twice_within_a_value_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text('{"seed": 1,\n "lr_scheduler_kwargs": {"num_cycles": 1,\n "num_cycles": 2}}')
-    assert 'line 3: "num_cycles" is given twice; the first is in' in refusal(path)
+    assert 'line 3: duplicate key "num_cycles". It is already set in' in refusal(path)
 
 
 def test_of_several_bases_the_first_that_has_a_key_gives_it(tmp_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_bases_are_taken_up_within_values_and_within_bases(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("x: &a\n  y: *a\n", "line 1: an alias"),
-        ("? [a, b]\n: 3\n", "line 1: a key is text"),
-        ("stage: sft\n<<: 3\n", 'line 2: "<<" takes'),
+        ("x: &a\n  y: *a\n", "line 1: an alias (*) refers to"),
+        ("? [a, b]\n: 3\n", "line 1: expected a key to be a string"),
+        ("stage: sft\n<<: 3\n", "line 2: expected an alias"),
     ],
 )
 def test_yaml_that_is_no_configuration_is_refused_in_a_sentence(text: str, why: str, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_several_values_of_one_flag_are_a_list() -> None:
 
 
 def test_a_word_with_no_option_before_it_is_refused() -> None:
-    with pytest.raises(UserError, match='"sft" on the command line: no option stands before it'):
+    with pytest.raises(UserError, match='Unexpected arguments on the command line: "sft"'):
         split_arguments(["run.yaml", "sft"])
     with pytest.raises(UserError, match="one configuration file"):
         split_arguments(["a.yaml", "b.yaml"])
@@ -227,5 +227,5 @@ def test_the_command_line_overrides_the_file_under_any_name(tmp_path: Path) -> N
     file, flags = read_arguments([str(path), "--eval_strategy", "no"])
     assert merge(file, flags, {"evaluation_strategy": "eval_strategy"}) == {
         "seed": RawValue("1", f"{path}, line 2"),
-        "eval_strategy": RawValue("no", f"the command line, over {path}, line 1"),
+        "eval_strategy": RawValue("no", f"the command line, overriding {path}, line 1"),
     }

@@ -216,7 +216,7 @@ def test_another_thing_in_the_place_of_a_file_that_a_run_writes(
     _, err = told(capsys)
     assert "Raised in" not in err
     if status:
-        is_odd = "in the place of a file: " in err and "To write it would wait for ever." in err
+        is_odd = "instead of a file: " in err and "Writing to it would block forever." in err
         assert is_odd or ("cannot be written or read: " in err and "move it away, then run the same command" in err)
         remove(found)
         assert cli.main(["train", "run.yaml", "max_steps=6", "plot_loss=false"]) == 0

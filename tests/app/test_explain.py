@@ -298,13 +298,13 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(made: Any, monkeypa
     assert not resources.check_disk(options, config, sizes, formats, steps)
     monkeypatch.setattr(resources, "free_disk", lambda folder: 60_000)
     (problem,) = resources.check_disk(options, config, sizes, formats, steps)
-    assert "58.6 KiB of free disk" in str(problem)
+    assert "58.6 KiB free" in str(problem)
     assert "3 checkpoints" in str(problem)
     assert "save_total_limit: 1" in str(problem)
 
 
 def test_a_set_smaller_than_a_step_is_worth_knowing(made: Any) -> None:
-    assert "every epoch is one step" in told(made(max_samples=3)).get("", "")
+    assert "each epoch is one step" in told(made(max_samples=3)).get("", "")
 
 
 def test_a_run_that_does_not_train_is_not_said_to_need_what_training_needs(

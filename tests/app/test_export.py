@@ -198,7 +198,7 @@ def test_a_run_is_never_written_over(made, tmp_path, name):
     path = tmp_path / "out" / name
     path.parent.mkdir(parents=True)
     path.write_text("{}")
-    with pytest.raises(UserError, match=rf"holds a run \({name.partition('/')[0]}\)"):
+    with pytest.raises(UserError, match=rf"contains a training run \({name.partition('/')[0]}\)"):
         run(made, tmp_path / "out", overwrite_output_dir="true")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name.partition("/")[0]]
 

@@ -100,7 +100,7 @@ def test_a_type_of_a_file_that_is_not_asked_for_has_no_effect_and_that_is_said(
 
 def test_a_shape_or_type_that_is_not_written_is_refused_before_anything_is(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model", "llama")
-    with pytest.raises(UserError, match=r"requires llama\.cpp"):
+    with pytest.raises(UserError, match=r"requires the quantizer of llama\.cpp"):
         exported(tmp_path / "out", model, export_gguf_type="q4_k_m")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(
@@ -109,6 +109,27 @@ def test_a_shape_or_type_that_is_not_written_is_refused_before_anything_is(tmp_p
     with pytest.raises(UserError, match='a model of type "gemma"'):
         exported(tmp_path / "out", model)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"merges": []}, "a BPE without merges, which llama.cpp does not load"),
+        ({"ignore_merges": True}, "ignore_merges"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_refuses_or_reads_otherwise_is_refused(tmp_path: Path, changes, what: str) -> None:
+    model = model_in(tmp_path / "model", "llama")
+    words = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps({**words, "model": {**words["model"], **changes}}))
+    with pytest.raises(UserError, match=what):
+        exported(tmp_path / "out", model)
+    assert not list(tmp_path.glob("out/*.gguf"))
+
+
+def test_the_modelfile_names_the_gguf_file(tmp_path: Path) -> None:
+    file = exported(tmp_path / "out", model_in(tmp_path / "model", "llama"))
+    assert (file.parent / "Modelfile").read_text().startswith(f"FROM ./{file.name}\n")
 
 
 @pytest.mark.run

@@ -86,8 +86,8 @@ def test_json_in_a_text_file(content: str, user_folder: Path, capsys: pytest.Cap
     Path("data/rows.txt").write_text(content, encoding="utf-8")
     words = ["stage=pt", "dataset=data/rows.txt", "cutoff_len=32"]
     err = refused(capsys, *words)
-    assert "data/rows.txt: the lines of this text file are JSON" in err
-    assert f"Name it rows.{'json' if content.lstrip()[0] == '[' else 'jsonl'} to read" in err
+    assert "data/rows.txt: this .txt file contains JSON" in err
+    assert f"Rename it to rows.{'json' if content.lstrip()[0] == '[' else 'jsonl'} to read" in err
     Path("data/rows.txt").write_text("red [green] {blue}\n{not json}\n", encoding="utf-8")
     assert "its lines are JSON" not in runs(capsys, *words, "output_dir=other")
 
@@ -105,8 +105,8 @@ def call(name: Any, arguments: Any) -> list[dict[str, Any]]:
     [
         (call(7, {"a": 1}), "the name of a tool call is not a string"),
         (call("", {"a": 1}), "the name of a tool call is not a string"),
-        (call("add", "no json"), "a tool call's arguments are not JSON"),
-        ([{**call("add", {})[0], "tools": '[{"name": 7}]'}], "the name of a tool is not a string, but 7"),
+        (call("add", "no json"), "the arguments of a tool call are not valid JSON"),
+        ([{**call("add", {})[0], "tools": '[{"name": 7}]'}], "a tool name is not a string: 7"),
         ([{**call("add", {})[0], "tools": '[{"type": "function", "function": 3}]'}], "not a list of JSON objects"),
     ],
 )

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from bad_inputs import cut_short, told, write
 from burnish import cli
 from burnish.config.options import specs
-from burnish.data.rows.encode import cache_home
 from burnish.loop.loop import Loop
 from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.clearing import SOURCES, left_by_a_run
+from burnish.utils.files import cache_home
 from pair_runs import pairs
 
 pytestmark = pytest.mark.run
@@ -249,7 +249,7 @@ def test_a_full_disk_of_encoded_rows_is_named_by_its_own_place(
         patched.setattr("burnish.data.rows.encode.RowWriter.close", full)
         assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [kept_in])]) == 1
     place = "rows" if kept_in else str(cache_home() / "rows")
-    advice = "Name another tokenized_path." if kept_in else "Set the environment variable BURNISH_CACHE"
+    advice = "Set another tokenized_path." if kept_in else "Set the environment variable BURNISH_CACHE"
     assert f'error: The disk of "{place}" is full.\n  Free some space. {advice}' in told(capsys)[1]
     assert not list(Path(place).glob(".*partial"))
     assert cli.main(["train", "run.yaml", "max_steps=1", *filter(None, [kept_in])]) == 0

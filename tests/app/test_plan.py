@@ -46,8 +46,8 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     assert 'run.yaml, line 5: "num_train_epochs" must be a number' in together
     assert "run.yaml, line 6" in together
     assert 'Did you mean "lora"?' in together
-    assert "run.yaml, line 8: eval_strategy: steps needs an evaluation set" in together
-    assert 'run.yaml, line 9: "fp8" is not part of burnish.' in together
+    assert "run.yaml, line 8: eval_strategy: steps needs an evaluation dataset" in together
+    assert 'run.yaml, line 9: burnish does not support "fp8".' in together
 
 
 def test_no_problem_takes_more_than_four_lines(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_no_problem_takes_more_than_four_lines(tmp_path: Path) -> None:
 )
 def test_flash_attention_is_refused_on_a_cpu(asked: str, value: str, tmp_path: Path) -> None:
     said = "\n".join(refused(tmp_path, **{asked: value}, use_cpu="true"))
-    assert f"{asked}: {value} runs on a GPU only" in said
+    assert f"{asked}: {value} requires a GPU" in said
 
 
 def test_flash_attention_is_refused_in_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_flash_attention_is_refused_in_float32(monkeypatch: pytest.MonkeyPatch, 
     float32, bf16 = (
         dataclasses.replace(asked, flash_attn="fa2", finetuning_type="full", bf16=is_half) for is_half in (False, True)
     )
-    assert "this run in float32" in str(checks.check_flash_attention(float32)[0])
+    assert "this run computes in float32" in str(checks.check_flash_attention(float32)[0])
     assert checks.check_flash_attention(bf16) == []
 
 
@@ -87,7 +87,7 @@ def test_training_is_what_train_does_unless_told_otherwise(tmp_path: Path) -> No
     assert trains(plan(given(tmp_path)).options)
     assert not trains(plan(given(tmp_path, do_predict="true", val_size="0.1")).options)
     assert trains(plan(given(tmp_path, do_predict="true", val_size="0.1", do_train="true")).options)
-    assert "Nothing would be done" in refused(tmp_path, do_train="false")[0]
+    assert "There is nothing to do" in refused(tmp_path, do_train="false")[0]
 
 
 def test_another_name_of_an_option_works_and_is_mentioned(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_folder_with_other_files_is_refused_unless_told(tmp_path: Path) -> Non
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("words")
     (problem,) = refused(tmp_path)
-    assert "holds other files: thesis.tex" in problem
+    assert "contains other files: thesis.tex" in problem
     assert "overwrite_output_dir" in problem
     assert plan(given(tmp_path, overwrite_output_dir="true")).options.overwrite_output_dir
 
@@ -198,7 +198,7 @@ def test_the_best_model_needs_evaluations_that_meet_the_checkpoints(tmp_path: Pa
     assert "save_strategy: steps" in refused(tmp_path, **best, eval_strategy="steps", save_strategy="epoch")[0]
     steps = {"eval_strategy": "steps", "save_strategy": "steps"}
     assert "multiple" in refused(tmp_path, **best, **steps, eval_steps="3", save_steps="10")[0]
-    assert "both as shares" in refused(tmp_path, **best, **steps, eval_steps="0.1", save_steps="10")[0]
+    assert "both ratios below 1" in refused(tmp_path, **best, **steps, eval_steps="0.1", save_steps="10")[0]
     assert plan(given(tmp_path, **best, **steps, eval_steps="0.1", save_steps="0.3"))
     assert plan(given(tmp_path, **best, **steps, eval_steps="5", save_steps="10"))
 

@@ -191,7 +191,7 @@ def test_encoding_is_told_as_work_batch_by_batch():
         )
     finally:
         watch_with(None)
-    assert told.calls == [("Encoding", 25, "records"), 10, 10, 5, "end"]
+    assert told.calls == [("Tokenizing", 25, "records"), 10, 10, 5, "end"]
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_an_error_in_a_process_keeps_its_problems(two_cores):
 
 @pytest.mark.run
 def test_an_encoding_process_that_dies_is_reported(two_cores):
-    with pytest.raises(UserError, match="a process that encodes rows ended early"):
+    with pytest.raises(UserError, match="a tokenization process ended unexpectedly"):
         prepared(encode=lambda *_: os._exit(1), preprocessing_num_workers=2, preprocessing_batch_size=10)
 
 
@@ -284,7 +284,7 @@ def test_rows_that_were_made_otherwise_are_refused_with_the_difference():
     with pytest.raises(UserError) as caught:
         prepared(count=99, fingerprint={**settings, "template": "llama3"}, tokenized_path="rows")
     message = str(caught.value)
-    assert 'template was "qwen", is "llama3"' in message
+    assert 'template was "qwen", now "llama3"' in message
     assert "data differs" in message
     assert "cutoff_len" not in message
     assert "overwrite_cache: true" in message
@@ -304,7 +304,7 @@ def test_encoded_rows_can_be_used_without_the_data_they_came_from():
 def test_a_torn_tokenized_path_is_refused_and_not_repaired_in_silence():
     prepared(tokenized_path="rows")
     os.truncate("rows/train/rows.arrow", 8)
-    with pytest.raises(UserError, match="not whole"):
+    with pytest.raises(UserError, match="is incomplete"):
         prepared(tokenized_path="rows")
 
 
@@ -312,7 +312,7 @@ def test_a_torn_tokenized_path_is_refused_and_not_repaired_in_silence():
 def test_a_folder_of_another_library_is_refused(name):
     Path("rows").mkdir()
     Path("rows", name).write_text(json.dumps({}))
-    with pytest.raises(UserError, match="rows that burnish wrote"):
+    with pytest.raises(UserError, match="a folder written by burnish"):
         prepared(tokenized_path="rows")
 
 
@@ -326,4 +326,4 @@ def test_a_record_that_takes_long_is_named_while_it_is_encoded():
     finally:
         watch_with(None)
     begun = [call[0] for call in told.calls if isinstance(call, tuple)]
-    assert begun == ["Encoding, with data.json, record 500000 of 2.5 million characters", "Encoding"]
+    assert begun == ["Tokenizing (longest: data.json, record 500000, 2.5 million characters)", "Tokenizing"]

@@ -70,7 +70,7 @@ def test_a_step_that_is_not_finite_names_its_records(user, monkeypatch, capsys, 
     assert run({**user, **more}) == 1
     said = re.sub(r"\s+", " ", capsys.readouterr().err)
     assert "is not finite (loss nan" in said
-    assert f"{user['dataset']}, record {ODD + 1}" in said.split("Learned from: ")[1]
+    assert f"{user['dataset']}, record {ODD + 1}" in said.split("Examples: ")[1]
     if not more:
         rows, step = rows_of_odd_step()
         assert f"The loss of step {step} is not finite" in said
@@ -153,7 +153,7 @@ def test_a_script_that_goes_back_trains_as_if_it_had_never_had_those_rows(tmp_pa
     rows[order[13]]["x"] = rows[order[13]]["x"] * float("inf")  # of step 4
     back = trained("back", [], on_spike="go_back")
     assert "Step 4 was not finite" in library_log.text
-    assert f"Learned from: rows {', '.join(map(str, order[12:16]))} of train_dataset. Rolling back" in library_log.text
+    assert f"Examples: rows {', '.join(map(str, order[12:16]))} of train_dataset. Rolling back" in library_log.text
     never = trained("never", [(0, 12, order[12:16])], max_steps=18)
     assert same(weights(back), weights(never))
     assert losses(back) == losses(never)
@@ -169,7 +169,7 @@ def test_a_script_with_a_stream_of_its_own_cannot_go_back(tmp_path):
             return DataLoader(points(8), batch_size=2)
 
     trainer = make_trainer(tmp_path, Loading, on_spike="go_back")
-    with pytest.raises(UserError, match=r'"on_spike" must be no here: .* Received: "go_back"'):
+    with pytest.raises(UserError, match=r'"on_spike": "go_back" requires a map-style'):
         trainer.train()
 
 
@@ -198,7 +198,7 @@ def test_a_script_is_told_the_rows_of_its_set(tmp_path):
     with pytest.raises(NonFiniteError) as failed:
         trainer.train()
     order, step = order_of(22, 42, 0), trainer.state.global_step
-    assert f"Learned from: rows {', '.join(map(str, order[4 * step - 4 : 4 * step]))} of train_dataset." in str(
+    assert f"Examples: rows {', '.join(map(str, order[4 * step - 4 : 4 * step]))} of train_dataset." in str(
         failed.value
     )
     assert 5 in order[4 * step - 4 : 4 * step]

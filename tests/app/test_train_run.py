@@ -190,7 +190,7 @@ def test_a_step_is_the_same_however_it_is_cut_and_laid_out(tmp_path, cut, layout
 def test_a_budget_below_the_longest_row_is_refused_with_that_length(tmp_path, capsys):
     assert run(make_user(tmp_path, max_tokens_per_batch=8)) == 2
     said = capsys.readouterr().err
-    assert '"max_tokens_per_batch" is 8, and the longest row has' in said
+    assert '"max_tokens_per_batch" (8) is smaller than the longest row' in said
     assert not (tmp_path / "out").exists()
 
 

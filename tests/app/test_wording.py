@@ -39,10 +39,10 @@ def replace_sentences(patch: pytest.MonkeyPatch) -> None:
     initialize = Problem.__init__
 
     def with_noise(
-        self: Problem, what: str, where: str = "", why: str = "", remedy: str = "", option: Any = ()
+        self: Problem, what: str, where: str = "", why: str = "", remedy: str = "", option: Any = (), code: str = ""
     ) -> None:
         noise = f'{crc32(what.encode())} "seed", max_steps, "template".'
-        initialize(self, noise, where, why and "No reason.", remedy and "Set cutoff_len.", option)
+        initialize(self, noise, where, why and "No reason.", remedy and "Set cutoff_len.", option, code)
 
     patch.setattr(Problem, "__init__", with_noise)
 

@@ -14,7 +14,7 @@ import pytest
 from browser.conftest import wait_for
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
-SCREENS = ("sign-in", "runs", "new", "runs/{id}", "compare?runs={id}", "talk", "export", "settings")
+SCREENS = ("sign-in", "runs", "new", "runs/{id}", "compare?runs={id}", "talk", "evaluate", "export", "settings")
 
 FORM = {
     "model_name_or_path": "model", "dataset": "demo_train", "dataset_dir": "data", "cutoff_len": "128",
@@ -51,6 +51,7 @@ def test_axe_finds_nothing_on_any_screen(chromium, server, run, axe, theme, lang
     for width in (1280, 360):
         context = chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=theme, locale=language)
         page = context.new_page()
+        page.set_default_timeout(90_000)
         page.goto(server.link)
         page.wait_for_url("**/runs")
         for screen in SCREENS:
@@ -100,7 +101,9 @@ def test_a_run_is_set_up_started_stopped_and_gone_on_with_by_keyboard_alone(visi
 
     reach("header a[href$='new'], nav a[href$='new']")
     press("Enter")
-    visitor.wait_for_selector("#box-model")
+    visitor.wait_for_selector("#box-model_name_or_path")
+    visitor.evaluate("[...document.querySelectorAll('.topic')].slice(0, 3).forEach(one => { one.open = true })")
+    visitor.wait_for_selector("#box-max_steps")
     for name, value in FORM.items():
         visitor.evaluate("document.querySelector('main').focus()")
         reach(f"#box-{name}")
@@ -117,10 +120,10 @@ def test_a_run_is_set_up_started_stopped_and_gone_on_with_by_keyboard_alone(visi
     reach("#again")
     press("Enter")
     wait_for(lambda: visitor.inner_text("#state") == "done", 240)
+    visitor.locator("#panel-log", has_text="Trained").wait_for()
     reach("[role=tab]")
     press("ArrowRight")
-    assert visitor.evaluate("document.activeElement.id") == "tab-log"
-    visitor.locator("#panel-log", has_text="Trained").wait_for()
+    assert visitor.evaluate("document.activeElement.id") == "tab-events"
 
 
 def test_another_window_takes_over_when_the_one_that_streams_is_closed(visitor, server, run) -> None:

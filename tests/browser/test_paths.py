@@ -30,11 +30,24 @@ def picture(page, name: str) -> None:
 
 
 def fill(page, **changes: str) -> None:
-    page.wait_for_selector("#box-model")
+    page.wait_for_selector("#box-model_name_or_path")
+    unfold(page)
     page.select_option("#box-finetuning_type", "full")
     page.select_option("#box-eval_strategy", "steps")
     for name, value in {**VALUES, **changes}.items():
         page.fill(f"#box-{name}", value)
+
+
+def unfold(page) -> None:
+    """Open the topics whose fields the tests fill."""
+    page.evaluate("[...document.querySelectorAll('.topic')].slice(0, 3).forEach(one => { one.open = true })")
+    page.wait_for_selector("#box-max_steps")
+
+
+def choose(page, item: str) -> None:
+    """An item of a menu that is folded."""
+    page.evaluate("wanted => { document.querySelector(wanted).closest('details').open = true }", item)
+    page.click(item)
 
 
 def state(page) -> str:
@@ -68,7 +81,7 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
     page.goto(f"{address}/new")
     fill(page)
     page.wait_for_selector("#start:not([disabled])")
-    assert "60 steps" in page.inner_text("#plan")
+    assert "60" in page.inner_text("#plan dd >> nth=0")
     assert "<|im_end|>" in page.inner_text("#sample mark")
     assert "max_steps: 60" in page.inner_text("#yaml")
     page.evaluate("scrollTo(0, 0)")
@@ -93,6 +106,7 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
     steps = [json.loads(line)["current_steps"] for line in log if '"loss"' in line]
     assert steps == sorted(set(steps))
     with page.expect_download() as found:
+        page.locator(".chart .menu summary").first.click()
         page.locator(".chart button", has_text="PNG").first.click()
     assert Path(found.value.path()).read_bytes().startswith(b"\x89PNG")
     picture(page, "run")
@@ -101,9 +115,9 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
     page.click("#theme")
     run = page.url.rpartition("/")[2]
     page.goto(f"{address}/talk?target={run}")
-    page.locator("#engine-states", has_text="first ✓").wait_for()
+    page.locator("#engine-states", has_text="first ✓").wait_for(timeout=180_000)
     page.select_option("select[data-side='1']", "path:model")
-    page.locator("#engine-states", has_text="model ✓").wait_for()
+    page.locator("#engine-states", has_text="model ✓").wait_for(timeout=180_000)
     page.fill("#max_tokens", "24") if page.is_visible("#max_tokens") else None
     page.fill("#message", "opposite: hot")
     page.keyboard.press("Control+Enter")
@@ -112,8 +126,8 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
     picture(page, "talk")
     page.goto(f"{address}/export?target={run}")
     page.select_option("#format", "gguf f16")
-    page.click("#export button.main")
-    page.locator("#export-lines code", has_text="llama-server").wait_for()
+    page.click("#job-form button.main")
+    page.locator(".job-lines code", has_text="llama-server").wait_for()
     shutil.copytree(server.root / "saves/first", server.root / "saves/second")
     page.goto(f"{address}/runs")
     page.locator("tr[data-run]").nth(1).wait_for()
@@ -132,7 +146,7 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
 def test_what_is_wrong_stands_at_its_field_and_start_is_off(visitor, server) -> None:
     visitor.goto(f"{server.address}/new")
     fill(visitor, max_steps="many")
-    field = visitor.locator("#box-model ~ * [data-option=max_steps], [data-option=max_steps]").first
+    field = visitor.locator("[data-option=max_steps]")
     field.locator(".problem", has_text="must be a whole number").wait_for()
     assert visitor.get_attribute("#box-max_steps", "aria-invalid") == "true"
     assert visitor.is_disabled("#start")
@@ -148,7 +162,7 @@ def test_columns_that_nobody_knows_are_mapped_in_the_form(visitor, server) -> No
     (server.root / "own.jsonl").write_text("\n".join(lines) + "\n")
     visitor.goto(f"{server.address}/new")
     fill(visitor, dataset="own.jsonl", val_size="0.1", max_steps="2")
-    visitor.get_by_text("no known format fits the columns").first.wait_for()
+    visitor.get_by_text("the columns do not match a known format").first.wait_for()
     assert visitor.is_disabled("#start")
     visitor.select_option("#columns-format", "alpaca")
     visitor.select_option("#columns-prompt", "frage")
@@ -170,15 +184,18 @@ def test_a_form_is_kept_as_a_preset_and_taken_again(visitor, server) -> None:
     visitor.goto(f"{server.address}/new")
     fill(visitor, learning_rate="3e-4")
     visitor.locator("#yaml", has_text="max_steps: 60").wait_for()
-    visitor.once("dialog", lambda dialog: dialog.accept("mine"))
-    visitor.click("#save-preset")
+    choose(visitor, "#save-preset")
+    visitor.fill("#preset-name", "mine")
+    visitor.click("#preset-keep")
     visitor.get_by_text("Saved as mine.").wait_for()
     visitor.goto(f"{server.address}/new")
-    visitor.wait_for_selector("#box-model")
+    visitor.wait_for_selector("#box-model_name_or_path")
+    visitor.locator("#preset option[value=mine]").wait_for(state="attached")
+    unfold(visitor)
     visitor.select_option("#preset", "mine")
     assert float(visitor.input_value("#box-learning_rate")) == 3e-4
     assert visitor.input_value("#box-max_steps") == "60"
-    visitor.click("#drop-preset")
+    choose(visitor, "#drop-preset")
     visitor.wait_for_selector("#preset option[value=mine]", state="detached")
 
 
@@ -203,7 +220,7 @@ def test_hostile_texts_are_seen_and_do_nothing(visitor, server) -> None:
 def test_the_whole_page_fits_a_narrow_window_and_is_gone_through_by_keyboard(visitor, server) -> None:
     for width in (360, 1280):
         visitor.set_viewport_size({"width": width, "height": 720})
-        for path in ("runs", "new", "compare", "talk", "export", "settings"):
+        for path in ("runs", "new", "compare", "talk", "evaluate", "export", "settings"):
             visitor.goto(f"{server.address}/{path}")
             visitor.wait_for_load_state("networkidle") if path in ("settings", "export") else None
             wide = visitor.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
@@ -215,7 +232,7 @@ def test_the_whole_page_fits_a_narrow_window_and_is_gone_through_by_keyboard(vis
     for _ in range(14):
         visitor.keyboard.press("Tab")
         seen.add(visitor.evaluate("document.activeElement.textContent.trim()"))
-    assert {"New", "Runs", "Compare", "Talk", "Export"} <= seen
+    assert {"New run", "Runs", "Compare", "Chat", "Evaluate", "Export"} <= seen
 
 
 def test_without_script_runs_and_numbers_are_read(chromium, server) -> None:

@@ -89,6 +89,7 @@ def test_a_call_waits_for_its_result_and_the_answer_goes_on_with_it(visitor, hea
     assert [one["role"] for one in second["messages"]] == ["user", "assistant", "tool", "tool"]
     assert [one["content"] for one in second["messages"][2:]] == ["one", "<b>two</b>"]
     assert [one["id"] for one in second["messages"][1]["tool_calls"]] == ["call_0", "call_1"]
+    visitor.click(".chat-head .menu summary")
     with visitor.expect_download() as found:
         visitor.click("#record")
     record = json.loads(Path(found.value.path()).read_text(encoding="utf-8"))
@@ -96,6 +97,7 @@ def test_a_call_waits_for_its_result_and_the_answer_goes_on_with_it(visitor, hea
 
 
 def test_a_held_out_record_is_asked_and_its_answer_stands_beside_the_models(visitor, server, heard) -> None:
+    visitor.click(".chat-head .menu summary")
     visitor.click("#held-out")
     given = visitor.locator(".side[data-side=given]")
     given.get_by_text("validation example").wait_for()

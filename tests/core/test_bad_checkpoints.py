@@ -72,7 +72,7 @@ RESUMED = [
          ["rng_state_0.safetensors is missing", "step 2"]),
     Case("R4d", lambda: Path(NEWEST, "trainer_state.json").unlink(), ["trainer_state.json is missing", "step 2 of 8"]),
     Case("R5", emptied, ["was skipped", "manifest.json", "out/checkpoint-2: step 2 of 8"]),
-    Case("R6", flip_a_bit, ["its checksum differs", "out/checkpoint-2: step 2 of 8"]),
+    Case("R6", flip_a_bit, ["checksum mismatch", "out/checkpoint-2: step 2 of 8"]),
 ]  # fmt: skip
 
 
@@ -110,9 +110,9 @@ ANOTHER_RUN = [
          ["resume_from_checkpoint=out/checkpoint-5"]),
     Case("R7, a file", lambda: None, ["is a file, not a folder"], ["resume_from_checkpoint=run.yaml"]),
     Case("R7, no checkpoint", lambda: None, ["data: it has no manifest.json"], ["resume_from_checkpoint=data"]),
-    Case("R6, by name", flip_a_bit, [NEWEST, "its checksum differs", "checkpoint-2"],
+    Case("R6, by name", flip_a_bit, [NEWEST, "checksum mismatch", "checkpoint-2"],
          [f"resume_from_checkpoint={NEWEST}"]),
-    Case("R1b", lambda: None, ["holds an earlier run", "checkpoint-2"], ["resume=never"]),
+    Case("R1b", lambda: None, ["contains an earlier run", "checkpoint-2"], ["resume=never"]),
     Case("R9b", with_another_base, ["base_model has changed"]),
     Case("R10", lambda: None, ["rows_per_step was 2, is 4"], ["per_device_train_batch_size=4"]),
     Case("R10b", lambda: None, ["rows_per_step was 2, is 4"], ["gradient_accumulation_steps=2"]),
@@ -222,7 +222,7 @@ def test_half_a_model_does_not_stand_in_the_way_of_the_same_command(
 def test_fewer_steps_than_were_trained_are_refused(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12d."""
     assert cli.main(["train", "run.yaml", "max_steps=3"]) == 2
-    assert "the run in it has trained 4 steps, and max_steps is 3 now." in told(capsys)[1]
+    assert "its run has already trained 4 steps, but max_steps is 3." in told(capsys)[1]
     assert not Path("out/model.safetensors").exists()
 
 

@@ -248,5 +248,5 @@ def test_a_nested_state_comes_back_to_the_bit():
 
 
 def test_a_state_that_only_a_pickle_could_hold_is_refused():
-    with pytest.raises(TypeError, match=r"parts\.curve holds a function"):
+    with pytest.raises(TypeError, match=r"parts\.curve contains a function"):
         split({"parts": {"curve": lambda step: step}})

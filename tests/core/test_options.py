@@ -80,7 +80,7 @@ def test_a_value_is_read_as_its_declared_type(name, raw, value):
         ("epochs", 0, "must be greater than 0 epochs and finite."),
         ("epochs", "inf", "and finite. Received: inf."),
         ("extra", "{a: 1}", 'must be a mapping, as JSON: {"name": value}.'),
-        ("extra", '{"a": 1, "a": 2}', 'gives "a" twice'),
+        ("extra", '{"a": 1, "a": 2}', 'has the duplicate key "a"'),
         ("is_on", "perhaps", "true or false"),
         ("mode", "fats", 'Did you mean "fast"?'),
         ("curve", "cosin", 'Did you mean "cosine"?'),

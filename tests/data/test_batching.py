@@ -128,7 +128,7 @@ def test_best_fit_is_near_the_least_number_of_packs():
 
 
 def test_a_row_longer_than_a_pack_is_refused_or_split():
-    with pytest.raises(ValueError, match="12 tokens does not fit into a pack of 8"):
+    with pytest.raises(ValueError, match="12 tokens does not fit in a pack of 8"):
         pack([row(0, 12)], 8)
     packs = pack([row(0, 12), row(50, 4)], 8, "bfd_split")
     assert [lengths_of(p) for p in packs] == [[8], [4, 4]]

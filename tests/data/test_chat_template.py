@@ -202,10 +202,10 @@ def test_generation_stops_on_the_templates_own_end_token():
 @pytest.mark.parametrize(
     ("messages", "why"),
     [
-        (TURNS[:3], "ends with a question"),
-        (TURNS[1:2], "begins with an answer"),
-        (CALLING, "does not write tool calls"),
-        ((Message("user", "x"), Message("function", "no call")), "not JSON"),
+        (TURNS[:3], "the last message is not a response"),
+        (TURNS[1:2], "the first message is a response"),
+        (CALLING, "does not support tool calls"),
+        ((Message("user", "x"), Message("function", "no call")), "not valid JSON"),
     ],
 )
 def test_what_gives_no_row_is_counted(messages, why):
@@ -219,7 +219,7 @@ def test_what_a_template_refuses_is_counted_with_its_own_words():
     strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHATML
     row, reasons = encoded(own(strict)[0], *TURNS, system="S")
     assert row is None
-    assert reasons == ["dropped: the chat template refuses it: no system here"]
+    assert reasons == ["dropped: the chat template raised an error: no system here"]
 
 
 def test_a_template_that_takes_contents_in_parts_gets_them_in_parts():
@@ -229,7 +229,7 @@ def test_a_template_that_takes_contents_in_parts_gets_them_in_parts():
 
 
 def test_a_template_that_writes_no_messages_is_refused_at_once():
-    with pytest.raises(UserError, match="does not write what a user and an assistant say"):
+    with pytest.raises(UserError, match="does not output the content of user and assistant messages"):
         own("{{ 'always the same' }}")
 
 
@@ -257,7 +257,7 @@ def test_a_template_from_a_jinja_file_is_used_and_saved(tmp_path):
 def test_a_jinja_file_that_cannot_be_learned_from_is_refused_by_name_and_in_its_own_words(tmp_path, file, why):
     path = tmp_path / "mine.jinja"
     path.write_text(file, encoding="utf-8")
-    with pytest.raises(UserError, match=r"chat template \(mine\.jinja\) does not write") as refused:
+    with pytest.raises(UserError, match=r"chat template \(mine\.jinja\) does not output") as refused:
         load_template(template_options(template=str(path)), byte_tokenizer())
     assert why in str(refused.value)
 
@@ -267,7 +267,7 @@ def test_a_conversation_on_which_a_template_fails_is_counted_in_its_words():
     template, _, _ = own(fails)
     row, said = encoded(template, Message("user", "zero"), Message("assistant", "a"))
     assert row is None
-    assert said == ["dropped: the chat template refuses it: division by zero"]
+    assert said == ["dropped: the chat template raised an error: division by zero"]
 
 
 def test_several_templates_by_name_stay_several():

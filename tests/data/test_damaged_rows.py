@@ -50,7 +50,7 @@ def test_a_cache_with_a_damaged_block_is_refused_and_the_same_command_encodes_it
     flip(path, block["end"] - 20)
     told(capsys)
     assert cli.main([*WORDS, "output_dir=again"]) == 2
-    assert "The same command encodes the rows again" in told(capsys)[1]
+    assert "Run the same command again to tokenize" in told(capsys)[1]
     assert cli.main([*WORDS, "output_dir=again"]) == 0
     assert weights("again") == weights("first")
 
@@ -63,8 +63,8 @@ def test_damaged_rows_of_a_tokenized_path_are_refused_by_name(capsys: pytest.Cap
         flip(path, block["end"] - 20)
         told(capsys)
         assert cli.main(words) == 2
-        assert f'kept/train: block {number} of "{BLOCKS}" of the encoded rows was changed' in told(capsys)[1]
+        assert f'kept/train: block {number} of "{BLOCKS}" of the tokenized dataset is corrupted' in told(capsys)[1]
         flip(path, block["end"] - 20)
     change("kept/train/rows.json", rows=7)
     assert cli.main(words) == 2
-    assert '"rows.json" of the encoded rows was changed' in told(capsys)[1]
+    assert '"rows.json" of the tokenized dataset is corrupted' in told(capsys)[1]

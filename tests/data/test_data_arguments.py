@@ -91,11 +91,11 @@ def test_an_argument_chooses_the_rows(explained, given, said):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"eval_dataset": "b", "val_size": 0.1}, "val_size and eval_dataset are both given"),
-        ({"dataset": "a,b", "interleave_probs": "0.5,0.5"}, "mix_strategy is concat"),
-        ({"dataset": "a,b", "mix_strategy": "interleave_under", "interleave_probs": "0.5"}, "a number for each set"),
-        ({"ignore_pad_token_for_loss": False}, "with padding_free there is none"),
-        ({"dataset": "z"}, '"z" is not defined in data/dataset_info.json'),
+        ({"eval_dataset": "b", "val_size": 0.1}, "val_size and eval_dataset cannot be combined"),
+        ({"dataset": "a,b", "interleave_probs": "0.5,0.5"}, "mix_strategy: concat"),
+        ({"dataset": "a,b", "mix_strategy": "interleave_under", "interleave_probs": "0.5"}, "one number per dataset"),
+        ({"ignore_pad_token_for_loss": False}, "padding_free batches have none"),
+        ({"dataset": "z"}, '"z" is neither defined in data/dataset_info.json'),
         ({"on_too_long": "raise", "cutoff_len": 20}, "tokens"),
     ],
     ids=str,
@@ -257,8 +257,9 @@ def test_a_key_of_an_entry_says_where_a_part_is(explained, name):
 @pytest.mark.parametrize(
     ("column", "sentence"),
     [
-        ("images", 'the column "extra" is not empty'), ("chosen", "holds pairs (chosen)"),
-        ("rejected", "holds pairs (rejected)"), ("kto_tag", "holds verdicts (kto_tag)"),
+        ("images", 'contains pictures ("extra"), but llama reads text only'),
+        ("chosen", "contains preference pairs (chosen)"),
+        ("rejected", "contains preference pairs (rejected)"), ("kto_tag", "contains KTO labels (kto_tag)"),
     ],
 )  # fmt: skip
 def test_a_column_for_another_kind_of_training_is_refused(explained, column, sentence):

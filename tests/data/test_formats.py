@@ -56,7 +56,7 @@ def test_a_named_column_may_come_late_but_not_never():
 def test_a_system_column_that_nobody_named_is_mentioned():
     sets = load(dataset="set", dataset_dir={"set": {"records": [{**qa(1), "system": "Be brief."}]}})
     assert sets.train[0].system is None
-    assert 'the column "system" is not used' in "".join(sets.notes)
+    assert 'the column "system" is ignored' in "".join(sets.notes)
 
 
 def test_an_output_of_null_is_a_question_without_an_answer():
@@ -222,7 +222,7 @@ def test_the_format_of_a_path_is_recognized_and_said(tmp_path, record, name):
     path = write(tmp_path / "a.json", [record, record])
     sets = load(dataset=str(path))
     assert len(sets.train) == 2
-    assert f"{path}: read as {name} (" in sets.notes[0]
+    assert f"{path}: detected format {name} (" in sets.notes[0]
 
 
 def test_a_recognized_path_uses_the_optional_columns_it_has_and_names_the_rest(tmp_path):
@@ -230,7 +230,7 @@ def test_a_recognized_path_uses_the_optional_columns_it_has_and_names_the_rest(t
     sets = load(dataset=str(path))
     assert sets.train[0].system == "s"
     assert len(sets.train[0].messages) == 4
-    assert "not used: id" in sets.notes[0]
+    assert "ignored columns: id" in sets.notes[0]
 
 
 @pytest.mark.parametrize("before", [1, 30])
@@ -288,7 +288,7 @@ def test_an_instruction_that_is_null_is_refused_where_nothing_else_is_asked(tmp_
     path = write(
         tmp_path / "a.json", [{"instruction": "q", "output": "a"}, {"instruction": None, "output": "a", **query}]
     )
-    assert '"instruction" is null, so the record asks nothing' in refusal(dataset=str(path))
+    assert '"instruction" is null, so the record has no prompt' in refusal(dataset=str(path))
     assert "record 2 (line" in refusal(dataset=str(path))
 
 
@@ -336,7 +336,7 @@ def test_a_pair_of_texts_whose_prompt_is_null_is_refused(answers):
     columns = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
     values = dict(zip(("chosen", "rejected"), answers, strict=True))
     layout = Layout("preference", columns, tags=OPENAI_TAGS)
-    with pytest.raises(UserError, match='"prompt" is null, so the record asks nothing'):
+    with pytest.raises(UserError, match='"prompt" is null, so the record has no prompt'):
         convert_records([({"prompt": None, **values}, "a.json", 1)], layout, DataStats())
     (example,) = convert_records([({"prompt": "x", **values}, "a.json", 1)], layout, DataStats())
     assert (example.prompt, example.chosen) == ("x", answers[0])

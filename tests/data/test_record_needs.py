@@ -47,7 +47,7 @@ def test_further_columns_of_a_record_come_with_its_example(tmp_path, streaming):
     needs = RecordNeeds(columns=("solution",), stage="grpo")
     found = examples(tmp_path, rows, needs, streaming=streaming)
     assert [example.extra for example in found] == [{"solution": "42"}, {"solution": None}]
-    with pytest.raises(UserError, match=r'stage: grpo needs the column "solution".*Found: instruction'):
+    with pytest.raises(UserError, match=r'stage: grpo requires the column "solution".*Found: instruction'):
         examples(tmp_path, rows[1:], needs)
 
 
@@ -75,5 +75,5 @@ def test_a_format_may_hold_records_of_a_kind_of_its_own(tmp_path, monkeypatch):
     rows = [{"question": "Hi", "answer": "Ho", "stars": 4}]
     (example,) = examples(tmp_path, rows, RecordNeeds("ratings"))
     assert (example.prompt, example.completion, example.margin) == ("Hi", "Ho", 4)
-    with pytest.raises(UserError, match="no known format"):
+    with pytest.raises(UserError, match="do not match a known format"):
         examples(tmp_path, rows, RecordNeeds())

@@ -61,8 +61,8 @@ def test_a_damaged_block_is_refused_when_it_is_read_and_no_other(tmp_path, monke
     (tmp_path / BLOCKS).write_bytes(content)
     rows = open_rows(tmp_path)
     assert [rows[number] for number in (0, 1, 4)] == [EXPECTED[number] for number in (0, 1, 4)]
-    with pytest.raises(UserError, match=r'block 1 of "rows\.arrow" of the encoded rows was changed'):
+    with pytest.raises(UserError, match=r'block 1 of "rows\.arrow" of the tokenized dataset is corrupted'):
         rows[2]
-    with pytest.raises(UserError, match="The same command encodes the rows again"):
+    with pytest.raises(UserError, match="Run the same command again to tokenize"):
         open_rows(tmp_path, is_cache=True)[3]
     assert not (tmp_path / MANIFEST).exists()

@@ -196,7 +196,7 @@ def test_without_a_network_a_hub_set_is_refused_in_words(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     message = refusal(dataset="someone/set", dataset_dir="ONLINE")
-    assert 'the data set "someone/set" of the Hugging Face hub cannot be loaded: Couldn\'t reach' in message
+    assert 'cannot load the dataset "someone/set" from the Hugging Face Hub: Couldn\'t reach' in message
     assert "network" in message
 
 
@@ -231,9 +231,7 @@ def test_a_file_in_a_cloud_store_is_read_and_its_faults_named():
     message = refusal(dataset="mine", dataset_dir={"mine": {"cloud_file_name": "memory://bucket/b.jsonl"}})
     assert "memory://bucket/b.jsonl" in message
     assert "line 1" in message
-    assert "cannot be loaded" in refusal(
-        dataset="x", dataset_dir={"x": {"cloud_file_name": "memory://bucket/no.jsonl"}}
-    )
+    assert "cannot load" in refusal(dataset="x", dataset_dir={"x": {"cloud_file_name": "memory://bucket/no.jsonl"}})
 
 
 # --- which rows -------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_rows_of_an_arrow_file_are_asked_for_one_by_one(tmp_path, kind):
 
 def test_a_csv_row_with_too_many_values_is_refused_before_the_first_step(tmp_path):
     path = write(tmp_path / "a.csv", 'a,b\n1,"x\ny"\n2,y,z\n')
-    with pytest.raises(UserError, match=r"a.csv, line 4: the row has 3 values, and the header names 2 columns"):
+    with pytest.raises(UserError, match=r"a.csv, line 4: the row has 3 values, but the header has 2 columns"):
         open_table(path)
 
 
@@ -91,7 +91,7 @@ def test_an_index_names_the_broken_line_it_meets(tmp_path):
     index = open_table(write(tmp_path / "a.jsonl", "\n".join([*LINES[:5], "", '{"text": "cut', *LINES[5:]])))
     assert index[4] == json.loads(LINES[4])
     assert index[6] == json.loads(LINES[5])
-    with pytest.raises(UserError, match=r"a.jsonl, line 7: the line is not whole JSON"):
+    with pytest.raises(UserError, match=r"a.jsonl, line 7: invalid JSON"):
         index[5]
 
 
@@ -132,7 +132,7 @@ def test_what_is_wrong_with_a_record_is_said_when_it_is_met(tmp_path):
     path = write(tmp_path / "a.jsonl", [qa(number, 5 if number == 30 else "yes") for number in range(40)])
     train = streamed(dataset=str(path)).train
     assert len(train.make(range(30), DataStats())) == 30
-    with pytest.raises(UserError, match=r'a.jsonl, record 31 \(line 31\): "output" must be text'):
+    with pytest.raises(UserError, match=r'a.jsonl, record 31 \(line 31\): "output" must be a string'):
         train.make([30], DataStats())
     stats = DataStats()
     assert streamed(dataset=str(path), on_bad_record="drop").train.make([29, 30], stats)[1] is None

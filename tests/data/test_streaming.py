@@ -67,7 +67,7 @@ def test_rows_that_are_dropped_are_counted(tmp_path, user, capsys):
     some[3]["output"] = some[7]["output"] = ""
     write(tmp_path / "data.json", some)
     assert run(user) == 0
-    assert "dropped: all its answers are empty: 2 of 24 examples" in "".join(capsys.readouterr())
+    assert "dropped: all responses are empty: 2 of 24 examples" in "".join(capsys.readouterr())
 
 
 def test_a_bad_record_stops_the_run_where_it_is_met_and_the_checkpoints_stay(tmp_path, user, capsys, monkeypatch):
@@ -78,7 +78,7 @@ def test_a_bad_record_stops_the_run_where_it_is_met_and_the_checkpoints_stay(tmp
     assert run(user, train_sampling_strategy="sequential") == 2
     message = "".join(capsys.readouterr())
     assert "data.json, record 24 (line " in message
-    assert '"output" must be text. Received: 5' in message
+    assert '"output" must be a string. Received: 5' in message
     assert (tmp_path / "out" / "checkpoint-4").is_dir()
 
 
@@ -126,7 +126,7 @@ def test_encode_ahead_has_no_effect_and_a_note_names_streaming(user, capsys):
     assert main(["explain", *as_words({**user, "encode_ahead": True})]) == 0
     message = " ".join("".join(capsys.readouterr()).split())
     assert '"encode_ahead"' in message
-    assert "Set streaming: true to encode them during training" in message
+    assert "Set streaming: true to tokenize it during training" in message
 
 
 def test_another_buffer_is_another_run(tmp_path, user, capsys):
@@ -172,7 +172,7 @@ def test_a_file_in_a_cloud_store_is_not_streamed_and_says_what_to_do(tmp_path, u
     write(tmp_path / "dataset_info.json", {"far": {"cloud_file_name": "memory://bucket/a.jsonl"}})
     assert run(user, dataset="far", dataset_dir=str(tmp_path)) == 2
     said = "".join(capsys.readouterr())
-    assert '"memory://bucket/a.jsonl" is in a cloud store' in said
+    assert '"memory://bucket/a.jsonl" is in cloud storage' in said
     assert "file_name" in said
 
 
@@ -199,11 +199,11 @@ def test_pretraining_text_is_streamed_without_packing(tmp_path, user, monkeypatc
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"max_steps": -1}, '"streaming" needs "max_steps"'),
-        ({"val_size": 0.1}, '"val_size" must be a number of records when streaming. Received: 0.1'),
-        ({"packing": True}, '"streaming" is true, and packing needs all rows'),
-        ({"group_by_length": True}, "group_by_length needs all rows"),
-        ({"tokenized_path": "rows"}, "tokenized_path needs all rows"),
+        ({"max_steps": -1}, '"streaming" requires "max_steps"'),
+        ({"val_size": 0.1}, 'Expected "val_size" to be a number of examples when streaming. Received: the ratio 0.1'),
+        ({"packing": True}, '"streaming" cannot be combined with packing'),
+        ({"group_by_length": True}, "group_by_length, which needs"),
+        ({"tokenized_path": "rows"}, "tokenized_path, which needs"),
     ],
     ids=str,
 )

@@ -120,7 +120,7 @@ def test_a_tokenizer_is_fitted_as_the_golden_one(name, expected):
     assert tokenizer.eos_token == expected["eos_token"]
     assert tokenizer.pad_token == expected["pad_token"]
     assert template.stop_token_ids(tokenizer) == sorted(expected["stop_ids"])
-    assert any("eos is" in note for note in notes) == (expected["eos_token"] != "</s>")
+    assert any("EOS token changed" in note for note in notes) == (expected["eos_token"] != "</s>")
 
 
 # Where no control token stands between two slots, the text is the same and a token may span the border: the space that

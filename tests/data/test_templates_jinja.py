@@ -106,11 +106,11 @@ def test_parallel_calls_that_a_format_cannot_write_are_refused_in_both_places():
     stats = DataStats()
     assert template.encode([example(case)], stats) == [None]
     assert [reason for reason, _ in stats] == [
-        "dropped: it calls several tools at once, which the glm4 tool format cannot write"
+        "dropped: several tool calls in a turn, which the glm4 tool format does not support"
     ]
-    with pytest.raises(ToolError, match="several tools at once"):
+    with pytest.raises(ToolError, match="several tool calls"):
         template.prompt(example(case))
-    with pytest.raises(Exception, match="several tools"):
+    with pytest.raises(Exception, match="several tool calls"):
         tokenizer.apply_chat_template(chat_of(example(case), table()["glm4"]), tokenize=False)
 
 

@@ -41,13 +41,13 @@ def test_calls_are_read_with_what_precedes_them(content, before, calls):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("call the weather", "not JSON"),
-        (f"I look. {CALL}", "not JSON"),
-        ('{"name": "f"}', 'lacks "name" or "arguments"'),
-        ('["f"]', 'lacks "name" or "arguments"'),
-        ("[]", "calls no tool"),
-        ('{"name": "f", "arguments": ' + "9" * 5000 + "}", "not JSON"),
-        ("[" * 9**5, "not JSON"),
+        ("call the weather", "not valid JSON"),
+        (f"I look. {CALL}", "not valid JSON"),
+        ('{"name": "f"}', 'has no "name" or "arguments"'),
+        ('["f"]', 'has no "name" or "arguments"'),
+        ("[]", "an empty list of tool calls"),
+        ('{"name": "f", "arguments": ' + "9" * 5000 + "}", "not valid JSON"),
+        ("[" * 9**5, "not valid JSON"),
     ],
 )
 def test_what_is_no_call_is_refused_in_a_few_words(content, why):
@@ -57,7 +57,7 @@ def test_what_is_no_call_is_refused_in_a_few_words(content, why):
 
 @pytest.mark.parametrize("tools", ["{", '{"name": "f"}', '["f"]', '[{"description": "nameless"}]'])
 def test_what_is_no_list_of_tools_is_refused(tools):
-    with pytest.raises(ToolError, match=r"its tools are not|a tool lacks"):
+    with pytest.raises(ToolError, match=r"tools are not|a tool has no name"):
         describe_tools(tools, "default")
 
 

@@ -87,7 +87,7 @@ def test_llamafactorys_way_cuts_through_the_end_and_is_counted_too():
     assert not tokenizer.decode(row["input_ids"]).endswith(END)
     assert said == {
         "truncated: messages shortened to cutoff_len": [("d.json", 7)],
-        "kept, without an end token to learn": [("d.json", 7)],
+        "kept, without a trained end token": [("d.json", 7)],
     }
 
 

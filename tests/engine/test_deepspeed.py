@@ -74,13 +74,13 @@ def test_settings_that_would_change_the_numbers_are_refused(tmp_path):
     assert '"autotuning"' in problems(deepspeed={"autotuning": {"enabled": True}})[0]
     assert "only to the CPU" in problems(deepspeed={"zero_optimization": {"offload_param": {"device": "nvme"}}})[0]
     assert "not JSON" in problems(deepspeed=str(tmp_path / "torn.json"))[0]
-    assert 'gives "enabled" twice' in problems(deepspeed=str(tmp_path / "twice.json"))[0]
+    assert 'has the duplicate key "enabled"' in problems(deepspeed=str(tmp_path / "twice.json"))[0]
     assert "does not contain an object" in problems(deepspeed=str(tmp_path / "list.json"))[0]
     missing = problems(deepspeed=str(tmp_path / "zerO.json"))[0]
     assert "does not exist" in missing
     assert "zero.json" in missing
     assert 'Did you mean "zero2"' in problems(deepspeed="zero22")[0]
-    assert "two ways to shard" in problems(deepspeed="zero2", fsdp=True)[0]
+    assert '"deepspeed" and "fsdp" cannot be combined' in problems(deepspeed="zero2", fsdp=True)[0]
 
 
 def test_monitors_and_comments_are_left_out_and_monitors_said_to_have_no_effect():

@@ -95,7 +95,7 @@ def test_the_number_format_of_accelerate_launch_is_taken_where_the_options_name_
         assert mixed_precision(options(bf16=True)) == "bf16"
         assert mixed_precision(options(pure_bf16=True)) == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    assert "burnish has bf16 and fp16" in str(check_engine(options())[0])
+    assert "burnish supports bf16 and fp16" in str(check_engine(options())[0])
     assert check_engine(options(bf16=True)) == []
 
 

@@ -104,9 +104,7 @@ def test_a_damaged_shard_is_found(folder, tmp_path):
     damaged = bytearray(shard.read_bytes())
     damaged[-1] ^= 1
     shard.write_bytes(damaged)
-    assert faults(tmp_path / "checkpoint-6") == [
-        f"{shard.name} was changed after it was written (its checksum differs)"
-    ]
+    assert faults(tmp_path / "checkpoint-6") == [f"{shard.name} is corrupted (checksum mismatch)"]
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ def test_an_optimizer_that_looks_at_whole_weights_is_refused_by_name():
     from burnish.run.plan.plan import RunOptions
 
     (problem,) = check_sharded(RunOptions(fsdp=True, use_badam=True))
-    assert "badam looks at whole ones" in str(problem)
+    assert "badam needs whole weights" in str(problem)
     assert not check_sharded(RunOptions(fsdp=True))
     assert not check_sharded(RunOptions(use_badam=True))
     assert "torch_compile" in str(check_sharded(RunOptions(deepspeed="zero2", torch_compile=True))[0])

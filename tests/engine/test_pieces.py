@@ -123,7 +123,7 @@ def test_two_ranks_save_and_each_reads_its_own_back(tmp_path):
 
 def test_where_one_rank_cannot_write_there_is_no_checkpoint_and_both_know(tmp_path):
     first, second = saved_by_two(tmp_path, fails=True)
-    assert "Rank 1 could not write its part" in str(first)
+    assert "Rank 1 could not write its shard" in str(first)
     assert "No space left" in str(first)
     assert "No space left" in str(second)
     assert Checkpoints(tmp_path).newest() == (None, [])

@@ -232,8 +232,12 @@ def test_a_command_line_is_parsed_by_transformers_parser():
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("lr_scheduler_kwargs", '{"num_cycles": 1, "num_cycles": 2}', '`lr_scheduler_kwargs` gives "num_cycles" twice'),
-        ("model_init_kwargs", '{"a": {"b": 1, "b": 2}}', '`model_init_kwargs` gives "b" twice'),
+        (
+            "lr_scheduler_kwargs",
+            '{"num_cycles": 1, "num_cycles": 2}',
+            '`lr_scheduler_kwargs` has the duplicate key "num_cycles"',
+        ),
+        ("model_init_kwargs", '{"a": {"b": 1, "b": 2}}', '`model_init_kwargs` has the duplicate key "b"'),
         ("dataset_kwargs", '{"a": 1', "`dataset_kwargs` must be a dictionary, as JSON"),
     ],
 )
@@ -327,7 +331,7 @@ def test_all_steps_are_a_share_of_them_and_one_is_a_number():
 
 
 def test_a_share_of_the_steps_is_no_number_of_them(tmp_path):
-    with pytest.raises(ValueError, match="must lie in"):
+    with pytest.raises(ValueError, match="must be in"):
         TrainingArguments(str(tmp_path), warmup_ratio=5)
 
 

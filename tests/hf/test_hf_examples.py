@@ -22,7 +22,7 @@ def test_the_sentiment_demo_trains_saves_loads_and_predicts(tiny_bert, tmp_path)
     done = run_script("bert_sentiment.py", "--model", tiny_bert, "--output", "out", folder=tmp_path)
     assert "Accuracy:" in done.stdout
     assert done.stdout.count("-- Predicted Label:") == 2
-    assert "`evaluation_strategy` is now `eval_strategy`" in done.stderr
+    assert "`evaluation_strategy` is deprecated. Use `eval_strategy`" in done.stderr
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
 
 

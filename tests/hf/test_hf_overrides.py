@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 import burnish
-from burnish import Trainer
+from burnish import Trainer, UserError
 from burnish.trainer.constructor import PEER_METHODS, warn_about_unused_overrides
 from hf_toy import Regression, losses, make_trainer, points, same, weights
 
@@ -355,12 +355,126 @@ def test_a_model_of_ones_own_needs_nothing_but_a_loss(tmp_path):
     assert weights(trainer)["a"].item() == pytest.approx(2, abs=0.3)
 
 
+class Recorded(Trainer):
+    """What the peers call on themselves, each of which adds its name and changes nothing."""
+
+    def _note(self, name):
+        vars(self).setdefault("seen", []).append(name)
+
+    def create_accelerator_and_postprocess(self):
+        self._note("create_accelerator_and_postprocess")
+        super().create_accelerator_and_postprocess()
+
+    def _validate_args(self):
+        self._note("_validate_args")
+        super()._validate_args()
+
+    def set_initial_training_values(self, args, dataloader):
+        self._note("set_initial_training_values")
+        return super().set_initial_training_values(args, dataloader)
+
+    def get_total_train_batch_size(self, args):
+        self._note("get_total_train_batch_size")
+        return super().get_total_train_batch_size(args)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        self._note("get_batch_samples")
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def autocast_smart_context_manager(self, cache_enabled=True):
+        self._note("autocast_smart_context_manager")
+        return super().autocast_smart_context_manager(cache_enabled)
+
+    def _get_learning_rate(self):
+        self._note("_get_learning_rate")
+        return super()._get_learning_rate()
+
+    def store_flos(self):
+        self._note("store_flos")
+        super().store_flos()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_overrides_that_only_call_the_original_are_called_and_change_nothing(accumulation, tmp_path):
+    given = {"num_train_epochs": 2, "gradient_accumulation_steps": accumulation, "save_strategy": "epoch"}
+    own, usual = (trained(tmp_path / kind.__name__, kind, **given) for kind in (Recorded, Trainer))
+    assert {*own.seen} == {name for name in vars(Recorded) if not name.startswith("__")} - {"_note"}
+    assert own.seen.count("store_flos") == 3
+    assert losses(own) == pytest.approx(losses(usual), rel=1e-6)
+    assert all(torch.allclose(weight, weights(usual)[name], rtol=1e-6) for name, weight in weights(own).items())
+
+
+def test_a_language_model_is_the_same_under_get_batch_samples_of_the_trainer(tmp_path):
+    from hf_toy import gpt2, text_rows
+
+    given = {"model": None, "train": text_rows(9), "num_train_epochs": 1, "gradient_accumulation_steps": 2,
+             "per_device_train_batch_size": 2, "learning_rate": 1e-3}  # fmt: skip
+    own, usual = (trained(tmp_path / k.__name__, k, **{**given, "model": gpt2()}) for k in (Recorded, Trainer))
+    assert losses(own) == pytest.approx(losses(usual), rel=1e-5)
+
+
+def test_the_items_that_get_batch_samples_counts_divide_the_loss(tmp_path):
+    from hf_toy import gpt2, text_rows
+
+    class Doubled(Trainer):
+        def get_batch_samples(self, epoch_iterator, num_batches, device):
+            samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+            return samples, 2 * count
+
+    given = {"train": text_rows(8), "max_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    own, usual = (trained(tmp_path / k.__name__, k, model=gpt2(), **given) for k in (Doubled, Trainer))
+    assert losses(own)[0] == pytest.approx(losses(usual)[0] / 2, rel=1e-5)
+
+
+def test_batches_that_get_batch_samples_leaves_out_are_not_trained_on(tmp_path):
+    class Half(Trainer):
+        def get_batch_samples(self, epoch_iterator, num_batches, device):
+            samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+            return samples[:1], count
+
+    trainer = trained(tmp_path, Half, train=points(16), gradient_accumulation_steps=2, num_train_epochs=1)
+    assert trainer.state.global_step == 2
+    assert trainer.state.epoch == 1.0
+
+
+def test_numbers_that_a_script_gives_are_those_of_the_training(tmp_path):
+    class Short(Trainer):
+        def set_initial_training_values(self, args, dataloader):
+            *values, _ = super().set_initial_training_values(args, dataloader)
+            return (*values, 3)
+
+        def _get_learning_rate(self):
+            return 0.125
+
+    trainer = trained(tmp_path, Short)
+    assert trainer.state.global_step == trainer.state.max_steps == 3
+    assert {log["learning_rate"] for log in trainer.state.log_history if "loss" in log} == {0.125}
+
+
+def test_an_accelerator_of_a_scripts_own_making_is_refused(tmp_path):
+    class Own(Trainer):
+        def create_accelerator_and_postprocess(self):
+            self.accelerator = object()
+
+    with pytest.raises(UserError, match=r"Received: object"):
+        make_trainer(tmp_path, Own)
+
+
+def test_what_a_script_checks_is_checked(tmp_path):
+    class Strict(Trainer):
+        def _validate_args(self):
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        make_trainer(tmp_path, Strict)
+
+
 def test_an_override_that_is_never_called_is_named(tmp_path):
     class Older(Trainer):
-        def get_batch_samples(self, epoch_iterator, num_batches, device):
+        def get_tp_size(self):
             raise AssertionError
 
-    with pytest.warns(UserWarning, match="Older overrides get_batch_samples, which burnish does not call"):
+    with pytest.warns(UserWarning, match="Older overrides get_tp_size, which burnish does not call"):
         make_trainer(tmp_path, kind=Older)
 
 

@@ -24,7 +24,7 @@ def test_the_gpt2_alpaca_demo_trains_with_an_added_pad_token_and_answers(folder)
     done = run_script("gpt2_alpaca.py", "--model", "tiny-gpt2", "--output", "out", "--rows", "150", folder=folder)
     before, after = map(float, re.search(r"not seen: ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
     assert after < 0.7 * before
-    assert done.stderr.count("SFTTrainer takes these under other names today") == 1
+    assert done.stderr.count("Deprecated arguments of SFTTrainer") == 1
 
     size = len(AutoTokenizer.from_pretrained(folder / "tiny-gpt2"))
     tokenizer = AutoTokenizer.from_pretrained(folder / "out" / "model")

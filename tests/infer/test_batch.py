@@ -32,5 +32,5 @@ def test_a_failure_is_not_an_empty_answer(monkeypatch: pytest.MonkeyPatch) -> No
         raise MemoryError
 
     monkeypatch.setattr(loop.way, "run", short)
-    with pytest.raises(RuntimeError, match="out_of_memory"):
+    with pytest.raises(RuntimeError, match="Not enough memory for this step"):
         generate_all(loop, [GenerationRequest([5], 4)])

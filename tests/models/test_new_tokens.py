@@ -95,7 +95,7 @@ def test_a_file_that_describes_no_tokens_is_refused(model, tmp_path, config, wor
 def test_a_token_that_a_file_describes_twice_is_refused(model, tmp_path):
     path = tmp_path / "tokens.yaml"
     path.write_text("<a>: one\n<b>: two\n<a>: three\n")
-    with pytest.raises(UserError, match=r'tokens.yaml: .* gives "<a>" twice, in line 1 and line 3'):
+    with pytest.raises(UserError, match=r'tokens.yaml: .* has the duplicate key "<a>", in line 1 and line 3'):
         load_tokenizer(ModelOptions(model_name_or_path=str(model), new_special_tokens_config=str(path)))
 
 

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 
+from burnish.adapters.base import FinetuningOptions
 from burnish.adapters.lora import LoraAdapter, LoraOptions
 from burnish.cli import main
 from burnish.config.options import union
@@ -210,7 +211,7 @@ def test_a_model_that_draws_at_random_computes_all_tokens():
 def test_the_dropout_of_a_new_adapter_counts_though_no_logit_shows_it():
     """Its second factor is zero, and with it all that the dropped inputs come to."""
     for dropout in (0.0, 0.2):
-        options = union("AdapterOptions", LoraOptions)(lora_dropout=dropout)
+        options = union("AdapterOptions", FinetuningOptions, LoraOptions)(lora_dropout=dropout)
         model = LoraAdapter(options).attach(tiny("llama"))
         make_padding_free(model)
         assert shares_prefixes(model) is (dropout == 0.0)

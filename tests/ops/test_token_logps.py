@@ -1,5 +1,7 @@
 """Log-probabilities of single tokens from hidden states: the numbers and gradients that logits give which are there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -75,3 +77,21 @@ def test_half_precision_is_that_of_the_products():
     (gradient,) = torch.autograd.grad(ours.logps, [hidden], upstream)
     (expected,) = torch.autograd.grad(exact.logps, [hidden], upstream)
     assert (gradient - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("rules", [LogpRules(None, True, True), LogpRules(2.0, True, True)])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("trains", ["all", "hidden"])
+def test_temperature_and_the_gradient_of_the_entropy_are_those_of_whole_logits(chunks, rules, temperature, trains):
+    hidden, weight, bias, targets, upstream = material()
+    rules = replace(rules, temperature=temperature, entropy_gradient=True)
+    for tensor in (weight, bias):
+        tensor.requires_grad_(trains == "all")
+    wanted = [tensor for tensor in (hidden, weight, bias) if tensor.requires_grad]
+    ours = linear_token_logps(hidden, weight, targets, rules, bias)
+    theirs = plain(hidden, weight, targets, rules, bias)
+    assert torch.allclose(ours.entropy.float(), theirs.entropy.float(), atol=5e-6)
+    expected = torch.autograd.grad([theirs.logps, theirs.entropy], wanted, [upstream, upstream.flip(0)])
+    found = torch.autograd.grad([ours.logps, ours.entropy], wanted, [upstream, upstream.flip(0)])
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)

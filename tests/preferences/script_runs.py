@@ -41,11 +41,11 @@ def as_set(rows):
     return Dataset.from_list(rows) if isinstance(rows, list) else rows
 
 
-def make(kind, model, output, rows=None, given=None, **arguments):
-    """A trainer of TRL's name."""
+def make(kind, model, output, rows=None, given=None, own=None, **arguments):
+    """A trainer of TRL's name. Args: own: a subclass of it."""
     config = getattr(burnish, kind.replace("Trainer", "Config"))
     rows = (verdicts() if kind == "KTOTrainer" else pairs()) if rows is None else rows
-    trainer = getattr(burnish, kind)(
+    trainer = (own or getattr(burnish, kind))(
         model=str(model) if not hasattr(model, "forward") else model, train_dataset=as_set(rows),
         args=config(str(output), **{**PLAIN, **arguments}), **(given or {}),
     )  # fmt: skip

@@ -68,5 +68,5 @@ def test_a_collator_without_a_mask_of_answers_is_refused(folder, tmp_path):
     def bare(rows):
         return {name: value for name, value in of_pairs(rows).items() if name != "completion_mask"}
 
-    with pytest.raises(ValueError, match="must give input_ids, completion_mask"):
+    with pytest.raises(ValueError, match="must return input_ids, completion_mask"):
         losses(make("DPOTrainer", folder / "model", tmp_path, given={"data_collator": bare}))

@@ -174,7 +174,7 @@ def refusal(workplace, **changes):
         ({"use_weighting": True, "pref_loss": "aot"}, ["use_weighting", "aot"]),
         ({"precompute_ref_log_probs": True, "sync_ref_model": True}, ["once", "updates the reference model"]),
         ({"precompute_ref_log_probs": True, "streaming": True}, ["before the first step", "streaming"]),
-        ({"packing": True}, ["Pairs cannot be packed", "Leave packing out"]),
+        ({"packing": True}, ["Pairs cannot be packed", "Remove packing"]),
         ({"train_on_prompt": True}, ["train_on_prompt", "stage: sft"]),
         ({"mask_history": True}, ["mask_history", "stage: sft"]),
         ({"stage": "sft", "pref_loss": "dft"}, ["use_dft_loss"]),

@@ -59,7 +59,7 @@ def wholes(rows):
 def test_rows_are_trls(case):
     expected, records = expected_of(case), golden()["rows"]["trl"]["records"][case["set"]]
     if not expected:
-        with pytest.raises(UserError, match="No row of the train dataset is left"):
+        with pytest.raises(UserError, match="No examples of the train dataset are left"):
             rows_of(records, case["trainer"], case["max_length"])
         return
     rows = [{name: row[name] for name in expected[0]} for row in rows_of(records, case["trainer"], case["max_length"])]
@@ -77,7 +77,7 @@ def test_the_other_answer_is_that_of_the_record_before(case):
     limit, records = case["max_length"], golden()["rows"]["trl"]["records"][case["set"]]
     rows = rows_of(records, "KTOTrainer", limit)
     if len({*map(tuple, rows["completion_ids"])}) == 1:
-        with pytest.raises(UserError, match="All answers of the train dataset are the same"):
+        with pytest.raises(UserError, match="All completions of the train dataset are identical"):
             with_kl_answers(rows, "train")
         return
     rows = list(with_kl_answers(rows, "train"))

@@ -153,13 +153,13 @@ def test_other_answers_of_the_step_are_those_of_the_row_before_it_in_the_order_o
             other = next(one for one in backs if answers[one] != answers[number])
             assert keys[number] == (number, other)
             assert dataset[keys[number]]["KL_completion_ids"] == answers[other]
-    with pytest.raises(ValueError, match="Leave a sampler of your own out"):
+    with pytest.raises(ValueError, match="does not support a custom sampler"):
         dataset[0]
 
 
 def test_streamed_verdicts_have_no_other_answers_of_a_step(folder, tmp_path):
     streamed = as_set(verdicts()).to_iterable_dataset()
-    with pytest.raises(ValueError, match="do not stream it"):
+    with pytest.raises(ValueError, match="not supported with IterableDataset"):
         make("KTOTrainer", folder / "model", tmp_path, streamed, kl_pairing="group").train()
 
 
@@ -200,7 +200,7 @@ def test_a_reference_may_be_a_model_or_its_name_and_not_the_model_itself(folder,
     assert named == loaded
     assert abs(named[0] - math.log(2)) > 1e-4
     model = read(folder / "model")
-    with pytest.raises(ValueError, match="are one object"):
+    with pytest.raises(ValueError, match="must be different objects"):
         make("DPOTrainer", model, tmp_path, given={"ref_model": model})
 
 
@@ -296,7 +296,7 @@ def test_a_reward_model_is_read_by_transformers_where_it_was_trained(name, folde
 
 def test_ids_in_columns_of_the_older_names_are_learned_with_one_warning(folder, tmp_path):
     ids = [{"chosen_input_ids": [5, 6, 7 + n], "rejected_input_ids": [5, 6, 20 + n]} for n in range(8)]
-    with pytest.warns(FutureWarning, match="`chosen_input_ids` is `chosen_ids` today"):
+    with pytest.warns(FutureWarning, match="rename `chosen_input_ids` to `chosen_ids`"):
         trainer = make("RewardTrainer", folder / "plain", tmp_path, ids, max_steps=1)
     assert {"chosen_ids", "rejected_ids"} <= {*trainer.train_dataset.column_names}
     assert losses(trainer)
@@ -382,10 +382,10 @@ def bad(**changes):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (bad(rejected=pairs()[2]["chosen"]), "train dataset, record 3: chosen and rejected are the same"),
+        (bad(rejected=pairs()[2]["chosen"]), "train dataset, record 3: chosen and rejected are identical"),
         (bad(rejected=said("assistant", " ")), 'record 3: "rejected" is empty'),
-        (bad(chosen=said("user", "red")), 'record 3: "chosen" is from "user"; an answer comes from "assistant"'),
-        (bad(chosen=said("assistant", "b" * 2000)), "record 3: a record must have at most 1,000 characters"),
+        (bad(chosen=said("user", "red")), 'record 3: "chosen" must end with a message from "assistant"'),
+        (bad(chosen=said("assistant", "b" * 2000)), "record 3: expected a record of at most 1,000 characters"),
         (bad(chosen=None), 'record 3: "chosen" must be text, a message or a list of messages'),
     ],
 )
@@ -400,8 +400,8 @@ def test_a_bad_record_is_named_by_its_number_or_left_out(rows, words, folder, tm
 @pytest.mark.parametrize(
     ("kind", "rows", "words"),
     [
-        ("DPOTrainer", verdicts(), "single answers with a label are for KTOTrainer"),
-        ("KTOTrainer", [{"text": "red"}], "needs prompt and completion and label"),
+        ("DPOTrainer", verdicts(), "use KTOTrainer for single responses with a label"),
+        ("KTOTrainer", [{"text": "red"}], "Expected the columns prompt, completion and label"),
         ("KTOTrainer", [{**row, "label": True} for row in verdicts()], "KTO needs both kinds"),
         ("KTOTrainer", [{**row, "label": "perhaps"} for row in verdicts()], '"label" must be true or false'),
         ("RewardTrainer", [{**row, "margin": "far"} for row in pairs()], '"margin" must be a number'),
@@ -445,12 +445,20 @@ def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
         ("DPOConfig", {"loss_type": "hinge", "label_smoothing": 0.1}, '"label_smoothing" belongs to sigmoid'),
         ("DPOConfig", {"loss_weights": [1.0, 2.0]}, "loss_weights must have one weight for each loss"),
         ("DPOConfig", {"rpo_alpha": 1.0}, 'loss_type=."sigmoid", "sft".'),
-        ("DPOConfig", {"reference_free": True}, "CPOTrainer and ORPOTrainer learn without a reference"),
-        ("DPOConfig", {"label_smoothing_factor": 0.1}, "of pairs it is `label_smoothing`"),
-        ("KTOConfig", {"kl_pairing": "group", "precompute_ref_log_probs": True}, '"kl_pairing" group makes rows in it'),
+        ("DPOConfig", {"reference_free": True}, "Use CPOTrainer or ORPOTrainer to train without a reference"),
+        ("DPOConfig", {"label_smoothing_factor": 0.1}, "Use `label_smoothing` for pairs"),
+        (
+            "KTOConfig",
+            {"kl_pairing": "group", "precompute_ref_log_probs": True},
+            'cannot be combined with "kl_pairing": group',
+        ),
         ("KTOConfig", {"kl_pairing": "set"}, "must be one of"),
         ("KTOConfig", {"beta": 0}, "`beta` must be greater than 0"),
         ("CPOConfig", {"loss_type": "dpo"}, "must be one of"),
+        ("CPOConfig", {"padding_value": 0}, r"Set tokenizer\.pad_token"),
+        ("ORPOConfig", {"generate_during_eval": True}, "burnish predict"),
+        ("CPOConfig", {"is_encoder_decoder": True}, "causal language models"),
+        ("DPOConfig", {"generate_during_eval": True}, "burnish predict"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused_by_name(config, given, words, tmp_path):
@@ -459,10 +467,10 @@ def test_arguments_that_mean_nothing_are_refused_by_name(config, given, words, t
 
 
 def test_arguments_of_the_constructor_of_earlier_versions_are_led_to_the_config(folder, tmp_path):
-    with pytest.raises(TypeError, match=r"Write DPOConfig\(beta=...\)"):
+    with pytest.raises(TypeError, match=r"Use DPOConfig\(beta=...\)"):
         make("DPOTrainer", folder / "model", tmp_path, given={"beta": 0.1})
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    with pytest.warns(FutureWarning, match="`tokenizer` as `processing_class`"):
+    with pytest.warns(FutureWarning, match="`tokenizer` of .* is deprecated"):
         make("DPOTrainer", folder / "model", tmp_path, given={"tokenizer": tokenizer})
 
 
@@ -478,6 +486,25 @@ def test_a_script_reads_its_arguments_from_the_command_line(tmp_path):
     (args,) = HfArgumentParser(burnish.RewardConfig).parse_args_into_dataclasses([*words[:4], "--use_cpu"])
     assert args.center_rewards_coefficient is None
     assert args.to_dict()["logging_steps"] == 10
+
+
+@pytest.mark.parametrize("config", ["ORPOConfig", "CPOConfig"])
+def test_the_flags_of_trls_orpo_and_cpo_are_parsed(config, tmp_path):
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--is_encoder_decoder", "false", "--generate_during_eval",
+             "false", "--max_completion_length", "64"]  # fmt: skip
+    words += ["--padding_value", "5"] if config == "ORPOConfig" else []
+    with pytest.warns(FutureWarning, match="`max_completion_length` has no effect"):
+        (args,) = HfArgumentParser(getattr(burnish, config)).parse_args_into_dataclasses(words)
+    assert (args.is_encoder_decoder, args.generate_during_eval, args.max_completion_length) == (False, False, 64)
+    (args,) = HfArgumentParser(getattr(burnish, config)).parse_dict({"output_dir": str(tmp_path), "use_cpu": True})
+    assert args.max_completion_length is None
+
+
+def test_a_padding_value_is_what_orpo_pads_with(folder, tmp_path):
+    trainer = make("ORPOTrainer", folder / "model", tmp_path, padding_value=7)
+    batch = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[3]])
+    assert {*batch["chosen_input_ids"][batch["chosen_attention_mask"] == 0].tolist()} == {7}
+    assert losses(trainer) == losses(make("ORPOTrainer", folder / "model", tmp_path))
 
 
 def test_a_loss_of_ones_own_begins_with_burnishs(folder, tmp_path):
@@ -549,5 +576,5 @@ def test_a_model_with_an_encoder_and_a_decoder_is_refused_in_words(trainer):
 
     model = T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2))
     records = Dataset.from_list([{"text": "a", "prompt": "a", "chosen": "b", "rejected": "c"}])
-    with pytest.raises(ValueError, match=r"a causal language model.*Received: T5For.*Seq2SeqTrainer trains those"):
+    with pytest.raises(ValueError, match=r"a causal language model.*Received: T5For.*Use burnish.Seq2SeqTrainer"):
         getattr(burnish, trainer)(model, train_dataset=records)

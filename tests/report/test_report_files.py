@@ -65,6 +65,19 @@ def test_a_row_has_the_keys_and_numbers_that_llama_factory_writes(tmp_path):
     assert "lr" not in evaluation
 
 
+def test_a_row_keeps_the_measures_of_an_objective_under_the_names_of_its_peers(tmp_path):
+    callback, state = JsonlCallback(tmp_path), TrainerState(global_step=1, max_steps=2)
+    callback.on_train_begin(None, state, TrainerControl())
+    measures = {"rewards/accuracies": 0.5, "rewards/margins": 0.25, "kl": 0.1, "completions/mean_length": 31.5}
+    callback.on_log(None, state, TrainerControl(), logs={"loss": 1.0, **measures, "train_runtime": 3.0})
+    callback.on_log(None, state, TrainerControl(), logs={"eval_loss": 1.0, "eval_kl": 0.2, "eval_runtime": 3.0})
+    row, evaluation = rows(tmp_path)
+    assert {name: row[name] for name in measures} == measures
+    assert row["accuracy"] == 0.5  # LLaMA-Factory's name of it
+    assert evaluation["eval_kl"] == 0.2
+    assert not [name for name in {*row, *evaluation} if name.endswith("runtime")]
+
+
 def test_a_continued_run_has_every_step_once(tmp_path):
     steps(tmp_path, 0, 7, ends=False)  # killed after step 7; the last checkpoint is of step 4
     steps(tmp_path, 4, 10)

@@ -100,6 +100,21 @@ def test_a_plain_line_says_step_loss_time_left_rate_and_tokens_per_second(capsys
     assert "step 10/40  loss 0.4000  0:30 left  lr 2.0e-04  100 tok/s" in lines
 
 
+def test_a_line_shows_the_rewards_of_preferences_and_the_length_of_responses(capsys):
+    progress, state = ProgressCallback(FACTS), TrainerState(max_steps=8, global_step=8)
+    progress.on_train_begin(ReportOptions(), state, None)
+    logs = {
+        "loss": 1.0,
+        "rewards/margins": 0.25,
+        "rewards/accuracies": 0.5,
+        "kl": 0.125,
+        "completions/mean_length": 31.5,
+    }
+    progress.on_log(None, state, None, logs={**logs, "logps/chosen": -9.0, "learning_rate": 0.1})
+    end = "rewards/accuracies 0.5  rewards/margins 0.25  kl 0.125  completions/mean_length 31.5"
+    assert capsys.readouterr().out.splitlines()[-1].endswith(end)
+
+
 def test_the_last_step_is_among_the_lines(capsys):
     fake_run(ProgressCallback(FACTS), 997, 1)
     assert "step 997/997" in capsys.readouterr().out

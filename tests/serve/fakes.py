@@ -188,6 +188,9 @@ class FakeServed:
     def chat_prompt(self, request: ChatRequest) -> list[int]:
         return list("".join(f"{message.role}:{message.text}\n" for message in request.messages).encode())
 
+    def chat_row(self, request: ChatRequest) -> tuple[list[int], dict[str, object]]:
+        return self.chat_prompt(request), {}
+
     def chat_reader(self, request: ChatRequest, prompt: Sequence[int]) -> ByteReader:
         return ByteReader(request.stop)
 

@@ -184,7 +184,7 @@ def test_a_chat_template_that_loops_is_stopped_and_the_server_goes_on_and_ends(t
     assert send(process, "GET", "/healthz")[0] == 200
     asking.join(20)
     assert answers[0][0] == 400
-    assert "did not finish within 10 s" in answers[0][1]
+    assert "took more than 10 s" in answers[0][1]
     plain = {**body, "messages": [{"role": "user", "content": "hot"}]}
     assert send(process, "POST", "/v1/chat/completions", plain)[0] == 200
     others = [threading.Thread(target=ask, daemon=True) for _ in range(3)]

@@ -36,7 +36,7 @@ def refusal(changes: dict, kind=ChatRequest) -> APIError:
         ({"messages": [{"role": "assistant", "content": "hi"}]}, "invalid_value", "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
-            "unsupported_content", "messages[0].content[0].type",
+            "unsupported_content", "messages[0].content[0].image_url.url",
         ),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "1", "tool_call_id": "x"}]},

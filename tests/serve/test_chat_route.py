@@ -250,7 +250,7 @@ def test_a_client_that_reads_slowly_holds_up_nobody_and_gets_longer_deltas(serve
 )
 def test_a_failure_of_the_engine_is_an_error_object_and_in_a_stream_its_last_event(serve, code, status) -> None:
     running = serve()
-    running.engine.error = Problem(f"{code}: there was none.")
+    running.engine.error = Problem("There was none.", code=code)
     found, body = post(running, "/v1/chat/completions", CHAT)
     kind = "server_error" if status >= 500 else "invalid_request_error"
     assert (found, body["error"]["type"]) == (status, kind)

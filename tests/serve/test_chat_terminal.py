@@ -17,7 +17,8 @@ from burnish.config.errors import UserError
 from burnish.report.streams import OutputError
 from burnish.serve.chat.backends import AnswerEnded, Event, Request
 from burnish.serve.chat.console import Console, is_typed, visible
-from burnish.serve.chat.session import HELP, ChatSession
+from burnish.serve.chat.help import HELP
+from burnish.serve.chat.session import ChatSession
 from small_run import make_model
 
 pytestmark = pytest.mark.run

@@ -42,7 +42,9 @@ def test_columns_are_written_where_the_trainer_reads_them_and_nothing_is_written
     assert page.send("PUT", "/api/datasets/own", body)[0] == 201
     entry = {"file_name": "own.jsonl", "formatting": "alpaca", "columns": body["columns"]}
     assert json.loads((root / "sets/dataset_info.json").read_text()) == {"own": entry}
-    assert page.get("/api/datasets")["datasets"] == [{"name": "own", "folder": "sets"}]
+    (listed,) = page.get("/api/datasets")["datasets"]
+    size = (root / "sets/own.jsonl").stat().st_size
+    assert listed == {"name": "own", "folder": "sets", "file": "sets/own.jsonl", "bytes": size}
     (example, _) = load_datasets(DataOptions(dataset=["own"], dataset_dir=str(root / "sets")), 0, DataStats()).train
     assert [message.content for message in example.messages] == ["1+1", "2"]
     for change, wanted in (

@@ -25,12 +25,18 @@ from burnish.config.checks import notes
 from burnish.config.errors import Problem, UserError, did_you_mean, few, shape_in_words
 from burnish.config.options import option
 from burnish.config.registry import Registry
+from burnish.kernels.model_parts import PartName, part_at, parts_of, sees
+from burnish.kernels.probe import causal_lm
 
 
 class NamedType(Protocol):
-    """The option that names the adapter."""
+    """The options that name the adapter, and the parts of a model that sees that do not train."""
 
     finetuning_type: str
+    freeze_vision_tower: bool
+    freeze_multi_modal_projector: bool
+    freeze_language_model: bool
+    train_mm_proj_only: bool
 
 
 class ModelAdapter(Protocol):
@@ -77,6 +83,14 @@ class FinetuningOptions:
     finetuning_type: str = option(
         "lora", "Fine-tuning method: all weights (full), some layers (freeze), or an adapter.", choices=ADAPTERS.names
     )
+    freeze_vision_tower: bool = option(True, "Do not train the vision tower of a model that reads pictures.")
+    freeze_multi_modal_projector: bool = option(
+        True, "Do not train the projector between vision tower and language model."
+    )
+    freeze_language_model: bool = option(False, "Do not train the language model of a model that reads pictures.")
+    train_mm_proj_only: bool = option(
+        False, "Train the projector only: tower and language model are frozen (LLaMA-Factory's older name)."
+    )
     print_param_status: bool = option(False, "Print name, dtype, device and requires_grad of every parameter.")
 
 
@@ -85,6 +99,44 @@ def finetuning_notes(options: NamedType) -> list[str]:
     """Notes on options of other finetuning types than the one of this run."""
     unread = ADAPTERS.unread(ADAPTERS.get(options.finetuning_type), options)
     return [f'"{name}" has no effect with finetuning_type {options.finetuning_type}.' for name in unread]
+
+
+def frozen_parts(options: NamedType) -> set[PartName]:
+    """The parts of a model that sees that do not train."""
+    if options.train_mm_proj_only:
+        return {"vision_tower", "language_model"}
+    asked: dict[PartName, bool] = {
+        "vision_tower": options.freeze_vision_tower,
+        "multi_modal_projector": options.freeze_multi_modal_projector,
+        "language_model": options.freeze_language_model,
+    }
+    return {part for part, is_frozen in asked.items() if is_frozen}
+
+
+def part_problems(options: NamedType, model: nn.Module) -> list[Problem]:
+    """Problems of the options that say which parts train."""
+    if sees(model):
+        if len(frozen_parts(options)) < 3:
+            return []
+        what = "vision tower, projector and language model are all frozen: nothing is left to train."
+        return [Problem(what, remedy="Set freeze_language_model: false.", option=tuple(_PARTS))]
+    asked = [name for name, usual in _PARTS.items() if getattr(options, name) != usual]
+    what = f"{type(causal_lm(model)).__name__} reads text only and has no vision tower."
+    return [Problem(f'"{name}" cannot be set: {what}', remedy="Remove it.", option=name) for name in asked]
+
+
+_PARTS = {
+    "freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False,
+    "train_mm_proj_only": False,
+}  # fmt: skip
+
+
+def is_frozen(model: nn.Module, options: NamedType) -> Callable[[str], bool]:
+    """A function from the path of a module or parameter to whether its part does not train."""
+    if not sees(model):
+        return lambda path: False
+    parts, frozen = parts_of(model), frozen_parts(options)
+    return lambda path: part_at(path, parts) in frozen
 
 
 class ModelState:

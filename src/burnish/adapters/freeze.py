@@ -17,10 +17,11 @@ from typing import Protocol
 
 from torch import nn
 
-from burnish.adapters.base import ADAPTERS, unknown_names
+from burnish.adapters.base import ADAPTERS, NamedType, frozen_parts, unknown_names
 from burnish.adapters.full import FullAdapter
 from burnish.config.errors import Problem
 from burnish.config.options import option, raise_if
+from burnish.kernels.model_parts import part_at, parts_of, sees
 
 
 @dataclass
@@ -42,10 +43,9 @@ class FreezeOptions:
     )
 
 
-class FreezeChoices(Protocol):
+class FreezeChoices(NamedType, Protocol):
     """The options that say which layers train."""
 
-    finetuning_type: str
     freeze_trainable_layers: int
     freeze_trainable_modules: list[str]
     freeze_extra_modules: list[str] | None
@@ -66,7 +66,7 @@ class FreezeAdapter(FullAdapter):
         if not layers:
             return [
                 *problems,
-                Problem("finetuning_type freeze: this model has no stack of layers.", option="finetuning_type"),
+                Problem("finetuning_type: freeze requires a model with a stack of layers.", option="finetuning_type"),
             ]
         problems += self._check_count(len(layers))
         inside = {part for layer in layers for name, _ in layer.named_parameters() for part in name.split(".")[:-1]}
@@ -123,12 +123,25 @@ class FreezeAdapter(FullAdapter):
         for name, module in _outside(model):
             if name in (self._options.freeze_extra_modules or []):
                 module.requires_grad_(True)
+        parts = parts_of(model) if sees(model) else {}
+        frozen = frozen_parts(self._options)
+        for name, parameter in model.named_parameters():
+            part = part_at(name, parts)
+            if part in frozen:
+                parameter.requires_grad_(False)
+            elif part != "language_model":
+                parameter.requires_grad_(parameter.is_floating_point())
         return model
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """The model's stack of layers and its path: the ModuleList of the config's length, else the longest."""
-    stacks = [(path, list(m)) for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    parts = parts_of(model) if sees(model) else {}
+    stacks = [
+        (path, list(m))
+        for path, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and len(m) and part_at(path, parts) == "language_model"
+    ]
     config = getattr(model, "config", None)
     expected = getattr(getattr(config, "text_config", config), "num_hidden_layers", None)
     fitting = [stack for stack in stacks if len(stack[1]) == expected] or stacks

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from burnish.adapters.base import ADAPTERS, NamedType, load_whole_state, whole_state
+from burnish.adapters.base import ADAPTERS, NamedType, is_frozen, load_whole_state, part_problems, whole_state
 from burnish.config.errors import Problem, UserError
 
 
@@ -25,11 +25,13 @@ class FullAdapter:
         self.notes: list[str] = []
 
     def check(self, model: nn.Module) -> list[Problem]:
-        return whole_model_problems(self.folders, self.options.finetuning_type, model)
+        problems = whole_model_problems(self.folders, self.options.finetuning_type, model)
+        return problems + part_problems(self.options, model)
 
     def attach(self, model: nn.Module) -> nn.Module:
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
+        frozen = is_frozen(model, self.options)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.is_floating_point() and not frozen(name))
         return model
 
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:

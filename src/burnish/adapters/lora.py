@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from burnish.adapters.base import ADAPTERS, NamedType
+from burnish.adapters.base import ADAPTERS, FinetuningOptions, NamedType, is_frozen, part_problems
 from burnish.adapters.lora_fit import CONFIG_NAME, SCORE, WEIGHTS_NAME, Fit, check_fit, raise_unless_fitting
 from burnish.adapters.lora_model import (
     FILE_PREFIX,
@@ -91,6 +91,10 @@ def lora_notes(options: NamedType) -> list[str]:
     return set_without(options, switches)
 
 
+class LoraChoices(LoraOptions, FinetuningOptions):
+    """The options read here."""
+
+
 @ADAPTERS.register("lora", options=LoraOptions)
 class LoraAdapter:
     """Trains low-rank updates of the linear layers; the model itself is frozen."""
@@ -98,7 +102,7 @@ class LoraAdapter:
     saves_whole_model = False
     file_stem = WEIGHTS_NAME.removesuffix(".safetensors")
 
-    def __init__(self, options: LoraOptions, folders: Sequence[Path] = ()) -> None:
+    def __init__(self, options: LoraChoices, folders: Sequence[Path] = ()) -> None:
         self.options = options
         continues = bool(folders) and not options.create_new_adapter
         self.to_merge = list(folders)[: -1 if continues else None]
@@ -173,18 +177,19 @@ class LoraAdapter:
         options = self.options
         extra = options.additional_target or _new_tokens(model)
         whole, problems = find_modules(model, extra)
-        targets, missing = find_targets(model, options.lora_target, left_out=whole)
+        frozen = is_frozen(model, options)
+        targets, missing = find_targets(model, options.lora_target, left_out=whole, is_frozen=frozen)
         decomposition = "pissa" if options.pissa_iter < 0 else f"pissa_niter_{options.pissa_iter}"  # exact, or fast
-        config = LoraConfig(
+        config = LoraConfig(  # some of peft's annotations are narrower than what it accepts
             task_type="CAUSAL_LM", r=options.lora_rank,
-            lora_alpha=2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha,
+            lora_alpha=cast(Any, 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha),
             lora_dropout=options.lora_dropout, use_rslora=options.use_rslora, use_dora=options.use_dora,
-            init_lora_weights=decomposition if options.pissa_init else True,
-            target_modules=set(shortest_names(targets, model)), modules_to_save=sorted(extra) or None,
+            init_lora_weights=cast(Any, decomposition if options.pissa_init else True),
+            target_modules=cast(Any, set(shortest_names(targets, model))), modules_to_save=sorted(extra) or None,
             base_model_name_or_path=from_anywhere(getattr(getattr(model, "config", None), "name_or_path", None)),
         )  # fmt: skip
         fit = Fit(config, targets, whole)
-        return fit, [*problems, *missing, *fit.problems(model)]
+        return fit, [*problems, *missing, *part_problems(options, model), *fit.problems(model)]
 
 
 @dataclass

@@ -59,18 +59,21 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_targets(
-    model: nn.Module, wanted: Sequence[str], left_out: Sequence[str] = ()
-) -> tuple[list[str], list[Problem]]:
+    model: nn.Module, wanted: Sequence[str], left_out: Sequence[str] = (),
+    is_frozen: Callable[[str], bool] = lambda path: False,
+) -> tuple[list[str], list[Problem]]:  # fmt: skip
     """The paths of the layers that ``lora_target`` names, and a problem for each name that names none.
 
     Args:
         wanted: "all" for every linear layer but the head; ends of paths ("q_proj", "mlp.up_proj"); regular expressions
             for whole paths.
         left_out: paths of modules that are trained whole, and so get no adapter in them.
+        is_frozen: whether the layer at a path is in a part of the model that does not train.
     """
     linear = linear_layers(model)
     head = output_head(model)
-    free = [path for path in [*linear, *embeddings(model)] if not any(_within(path, whole) for whole in left_out)]
+    known = [path for path in [*linear, *embeddings(model)] if not is_frozen(path)]
+    free = [path for path in known if not any(_within(path, whole) for whole in left_out)]
     found: dict[str, None] = {}
     missing = []
     for name in wanted:
@@ -78,7 +81,7 @@ def find_targets(
             paths = [path for path in free if path in linear and linear[path] is not head and not _skips(model, path)]
         else:
             paths = [path for path in free if _names(name, path)]
-        if not paths and any(_names(name, path) for path in linear):
+        if not paths and any(_names(name, path) for path in known):
             what = f'lora_target "{name}" matches layers that additional_target already trains in full.'
             missing.append(
                 Problem(

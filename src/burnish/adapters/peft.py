@@ -116,7 +116,7 @@ class PeftAdapter:
         from peft import PeftConfig
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-        given = self.options.peft_config
+        given: Any = self.options.peft_config  # the trainer passes an object
         if isinstance(given, PeftConfig):
             return given
         raw = dict(_described(given))

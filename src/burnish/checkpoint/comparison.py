@@ -23,6 +23,8 @@ which weights are kept, or when training stops."""
 MAY_CHANGE = EVALUATION | frozenset(
     {"max_steps", "num_train_epochs", "world_size", "versions",
      "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir",
+     # completions: what is printed, and how long a reward function may take
+     "log_completions", "num_completions_to_print", "log_unique_prompts", "reward_timeout_s", "on_changed_reward",
      # when something is done
      "logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps", "eval_delay",
      "save_strategy", "save_steps", "on_non_finite", "early_stopping_steps", "early_stopping_threshold",

@@ -50,13 +50,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest. Raises ValueError, with the fault, where it is missing or broken."""
     path = folder / MANIFEST_NAME
     if not path.is_file():
-        raise ValueError(f"it has no {MANIFEST_NAME}, so it was never finished or another program wrote it")
+        raise ValueError(f"it has no {MANIFEST_NAME}, so it is incomplete or was not written by burnish")
     try:
         manifest = read_object(path, needs=[("files", dict), ("global_step", int), ("fingerprints", dict)])
     except UserError as error:
         raise ValueError(f"its {MANIFEST_NAME} is damaged ({error.problems[0].what.rstrip('.')})") from error
     if manifest.get("sha256") != own_sha256(manifest):
-        raise ValueError(f"its {MANIFEST_NAME} was changed after it was written (its checksum differs)")
+        raise ValueError(f"its {MANIFEST_NAME} is corrupted (checksum mismatch)")
     if not all(map(_is_entry, manifest["files"].items())):
         raise ValueError(f"its {MANIFEST_NAME} is damaged (it lists files that are not in this folder)")
     return manifest
@@ -93,7 +93,7 @@ def faults(folder: Path, contents: bool = True) -> list[str]:
         elif path.stat().st_size != wanted["bytes"]:
             found.append(f"{name} has {path.stat().st_size} bytes instead of {wanted['bytes']}")
         elif contents and sha256_of(path) != wanted["sha256"]:
-            found.append(f"{name} was changed after it was written (its checksum differs)")
+            found.append(f"{name} is corrupted (checksum mismatch)")
     return found
 
 

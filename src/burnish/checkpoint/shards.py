@@ -158,7 +158,7 @@ def read_scattered(folder: Path, stem: str) -> dict[str, ShardedTensor]:
         pieces = [(begin, files[name][key]) for name, begin, _ in entry["pieces"]]
         ends = [0, *(begin + elements.numel() for begin, elements in pieces)]
         if [begin for begin, _ in pieces] != ends[:-1] or ends[-1] != prod(entry["shape"]):
-            raise UserError(f"the pieces of {key} do not form the full tensor.", where=str(folder / index_name(stem)))
+            raise UserError(f"the shards of {key} do not form the full tensor.", where=str(folder / index_name(stem)))
         found[key] = ShardedTensor(entry["shape"], pieces[0][1].dtype, pieces)
     return found
 
@@ -192,11 +192,11 @@ def gather_reports(folder: Path, world_size: int, longest_s: float = _LONGEST_S)
         path = _path(folder, rank)
         while not path.is_file():
             if time.monotonic() > until:
-                raise OSError(f"Rank {rank} did not write its part of {folder.name} within {longest_s:.0f} s.")
+                raise OSError(f"Rank {rank} did not write its shard of {folder.name} within {longest_s:.0f} s.")
             time.sleep(_LOOKS_EVERY_S)
         said = json.loads(path.read_text(encoding="utf-8"))
         if "error" in said:
-            raise OSError(f"Rank {rank} could not write its part of {folder.name}: {said['error']}")
+            raise OSError(f"Rank {rank} could not write its shard of {folder.name}: {said['error']}")
         files |= said["files"]
         path.unlink()
     return files

@@ -49,7 +49,9 @@ def split(state: Any, *, copy: bool = True, leave_large: bool = False) -> tuple[
         if isinstance(value, list | tuple):
             items = [walk(item, f"{path}.{index}") for index, item in enumerate(value)]
             return {_TUPLE: items} if isinstance(value, tuple) else items
-        raise TypeError(f"{path or 'state'} holds a {type(value).__name__}; a checkpoint holds data and tensors only.")
+        raise TypeError(
+            f"{path or 'state'} contains a {type(value).__name__}; checkpoints may contain only data and tensors."
+        )
 
     return tensors, walk(state, "")
 

@@ -178,7 +178,9 @@ def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         shown = json.dumps(found, ensure_ascii=False)
-        raise GivenTwice(f'gives "{twice}" twice. Received: {shown if len(shown) <= 100 else shown[:96] + " ..."}.')
+        raise GivenTwice(
+            f'has the duplicate key "{twice}". Received: {shown if len(shown) <= 100 else shown[:96] + " ..."}.'
+        )
     return found
 
 
@@ -193,14 +195,14 @@ def yaml_of_each_key_once(text: str, loader: Any) -> Any:
             for key, _ in node.value:
                 if isinstance(key.value, str) and key.value != "<<" and first.setdefault(key.value, key) is not key:
                     lines = " and ".join(f"line {one.start_mark.line + 1}" for one in (first[key.value], key))
-                    raise GivenTwice(f'gives "{key.value}" twice, in {lines}.')
+                    raise GivenTwice(f'has the duplicate key "{key.value}", in {lines}.')
             return node
 
     one = Loader(text)
     try:
         root = one.get_single_node()
         if num_nodes(root) > MOST_NODES:
-            raise GivenTwice(f"would hold more than {MOST_NODES:,} values with its aliases (*) written out.")
+            raise GivenTwice(f"expands to more than {MOST_NODES:,} values through its aliases (*).")
         return None if root is None else one.construct_document(root)
     except RecursionError:
         raise GivenTwice("nests lists and mappings too deeply.") from None

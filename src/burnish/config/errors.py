@@ -21,6 +21,7 @@ class Problem:
         remedy: what to do instead.
         option: name of the option that the problem concerns, or several names, the most important first. The place of
             the option in the configuration is added from it, and editors mark it.
+        code: what programs know it by, such as an error code of the API.
     """
 
     what: str
@@ -28,6 +29,7 @@ class Problem:
     why: str = ""
     remedy: str = ""
     option: str | tuple[str, ...] = ()
+    code: str = ""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -107,7 +109,7 @@ def skipped_sentence(num_steps: int, step: int) -> str:
     """The sentence on steps that were not applied; the same wherever it is printed."""
     return (
         f"{num_steps} of the last steps up to step {step} {'was' if num_steps == 1 else 'were'} not applied: the "
-        "loss or the gradient was not finite. A lower learning_rate or a look at the data may help."
+        "loss or the gradient was not finite. Lower learning_rate, or check the data."
     )
 
 

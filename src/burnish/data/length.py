@@ -13,7 +13,7 @@ from burnish.config.errors import Problem
 from burnish.config.options import raise_if
 from burnish.loop.types import Example, Message
 
-REMEDY = "Cut it into several records, at the ends of its chapters or paragraphs."
+REMEDY = "Split it into several records, for example by chapters or paragraphs."
 
 
 def num_characters(example: Example) -> int:
@@ -43,7 +43,7 @@ def endless(columns: Iterable[Any]) -> str:
 
 
 def _too_long(size: int) -> str:
-    return f"a record must have at most {LONGEST_RECORD:,} characters. Received: {size:,}."
+    return f"expected a record of at most {LONGEST_RECORD:,} characters. Received: {size:,}."
 
 
 def _num_in(value: Any) -> int:

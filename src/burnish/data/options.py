@@ -83,7 +83,7 @@ def check_data(options: DataOptions) -> list[Problem]:
         problems.append(
             Problem(
                 '"dataset" is missing.',
-                remedy="Name one: dataset: <name in dataset_info.json, or a path>",
+                remedy="Set dataset: <name in dataset_info.json, or a path>",
                 option="dataset",
             )
         )
@@ -94,14 +94,16 @@ def _check_val_size(options: DataOptions) -> list[Problem]:
     if not options.val_size:
         return []
     if options.eval_dataset:
-        remedy = "Keep one: eval_dataset to evaluate on a set of its own, val_size to hold out a part of dataset."
+        remedy = (
+            "Use eval_dataset for a separate evaluation dataset, or val_size to hold out part of the training data."
+        )
         return [
-            Problem("val_size and eval_dataset are both given.", remedy=remedy, option=("val_size", "eval_dataset"))
+            Problem("val_size and eval_dataset cannot be combined.", remedy=remedy, option=("val_size", "eval_dataset"))
         ]
     if options.val_size > 1 and options.val_size != int(options.val_size):
         return [
             Problem(
-                f"val_size must be a share below 1 or a whole number of rows. Received: {options.val_size}.",
+                f"val_size must be a fraction below 1 or a whole number of examples. Received: {options.val_size}.",
                 option="val_size",
             )
         ]
@@ -113,27 +115,28 @@ def _check_mix(options: DataOptions) -> list[Problem]:
     if weights is None:
         return []
     if options.mix_strategy == "concat":
-        remedy = "Set mix_strategy: interleave_under, or leave interleave_probs out."
+        remedy = "Set mix_strategy: interleave_under, or remove interleave_probs."
         return [
             Problem(
-                "interleave_probs is given, and mix_strategy is concat, which draws nothing.",
+                "interleave_probs has no effect with mix_strategy: concat.",
                 remedy=remedy,
                 option=("interleave_probs", "mix_strategy"),
             )
         ]
     problems = [
         Problem(
-            f"interleave_probs must have a number for each set in {name}. Received: {len(weights)} for {len(sets)}.",
+            f"interleave_probs must have one number per dataset in {name}. "
+            f"Received: {len(weights)} for {len(sets)} dataset{'s' * (len(sets) != 1)}.",
             option="interleave_probs",
         )
         for name, sets in (("dataset", options.dataset), ("eval_dataset", options.eval_dataset))
         if sets and len(sets) != len(weights)
     ]
     if any(weight <= 0 for weight in weights) or abs(sum(weights) - 1) > 1e-6:
-        received = f"{', '.join(map(str, weights))}, which add up to {sum(weights):g}"
+        received = f"{', '.join(map(str, weights))} (sum {sum(weights):g})"
         problems.append(
             Problem(
-                f"interleave_probs must be greater than 0 and add up to 1. Received: {received}.",
+                f"interleave_probs must be greater than 0 and sum to 1. Received: {received}.",
                 option="interleave_probs",
             )
         )

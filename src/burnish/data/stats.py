@@ -7,7 +7,7 @@ and the model card read it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,13 @@ class DataStats:
 
     def count(self, reason: str) -> int:
         return len(self.records.get(reason, ()))
+
+    def dropped(self, examples: Sequence[Example]) -> list[str]:
+        """The reasons why all of ``examples`` were dropped; empty where one of them is used."""
+        reasons = [reason for reason in self.records if kind_of(reason) == "dropped"]
+        places = {(example.source, example.number) for example in examples[: sum(map(self.count, reasons)) + 1]}
+        found = [reason for reason in reasons if not places.isdisjoint(self.records[reason])]
+        return found if places <= {place for reason in found for place in self.records[reason]} else []
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         return ((reason, len(found)) for reason, found in sorted(self.records.items()))

@@ -1,7 +1,8 @@
-"""``burnish demo [dpo]``: fine-tune the included model on the included data, and show its answers before and after.
+"""``burnish demo [dpo | grpo | picture]``: fine-tune a small model, and show its answers before and after.
 
-In: nothing, or ``dpo``, to learn from pairs of answers; options may be overridden like those of ``train``. Out:
-``./demo-run`` or ``./demo-dpo-run``, about thirty lines of text.
+In: nothing, for the included model and data; ``dpo``, to learn from pairs of answers; ``grpo``, to learn from rewards
+of the model's own answers; ``picture``, for a model that sees (``pictures.py``); options may be overridden like those
+of ``train``. Out: ``./demo-run``, ``./demo-dpo-run`` or the like, some thirty lines of text.
 The saved model answers through transformers alone, to show that it works without burnish.
 """
 
@@ -10,27 +11,17 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
+from burnish.demo.pictures import demo_picture
+from burnish.demo.report import BUNDLED, DemoQuestion, report
 from burnish.models.quiet import quiet
 from burnish.report.console import note
 from burnish.run.plan.config_files import read_config, split_arguments
 from burnish.run.plan.plan import Plan, plan
-
-BUNDLED = Path(__file__).parent
-SHOWN = 6
-"""Held-out questions printed with their answers."""
-
-
-@dataclass(frozen=True)
-class DemoQuestion:
-    prompt: str
-    answer: str
-    wrong: str = ""
 
 
 def demo(words: list[str]) -> int:
@@ -38,6 +29,10 @@ def demo(words: list[str]) -> int:
     from burnish.checkpoint.checkpoint import output_folder
     from burnish.run.build import train_run
 
+    if words[:1] == ["picture"]:
+        return demo_picture(words[1:])
+    if words[:1] == ["grpo"]:
+        return grpo_demo(words[1:])
     is_dpo = words[:1] == ["dpo"]
     name = "demo_dpo.yaml" if is_dpo else "demo.yaml"
     run = demo_plan(words[is_dpo:], name)
@@ -49,7 +44,7 @@ def demo(words: list[str]) -> int:
         return result.exit_code
     folder = output_folder(run.options)
     after = answers(folder, questions)
-    note(_report(questions, before, after))
+    note(report(questions, before, after))
     if is_dpo:
         share = f"{knew:.2f} before, {preferred(folder, pairs):.2f} after"
         note(f"preference accuracy on {len(pairs)} held-out pairs: {share}")
@@ -57,10 +52,51 @@ def demo(words: list[str]) -> int:
     return 0
 
 
-def demo_plan(words: list[str], name: str = "demo.yaml") -> Plan:
+FIRST_STEPS = 100
+"""Steps of supervised fine-tuning before the demo of rewards: then about half of the drawn answers are right, so that
+the answers to a question differ in reward."""
+
+
+def grpo_demo(words: list[str]) -> int:
+    """A short supervised run, then GRPO from its model, with answers before and after. Returns the exit status."""
+    from burnish.checkpoint.checkpoint import output_folder
+    from burnish.run.build import train_run
+
+    name = "demo_grpo.yaml"
+    folder = output_folder(demo_plan(words, name).options)
+    start = folder.with_name(f"{folder.name}-sft")
+    note(f"{FIRST_STEPS} steps of supervised fine-tuning first, so that some answers are right ...")
+    first = train_run(demo_plan([f"max_steps={FIRST_STEPS}", f"output_dir={start}", "plot_loss=false"]))
+    if first.exit_code is not None:
+        return first.exit_code
+    result = train_run(demo_plan(words, name, start))
+    if result.exit_code is not None:
+        return result.exit_code
+    questions = demo_questions()
+    before, after = answers(start, questions), answers(folder, questions)
+    note(report(questions, before, after))
+    note(reward_lines(folder))
+    note(_next_steps(str(folder), name))
+    return 0
+
+
+def reward_lines(folder: Path) -> str:
+    """The mean reward of training and of held-out questions, as a picture of a line each."""
+    log = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    lines = []
+    for name, title in (("reward", "reward of training steps"), ("eval_reward", "of sampled held-out answers")):
+        values = [entry[name] for entry in log if name in entry]
+        low, high = min(values, default=0.0), max(values, default=0.0)
+        bars = "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / ((high - low) or 1))] for value in values)
+        if values:
+            lines.append(f"{title:<28}{bars}  {values[0]:.2f} before, {values[-1]:.2f} after")
+    return "\n".join(lines)
+
+
+def demo_plan(words: list[str], name: str = "demo.yaml", model: Path = BUNDLED / "model") -> Plan:
     """The included configuration, with the paths of the installed package, overridden by the command line."""
     given = read_config(BUNDLED / name)
-    places = {"model_name_or_path": BUNDLED / "model", "dataset_dir": BUNDLED / "data"}
+    places = {"model_name_or_path": model, "dataset_dir": BUNDLED / "data"}
     config, flags = split_arguments(words)
     if config is not None:
         what = f"burnish demo has a fixed configuration and does not accept a file. Received: {config}."
@@ -123,28 +159,6 @@ def preferred(folder: Path, pairs: list[DemoQuestion]) -> float:
     with torch.no_grad():
         found = [logp(question, question.answer) > logp(question, question.wrong) for question in pairs]
     return sum(found) / len(found)
-
-
-def share_exact(questions: list[DemoQuestion], found: list[str]) -> float:
-    """The share of answers that equal the right one, letter for letter. In [0, 1]."""
-    return sum(q.answer == text for q, text in zip(questions, found, strict=True)) / len(questions)
-
-
-def _report(questions: list[DemoQuestion], before: list[str], after: list[str]) -> str:
-    """A table of some questions, spread over the set, and the two scores."""
-    lines = [f"\n{'question':<46}{'before':<16}{'after':<20}"]
-    for index in range(0, len(questions), max(1, len(questions) // SHOWN))[:SHOWN]:
-        question = questions[index]
-        mark = "right" if after[index] == question.answer else f"wrong, expected {question.answer}"
-        asked = _cut(question.prompt.replace("\n", " "), 44)
-        lines.append(f"{asked:<46}{_cut(before[index], 14):<16}{_cut(after[index], 18):<20}{mark}")
-    scores = f"{share_exact(questions, before):.2f} before, {share_exact(questions, after):.2f} after"
-    return "\n".join([*lines, f"\nexact match on {len(questions)} held-out questions: {scores}"])
-
-
-def _cut(text: str, width: int) -> str:
-    visible = " ".join(text.split())
-    return visible if len(visible) <= width else visible[: width - 1] + "…"
 
 
 def _next_steps(output_dir: str, name: str) -> str:

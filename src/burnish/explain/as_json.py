@@ -113,7 +113,7 @@ def rows_of(prepared: Prepared, num_rows: int, seed: int) -> list[dict[str, Any]
     return [
         {"title": f"{title}, {name}" if name else title, "number": place + 1, "of": len(rows),
          "tokens": len(answer["input_ids"]),
-         "pieces": pieces_of(first_of_pack({**rows[place], **answer}), prepared.tokenizer)}
+         "pieces": pieces_of(first_of_pack({**rows[place], **answer}), prepared.tokenizer, prepared.family)}
         for title, place in [*named, *ends.items()]
         for name, answer in answers_of(rows[place]).items()
     ]  # fmt: skip

@@ -15,8 +15,12 @@ from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.config.secrets import MASK
 from burnish.data.batches.batching import answers_of, collate_prefix_sharing, packs_rows
 from burnish.data.batches.stream import num_tokens, order_of, share_of_waiting
+from burnish.data.images.family import Family
+from burnish.data.images.picture import pictures_of
 from burnish.data.rows.row_set import ListedRows, RowSet
 from burnish.explain.model import model_section
+from burnish.explain.pictures import picture_in_words, picture_lines
+from burnish.explain.rollouts import rollouts_section
 from burnish.explain.view import Line, Sample, Section, show
 from burnish.loop.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
 from burnish.loop.state import load_state
@@ -72,6 +76,7 @@ def explain(plan: Plan, shows_all: bool = False) -> None:
 def sections(plan: Plan, prepared: Prepared) -> Iterator[Section]:
     yield model_section(plan, prepared)
     yield _data(plan, prepared)
+    yield from rollouts_section(plan, prepared)
     yield _steps(plan, prepared) if trains(plan.options) else _measuring(plan, prepared)
     yield _events(plan)
     yield _options(plan)
@@ -108,6 +113,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
         among = "" if is_all else f" (of a sample of {len(rows):,}; the rest is encoded during training)"
         lines.append(Line("tokens", f"{known}mean {mean:.1f} per {kind}, maximum {max(lengths):,}{among}"))
         lines.append(Line("trained" if is_trained else "measured", _labelled_share(rows)))
+        lines += picture_lines(list(islice(rows, LOOKED_AT)), prepared)
         if kind == "pack":
             full = f"{100 * mean / options.cutoff_len:.1f}%"
             lines.append(
@@ -175,7 +181,7 @@ def samples(plan: Plan, prepared: Prepared) -> Iterator[Sample]:
         for name, answer in answers_of(rows[index]).items():
             what = prepared.objective.sequence_title(rows[index], name)
             title = f"{kind} {index + 1:,} of {len(rows):,}, {what}{marked} tokens"
-            pieces = pieces_of(first_of_pack({**rows[index], **answer}), prepared.tokenizer)
+            pieces = pieces_of(first_of_pack({**rows[index], **answer}), prepared.tokenizer, prepared.family)
             yield Sample(title, [(text, trained) for text, trained, _ in pieces])
 
 
@@ -188,15 +194,25 @@ def _computed(row: Row, apart: Collection[str]) -> list[Row]:
 
 def first_of_pack(row: Row) -> Row:
     end = (row.get("seq_lengths") or [len(row["input_ids"])])[0]
-    return {"input_ids": row["input_ids"][:end], "labels": row["labels"][:end]}
+    part: Row = {"input_ids": row["input_ids"][:end], "labels": row["labels"][:end]}
+    pictures = [one for one in row.get("images") or () if one["end"] <= end]
+    return {**part, "images": pictures} if pictures else part
 
 
-def pieces_of(row: Row, tokenizer: Any) -> list[tuple[str, bool, list[int]]]:
+def pieces_of(row: Row, tokenizer: Any, family: Family | None = None) -> list[tuple[str, bool, list[int]]]:
     """The row's text, split where learned tokens begin and end: (text, whether it is learned, ids). Each piece is
-    decoded as a whole, because a character may be several tokens."""
-    pairs = zip(row["input_ids"], (label != IGNORE_INDEX for label in row["labels"]), strict=True)
-    runs = ((trained, [int(token) for token, _ in run]) for trained, run in groupby(pairs, key=lambda pair: pair[1]))
-    return [(tokenizer.decode(ids, skip_special_tokens=False), trained, ids) for trained, ids in runs]
+    decoded as a whole, because a character may be several tokens; a picture is a piece, described."""
+    pictures = pictures_of(row)
+    held = [0] * len(row["input_ids"])  # the number of the picture that a token stands for
+    for number, one in enumerate(pictures, start=1):
+        held[one.begin : one.end] = [number] * (one.end - one.begin)
+    known = zip(row["input_ids"], (label != IGNORE_INDEX for label in row["labels"]), held, strict=True)
+    pieces = []
+    for (trained, number), run in groupby(known, key=lambda token: (token[1] and not token[2], token[2])):
+        ids = [int(token) for token, _, _ in run]
+        said = picture_in_words(pictures[number - 1], number, family) if number else None
+        pieces.append((said or tokenizer.decode(ids, skip_special_tokens=False), trained, ids))
+    return pieces
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -205,7 +221,7 @@ def pieces_of(row: Row, tokenizer: Any) -> list[tuple[str, bool, list[int]]]:
 def _steps(plan: Plan, prepared: Prepared) -> Section:
     options, steps = plan.options, prepared.steps
     kind = _kind(options)
-    rows = f"effective batch size {steps.rows_per_step:,}"
+    rows = f"effective batch size {steps.batch_size:,}"
     starter = plan.where("num_processes") or ("the launcher" if plan.world_size > 1 else "")
     lines = [
         Line("per device", f"{options.per_device_train_batch_size:,}", plan.where("per_device_train_batch_size")),

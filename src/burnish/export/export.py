@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -99,14 +99,14 @@ def export(given: Mapping[str, RawValue]) -> Path:
         )  # fmt: skip
         if head is not None:
             save_reward_head(head.weights(), model, tokenizer, folder)
+        gguf = gguf_file(folder, options) if options.export_format == "gguf" else None
         if using is None:
-            file = folder / "Modelfile"
-            file.write_text(modelfile(template, tokenizer, context_length(model.config)), encoding="utf-8")
+            context, weights = context_length(cast(Any, model).config), gguf.name if gguf is not None else ""
+            (folder / "Modelfile").write_text(modelfile(template, tokenizer, context, weights), encoding="utf-8")
         else:  # which Ollama does not read
             del model  # another process loads it
             notes += quantize_into(folder, place, tokenizer, using, options)
         notes += compare_templates(folder, template, options)
-        gguf = gguf_file(folder, options) if options.export_format == "gguf" else None
         notes += write_gguf(folder, gguf, options) if gguf is not None else []
     lines = "\n  ".join(serving_lines(str(folder), gguf=gguf.name if gguf is not None else ""))
     for sentence in (*notes, f"The model is in {folder}. Next steps:\n  {lines}"):

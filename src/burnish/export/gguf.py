@@ -4,7 +4,8 @@ In:  the folder that ``burnish export`` wrote. Out: ``<name>.gguf`` in it. Two w
 
 - with ``llama_cpp``, a checkout or an installation of llama.cpp: its own converter and its own quantizer, as processes;
 - without, this file over the library ``gguf`` (extra ``gguf``), for the shapes of llama, mistral, qwen2 and qwen3 with
-  the tokenizers of ``gguf_tokens.py``, as f32, f16, bf16 or q8_0 and its like.
+  the tokenizers of ``gguf_tokens.py``, as f32, f16, bf16 or q8_0 and its like; other types (``q4_k_m``) are made of
+  such a file by the quantizer in the library ``llama-cpp-python`` (extra ``llama``), in a process of its own.
 
 Refuses: other shapes and tokenizers, by name, with the first way as the remedy. Afterwards tokens, chat template and
 stop token of the file are held against the folder's.
@@ -18,6 +19,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +38,17 @@ ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", 
 """model_type -> llama.cpp's name of the shape."""
 OWN_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 """Types that the library ``gguf`` can write; the K-quants are llama.cpp's own."""
+LLAMA_EXTRA: Final = "llama"
+_QUANTIZE: Final = """
+import sys
+import llama_cpp
+name = "LLAMA_FTYPE_MOSTLY_" + sys.argv[3].upper()
+if not hasattr(llama_cpp, name):
+    raise SystemExit(f"llama.cpp has no type {sys.argv[3]}.")
+parameters = llama_cpp.llama_model_quantize_default_params()
+parameters.ftype = getattr(llama_cpp, name)
+sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), parameters))
+"""
 WRITING: Final = "Writing the GGUF file"
 
 
@@ -56,8 +69,14 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
         if options.llama_cpp:
             with work(WRITING):
                 _through_llama_cpp(folder, target, kind, Path(options.llama_cpp))
-        else:
+        elif kind in OWN_TYPES:
             _own(folder, target, kind)
+        else:
+            first = target.with_suffix(".f16.gguf")
+            _own(folder, first, "f16")
+            with work(f"Quantizing the GGUF file to {kind}"):
+                _run([sys.executable, "-c", _QUANTIZE, str(first), str(target), kind])
+            first.unlink()
         compare_gguf(folder, target)
     size = target.stat().st_size / 1e6
     return [f"{target} ({size:,.0f} MB): tokens, chat template and stop token match the folder."]
@@ -65,6 +84,10 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
 
 def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
     """Reason why burnish's own writer cannot write this model; none where llama.cpp does it."""
+    if getattr(config, "vision_config", None) is not None:
+        what = f"export_format: gguf cannot be used with a {config.model_type} model, which reads pictures."
+        why = "llama.cpp wants its vision tower in a second file (mmproj), which burnish does not write."
+        return [Problem(what, why=why, remedy="Leave out export_format.", option="export_format")]
     if options.llama_cpp:
         return []
     kind, model_type = options.export_gguf_type, config.model_type
@@ -73,11 +96,11 @@ def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
         known = ", ".join(ARCHITECTURES)
         what = f'export_format: gguf supports {known}. Received: a model of type "{model_type}".'
         return [Problem(what, remedy=remedy, option="export_format")]
-    if kind not in OWN_TYPES:
-        what = f'"export_gguf_type" {kind} requires llama.cpp.'
-        return [
-            Problem(what, remedy=f"{remedy} Available without it: {', '.join(OWN_TYPES)}.", option="export_gguf_type")
-        ]
+    if kind not in OWN_TYPES and not find_spec("llama_cpp"):
+        what = f'"export_gguf_type" {kind} requires the quantizer of llama.cpp.'
+        install = f'Install it with pip install "burnish[{LLAMA_EXTRA}]", or set llama_cpp to a build of llama.cpp.'
+        available = f"Available without it: {', '.join(OWN_TYPES)}."
+        return [Problem(what, remedy=f"{install} {available}", option="export_gguf_type")]
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
         return [

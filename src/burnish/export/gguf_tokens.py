@@ -4,7 +4,8 @@ In:  the folder's ``tokenizer.json``. Out: tokens, their types, scores or merges
 Two kinds: byte-level, where llama.cpp reads the merges and knows the cut into words by a name; and SentencePiece with
 byte fallback (Llama 2, Mistral), where it joins the two neighbours whose joined token has the highest score.
 
-Refuses: a cut without a known name; merges that scores cannot say, since llama.cpp would write other ids.
+Refuses: a cut without a known name; merges that scores cannot say, since llama.cpp would write other ids; byte-level
+tokenizers without merges, which llama.cpp does not load, and those with whole words that it would cut.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _SPLITS: Final = {
     "": "gpt-2",
 }
 """A tokenizer's cut of text into words -> llama.cpp's name of it; "" is the cut that byte-level tokenizers bring."""
+_WHOLE_WORDS: Final = ("llama-bpe",)
+"""Cuts with which llama.cpp takes a word of the vocabulary as it is (``ignore_merges`` in llama-vocab.cpp)."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
 _BYTES: Final = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -57,7 +60,13 @@ def tokenizer_kind(words: dict[str, Any]) -> TokenizerKind:
     model = words["model"]
     if model.get("type") == "BPE" and model.get("byte_fallback"):
         return TokenizerKind("llama", "default", _scores(words), _prefix(words))
-    return TokenizerKind("gpt2", _split_of(words))
+    pre = _split_of(words)
+    if not model.get("merges"):
+        raise UserError("the tokenizer is a BPE without merges, which llama.cpp does not load.",
+                        remedy="Export safetensors instead, or use a tokenizer with merges.")  # fmt: skip
+    if model.get("ignore_merges") and pre not in _WHOLE_WORDS:
+        raise _refusal("the tokenizer has ignore_merges, which llama.cpp applies to the pre-tokenizer of Llama 3 only.")
+    return TokenizerKind("gpt2", pre)
 
 
 def _refusal(what: str) -> UserError:

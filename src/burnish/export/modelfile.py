@@ -15,14 +15,15 @@ from burnish.data.chat.table import CONTENT, Slots, TemplateSpec
 DEFAULT_CONTEXT = 4096
 
 
-def modelfile(template: Template, tokenizer: Any, context: int | None = None) -> str:
+def modelfile(template: Template, tokenizer: Any, context: int | None = None, weights: str = "") -> str:
     """The text of the file.
 
     Args:
+        weights: name of a GGUF file in the folder; without it Ollama reads the safetensors.
         context: the longest conversation that Ollama keeps, in tokens; 4096 if not given, and never more, since Ollama
             allocates memory for all of it.
     """
-    lines = ["FROM .", ""]
+    lines = [f"FROM ./{weights}" if weights else "FROM .", ""]
     if template.spec is not None:
         lines += [f'TEMPLATE """{go_template(template.spec, tokenizer)}"""', ""]
         if template.spec.default_system:

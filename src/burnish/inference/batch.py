@@ -43,11 +43,14 @@ class Finished:
 
 
 def generate_all(
-    loop: Scheduler, requests: Sequence[GenerationRequest], on_done: Callable[[int, Finished], None] | None = None
+    loop: Scheduler, requests: Sequence[GenerationRequest], on_done: Callable[[int, Finished], None] | None = None,
+    on_submit: Callable[[int, GenerationRequest], GenerationRequest] | None = None,
 ) -> list[Finished]:  # fmt: skip
     """All answers.
 
     Args:
+        on_submit: is given the number of each request when its turn comes, and completes it: with pictures, which
+            should not be in memory before.
         on_done: is told the number of each request whose answer is whole, in the order in which they are.
     Raises:
         RuntimeError: where one of them fails: memory, or numbers that are not finite.
@@ -60,7 +63,7 @@ def generate_all(
         def callback(made: StepOutput) -> None:
             found[at].take(made, requests[at].stop_ids)
             if made.reason == "failed":
-                raise RuntimeError(f"Generation failed for prompt {at + 1} failed: {made.error}")
+                raise RuntimeError(f"Generation failed for prompt {at + 1}: {made.error}")
             if made.reason is not None and on_done is not None:
                 on_done(at, found[at])
 
@@ -69,6 +72,6 @@ def generate_all(
     while waiting or loop.is_busy:
         while waiting and loop.num_waiting < loop.limits.slots:
             at = waiting.pop()
-            loop.submit(requests[at], sink_of(at))
+            loop.submit(on_submit(at, requests[at]) if on_submit is not None else requests[at], sink_of(at))
         loop.turn()
     return found

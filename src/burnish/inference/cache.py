@@ -48,7 +48,7 @@ def _resized(x: Tensor, slots: int, capacity: int) -> Tensor:
     return new
 
 
-class SlotCache(Cache):  # type: ignore[misc]
+class SlotCache(Cache):
     """transformers' cache, as its attention layers call it, over slots.
 
     Args:
@@ -79,7 +79,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def _placed(self) -> SlotPlaces:
         if self.place is None:
-            raise RuntimeError("Nobody has said which slots this forward pass is of.")
+            raise RuntimeError("No slots were set for this forward pass.")
         return self.place
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -95,6 +95,10 @@ class SlotCache(Cache):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         return False
+
+    def clear(self, capacity: int) -> None:
+        """Let go of all keys and values; there is room for ``capacity`` positions per slot when a pass comes next."""
+        self._layers, self.capacity = {}, capacity
 
     def grow(self, capacity: int) -> None:
         """Room for so many positions per slot."""

@@ -77,4 +77,4 @@ class LocalEngine:
                     self._work.clear()
         except BaseException as error:  # the outermost frame of the thread: whoever waits must hear of it
             self.failure = error
-            self.loop.fail_all(Problem(f"internal_error: the engine has stopped: {error}"))
+            self.loop.fail_all(Problem(f"The engine has stopped: {error}", code="internal_error"))

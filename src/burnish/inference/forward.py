@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from burnish.inference.cache import SlotCache, SlotPlaces
 from burnish.kernels.probe import causal_lm
+from burnish.models.images.masks import masks_of
+from burnish.models.images.prompts import PromptPictures, inputs_of_pictures, seen_blocks
 
 STEP = 256
 """By so many positions the cache grows."""
@@ -40,11 +42,13 @@ class NewTokens:
         ids: at least one token.
         start: how many tokens of the row were read before.
         wanted: places among ``ids`` whose logits are wanted.
+        pictures: of the prompt of this row.
     """
 
     ids: Sequence[int]
     start: int
     wanted: Sequence[int]
+    pictures: PromptPictures | None = None
 
 
 class Forward(Protocol):
@@ -64,6 +68,10 @@ class Forward(Protocol):
 
     def run(self, first: int, rows: Sequence[NewTokens]) -> list[Tensor]:
         """Read new tokens of the slots from ``first`` on; per row (len(wanted), V) logits."""
+        ...
+
+    def free(self) -> None:
+        """Let go of all keys and values."""
         ...
 
     def resize(self, slots: int) -> None: ...
@@ -100,9 +108,10 @@ class OverSlots:
         kept = sorted({place for row in rows for place in row.wanted})
         self.cache.place = SlotPlaces(first, places, width)
         with self.precision():
+            inputs = {"position_ids": told, **inputs_of_pictures(self.model, rows, told)}
             logits = self.model(
-                input_ids=ids, position_ids=told, attention_mask=self._mask(places, width),
-                past_key_values=self.cache, use_cache=True, **self._only(kept, longest),
+                input_ids=ids, attention_mask=self._mask(places, width, rows), past_key_values=self.cache,
+                use_cache=True, **self._only(kept, longest), **inputs,
             ).logits  # fmt: skip
         columns = {place: column for column, place in enumerate(kept if self._keeps_some else range(longest))}
         return [logits[at, [columns[place] for place in row.wanted]] for at, row in enumerate(rows)]
@@ -113,7 +122,7 @@ class OverSlots:
             return {}
         return {"logits_to_keep": torch.tensor(kept or [0], device=self.device)}
 
-    def _mask(self, places: Tensor, width: int) -> Any:
+    def _mask(self, places: Tensor, width: int, rows: Sequence[NewTokens]) -> Any:
         """(B, 1, T, W) of what each new token sees; by kind of layer where the model has several kinds."""
         config = self.model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
@@ -122,13 +131,21 @@ class OverSlots:
         if not kinds:
             window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
             kinds = {"sliding_attention" if window else "full_attention"}
-        masks = {kind: self._formatted(seen(places, width, kind, config)) for kind in kinds}
+        both_ways = seen_blocks(rows, places, width)
+        in_full = all(row.pictures.sees_in_full for row in rows if row.pictures)
+        masks = {}
+        for kind in kinds:
+            blocks = both_ways if in_full or kind != "full_attention" else None
+            masks[kind] = self._formatted(seen(places, width, kind, config, blocks))
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _formatted(self, sees: Tensor) -> Tensor:
         if self.model.config._attn_implementation in _BOOLEAN:
             return sees
         return torch.zeros(sees.shape, device=sees.device, dtype=self.model.dtype).masked_fill(~sees, -torch.inf)
+
+    def free(self) -> None:
+        self.cache.clear(STEP)
 
     def resize(self, slots: int) -> None:
         self.cache.resize(slots, self.cache.capacity)
@@ -144,14 +161,15 @@ class OverSlots:
         return self.cache.nbytes
 
 
-def seen(places: Tensor, width: int, kind: str, config: Any) -> Tensor:
+def seen(places: Tensor, width: int, kind: str, config: Any, blocks: Tensor | None = None) -> Tensor:
     """(B, 1, T, W) true where a token at ``places`` (B, T) sees a position.
 
     Args:
+        blocks: (B, 1, T, W) true where it sees one behind it too (``models.images.prompts.seen_blocks``).
         kind: of the layer: all that is before it, the last ``sliding_window``, or those of its own chunk.
     """
     at, there = places[:, None, :, None], torch.arange(width, device=places.device)
-    sees = there <= at
+    sees = there <= at if blocks is None else (there <= at) | blocks
     if kind == "sliding_attention":
         sees &= at - there < config.sliding_window
     elif kind == "chunked_attention":
@@ -169,6 +187,7 @@ class _OneRow:
         self.device = next(self.model.parameters()).device
         self.precision = precision
 
+    def free(self) -> None: ...
     def resize(self, slots: int) -> None: ...
     def copy_row(self, source: int, target: int, length: int) -> None: ...
     def swap_rows(self, a: int, b: int, length: int) -> None: ...
@@ -183,13 +202,20 @@ class OwnCache(_OneRow):
         super().__init__(model, precision)
         self._kept: dict[str, Any] = {}
 
+    def free(self) -> None:
+        self._kept = {}
+
     @torch.no_grad()
     def run(self, first: int, rows: Sequence[NewTokens]) -> list[Tensor]:
         (row,) = rows
         if not row.start:
             self._kept = {}
+        told = torch.arange(row.start, row.start + len(row.ids), device=self.device)[None]
         with self.precision():
-            out = self.model(input_ids=torch.tensor([list(row.ids)], device=self.device), use_cache=True, **self._kept)
+            out = self.model(
+                input_ids=torch.tensor([list(row.ids)], device=self.device), use_cache=True, **self._kept,
+                **inputs_of_pictures(self.model, rows, told),
+            )  # fmt: skip
         names = [name for name in ("past_key_values", "cache_params") if getattr(out, name, None) is not None]
         self._kept = {name: getattr(out, name) for name in names}
         return [out.logits[0, list(row.wanted)]]
@@ -210,6 +236,15 @@ class WholeText(_OneRow):
         self._ids = [*self._ids[: row.start], *row.ids]
         if not row.wanted:
             return [torch.empty(0)]
+        ids = torch.tensor([self._ids], device=self.device)
+        inputs: dict[str, Any] = {}
+        if row.pictures is not None:
+            whole = NewTokens(self._ids, 0, (), row.pictures)
+            inputs = inputs_of_pictures(self.model, [whole], torch.arange(len(self._ids), device=self.device)[None])
+            if row.pictures.blocks:
+                blocks = torch.zeros_like(ids)
+                blocks[0, : len(row.pictures.blocks)] = torch.tensor(row.pictures.blocks)
+                inputs["attention_mask"] = masks_of(self.model, torch.zeros_like(ids), blocks)
         with self.precision():
-            out = self.model(input_ids=torch.tensor([self._ids], device=self.device), use_cache=False)
+            out = self.model(input_ids=ids, use_cache=False, **inputs)
         return [out.logits[0, [row.start + place for place in row.wanted]]]

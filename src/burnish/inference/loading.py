@@ -31,10 +31,13 @@ from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import RECORDED, fit_tokenizer, load_template
 from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.rows import Template
+from burnish.data.images.options import limits_of
 from burnish.data.stats import DataStats
 from burnish.inference.engine import LocalEngine
 from burnish.inference.loaded_model import LoadedModel
 from burnish.inference.options import is_remote
+from burnish.inference.pictures.family import load_family
+from burnish.inference.pictures.reading import PictureReader
 from burnish.inference.replies.reply_forms import form_of
 from burnish.inference.scoring import NO_ANSWERS, ScoreEngine
 from burnish.inference.slots import Deliver, SlotLimits, Through
@@ -79,10 +82,12 @@ def load_for_inference(
     adapters, config = adapter_folders(options), load_config(options)
     tokenizer, options = tokenizer_of(options, adapters, notes)
     options = with_recorded_template(options, tokenizer)
-    template = load_template(options, tokenizer, LONG_ENOUGH)
+    family = None if is_remote(options) else load_family(options, config, tokenizer, notes, options)
+    template = load_template(options, tokenizer, LONG_ENOUGH, family)
     own = tokenizer.chat_template
     notes += fit_tokenizer(template, tokenizer)
-    notes += _other_template(template, own, tokenizer)
+    differs = _other_template(template, own, tokenizer)
+    notes += differs
     served = _served_folders(options)
     raise_if(problems_of_adapters(options, config, tokenizer, [*adapters, *served.values()]))
     head = None if is_remote(options) else _reward_head(options, adapters, may_score)
@@ -94,7 +99,8 @@ def load_for_inference(
     return LoadedModel(
         name or expanded(last).resolve().name, options, model, tokenizer, template, form_of(template),
         tuple(template.stop_token_ids()), default_sampling(options, model), longest_answer(options),
-        context_of(options, config), tuple(served), through, tuple(notes), head,
+        context_of(options, config), tuple(served), through, tuple(notes), head, tuple(differs),
+        None if model is None or family is None else PictureReader(model, family, limits_of(options)),
     )  # fmt: skip
 
 
@@ -262,10 +268,9 @@ def merged_model(
 ) -> nn.Module:  # fmt: skip
     """Merge every adapter into the base, in order. Sums are computed in float32, whatever the dtype of the weights."""
     dtype: Any = torch.float32 if inference_dtype(options) == torch.float32 else "auto"
-    model: nn.Module = load_model(
-        options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head
-    )
-    fit_vocabulary(model, tokenizer, options, notes)
+    loaded = load_model(options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head)
+    fit_vocabulary(loaded, tokenizer, options, notes)
+    model: nn.Module = loaded
     if adapters and _is_of_peft(options):
         from burnish.adapters.peft import merge_folders
 

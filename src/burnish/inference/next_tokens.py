@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from burnish.config.errors import Problem
+from burnish.config.errors import Problem, is_out_of_memory
 from burnish.inference.replies.grammar import GrammarError
 from burnish.inference.sampling import DrawSettings, draw
 from burnish.inference.slots import Job
@@ -23,7 +23,7 @@ def next_tokens(jobs: Sequence[Job], logits: Tensor) -> list[int | Problem]:
     drawn: dict[int, DrawSettings] = {}
     for at, (job, is_finite) in enumerate(zip(jobs, torch.isfinite(largest).tolist(), strict=True)):
         if not is_finite:
-            found[at] = Problem("non_finite_logits: the model's logits contain NaN or infinity.")
+            found[at] = Problem("The model's logits contain NaN or infinity.", code="non_finite_logits")
         elif not _takes_likeliest(job):
             try:
                 drawn[at] = _draw_settings(job, logits.shape[1])
@@ -38,7 +38,14 @@ def next_tokens(jobs: Sequence[Job], logits: Tensor) -> list[int | Problem]:
 
 def grammar_problem(error: GrammarError) -> Problem:
     """The problem of a request whose grammar cannot go on."""
-    return Problem(f"grammar_failed: the response cannot follow its grammar: {error}")
+    return Problem(f"The response cannot follow its grammar: {error}", code="grammar_failed")
+
+
+def failed_pass(error: BaseException) -> Problem:
+    """The problem of the requests of a pass that failed."""
+    if is_out_of_memory(error):
+        return Problem("Not enough memory for this step.", code="out_of_memory")
+    return Problem(str(error).strip().split("\n")[0], code="internal_error")
 
 
 def _takes_likeliest(job: Job) -> bool:
@@ -65,4 +72,4 @@ def _draw_settings(job: Job, vocabulary: int) -> DrawSettings:
         len(job.answer) < request.min_new_tokens and request.grammar is None
     )  # a grammar decides when an answer is whole
     barred = request.stop_ids if is_early else ()
-    return DrawSettings(request.sampling, request.ids, job.answer, job.seed, request.index, mask, barred)
+    return DrawSettings(request.sampling, request.ids, job.answer, job.noise, mask, barred)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from burnish.adapters.base import FinetuningOptions
     from burnish.data.chat.choose import TemplateOptions
     from burnish.data.chat.truncate import EncodingOptions
+    from burnish.data.images.options import ImageOptions
     from burnish.models.export import ExportOptions
     from burnish.models.generate import GenerationOptions
     from burnish.models.options import ModelOptions
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
     @dataclass
     class AnsweringOptions(
         ModelOptions, QuantizationOptions, FinetuningOptions, TemplateOptions, EncodingOptions, GenerationOptions,
-        InferOptions, ExportOptions, EngineOptions,
+        InferOptions, ExportOptions, EngineOptions, ImageOptions,
     ):  # fmt: skip
         """The options that answers are made with, as a type checker sees them."""
 

@@ -1,8 +1,11 @@
 """Sampling: logits -> tokens and log-probabilities, batched on the device of the logits.
 
 In:  one row of logits per request, as the model computed them, its sampling settings, and the ids before it. Out: token
-ids. A draw is a function of (seed, request, position) and the logits. No shared generator takes part, so an answer does
-not depend on its neighbours and continues unchanged after a restart.
+ids. A draw is a function of its noise key, the position and the logits: the token with the largest score / temperature
++ Gumbel noise (Gumbel-max, Maddison et al. 2014, section 2, https://arxiv.org/abs/1411.0030), with noise from a counter
+(``kernels/philox.py``). No shared generator takes part, so an answer does not depend on its neighbors and continues
+unchanged after a restart; and since each token has noise of its own, a rounding error in the logits changes a draw only
+where two tokens are nearly level.
 
 The order: bias, repetition penalty, presence and frequency penalties, grammar, temperature, top_k, min_p, top_p, draw.
 """
@@ -11,16 +14,15 @@ The order: bias, repetition penalty, presence and frequency penalties, grammar, 
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from burnish.inference.types import Logprob, Sampling
+from burnish.inference.types import Logprob, NoiseKey, Sampling
+from burnish.kernels.philox import gumbel
 
 _FIRST_SORTED = 256
 """Number of most likely tokens that are searched first for the end of the nucleus."""
@@ -36,7 +38,7 @@ class DrawSettings:
 
     Args:
         prompt, answer: the ids so far.
-        seed, request: with ``len(answer)``, they determine the random number of a draw.
+        noise: with ``len(answer)``, which is the position, it decides the random numbers of a draw.
         mask: (V,) what a grammar adds to the logits: 0, or -inf for a token that must not follow.
         barred: tokens that must not be drawn (stop tokens before ``min_new_tokens``).
     """
@@ -44,8 +46,7 @@ class DrawSettings:
     sampling: Sampling
     prompt: Sequence[int] = ()
     answer: Sequence[int] = ()
-    seed: int = 0
-    request: int = 0
+    noise: NoiseKey = field(default_factory=NoiseKey)
     mask: Tensor | None = None
     barred: Iterable[int] = ()
 
@@ -63,12 +64,25 @@ def draw(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
     is_greedy = [row.sampling.temperature == 0 for row in rows]
     if all(is_greedy):
         return scores.argmax(-1)
-    numbers = [uniform(row.seed, row.request, len(row.answer)) for row in rows]
-    tokens, chances = probabilities(scores, [row.sampling for row in rows])
-    drawn = tokens.gather(1, _drawn(chances, torch.tensor(numbers, dtype=torch.float64)))[:, 0]
+    drawn = draw_rows(scores, [row.noise.words(len(row.answer)) for row in rows], [row.sampling for row in rows])
     if not any(is_greedy):
         return drawn
     return torch.where(torch.tensor(is_greedy, device=drawn.device), scores.argmax(-1), drawn)
+
+
+def draw_rows(scores: Tensor, keys: Sequence[tuple[int, int, int, int, int]], settings: Sequence[Sampling]) -> Tensor:
+    """Draw a token of each row: the largest of score / temperature + noise among the tokens that its settings allow.
+
+    Args:
+        scores: (N, V) float32 logits; -inf for a token that must not be drawn.
+        keys: N times five words (``NoiseKey.words``).
+    Returns:
+        (N,) token ids.
+    """
+    tokens, values = candidates(scores, settings)
+    noise = gumbel(keys, scores.shape[1], scores.device, tokens)
+    best = (values + noise).argmax(-1, keepdim=True)
+    return best[:, 0] if tokens is None else tokens.gather(1, best)[:, 0]
 
 
 def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
@@ -110,45 +124,44 @@ def _entries(entries: Sequence[tuple[float, ...]], like: Tensor) -> tuple[tuple[
     return index, [torch.tensor(each, dtype=torch.float32, device=like.device) for each in values]
 
 
-def probabilities(scores: Tensor, settings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
-    """Tokens that a draw at a temperature above 0 may take, and their probabilities.
+def candidates(scores: Tensor, settings: Sequence[Sampling]) -> tuple[Tensor | None, Tensor]:
+    """Tokens that a draw at a temperature above 0 may take.
 
     Returns:
-        tokens: (N, M) ids, ascending in each row; M is V unless every row is limited to a few tokens.
-        chances: (N, M) probabilities up to a factor per row; 0 for a token that is never drawn, and for padding.
+        tokens: (N, M) ids, ascending in each row, where every row is limited to a few tokens; None for all V of them.
+        values: (N, M) or (N, V) score / temperature; -inf for a token that is never drawn, and for padding.
     """
     vocabulary, column = scores.shape[1], _Column(scores.device)
-    tokens = torch.arange(vocabulary, device=scores.device).expand(scores.shape)
+    tokens: Tensor | None = None
     limits = [each.top_k if 0 < each.top_k < vocabulary else vocabulary for each in settings]
     if limited := [limit for limit in limits if limit < vocabulary]:
         largest = scores.topk(max(limited)).values
         least = largest.gather(1, column([min(limit, max(limited)) - 1 for limit in limits], torch.long))
         is_kept = (scores >= least) | column([limit == vocabulary for limit in limits], torch.bool)
-        tokens, scores = _compact(is_kept, tokens, scores, -torch.inf)
-    temperatures = column([max(each.temperature, _COLDEST) for each in settings], torch.float32)
-    chances = (scores / temperatures).softmax(-1)
-    if any(each.min_p > 0 for each in settings):
+        tokens, scores = _compact(is_kept, tokens, scores)
+    values = scores / column([max(each.temperature, _COLDEST) for each in settings], torch.float32)
+    if any(each.min_p > 0 or each.top_p < 1 for each in settings):
+        chances = values.softmax(-1)
         least = column([each.min_p for each in settings], torch.float32) * chances.max(-1, keepdim=True).values
         chances = chances.masked_fill(chances < least, 0)
-    if any(each.top_p < 1 for each in settings):
-        is_kept = _in_nucleus(chances, column([each.top_p for each in settings], torch.float64))
-        tokens, chances = _compact(is_kept, tokens, chances, 0)
-    return tokens, chances
+        is_kept = _in_nucleus(chances, column([each.top_p for each in settings], torch.float64)) & (chances >= least)
+        tokens, values = _compact(is_kept, tokens, values)
+    return tokens, values
 
 
-def _compact(is_kept: Tensor, tokens: Tensor, values: Tensor, fill: float) -> tuple[Tensor, Tensor]:
+def _compact(is_kept: Tensor, tokens: Tensor | None, values: Tensor) -> tuple[Tensor | None, Tensor]:
     """Move what is kept of each row to its front: (N, V) -> (N, M), M what the longest row keeps. Rows of which much is
-    kept are only filled."""
-    values = values.masked_fill(~is_kept, fill)
+    kept are only masked."""
+    values = values.masked_fill(~is_kept, -torch.inf)
     counts = is_kept.sum(-1)
     longest = int(counts.max())
     if longest * 4 > is_kept.shape[1]:
         return tokens, values
     rows, columns = is_kept.nonzero(as_tuple=True)  # ordered by row, then by column
     places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    compact_tokens = tokens.new_zeros(len(tokens), longest)
-    compact_values = values.new_full((len(tokens), longest), fill)
-    compact_tokens[rows, places] = tokens[rows, columns]
+    compact_tokens = columns.new_zeros(len(values), longest)
+    compact_values = values.new_full((len(values), longest), -torch.inf)
+    compact_tokens[rows, places] = columns if tokens is None else tokens[rows, columns]
     compact_values[rows, places] = values[rows, columns]
     return compact_tokens, compact_values
 
@@ -185,25 +198,6 @@ def _in_nucleus(chances: Tensor, top_p: Tensor) -> Tensor:
     if bool((is_tied.sum(-1, keepdim=True) > kept_ties).any()):
         is_tied &= is_tied.cumsum(-1) <= kept_ties
     return (chances > least) | is_tied | (top_p >= 1)
-
-
-def _drawn(chances: Tensor, numbers: Tensor) -> Tensor:
-    """(N, 1) places in whose slices of the cumulative sums of ``chances`` the (N,) ``numbers`` from [0, 1) fall."""
-    sums = chances.cumsum(-1, dtype=torch.float64)
-    total = sums[:, -1:].contiguous()
-    places = torch.searchsorted(sums, numbers.to(sums.device)[:, None] * total, right=True)
-    return torch.minimum(places, torch.searchsorted(sums, total))  # the product may be rounded up to the total
-
-
-def uniform(seed: int, request: int, position: int) -> float:
-    """A number in [0, 1) that only these three decide."""
-    key = struct.pack("<qqq", _signed(seed), _signed(request), position)
-    return (int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 11) / (1 << 53)
-
-
-def _signed(number: int) -> int:
-    """``number`` in 64 bits."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def token_logps(logits: Tensor, tokens: Tensor) -> Tensor:

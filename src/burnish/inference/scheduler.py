@@ -21,14 +21,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import count
-from secrets import randbits
 
 import torch
 from torch import Tensor, nn
 
-from burnish.config.errors import Problem, is_out_of_memory
+from burnish.config.errors import Problem
 from burnish.inference.forward import NewTokens, Precision
-from burnish.inference.next_tokens import grammar_problem, next_tokens
+from burnish.inference.next_tokens import failed_pass, grammar_problem, next_tokens
 from burnish.inference.probe import choose
 from burnish.inference.replies.grammar import GrammarError
 from burnish.inference.sampling import log_probabilities
@@ -57,8 +56,6 @@ from burnish.inference.types import (
 
 PIECE = 512
 """Tokens of prompts that are read in one turn."""
-WORTH_WAITING = 32
-"""A request waits for another one's prompt where so many more tokens of its own would be read by it."""
 
 
 class Scheduler:
@@ -101,8 +98,7 @@ class Scheduler:
             raise Full(waiting, self._pace.patience([*self._arrived, *self._waiting]))
         handle = RequestHandle(next(self._numbers))
         limit = min(request.max_new_tokens, self.limits.context - len(request.ids))
-        seed = randbits(63) if request.sampling.seed is None else request.sampling.seed
-        self._arrived.append(Job(request, callback, handle, limit, seed))
+        self._arrived.append(Job(request, callback, handle, limit, request.noise_key()))
         return handle
 
     def cancel(self, handle: RequestHandle) -> None:
@@ -129,8 +125,13 @@ class Scheduler:
         """
         if running := self._answering + self._reading:
             raise RuntimeError(f"forget() needs an idle scheduler; {running} requests are running.")
-        for slot in self._slots:
-            slot.ids, slot.content_hashes = [], None
+        self._slots = [Slot() for _ in self._slots]
+
+    def free(self) -> None:
+        """As ``forget``, and give the memory of the cache back. What comes next is answered as by a new scheduler."""
+        self.forget()
+        self.way.free()
+        self._numbers, self._turn = count(1), 0
 
     def facts(self) -> EngineFacts:
         weights = {id(p): p.nbytes for p in self.model.parameters()}
@@ -167,8 +168,7 @@ class Scheduler:
     # --- who sits where -----------------------------------------------------------------------------------------------
 
     def _take_in(self) -> None:
-        while self._arrived:
-            self._waiting.append(self._arrived.popleft())
+        self._waiting += [self._arrived.popleft() for _ in range(len(self._arrived))]
 
     def _drop_ended(self) -> None:
         """Asks that were cancelled or whose time is over."""
@@ -203,14 +203,14 @@ class Scheduler:
             common_prefix(slot, job.request, most) if self.way.goes_back and slot.adapter == job.request.adapter else 0
             for slot in self._slots
         ]
-        best = max(range(len(held)), key=lambda at: (held[at], at))
-        return best, held[best]
+        best, pictures = max(range(len(held)), key=lambda at: (held[at], at)), job.request.pictures
+        return best, held[best] if pictures is None else pictures.whole_begin(held[best])
 
     def _is_read_right_now(self, job: Job, common: int) -> bool:
         others = (slot.job.request for slot in self._stretch(self._answering, self._reading) if slot.job)
         own = job.request
         alike = (common_prefix(other, own, len(own.ids)) for other in others if other.adapter == own.adapter)
-        return self.way.goes_back and max(alike, default=0) >= common + WORTH_WAITING
+        return self.way.goes_back and max(alike, default=0) >= common + self.limits.worth_waiting
 
     def _take_slot(self, job: Job, source: int, common: int) -> None:
         """Give a request a slot: the one that holds its beginning where that is free and mostly that, else the one that
@@ -274,8 +274,9 @@ class Scheduler:
 
     def _rest(self, slot: Slot) -> list[int]:
         """The tokens of a prompt that are read next."""
-        begin = len(slot.ids)
-        return slot.active.request.ids[begin : begin + PIECE if self.way.splits else None]
+        begin, request = len(slot.ids), slot.active.request
+        end = begin + (PIECE if self.way.splits else len(request.ids))
+        return request.ids[begin : end if request.pictures is None else request.pictures.whole_end(end)]
 
     def _read_piece(self, first: int, number: int) -> None:
         slots = self._stretch(first, number)
@@ -285,7 +286,7 @@ class Scheduler:
             start, last = len(slot.ids), len(slot.ids) + len(rest) == len(request.ids)
             since = max((request.prompt_logprobs_from or len(request.ids) + 1) - 1 - start, 0)
             scored = range(since, len(rest) - last)
-            rows.append(NewTokens(rest, start, [*scored, *([len(rest) - 1] if last else [])]))
+            rows.append(NewTokens(rest, start, [*scored, *([len(rest) - 1] if last else [])], request.pictures))
         with self._through([slot.adapter for slot in slots]):
             logits = self.way.run(first, rows)
         for slot, row, found in zip(slots, rows, logits, strict=True):
@@ -320,7 +321,7 @@ class Scheduler:
     def _make_tokens(self, first: int, number: int) -> None:
         """One more token for each answer of a stretch: the last one is read, the next one drawn."""
         slots = self._stretch(first, number)
-        rows = [NewTokens([slot.active.answer[-1]], len(slot.ids), [0]) for slot in slots]
+        rows = [NewTokens([slot.active.answer[-1]], len(slot.ids), [0], slot.active.request.pictures) for slot in slots]
         with self._through([slot.adapter for slot in slots]):
             logits = self.way.run(first, rows)
         for slot, row in zip(slots, rows, strict=True):
@@ -361,13 +362,12 @@ class Scheduler:
         try:
             run(first, number)
         except (RuntimeError, MemoryError, IndexError, ValueError) as error:
-            is_memory = is_out_of_memory(error)
-            what = "out_of_memory: not enough memory for this step." if is_memory else f"internal_error: {error}"
+            problem = failed_pass(error)
             for slot in self._stretch(first, number):
                 if slot.job is not None:
-                    self._end(slot.job, "failed", Problem(what.strip().split("\n")[0]))
+                    self._end(slot.job, "failed", problem)
                 slot.ids = []
-            self._lacks_memory |= is_memory
+            self._lacks_memory |= problem.code == "out_of_memory"
 
     def _give_memory_back(self) -> None:
         """Fewer slots from now on, and what the cache had for the others goes back."""

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.config.errors import Problem, UserError
-from burnish.inference.types import BASE, GenerationRequest, Logprob, OutputCallback, RequestHandle, StepOutput
+from burnish.inference.types import (
+    BASE,
+    GenerationRequest,
+    Logprob,
+    NoiseKey,
+    OutputCallback,
+    RequestHandle,
+    StepOutput,
+)
 
 Through = Callable[[Sequence[str]], AbstractContextManager[Any]]
 """Names of adapters, one per row -> a context in which each row goes through its own."""
@@ -26,12 +34,14 @@ class SlotLimits:
         context: the longest prompt and answer together.
         waiting: requests that may wait; None for any number.
         exact: each request alone in its forward passes, so that no sum depends on neighbours to the last bit.
+        worth_waiting: a request waits for another one's prompt where that spares it so many tokens.
     """
 
     slots: int
     context: int
     waiting: int | None = None
     exact: bool = False
+    worth_waiting: int = 32
 
 
 @dataclass(eq=False)
@@ -42,7 +52,7 @@ class Job:
     callback: OutputCallback
     handle: RequestHandle
     limit: int  # tokens that the answer may have
-    seed: int
+    noise: NoiseKey
     answer: list[int] = field(default_factory=list)
     cached: int = 0
     is_over: bool = False  # its callback has heard a reason

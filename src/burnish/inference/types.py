@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from secrets import randbits
 from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
 from burnish.config.errors import Problem
+from burnish.models.images.prompts import PromptPictures
 
 BASE = "base"
 """The name of the model without any of the adapters that are served beside it."""
@@ -33,7 +35,7 @@ class Sampling:
             https://arxiv.org/abs/1909.05858); 1 for none.
         presence_penalty, frequency_penalty: subtracted from the logits of tokens of the answer, once, and per use.
         bias: token -> what is added to its logit.
-        seed: with ``GenerationRequest.index`` and the position it decides each draw; None for one that nobody knows.
+        seed: with ``GenerationRequest.index`` it is the noise key of the draws; None for one that nobody knows.
     """
 
     temperature: float = 1.0
@@ -62,6 +64,39 @@ class Sampling:
 
 
 GREEDY = Sampling(temperature=0.0)
+
+CHAT, ROLLOUT, DEAL, EVALUATION = 0, 1, 2, 16
+"""Purposes of random numbers, which keep them apart: answers to requests, completions to train on, the order in which
+these are trained on, and completions of evaluation sets, from this number on one per set."""
+
+
+@dataclass(frozen=True)
+class NoiseKey:
+    """What decides the random numbers of one answer, besides the position and the token.
+
+    Args:
+        seed: up to 64 bits, of which the upper ones change the word of ``generation``.
+        purpose: below 256; different purposes share no number.
+        generation: the number of the generation of completions; 0 for requests.
+        row: the number of the prompt in its set, or of the answer under one seed.
+        sample: which of the completions of the prompt, below 4,096.
+        start: the position of the first token that is drawn, where a completion is drawn in several parts.
+    """
+
+    seed: int = 0
+    purpose: int = CHAT
+    generation: int = 0
+    row: int = 0
+    sample: int = 0
+    start: int = 0
+
+    def words(self, position: int) -> tuple[int, int, int, int, int]:
+        """Two words of the key and the first three of the counter of Philox4x32 (``kernels/philox.py``)."""
+        high = (self.seed >> 32) * 0x9E3779B9  # so that seeds and generations near each other have words of their own
+        key = self.purpose | self.row >> 20 << 8
+        words = (self.seed, key, self.generation ^ high, self.row << 12 | self.sample, position + self.start)
+        a, b, c, d, e = (word & 0xFFFFFFFF for word in words)
+        return a, b, c, d, e
 
 
 class Grammar(Protocol):
@@ -92,8 +127,10 @@ class GenerationRequest:
         content_hashes: one number per id of the prompt, which says what the position stands for where the id alone
             does not: a hash of the picture at its placeholders, 0 elsewhere. None: all 0. Keys and values are shared
             only between positions that agree in both.
+        pictures: those of the prompt; ``content_hashes`` are theirs.
         prompt_logprobs_from: the first position of the prompt, at least 1, whose log-probability is wanted too.
         index: which of the answers under one seed this is (the number of a record, the index of a choice).
+        noise: decides each draw in place of ``sampling.seed`` and ``index``.
         deadline: in seconds of ``time.monotonic``; then it ends as "cancelled".
     """
 
@@ -106,10 +143,17 @@ class GenerationRequest:
     top_logprobs: int | None = None
     also: tuple[int, ...] = ()
     content_hashes: Sequence[int] | None = None
+    pictures: PromptPictures | None = None
     prompt_logprobs_from: int | None = None
     grammar: Grammar | None = None
     index: int = 0
+    noise: NoiseKey | None = None
     deadline: float = float("inf")
+
+    def noise_key(self) -> NoiseKey:
+        """What decides its draws; a new key each time where neither ``noise`` nor a seed is given."""
+        seed = randbits(63) if self.sampling.seed is None else self.sampling.seed
+        return self.noise or NoiseKey(seed, CHAT, row=self.index)
 
 
 @dataclass(frozen=True)

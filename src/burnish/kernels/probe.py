@@ -38,14 +38,14 @@ def isolates_sequences(model: nn.Module) -> bool:
     mix sequences silently, and with ``use_cache=True`` all models do.
     """
     try:
-        with _asking(model) as ask:
+        with asking(model) as ask:
             neighbour, other, tokens = (_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, 9, _LENGTH)))
             alone = ask(tokens)
             beside, beside_other = (
                 ask(torch.cat([first, tokens], 1), **_two_sequences(tokens.device))[:, _NEIGHBOUR:]
                 for first in (neighbour, other)
             )
-            if not _close(beside, alone, model):
+            if not close(beside, alone, model):
                 return False
             if torch.equal(beside, beside_other):
                 return True
@@ -66,13 +66,13 @@ def shares_prefixes(model: nn.Module) -> bool:
     if _looks_at_the_longest(causal_lm(model).config):
         return False
     try:
-        with _asking(model) as ask:
+        with asking(model) as ask:
             shared, first, second = (_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, _LENGTH, _LENGTH)))
             together = ask(torch.cat([shared, first, second], 1), **_two_from_one(shared.device))
             for own, place in ((first, _NEIGHBOUR), (second, _NEIGHBOUR + _LENGTH)):
                 alone = ask(torch.cat([shared, own], 1))
                 beside = torch.cat([together[:, :_NEIGHBOUR], together[:, place : place + _LENGTH]], 1)
-                if not _close(beside, alone, model):
+                if not close(beside, alone, model):
                     return False
             model.train()
             before = _generators(shared.device)
@@ -151,10 +151,10 @@ def find_head(model: nn.Module) -> Head | None:
         if head is None or type(head.linear) is not nn.Linear or _has_hooks(head.linear):
             return None
         tokens = _tokens(model, _LENGTH, seed=3)
-        with _asking(model) as ask, _louder(head.linear):
+        with asking(model) as ask, _louder(head.linear):
             said = ask(tokens)
             hidden = head.hidden(input_ids=tokens, use_cache=False)
-            return head if _close(said, head.logits(hidden), model) else None
+            return head if close(said, head.logits(hidden), model) else None
     except REFUSALS:
         return None
 
@@ -163,10 +163,10 @@ def makes_some_logits(model: nn.Module) -> bool:
     """Return whether the model can compute the logits of chosen positions alone: ``logits_to_keep=(N,)``."""
     try:
         tokens, chosen = _tokens(model, _LENGTH, seed=4), torch.tensor([1, 4, 5], device=_device(model))
-        with _asking(model) as ask:
+        with asking(model) as ask:
             whole, some = ask(tokens), ask(tokens, logits_to_keep=chosen)
         # A trained prompt before the tokens (peft's prompt tuning) shifts the positions.
-        return whole.shape[1] == _LENGTH and _close(some, whole[:, chosen], model)
+        return whole.shape[1] == _LENGTH and close(some, whole[:, chosen], model)
     except REFUSALS:
         return False
 
@@ -174,10 +174,10 @@ def makes_some_logits(model: nn.Module) -> bool:
 def keeps_answers(model: nn.Module, change: Callable[[], object]) -> bool:
     """Make ``change`` to the model, and return whether its logits stay the same but for rounding. The change stays."""
     tokens = _tokens(model, _LENGTH, seed=5)
-    with _asking(model) as ask:
+    with asking(model) as ask:
         before = ask(tokens)
         change()
-        return _close(ask(tokens), before, model)
+        return close(ask(tokens), before, model)
 
 
 def causal_lm(model: nn.Module) -> Any:
@@ -197,7 +197,7 @@ def _claimed_head(model: nn.Module) -> Head | None:
 
 
 @contextmanager
-def _asking(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
+def asking(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
     """The context of a probe; yields a function ids (1, T) -> logits (1, T, V). Afterwards the model is as before."""
     modes = {module: module.training for module in model.modules()}
     device = _device(model)
@@ -280,7 +280,7 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _close(a: Tensor, b: Tensor, model: nn.Module) -> bool:
+def close(a: Tensor, b: Tensor, model: nn.Module) -> bool:
     """Return whether both are equal but for rounding in the coarsest dtype of the weights: half of its digits agree."""
     tolerance = max(torch.finfo(dtype).eps for dtype in _formats(model)) ** 0.5
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())

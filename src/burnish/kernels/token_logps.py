@@ -15,7 +15,7 @@ pass: four products in place of three, and no more memory. ``plain_token_logps``
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +43,16 @@ class LogpRules:
         accuracy: whether the most probable candidate is right; takes one more pass over the logits.
         entropy: of the prediction, in nats; one more.
         sum_squared_probs: log p(token) - ln Σ_v p(v)²; one more (WPO).
+        temperature: logits are divided by it, behind a softcap.
+        entropy_gradient: the entropy has a gradient; chunks of logits are computed again in the backward pass.
     """
 
     softcap: float | None = None
     accuracy: bool = False
     entropy: bool = False
     sum_squared_probs: bool = False
+    temperature: float = 1.0
+    entropy_gradient: bool = False
 
     @property
     def of_loss(self) -> TokenLoss:
@@ -56,7 +60,8 @@ class LogpRules:
 
 
 class TokenLogps(NamedTuple):
-    """Numbers per token, all (N,) float32; zero where not asked for. Only ``logps`` has a gradient."""
+    """Numbers per token, all (N,) float32; zero where not asked for. Only ``logps`` has a gradient, and ``entropy`` if
+    that is asked for."""
 
     logps: Tensor  # in nats, at most 0
     correct: Tensor  # 1 or 0
@@ -78,23 +83,30 @@ def linear_token_logps(
     needs = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
-    dtype = product_dtype(hidden.device, weight)
-    values = _LinearTokenLogps.apply(hidden, weight, bias, targets, rules or LogpRules(), dtype, needs)  # type: ignore[no-untyped-call]
+    dtype, rules = product_dtype(hidden.device, weight), rules or LogpRules()
+    if rules.temperature != 1.0:  # c tanh(z / c) / T is c' tanh(z' / c') with z' = z / T and c' = c / T
+        hidden, bias = hidden / rules.temperature, None if bias is None else bias / rules.temperature
+        rules = replace(rules, softcap=rules.softcap / rules.temperature if rules.softcap else None)
+    values = _LinearTokenLogps.apply(hidden, weight, bias, targets, rules, dtype, needs)  # type: ignore[no-untyped-call]
     return TokenLogps(*values)
 
 
 def plain_token_logps(logits: Tensor, targets: Tensor, rules: LogpRules | None = None) -> TokenLogps:
     """Compute the same from given logits (N, V), with a cap already applied; in float32."""
     rules = rules or LogpRules()
-    every = torch.log_softmax(logits.float(), -1)
+    every = torch.log_softmax(logits.float() / rules.temperature, -1)
     logps = every.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     measured, none = every.detach(), torch.zeros_like(logps.detach())
     return TokenLogps(
         logps,
         (measured.argmax(-1) == targets).float() if rules.accuracy else none,
-        -(measured.exp() * measured).sum(-1) if rules.entropy else none,
+        _entropy(every if rules.entropy_gradient else measured) if rules.entropy else none,
         logps.detach() - torch.logsumexp(2 * measured, -1) if rules.sum_squared_probs else none,
     )
+
+
+def _entropy(logps: Tensor) -> Tensor:
+    return -(logps.exp() * logps).sum(-1)
 
 
 class _LinearTokenLogps(torch.autograd.Function):
@@ -103,8 +115,8 @@ class _LinearTokenLogps(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rules: LogpRules,
         dtype: torch.dtype, needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        head_trains = needs[1] or needs[2]
-        makes_gradient = needs[0] and not head_trains
+        is_recomputed = needs[1] or needs[2] or rules.entropy_gradient
+        makes_gradient = needs[0] and not is_recomputed
         with torch.autocast(hidden.device.type, enabled=False):
             h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
             slopes = torch.empty_like(hidden) if makes_gradient else None  # (N, H) of each token's own logp
@@ -122,20 +134,20 @@ class _LinearTokenLogps(torch.autograd.Function):
                 )
                 if slopes is not None:
                     slopes[part] = torch.mm(logits, w).neg_()
-        if head_trains:
+        if is_recomputed:
             ctx.save_for_backward(hidden, weight, targets, *(() if bias is None else (bias,)))
         else:
             ctx.save_for_backward(*(() if slopes is None else (slopes,)))
-        ctx.rules, ctx.dtype, ctx.needs, ctx.head_trains = rules, dtype, needs, head_trains
+        ctx.rules, ctx.dtype, ctx.needs, ctx.is_recomputed = rules, dtype, needs, is_recomputed
         none = [hidden.new_zeros(0, dtype=torch.float32) for _ in TokenLogps._fields]
         values = tuple(map(torch.cat, zip(none, *found, strict=True)))
-        ctx.mark_non_differentiable(*values[1:])
+        ctx.mark_non_differentiable(values[1], values[3], *(() if rules.entropy_gradient else (values[2],)))
         return values  # type: ignore[return-value]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.head_trains:
+    def backward(ctx: Any, upstream: Tensor, _: Tensor, of_entropy: Tensor, *__: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.is_recomputed:
             slopes = ctx.saved_tensors[0] if ctx.saved_tensors else None
             of_hidden = None if slopes is None else slopes * upstream.unsqueeze(-1).to(slopes.dtype)
             return of_hidden, None, None, None, None, None, None
@@ -145,8 +157,11 @@ class _LinearTokenLogps(torch.autograd.Function):
             h, w, b = hidden.to(ctx.dtype), weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
             gradients = Gradients.zero(hidden, weight, bias, ctx.needs)
             for part, logits in _chunks(h, w, b):
-                # d(-logp) / d(logits) times -upstream; the token's other numbers are not needed again.
-                token_values(logits, targets[part], -upstream[part].float(), TokenLoss(softcap=ctx.rules.softcap), True)
+                if ctx.rules.entropy_gradient:
+                    _slopes(logits, targets[part], upstream[part], of_entropy[part], ctx.rules.softcap)
+                else:  # d(-logp) / d(logits) times -upstream; the token's other numbers are not needed again.
+                    rules = TokenLoss(softcap=ctx.rules.softcap)
+                    token_values(logits, targets[part], -upstream[part].float(), rules, True)
                 gradients.add(part, logits, h[part], w, is_first=part.start == 0)
         return (*gradients, None, None, None, None)
 
@@ -158,6 +173,17 @@ def _chunks(h: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, 
     for begin in range(0, len(h), size):
         part = slice(begin, min(begin + size, len(h)))
         yield part, logits_into(h[part], w, bias, whole)
+
+
+def _slopes(logits: Tensor, targets: Tensor, of_logps: Tensor, of_entropy: Tensor, softcap: float | None) -> None:
+    """Overwrite logits (n, V) with the derivative of Σ of_logps · log p(target) + of_entropy · H by them:
+    of_logps (one - p) - of_entropy p (log p + H), and times ``1 - (logit / softcap)²`` where a logit is capped."""
+    capped = softcap * torch.tanh(logits.float() / softcap) if softcap else logits.float()
+    logps = torch.log_softmax(capped, -1)
+    of_logps, of_entropy = of_logps.float().unsqueeze(-1), of_entropy.float().unsqueeze(-1)
+    slopes = -logps.exp() * (of_logps + of_entropy * (logps + _entropy(logps).unsqueeze(-1)))
+    slopes.scatter_add_(-1, targets.unsqueeze(-1), of_logps)
+    logits.copy_(slopes * (1 - (capped / softcap).square()) if softcap else slopes)
 
 
 def _evenness(logits: Tensor, targets: Tensor, rules: LogpRules) -> Tensor:

@@ -166,7 +166,7 @@ class Loop:
 
     def step(self, step_batch: StepBatch) -> None:
         """Update the weights once."""
-        learning_rate = self.optimizer.param_groups[0]["lr"]
+        learning_rate = self.learning_rate()
         batches: Sequence[Batch] = [self.engine.to_device(batch) for batch in step_batch.batches]
         batches = self.objective.prepare_step(self.model, batches, self.engine)
         num_items = self.engine.sum(sum_of([self.objective.num_items(batch) for batch in batches]))
@@ -184,7 +184,8 @@ class Loop:
         self.callbacks.fire("on_pre_optimizer_step")
         self.checkpoints.wait_for_copies()  # a checkpoint under way may not have copied the weights yet
         with doing(Activity.UPDATE):
-            is_applied = self.engine.step(self.optimizer, torch.isfinite(loss) & torch.isfinite(norm))
+            is_whole = torch.isfinite(loss) & torch.isfinite(norm)
+            is_applied = self.engine.step(self.optimizer, is_whole & (num_items > 0))
         self.callbacks.fire("on_optimizer_step")
         if is_applied:
             self.schedule.after_step()
@@ -199,7 +200,7 @@ class Loop:
         self.meter.add_rows(step_batch.num_rows, step_batch.num_tokens)
         if self.spikes is not None:
             self.spikes.check(self.engine, self.state.global_step, step_batch, loss, norm)
-        if not is_applied:
+        if not is_applied and num_items > 0:  # without items there was nothing to learn
             which = "gradient" if torch.isfinite(loss) else "loss"
             numbers = f"loss {loss.item()}, gradient norm {norm.item()}"
             what = f"The {which} of step {self.state.global_step} is not finite ({numbers})."
@@ -338,6 +339,10 @@ class Loop:
         self.model.train(is_training)
         set_optimizer_mode(self.optimizer, is_training)
 
+    def learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer updates."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -347,9 +352,9 @@ class Loop:
         return ""
 
     def learned_from(self, items: Sequence[int]) -> str:
-        """`` Learned from: data.json, record 3.``; "" if the records are not known."""
+        """`` Examples: data.json, record 3.``; "" if the records are not known."""
         rows = self.describe_rows(items) if items else ""
-        return f" Learned from: {rows}." if rows else ""
+        return f" Examples: {rows}." if rows else ""
 
     def stop_at_non_finite(self, what: str, items: Sequence[int]) -> None:
         """Raise for steps that were not applied, unless such steps are skipped, or are part of finding a loss scale.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from burnish.loop.metrics import Metrics
 from burnish.loop.protocols import Engine
-from burnish.loop.state import TrainerState
+from burnish.loop.state import RATES, TrainerState
 from burnish.loop.types import Loss, Metric
 
 
@@ -199,10 +199,6 @@ class Totals:
         means = self.metrics.means(addends, ends, num_items or 1.0, engine.world_size)
         del means["num_items"]
         return means
-
-
-RATES = ("runtime", "samples_per_second", "steps_per_second")
-"""Names of the timings of an evaluation, to which its prefix is added."""
 
 
 class Clock:

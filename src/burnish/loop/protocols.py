@@ -44,6 +44,11 @@ class Objective(Protocol):
         """The number of steps that are trained on each step batch of the stream; see ``rollout``."""
         return 1
 
+    @property
+    def rows_per_rank(self) -> int | None:
+        """Rows of the stream that one rank gets for a step batch; None: those of its micro-batches."""
+        return None
+
     def rollout(self, module: nn.Module, step_batch: StepBatch, engine: Engine, step: int) -> Sequence[StepBatch]:
         """The step batches to train on in place of ``step_batch``, ``inner_steps`` many: itself, or what was made of
         it, such as responses to its prompts. If they are several, a checkpoint holds those that are not used yet.

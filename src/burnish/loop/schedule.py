@@ -63,6 +63,12 @@ class StepPlan:
     steps_per_epoch: int
     max_steps: int
     num_train_epochs: int  # epochs begun
+    trained_per_step: int = 0  # sequences, over all micro-batches and ranks; 0 where they are the rows of a step
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences that a step trains on, over all micro-batches and ranks."""
+        return self.trained_per_step or self.rows_per_step
 
     @property
     def epochs(self) -> float | None:
@@ -80,24 +86,28 @@ def steps_of(interval: float | None, max_steps: int, fallback: float) -> int:
     return math.ceil(max_steps * value) if value < 1 else int(value)
 
 
-def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1, inner_steps: int = 1) -> StepPlan:
+def plan_steps(
+    options: StepOptions, rows: int | None, world_size: int = 1, inner_steps: int = 1, rows_per_rank: int | None = None
+) -> StepPlan:
     """Count the steps.
 
     Args:
         rows: of the training set; None if it has no length.
         inner_steps: steps that are trained on the rows of one step batch (``Objective.inner_steps``).
+        rows_per_rank: rows of a rank in a step batch, where they are not those of its micro-batches.
     Raises:
         UserError: if there would be no step, or if a set of unknown length has no ``max_steps``.
     """
-    per_batch = options.per_device_train_batch_size * world_size
-    rows_per_step = per_batch * options.gradient_accumulation_steps
+    trained = options.per_device_train_batch_size * options.gradient_accumulation_steps * world_size
+    per_batch = (rows_per_rank or options.per_device_train_batch_size) * world_size
+    rows_per_step = per_batch if rows_per_rank else trained
     if rows is None:
         if options.max_steps <= 0:
             raise UserError(
                 "The training set has no length, so max_steps must be a positive number. Received: -1.",
                 option="max_steps",
             )
-        return StepPlan(None, rows_per_step, options.max_steps, options.max_steps, sys.maxsize)
+        return StepPlan(None, rows_per_step, options.max_steps, options.max_steps, sys.maxsize, trained)
     used = rows - rows % per_batch if options.dataloader_drop_last else rows
     steps_per_epoch = math.ceil(used / rows_per_step) * inner_steps
     if steps_per_epoch == 0:
@@ -108,11 +118,10 @@ def plan_steps(options: StepOptions, rows: int | None, world_size: int = 1, inne
             option="dataloader_drop_last",
         )
     if options.max_steps > 0:
-        return StepPlan(
-            rows, rows_per_step, steps_per_epoch, options.max_steps, math.ceil(options.max_steps / steps_per_epoch)
-        )
+        epochs = math.ceil(options.max_steps / steps_per_epoch)
+        return StepPlan(rows, rows_per_step, steps_per_epoch, options.max_steps, epochs, trained)
     max_steps = math.ceil(options.num_train_epochs * steps_per_epoch)
-    return StepPlan(rows, rows_per_step, steps_per_epoch, max_steps, math.ceil(options.num_train_epochs))
+    return StepPlan(rows, rows_per_step, steps_per_epoch, max_steps, math.ceil(options.num_train_epochs), trained)
 
 
 def warmup_steps_of(options: CurveOptions, max_steps: int) -> int:

@@ -17,6 +17,8 @@ from burnish.loop.schedule import StepPlan, steps_of
 from burnish.utils.json_files import read_object, write_json
 
 STATE_NAME = "trainer_state.json"
+RATES = ("runtime", "samples_per_second", "steps_per_second")
+"""Names of the timings of an evaluation, to which its prefix is added."""
 _NEEDED = (("global_step", int), ("max_steps", int), ("log_history", list))
 
 

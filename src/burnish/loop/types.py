@@ -18,9 +18,16 @@ from burnish.config.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOKEN_COLUMNS: dict[str, float] = {"loss_weights": 1.0, "sequence": 0, "content_hashes": 0}
+TOKEN_COLUMNS: dict[str, float] = {"loss_weights": 1.0, "sequence": 0}
 """Columns of a row, and keys of a batch, with a value per token -> the value where a row has none. Objectives add
 theirs (``StageObjective.token_columns``)."""
+
+INPUT_COLUMNS = {
+    "content_hashes": 0, "picture_features": 0, "rope_time": 0, "rope_height": 0, "rope_width": 0, "attention_rows": -1,
+    "attention_blocks": 0,
+}  # fmt: skip
+"""Those of them that belong to a token as an input of the model; the others belong to it as a label."""
+TOKEN_COLUMNS |= INPUT_COLUMNS
 
 IGNORE_INDEX = -100
 """The label of a position that is not learned (torch's default ``ignore_index``)."""
@@ -36,12 +43,15 @@ class ContentPart:
 
     Args:
         kind: ``text``, ``image``, ``audio`` or ``video``.
-        value: the text, or where the rest lies: a path or an address.
+        value: the text; of an image a ``data.images.picture.Picture``; of others where they lie.
     """
 
     kind: str
-    value: str
+    value: Any
 
+
+PICTURE = "\ufdd1"
+"""Stands for a picture in the text of a message: a Unicode noncharacter, never assigned."""
 
 Content: TypeAlias = "str | tuple[ContentPart, ...]"
 """The content of a message: a text, or parts in their order where some are not text."""
@@ -69,13 +79,18 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The content as one text. Raises UserError where a part is not text."""
+        """The content as one text, ``PICTURE`` for each picture. Raises UserError where a part is something else."""
         if isinstance(self.content, str):
             return self.content
-        if others := sorted({part.kind for part in self.content} - {"text"}):
-            what = f"a message holds {', '.join(others)}; only text is supported here."
+        if others := sorted({part.kind for part in self.content} - {"text", "image"}):
+            what = f"a message holds {', '.join(others)}; only text and pictures are supported here."
             raise UserError(what, remedy="Remove these parts, or write an objective that encodes them.")
-        return "".join(part.value for part in self.content)
+        return "".join(PICTURE if part.kind == "image" else part.value for part in self.content)
+
+    @property
+    def pictures(self) -> list[Any]:
+        """The pictures of the content, in their order."""
+        return [] if isinstance(self.content, str) else [part.value for part in self.content if part.kind == "image"]
 
 
 Answer: TypeAlias = "tuple[Message, ...] | str"
@@ -133,7 +148,8 @@ Those that burnish knows:
 - ``input_ids``, ``labels``: T numbers each; a label is IGNORE_INDEX where nothing is learned, and not shifted:
   ``labels[t]`` belongs to ``input_ids[t]``.
 - ``loss_weights``: T floats, only where a message has a weight other than 1.
-- ``content_hashes``: only with pictures, their hash at each of their positions, 0 elsewhere.
+- ``images``: only with pictures, what a ``Picture`` holds, with the tokens that stand for it; in a pair those of the
+  prompt, which both sequences begin with. ``kl_images``: those of the second sequence of KTO.
 - ``seq_lengths``: only in a pack, the lengths of the rows that were concatenated to it.
 - ``sequence``: T numbers, only where sums are needed of each sequence in a batch: which one a token belongs to.
 - ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``: the two sequences of a pair.

@@ -27,7 +27,7 @@ from burnish.config.errors import Problem
 from burnish.config.registry import Registry
 from burnish.kernels.probe import Capabilities
 from burnish.loop.protocols import Engine, Objective
-from burnish.loop.types import IGNORE_INDEX, TOKEN_COLUMNS, Batch, Example, Row
+from burnish.loop.types import IGNORE_INDEX, TOKEN_COLUMNS, Batch, Example, Ids, Row
 
 Collate: TypeAlias = Callable[[Sequence[Row]], Batch]
 
@@ -41,6 +41,8 @@ class RowEncoder(Protocol):
     def encode_text(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> list[Row | None]: ...
     def encode_pairs(self, examples: Sequence[Example], stats: Any) -> list[Row | None]: ...
     def encode_verdicts(self, examples: Sequence[Example], stats: Any) -> list[Row | None]: ...
+    def encode_prompts(self, examples: Sequence[Example], stats: Any) -> list[Ids | None]: ...
+    def stop_token_ids(self) -> list[int]: ...
 
 
 class StageObjective(Objective, Protocol):
@@ -51,7 +53,8 @@ class StageObjective(Objective, Protocol):
     Attributes:
         records: the kind of records that it learns from: "answers", "pairs" (two answers), "verdicts" (an answer with a
             label), "prompts" (no answer needed), or a kind of its own, which formats declare with ``holds``.
-        record_columns: further columns of a record that it asks for; ``Example.extra`` holds them.
+        record_columns: further columns of a record that it asks for; ``Example.extra`` holds them. "*": all of them.
+        reads_pictures: whether rows may hold pictures.
         row_columns: the columns of a row that ``collate`` needs -> their values in the row of a blank micro-batch.
         token_columns: further columns with a value per token, which batches get too -> the value where a row has none.
         batch_keys: keys that it adds to batches and that are no input of the model.
@@ -63,6 +66,8 @@ class StageObjective(Objective, Protocol):
         logs_rewards: whether it logs rewards/chosen and rewards/margins.
         learning_rates: the default learning rate of ``burnish train`` for all weights and for an adapter, where it is
             not the usual one.
+        option_names: names of options that mean another option under this stage: {"beta": "rl_beta"}.
+        variants: options that, where they are true, make another stage of this one: {"online": "online_dpo"}.
         title: how a model card names it; the name of the stage if empty.
         needs_reference: whether the loss compares with a reference model. Whoever assembles the run then sets
             ``reference``, or fills the columns of ``reference_columns`` before training.
@@ -70,6 +75,7 @@ class StageObjective(Objective, Protocol):
 
     records: ClassVar[str] = "answers"
     record_columns: ClassVar[Sequence[str]] = ()
+    reads_pictures: ClassVar[bool] = True
     row_columns: ClassVar[Mapping[str, Any]] = {"input_ids": (0, 0), "labels": (IGNORE_INDEX, 0)}
     token_columns: ClassVar[Mapping[str, float]] = {}
     batch_keys: ClassVar[frozenset[str]] = frozenset()
@@ -80,6 +86,8 @@ class StageObjective(Objective, Protocol):
     uses_lm_head: ClassVar[bool] = True
     disables_dropout: ClassVar[bool] = False
     logs_rewards: ClassVar[bool] = False
+    option_names: ClassVar[Mapping[str, str]] = {}
+    variants: ClassVar[Mapping[str, str]] = {}
     title: ClassVar[str] = ""
 
     needs_reference: bool = False
@@ -103,6 +111,11 @@ class StageObjective(Objective, Protocol):
         the same step, or nowhere."""
         return None
 
+    @classmethod
+    def default_options(cls, choices: Any, /) -> Mapping[str, Any]:
+        """Defaults of options that differ under this stage; they may depend on others (a preset)."""
+        return {}
+
     def sequence_title(self, row: Row, name: str) -> str:
         """Describe a sequence of a row for ``explain``, with a comma or semicolon and a space at the end.
 
@@ -123,6 +136,11 @@ class StageObjective(Objective, Protocol):
     def fingerprint(self) -> str:
         """A text that changes whenever the rows of the same examples would change."""
         return f"{type(self).__name__} {self.template.fingerprint}"
+
+    @property
+    def contents(self) -> Mapping[str, Any]:
+        """JSON data by name on which the weights depend besides options and data, for the fingerprints of a run."""
+        return {}
 
     @property
     def metrics(self) -> Sequence[str] | None:

@@ -28,7 +28,7 @@ from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.pairs import AnswersObjective, PairChoices, asking
 from burnish.losses.preference_losses import kto
 from burnish.losses.preference_options import PreferenceOptions, ReferenceOptions
-from burnish.losses.sequence_logps import SequenceValues, collate_sequences, mean_row
+from burnish.losses.sequence_logps import SequenceValues, collate_sequences, mean_row, with_pictures
 
 FEW_RECORDS = 8
 """Below so many records in a step the mean over them says little."""
@@ -167,7 +167,7 @@ class KtoObjective(AnswersObjective):
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         """The micro-batch, and of its records ``items`` (P,) and ``tag`` (P,) bool; ``kl``, a micro-batch of its own,
         with its ``items``."""
-        batch = collate_sequences(collate, [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows])
+        batch = collate_sequences(collate, list(map(_answer, rows)))
         batch["items"] = torch.ones(len(rows))
         batch["tag"] = torch.tensor([bool(row["tag"]) for row in rows])
         if "reference_logps" in rows[0]:
@@ -179,9 +179,8 @@ class KtoObjective(AnswersObjective):
     def _collated_others(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         """The other answers; where there are none, an answer that counts nothing: all ranks ask for something."""
         beside = [row for row in rows if row.get("kl_input_ids")]
-        others: list[Row] = [{"input_ids": row["kl_input_ids"], "labels": row["kl_labels"]} for row in beside]
-        own: list[Row] = [{"input_ids": rows[0]["input_ids"], "labels": rows[0]["labels"]}]
-        batch = collate_sequences(collate, others or own)
+        others = [_answer(row, "kl_") for row in beside]
+        batch = collate_sequences(collate, others or [_answer(rows[0])])
         batch["items"] = torch.ones(len(others)) if others else torch.zeros(1)
         if "reference_kl_logps" in rows[0]:
             batch["reference"] = torch.tensor([row["reference_kl_logps"] for row in beside] or [0.0])
@@ -288,3 +287,9 @@ def _one_kind(count: int, is_desirable: bool) -> Problem:
     kind = "desirable" if is_desirable else "undesirable"
     remedy = "With desirable responses only, use stage: sft." if is_desirable else "Add desirable responses."
     return Problem(f"All {count:,} records are {kind}; KTO needs both kinds.", remedy=remedy)
+
+
+def _answer(row: Row, prefix: str = "") -> Row:
+    """A sequence of a row. Args: prefix: "kl_" for the prompt with another record's answer."""
+    ids, labels = row[f"{prefix}input_ids"], row[f"{prefix}labels"]
+    return {"input_ids": ids, "labels": labels, **with_pictures(row, prefix)}

@@ -94,7 +94,7 @@ def check_fused_loss(options: LmChoices) -> list[Problem]:
     return [
         Problem(
             f"fused_loss: {options.fused_loss} cannot be used. {reason}",
-            remedy="Leave fused_loss out.",
+            remedy="Remove fused_loss.",
             option="fused_loss",
         )
     ]
@@ -106,7 +106,7 @@ def check_loss_factors(options: LmChoices) -> list[Problem]:
         return []
     return [
         Problem(
-            '"use_dft_loss" and "use_eaft_loss" are two losses.',
+            '"use_dft_loss" and "use_eaft_loss" cannot be combined.',
             remedy="Remove one of them.",
             option=("use_dft_loss", "use_eaft_loss"),
         )
@@ -180,7 +180,7 @@ class LmObjective(StageObjective):
             what = f"The head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
         if what and self.options.fused_loss != "auto":
             asked = str(self.options.fused_loss).lower()
-            raise UserError(f'"fused_loss" is {asked}. {what}', remedy="Leave fused_loss out.", option="fused_loss")
+            raise UserError(f'"fused_loss" is {asked}. {what}', remedy="Remove fused_loss.", option="fused_loss")
         return [f"{what} The loss is computed from full logits, which takes more memory."] if what else []
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
@@ -225,6 +225,7 @@ class PretrainObjective(LmObjective):
 
     default_packing = "wrapped"
     has_prompts = False
+    reads_pictures = False
     title = "continued pretraining"
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> list[Row | None]:
@@ -343,7 +344,7 @@ def aux_coefficient(model: Any, given: float | None) -> float:
     if given and own is None:
         raise UserError(
             f'"router_aux_loss_coef" requires a mixture of experts, but {type(model).__name__} has none.',
-            remedy="Leave it out.",
+            remedy="Remove it.",
             option="router_aux_loss_coef",
         )
     if given is not None:

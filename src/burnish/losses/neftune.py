@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from burnish.loop.types import Batch
 from burnish.utils.patching import Reason, hook
 
-NOISE = Reason("embedding with noise", "neftune_noise_alpha asks for it")
+NOISE = Reason("embedding with noise", "neftune_noise_alpha is set")
 
 
 class EmbeddingNoise:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ from burnish.losses.sequence_logps import (
     collate_sequences,
     factors_beyond,
     mean_row,
+    with_pictures,
 )
 from burnish.utils.patching import PatchChoice
 
@@ -210,7 +211,8 @@ class PairObjective(AnswersObjective):
     """Pairs of answers, the better one named (DPO and its relatives)."""
 
     records = "pairs"
-    row_columns = PAIR_COLUMNS
+    row_columns: ClassVar[Mapping[str, Any]] = PAIR_COLUMNS
+    variants = {"online": "online_dpo"}  # noqa: RUF012
     batch_keys = AnswersObjective.batch_keys | {"matches_chosen", "matches_rejected", "pairs_per_token"}
 
     def __init__(self, options: PairChoices, template: RowEncoder, tokenizer: Any = None) -> None:
@@ -423,10 +425,10 @@ class RunningMean:
 
 
 def two_answers(row: Row) -> list[Row]:
-    """The two sequences of a pair, the chosen one first."""
+    """The two sequences of a pair, the chosen one first, each with the pictures of their prompt."""
     return [
-        {"input_ids": row["chosen_input_ids"], "labels": row["chosen_labels"]},
-        {"input_ids": row["rejected_input_ids"], "labels": row["rejected_labels"]},
+        {"input_ids": row[f"{side}_input_ids"], "labels": row[f"{side}_labels"], **with_pictures(row)}
+        for side in ("chosen", "rejected")
     ]
 
 

@@ -141,7 +141,7 @@ def check_preferences(options: PreferenceChoices) -> list[Problem]:
         problems.append(
             Problem(
                 '"packing" is true. Pairs cannot be packed; their batches are padding-free instead.',
-                remedy="Leave packing out.",
+                remedy="Remove packing.",
                 option="packing",
             )
         )
@@ -180,7 +180,7 @@ def check_reference(options: FixedReferenceChoices, streams: bool) -> list[Probl
 
 def _only_sft(name: str) -> Problem:
     return Problem(f'"{name}" is for stage: sft; preference losses apply to the responses only.',
-                   remedy="Leave it out.", option=name)  # fmt: skip
+                   remedy="Remove it.", option=name)  # fmt: skip
 
 
 @check

@@ -162,6 +162,7 @@ class RewardObjective(StageObjective):
     """Scores of answers, from pairs of them (a reward model)."""
 
     records = "pairs"
+    reads_pictures = False
     row_columns = PAIR_COLUMNS
     batch_keys = frozenset({"margin"})
     uses_lm_head = False

@@ -30,7 +30,8 @@ from burnish.utils.patching import PatchChoice, allows
 class SequenceValues(NamedTuple):
     """Log-probabilities of the learned tokens, and sums over each sequence, (S,) float32.
 
-    Only ``token_logps`` and ``logps`` have a gradient. Token n belongs to the sequence ``batch["owner"][n]``.
+    Only ``token_logps`` and ``logps`` have a gradient, and ``token_entropy`` if the rules ask for it. Token n
+    belongs to the sequence ``batch["owner"][n]``.
     """
 
     token_logps: Tensor  # (N,) in nats, each times its factor
@@ -39,7 +40,14 @@ class SequenceValues(NamedTuple):
     entropy: Tensor  # in nats; zero where not asked for
     sum_squared_probs: Tensor  # log p(token) - ln Σ_v p(v)²; zero where not asked for
     mean_logits: Tensor  # mean over the vocabulary; zero where the batch has no ``mean_row``
-    aux: Tensor | None = None  # () the loss of a router, a mean over tokens
+    aux: Tensor | None  # () the loss of a router, a mean over tokens
+    token_entropy: Tensor  # (N,) in nats; zero where not asked for
+    token_values: Tensor | None = None  # (N,) of a value head, before each token
+
+
+def with_pictures(row: Row, prefix: str = "") -> Row:
+    """The column of pictures of a sequence of ``row``, if it has any. Args: prefix: of the column in the row."""
+    return {"images": row[f"{prefix}images"]} if row.get(f"{prefix}images") else {}
 
 
 def collate_sequences(collate: Collate, sequences: Sequence[Row]) -> Batch:
@@ -84,42 +92,54 @@ class SequenceModel(nn.Module):
         asks_router: whether the loss of the model's router is asked for.
         patches: whether the embedding may be patched.
         batch_keys: keys of batches that are no input of the model, besides those of every loss.
+        value_head: (N, H) -> (N,), over the hidden states that predict the tokens.
     """
 
     def __init__(
         self, model: nn.Module, head: Head | None, makes_some_logits: bool, rules: LogpRules, asks_router: bool,
-        patches: PatchChoice, batch_keys: Collection[str] = (),
+        patches: PatchChoice, batch_keys: Collection[str] = (), value_head: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._batch_keys = batch_keys
+        self._batch_keys, self._patches = batch_keys, patches
         self.model = model
         self._head = head
         self._tied = tied_embedding(causal_lm(model), head) if head is not None and allows(patches, TIED) else None
         self._makes_some_logits = makes_some_logits
         self._rules = rules
         self._asks_router = asks_router
+        self.value_head = value_head
+
+    def without_head(self, model: nn.Module) -> SequenceModel:
+        """The same around another model, which makes its logits itself: one that is wrapped, say."""
+        made = SequenceModel(model, None, False, self._rules, self._asks_router, self._patches, self._batch_keys)
+        return made.train(model.training)
 
     def forward(self, batch: Batch) -> SequenceValues:
         learned, owner = batch["target_positions"], batch["owner"]
         targets = batch["labels"].flatten()[learned + 1].clamp(min=0)  # those of a blank batch weigh nothing later
         inputs = model_inputs(batch, self._batch_keys)
         if self._head is not None and not self._asks_router:
-            tokens, mean_logits, aux = *self._in_chunks(self._head, inputs, learned, targets, batch), None
+            tokens, mean_logits, values = self._in_chunks(self._head, inputs, learned, targets, batch)
+            aux = None
         else:
             tokens, mean_logits, aux = self._from_logits(inputs, learned, targets)
+            values = None
         count = len(batch["lengths"])
         logps = tokens.logps * batch["factors"] if "factors" in batch else tokens.logps
         return SequenceValues(
-            logps, _sums(logps, owner, count), _sums(tokens.correct, owner, count), _sums(tokens.entropy, owner, count),
-            _sums(tokens.sum_squared_probs, owner, count), _sums(mean_logits, owner, count), aux,
+            logps, _sums(logps, owner, count), _sums(tokens.correct, owner, count),
+            _sums(tokens.entropy.detach(), owner, count),
+            _sums(tokens.sum_squared_probs, owner, count), _sums(mean_logits, owner, count), aux, tokens.entropy,
+            values,
         )  # fmt: skip
 
     def _in_chunks(
         self, head: Head, inputs: dict[str, Any], learned: Tensor, targets: Tensor, batch: Batch
-    ) -> tuple[TokenLogps, Tensor]:
+    ) -> tuple[TokenLogps, Tensor, Tensor | None]:
         is_joined = self._tied is not None and head.linear.weight.requires_grad and torch.is_grad_enabled()
         with self._tied.joined() if self._tied is not None and is_joined else nullcontext() as joined:
             hidden = head.hidden_at(learned, **inputs)  # (N, H)
+        values = None if self.value_head is None else self.value_head(hidden)
         if head.scale != 1.0:
             hidden = hidden * head.scale
         # Asked for now: ZeRO-3 took a tied weight away again when the embedding had run.
@@ -127,7 +147,7 @@ class SequenceModel(nn.Module):
         tokens = linear_token_logps(hidden, weight, targets, self._rules, head.linear.bias)
         mean_row = batch.get("mean_row")
         means = torch.zeros_like(tokens.correct) if mean_row is None else hidden.detach().float() @ mean_row
-        return tokens, means
+        return tokens, means, values
 
     def _from_logits(
         self, inputs: dict[str, Any], learned: Tensor, targets: Tensor

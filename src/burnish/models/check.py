@@ -93,7 +93,7 @@ def _check_json(folder: Path) -> list[Problem]:
 
 def _check_identity(folder: Path, raw: dict[str, Any], options: ModelOptions) -> list[Problem]:
     """Check that transformers knows the model as a causal language model, or that it brings code of its own."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     kind, code = raw["model_type"], raw.get("auto_map") or {}
     is_known = kind in CONFIG_MAPPING
@@ -105,7 +105,8 @@ def _check_identity(folder: Path, raw: dict[str, Any], options: ModelOptions) ->
         return [
             Problem(what, where=str(folder / "config.json"), remedy="A newer version of transformers may support it.")
         ]
-    if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in code:
+    speaks = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    if not any(CONFIG_MAPPING[kind] in known for known in speaks) and "AutoModelForCausalLM" not in code:
         what = f'a model of type "{kind}" is not a causal language model.'
         return [
             Problem(
@@ -188,7 +189,7 @@ def compare_with_model(
     state = {name: torch.empty(info.shape, device="meta") for name, info in tensors.items()}
     try:
         with quiet(), refused_conversions(str(folder)):
-            _, found = type(model).from_pretrained(
+            loaded: Any = type(model).from_pretrained(
                 None,
                 config=config,
                 state_dict=state,
@@ -201,7 +202,7 @@ def compare_with_model(
         return list(error.problems)
     except NotImplementedError:  # a conversion that needs the numbers; loading will tell
         return []
-    return weight_problems(str(folder), model, found, needs_head)
+    return weight_problems(str(folder), model, loaded[1], needs_head)
 
 
 def _no_config(folder: Path) -> Problem:

@@ -37,8 +37,8 @@ class ExportOptions:
     )  # fmt: skip
     export_gguf_type: str = option(
         "f16",
-        "Type of the weights in the GGUF file: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1; with "
-        "llama_cpp, any type of llama-quantize.",
+        "Type of the weights in the GGUF file: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1; any type of "
+        "llama-quantize, such as q4_k_m, with the library llama-cpp-python or with llama_cpp.",
     )  # fmt: skip
     llama_cpp: str | None = option(
         None,
@@ -49,7 +49,7 @@ class ExportOptions:
     export_hub_model_id: str | None = option(
         None,
         "Hub repository to upload the exported model to.",
-        risky="it uploads to a hub in the name of whoever started the page",
+        risky="it uploads to the Hub with the credentials of the user who started the web UI",
     )
 
 
@@ -98,10 +98,10 @@ def problems_of_export(options: ExportChoices, others: list[Path], left_over: Co
         return [Problem(f'export_dir must be a folder. "{folder}" is a file.', option="export_dir")]
     if any(folder.resolve() == other.resolve() for other in others):
         what = f'export_dir "{folder}" is the input folder; it would be overwritten.'
-        return [Problem(what, remedy="Name another export_dir.", option="export_dir")]
+        return [Problem(what, remedy="Set another export_dir.", option="export_dir")]
     if held := [path.name for name in OF_A_RUN for path in folder.glob(name)]:
-        what = f'export_dir "{folder}" holds a run ({held[0]}), whose files would be mistaken for exported ones.'
-        return [Problem(what, remedy="Name another export_dir.", option="export_dir")]
+        what = f'export_dir "{folder}" contains a training run ({held[0]}).'
+        return [Problem(what, remedy="Set another export_dir.", option="export_dir")]
     inside = sorted({path.name for path in folder.iterdir()} - {*left_over}) if folder.is_dir() else []
     if not inside or options.overwrite_output_dir:
         return []

@@ -196,7 +196,7 @@ def _static_cache(model: nn.Module, length: int) -> dict[str, Any]:
         return {}
     from transformers import StaticCache
 
-    cache = StaticCache(config=inner.config.get_text_config(decoder=True), max_cache_len=length)
+    cache: Any = StaticCache(config=inner.config.get_text_config(decoder=True), max_cache_len=length)
     update = cache.update
 
     def in_one_format(keys: Tensor, values: Tensor, *arguments: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Loading a causal language model: config, weights, precision, attention.
+"""Loading a language model, with its tower where it sees: config, weights, precision, attention.
 
 In:  ``ModelOptions``, and from the engine a dtype and a device. Out: transformers' own model, ready for an adapter.
      Without weights: its shapes (``meta_model``), for counting and checking.
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -123,19 +123,30 @@ def samples_without_sampling(model: nn.Module) -> bool:
     return any(getattr(generation, name, None) not in {None, neutral} for name, neutral in _SAMPLING.items())
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that loads a model: with its tower, if the config has one, else a causal language model."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    has_tower = getattr(config, "vision_config", None) is not None
+    is_seeing = has_tower and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if is_seeing else AutoModelForCausalLM
+
+
 def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """Make the model without weights: every parameter is on the meta device.
 
     Raises:
         UserError: where no model can be made from the config's numbers.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     try:
         with torch.device("meta"), quiet():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except UNUSABLE as error:
-        raise UserError(f"no model can be created from its config: {said_by(error)}", config.name_or_path) from error
+        raise UserError(
+            f"no model can be created from its config: {said_by(error)}", config.name_or_path or ""
+        ) from error
     model.tie_weights()  # transformers 5.0 does not, on the meta device
     path = Path(config.name_or_path or "") / "generation_config.json"
     if config.name_or_path and path.is_file():
@@ -265,28 +276,26 @@ def _random_model(
     options: ModelOptions, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None
 ) -> PreTrainedModel:
     """Make a model with random weights, drawn on the CPU in float32, so that a seed gives the same ones everywhere."""
-    from transformers import AutoModelForCausalLM
-
     dtype = arguments.pop("dtype")
     wanted = (config.dtype or torch.float32) if dtype == "auto" else dtype
     code = options.trust_remote_code
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+    model: PreTrainedModel = auto_class(config).from_config(
         config, trust_remote_code=code, dtype=torch.float32, **arguments
     )
     model.config.dtype = wanted
-    return model.to(device=device or "cpu", dtype=wanted).eval()
+    placed: PreTrainedModel = cast(Any, model).to(device=device or "cpu", dtype=wanted)
+    placed.eval()
+    return placed
 
 
 def _pretrained_model(
     options: ModelOptions, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None,
     notes: list[str], needs_head: bool,
 ) -> PreTrainedModel:  # fmt: skip
-    from transformers import AutoModelForCausalLM
-
     source = find_source(options.model_name_or_path, options, with_weights=True)
     talks = redirect_stdout(sys.stderr) if quantized_by(config) else nullcontext()  # gptqmodel has much to say
     with quiet(), talks, refused_conversions(source.name):
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             source.name,
             config=config,
             use_safetensors=True,
@@ -296,6 +305,8 @@ def _pretrained_model(
             **hub_arguments(options),
             **arguments,
         )
+    model: PreTrainedModel = loaded[0]
+    found: dict[str, Any] = loaded[1]
     raise_if(weight_problems(source.name, model, found, needs_head))
     if found["unexpected_keys"]:
         unused = sorted(found["unexpected_keys"])

@@ -163,3 +163,42 @@ def add_score_to_adapter(folder: Path, weights: Mapping[str, Tensor]) -> None:
     raw = read_object(config)
     raw |= {"task_type": "SEQ_CLS", "modules_to_save": [*(raw.get("modules_to_save") or []), "score"]}
     write_json(config, raw)
+
+
+def load_reward_model(
+    name: str, adapters: Sequence[str] = (), quantization_bit: int | None = None
+) -> tuple[Any, Any, dict[str, Tensor] | None]:
+    """A reward model for scoring: the model, its tokenizer, and the weights of a value head; None where the model is a
+    sequence classifier, whose score is a part of it.
+
+    Args:
+        name: a folder, or a hub id of a sequence classifier.
+        adapters: folders of adapters on it, in order.
+
+    Raises:
+        UserError: where no folder has a head.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
+
+    folders = [Path(folder) for folder in (name, *adapters)]
+    bits = {4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}}.get(quantization_bit or 0)
+    more: dict[str, Any] = {"dtype": torch.float32} if bits is None else {}
+    if bits is not None:
+        more["quantization_config"] = BitsAndBytesConfig(**bits)
+    found = read_head([folder for folder in folders if folder.is_dir()])
+    if found is None and folders[0].is_dir():
+        what = f'{name} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.'
+        raise UserError(what, remedy="Train one with stage: rm, or give a reward function.", option="reward_model")
+    is_classifier = found is None or found[1].name not in (VALUE_HEAD, OLD_VALUE_HEAD)
+    if found is not None and kind_of_head(found[1]):
+        raise UserError(f"{found[1]} is a reward head of another kind than a linear layer.", option="reward_model")
+    with quiet():
+        model = (
+            AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **more)
+            if is_classifier
+            else AutoModelForCausalLM.from_pretrained(name, **more)
+        )
+        for adapter in adapters:
+            model.load_adapter(adapter)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    return model, tokenizer, None if is_classifier or found is None else found[0]

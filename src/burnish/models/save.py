@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.loop.protocols import Adapter
+from burnish.models.images.processor import copy_companions
 from burnish.models.quiet import quiet
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
 from burnish.utils.work import work
@@ -59,6 +60,7 @@ def save_model(
             return
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        copy_companions(model.config, folder)
 
 
 @contextmanager

@@ -284,7 +284,7 @@ def _refused(
     if reason == "RevisionNotFound":
         return Problem(
             f'{here} has this model, but not the "model_revision" {options.model_revision}.',
-            remedy="Check the branch, tag or commit; main is the usual one.",
+            remedy="Check the branch, tag or commit. The default branch is usually main.",
             option=("model_revision", option_name),
         )
     if reason == "GatedRepo":
@@ -299,4 +299,4 @@ def _refused(
             remedy="Check the name and model_revision; for a private or gated model, set hf_hub_token.",
             option=option_name,
         )
-    return Problem(f"{here} answered {error.code}.", remedy="Try later.", option=option_name)
+    return Problem(f"{here} returned HTTP {error.code}.", remedy="Try later.", option=option_name)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from burnish.config.conversion import GivenTwice, yaml_of_each_key_once
 from burnish.config.errors import Problem, UserError, is_unusable
@@ -131,7 +130,7 @@ def _read_descriptions(path: Path) -> Any:
             text = file.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"new_special_tokens_config names a file that cannot be read: {error}.", option="new_special_tokens_config"
+            f"new_special_tokens_config cannot be read: {error}.", option="new_special_tokens_config"
         ) from error
     try:
         found = yaml_of_each_key_once(text, yaml.SafeLoader)
@@ -148,13 +147,13 @@ def _no_descriptions(given: Any, received: Any) -> Problem:
     return Problem(
         f"new_special_tokens_config must map each new token to a description. Received: {received}",
         where="" if isinstance(given, dict) else str(given),
-        remedy='It looks like {"<think>": "the beginning of a line of thought"}.',
+        remedy='For example: {"<think>": "the beginning of a line of thought"}.',
         option="new_special_tokens_config",
     )
 
 
 def fit_vocabulary(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: ModelOptions, notes: list[str] | None = None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ModelOptions, notes: list[str] | None = None
 ) -> None:
     """Give every token a row in the embedding, if the tokenizer has grown and the options allow it.
 
@@ -167,16 +166,22 @@ def fit_vocabulary(
         UserError: where rows are missing and may not be added.
     """
     raise_if(check_vocabulary(tokenizer, model.config, options))
-    before = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    before = num_embeddings(model)
     if named_tokens(options) or len(tokenizer) > before:
         patch(model, "has_new_tokens", True, NEW_TOKENS)
     if len(tokenizer) > before:
-        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=ROW_MULTIPLE)  # type: ignore[operator]
-        after = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=ROW_MULTIPLE)
+        after = num_embeddings(model)
         if notes is not None:
             notes.append(f"The embedding grew from {before:,} to {after:,} rows for {len(tokenizer):,} tokens.")
     if options.init_special_tokens != "noise_init":
         _begin_as_described(model, tokenizer, options)
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Rows of the input embedding."""
+    weight: Any = model.get_input_embeddings().weight
+    return int(weight.shape[0])
 
 
 def fitted_shapes(
@@ -184,7 +189,7 @@ def fitted_shapes(
 ) -> PreTrainedModel:
     """The model without weights, with a row for every token."""
     model = meta_model(deepcopy(config), options.trust_remote_code)  # which is told the new size
-    grows = len(tokenizer) > model.get_input_embeddings().weight.shape[0]
+    grows = len(tokenizer) > num_embeddings(model)
     if grows:
         with torch.device("meta"):
             model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=ROW_MULTIPLE, mean_resizing=False)
@@ -194,13 +199,13 @@ def fitted_shapes(
 
 
 @torch.no_grad()
-def _begin_as_described(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: ModelOptions) -> None:
+def _begin_as_described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ModelOptions) -> None:
     """Set the row of each described token to the mean of the rows of its description's tokens, in the embedding and in
     a head that is not tied to it, plus noise whose standard deviation is 1 / sqrt(width of a row). Source:
     LLaMA-Factory 0.9.5, model/model_utils/embedding.py, which gives the head rows of the embedding."""
     described = descriptions(options)
     new = {tokenizer.convert_tokens_to_ids(token) for token in named_tokens(options)}
-    tables = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    tables: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
     weights = {id(table.weight): table.weight for table in tables if table is not None}
     for token, words in described.items():
         ids = [i for i in tokenizer.encode(words, add_special_tokens=False) if i not in new]

@@ -88,7 +88,7 @@ def _head_width(model: nn.Module) -> int:
     width = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
     if width is None:
         what = "use_adam_mini splits queries and keys by head, but the model's config has no num_attention_heads."
-        raise UserError(what, remedy="Leave use_adam_mini out.", option="use_adam_mini")
+        raise UserError(what, remedy="Remove use_adam_mini.", option="use_adam_mini")
     return int(width)
 
 

@@ -145,7 +145,7 @@ def _turns_of_blocks(
     how = (
         f"{len(blocks)}, {names[0]} to {names[-1]}, {options.badam_switch_mode}: {shown}; "
         + _often(rounds, options.badam_switch_interval)
-        + (f"; {idle} {'has' if idle == 1 else 'have'} no turn in this run" if idle else "")
+        + (f"; {idle} {'is' if idle == 1 else 'are'} not trained in this run" if idle else "")
     )
     most = max(counts)
     return Turns(sum(counts), most, most * (12 if copies else 8), (("blocks", how),))
@@ -165,7 +165,7 @@ def _turns_of_entries(
 
 def _often(rounds: int, interval: int) -> str:
     return (
-        f"others {'after each update' if interval == 1 else f'every {interval:,} updates'}, {rounds:,} turns"
+        f"switched {'after each update' if interval == 1 else f'every {interval:,} updates'}, {rounds:,} times"
         if rounds > 1
         else "the same for the whole run"
     )

@@ -62,11 +62,13 @@ def check_optimizer(options: OptimOptions) -> list[Problem]:
     refused = member.traits.get("refused")
     if refused:
         return [
-            Problem(f'"optim" {options.optim} is not part of burnish: {refused[0]}.', remedy=refused[1], option="optim")
+            Problem(
+                f'burnish does not support "optim" {options.optim}: {refused[0]}.', remedy=refused[1], option="optim"
+            )
         ]
     asked = list(dict.fromkeys(m.traits.get("switch", m.name) for m in OPTIMIZERS if m.when and m.when(options)))
     if len(asked) > 1:
-        return [Problem(f'"{asked[0]}" and "{asked[1]}" are two optimizers; set one of them.', option=tuple(asked))]
+        return [Problem(f'"{asked[0]}" and "{asked[1]}" cannot be combined. Set one of them.', option=tuple(asked))]
     return missing_library(member.name)
 
 

@@ -115,9 +115,7 @@ def check_low_rank(options: LowRankChoices) -> list[Problem]:
     if options.finetuning_type == "lora":
         what = f'"{switch}" projects full matrices, but "finetuning_type" lora trains low-rank ones.'
         problems.append(
-            Problem(
-                what, remedy=f"Set finetuning_type: full, or leave {switch} out.", option=(switch, "finetuning_type")
-            )
+            Problem(what, remedy=f"Set finetuning_type: full, or remove {switch}.", option=(switch, "finetuning_type"))
         )
     return problems
 

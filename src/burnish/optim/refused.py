@@ -30,7 +30,7 @@ _REFUSED = {
 
 def _refuse(groups: Groups, options: OptimOptions) -> Optimizer:
     """Refuse an optimizer that is not part of burnish, and say why."""
-    raise UserError(f'optim "{options.optim}" is not part of burnish.', option="optim")
+    raise UserError(f'burnish does not support optim "{options.optim}".', option="optim")
 
 
 for _name, _why in _REFUSED.items():

@@ -54,7 +54,7 @@ def launched_problems(options: MixedChoices) -> Iterator[Problem]:
             yield Problem(what, remedy="Set it to 1, and shard the weights: fsdp, or deepspeed: zero3.")
     if not _says_format(options) and _asked(_FORMAT) not in ("", "no", "bf16", "fp16"):
         yield Problem(
-            f'{_FORMAT} is "{_asked(_FORMAT)}": burnish has bf16 and fp16.',
+            f'{_FORMAT} is "{_asked(_FORMAT)}": burnish supports bf16 and fp16.',
             remedy="Set mixed_precision: bf16 in accelerate's file, or bf16: true in the run's.",
         )
     if is_true(os.environ.get("ACCELERATE_USE_MEGATRON_LM")):

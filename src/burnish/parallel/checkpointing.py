@@ -17,7 +17,7 @@ from burnish.config.errors import Problem, did_you_mean
 from burnish.parallel.choices import EngineChoices
 from burnish.utils.patching import Reason, record
 
-CHECKPOINTED = Reason("layer under gradient checkpointing", "gradient_checkpointing asks for it")
+CHECKPOINTED = Reason("layer under gradient checkpointing", "gradient_checkpointing is set")
 _OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 _OF_MODELS = {"every_n_layers": 1, "offload": False}
 """Further arguments of transformers 5.23's models, and the value at which each does nothing."""

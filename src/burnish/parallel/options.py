@@ -163,14 +163,14 @@ def _formats(options: EngineChoices) -> Iterator[Problem]:
     asked = [name for name in ("bf16", "fp16", "pure_bf16") if getattr(options, name)]
     if "fp16" in asked and len(asked) > 1:
         yield Problem(
-            f'"{asked[0]}" and "{asked[1]}" are two number formats; a run has one.',
+            f'"{asked[0]}" and "{asked[1]}" cannot be combined.',
             why="bfloat16 has the range of float32; float16 does not, and needs loss scaling.",
             remedy="Use bf16 if the device supports it.",
             option=tuple(asked),
         )
     if options.bf16_full_eval and options.fp16_full_eval:
         yield Problem(
-            '"bf16_full_eval" and "fp16_full_eval" are two number formats; an evaluation has one.',
+            '"bf16_full_eval" and "fp16_full_eval" cannot be combined.',
             option=("bf16_full_eval", "fp16_full_eval"),
         )
     if mixed_precision(options) == "bf16" and device_of(options).type == "cuda" and not torch.cuda.is_bf16_supported():
@@ -187,19 +187,17 @@ def _processes(options: EngineChoices) -> Iterator[Problem]:
     elif options.engine == "single" and options.num_processes not in (AUTO, 1):
         yield Problem(
             f'"engine" is single, but "num_processes" {options.num_processes}.',
-            remedy="Leave engine out.",
+            remedy="Remove engine.",
             option=("engine", "num_processes"),
         )
     if options.engine == "single" and num_processes > 1:
         yield Problem(
             f'"engine" is single, but {num_processes} processes were started.',
-            remedy="Leave engine out.",
+            remedy="Remove engine.",
             option=("engine", "num_processes"),
         )
     if asks_for_deepspeed(options) and asks_for_fsdp(options):
-        yield Problem(
-            '"deepspeed" and "fsdp" are two ways to shard a model; a run has one.', option=("deepspeed", "fsdp")
-        )
+        yield Problem('"deepspeed" and "fsdp" cannot be combined.', option=("deepspeed", "fsdp"))
     if engine_name(options) == "deepspeed" and find_spec("deepspeed") is None:
         yield Problem(
             "This run needs the library DeepSpeed, which is not installed.",

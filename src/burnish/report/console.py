@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -116,6 +116,30 @@ def _console(stream: TextIO) -> Console:
     from rich.console import Console
 
     return _live.console if _live is not None else Console(file=stream)
+
+
+def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: drawn by rich in a terminal, a block of ``name: value`` lines per row anywhere else."""
+    if not is_main_process():
+        return
+    if not is_terminal():
+        blocks = [
+            "\n".join(f"  {name}: {_one_line(cell)}" for name, cell in zip(header, row, strict=True)) for row in rows
+        ]
+        note("\n".join([title, *blocks]))
+        return
+    from rich.table import Table
+
+    drawn = Table(*header, title=title, title_justify="left", show_lines=True)
+    for row in rows:
+        drawn.add_row(*(encodable(without_secrets(_one_line(cell)), sys.stdout) for cell in row))
+    _console(sys.stdout).print(drawn, markup=False)
+
+
+def _one_line(text: str, width: int = 200) -> str:
+    """``text`` with its line breaks as \\n, cut in its middle."""
+    flat = text.replace("\n", "\\n")
+    return flat if len(flat) <= width else f"{flat[: width // 2]} ... {flat[-width // 2 :]}"
 
 
 GAP = "  "

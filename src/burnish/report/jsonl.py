@@ -5,7 +5,9 @@
      "grad_norm": 1.02, "step_seconds": 0.61, "memory_bytes": 2147483648, "time": 1790000000.2}
 
 The last four are burnish's: the mean time of a step since the row before, the memory of the process now (of its GPU,
-where it has one, the highest so far), and the clock.
+where it has one, the highest so far), and the clock. Every other number of a log keeps its name, which is that of TRL:
+``rewards/chosen``, ``rewards/margins``, ``logps/rejected``, ``kl``, ``completions/mean_length``; ``accuracy`` is
+LLaMA-Factory's name for ``rewards/accuracies``.
 
 Evaluation rows carry ``eval_loss`` in place of ``loss`` and ``lr``. A resumed run continues the file: rows after its
 checkpoint are removed first, because those steps are taken again. Times and throughput count from the step at which
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.loop.events import TrainerCallback
+from burnish.loop.state import RATES
 from burnish.report.pace import Pace, clock_time
 from burnish.report.results import write_whole
 
@@ -105,7 +108,8 @@ def row_of(logs: Mapping[str, Any], state: TrainerState, pace: Pace) -> dict[str
         "current_steps": step,
         "total_steps": total,
         "loss": logs.get("loss"),
-        **{name: value for name, value in logs.items() if name.startswith("eval_") and name.endswith("_loss")},
+        **{name: value for name, value in logs.items() if is_measure(name)},
+        "accuracy": logs.get("accuracy", logs.get("rewards/accuracies")),
         "lr": logs.get("learning_rate"),
         "epoch": logs.get("epoch", state.epoch),
         "percentage": round(100 * step / total, 2) if total else 100.0,
@@ -116,6 +120,15 @@ def row_of(logs: Mapping[str, Any], state: TrainerState, pace: Pace) -> dict[str
         values["throughput"] = round(pace.tokens_per_second(state.num_input_tokens_seen), 2)
         values["total_tokens"] = state.num_input_tokens_seen
     return {name: value for name, value in values.items() if value is not None}
+
+
+_NO_MEASURES = {"loss", "learning_rate", "epoch", "total_flos", "num_input_tokens_seen", "grad_norm", "waiting",
+                "skipped_steps"}  # fmt: skip
+
+
+def is_measure(name: str) -> bool:
+    """Return whether a number of a log measures the model, rather than the progress or the speed of the run."""
+    return name not in _NO_MEASURES and not name.startswith("train_") and not name.endswith(RATES)
 
 
 def kept_rows(path: Path, step: int) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """Progress of a run in the terminal: its first lines, its live line, its last lines.
 
 In a terminal one live line: a bar, the step, the loss, the learning rate, tokens per second, the time left, the last
-evaluation's loss. Above it, and anywhere else (a file, a CI log) alone, the same numbers as plain lines, at most
-``TRAIN_LINES`` of them however often the run logs, so that a log stays readable. ``disable_tqdm`` prints every log as
-it comes.
+evaluation's loss, and the rewards, accuracy, margin, KL and response length of an objective that logs them. Above it,
+and anywhere else (a file, a CI log) alone, the same numbers as plain lines, at most ``TRAIN_LINES`` of them however
+often the run logs, so that a log stays readable. ``disable_tqdm`` prints every log as it comes.
 
 Nothing here reads the device: the numbers are those that were logged anyway.
 """
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import skipped_sentence
 from burnish.loop.events import TrainerCallback
-from burnish.loop.meter import RATES
 from burnish.loop.schedule import StepPlan
+from burnish.loop.state import RATES
 from burnish.report import console
 from burnish.report.console import GAP, bar
 from burnish.report.options import ReportOptions
@@ -34,6 +34,9 @@ EVAL_LINES = 8
 """Most lines about training and about evaluation that one run prints."""
 
 _EVAL = "eval "
+_METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "accuracy", "margin",
+            "reward", "reward_std", "kl", "completions/mean_length")  # fmt: skip
+"""Names, those of TRL, of the metrics that a line about training shows."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class RunFacts:
         share = 100 * self.trainable_parameters / max(self.all_parameters, 1)
         return [
             f"Training for {counted(self.steps.max_steps, 'step')}{self._share_of_data()}",
-            f"  Effective batch size {self.steps.rows_per_step} = {self.per_device_batch_size} per device"
+            f"  Effective batch size {self.steps.batch_size} = {self.per_device_batch_size} per device"
             f" x {self.accumulation} gradient accumulation x {processes}",
             f"  {self.trainable_parameters:,} of {self.all_parameters:,} parameters are trained ({share:.3g}%)",
         ]
@@ -132,6 +135,7 @@ class ProgressCallback(TrainerCallback):
         seen.step = state.global_step
         seen.loss, seen.learning_rate = logs["loss"], logs.get("learning_rate", seen.learning_rate)
         seen.tokens_per_second = self.pace.stretch_rate(state.num_input_tokens_seen)
+        seen.metrics = {name: logs[name] for name in _METRICS if logs.get(name) is not None}
         self._stretch_has_begun = False
         if self._train_lines.is_due(seen.step, seen.max_steps):  # in a terminal above the live line
             console.note(seen.plain_line(self.pace))
@@ -184,6 +188,7 @@ class Seen:
         self.learning_rate: float | None = None
         self.tokens_per_second: float | None = None
         self.eval_loss: float | None = None
+        self.metrics: dict[str, float] = {}
         self.eval_batches = 0  # of the evaluation under way
         self.summary: dict[str, float] = {}
 
@@ -207,6 +212,8 @@ class Seen:
             yield "", short_number(self.tokens_per_second), " tok/s"
         if self.eval_loss is not None:
             yield _EVAL, short_loss(self.eval_loss), ""
+        for name, value in self.metrics.items():
+            yield f"{name} ", f"{value:.4g}", ""
 
     def plain_line(self, pace: Pace) -> str:
         """``step  50/1200  loss 1.2345  1:23 left  lr 2.0e-04  12.3k tok/s``; an evaluation has a line of its own."""
@@ -267,9 +274,14 @@ def _eval_losses(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("eval_") and name.endswith("_loss")}
 
 
+_OF_COMPLETIONS = ("_reward", "_reward_std", "_entropy", "/mean_length", "/clipped_ratio")
+
+
 def _eval_line(state: TrainerState, metrics: Mapping[str, Any]) -> str:
     """The losses and metrics of an evaluation, not how long it took."""
     told = {n: v for n, v in metrics.items() if isinstance(v, int | float) and not n.endswith(RATES) and n != "epoch"}
+    if any(name.endswith("_reward") for name in told):  # of completions: many more are in the log
+        told = {name: value for name, value in told.items() if name.endswith(_OF_COMPLETIONS) or "_pass@" in name}
     words = (f"{name} {short_loss(value)}" for name, value in told.items())
     where = [f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"] if state.max_steps else []
     return GAP.join([*where, *words])

@@ -15,13 +15,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines
 from burnish.adapters.lora import learning_rates
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
+from burnish.config.options import raise_if
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
 from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
@@ -34,6 +35,7 @@ from burnish.loop.state import TrainerControl, TrainerState
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.attention_choice import asked_attention
 from burnish.models.dropout import switch_off_dropout
+from burnish.models.images.processor import copy_companions
 from burnish.models.load import load_model, raise_if_adapter_not_finite, raise_if_empty, raise_if_not_finite
 from burnish.models.patches.attention import PADDING_FREE
 from burnish.models.patches.capabilities import find_capabilities
@@ -58,6 +60,7 @@ from burnish.run.agreement import raise_unless_ranks_agree
 from burnish.run.callbacks import callbacks_of
 from burnish.run.finish import finish
 from burnish.run.loop import RunLoop
+from burnish.run.pictures.batches import RowsAhead, check_processes, collator_of, has_pictures
 from burnish.run.plan.checks import FINISHED_NAME, trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
@@ -72,6 +75,7 @@ from burnish.run.recovery.spikes import train_with_rollback
 from burnish.run.recovery.stall import StallWatch
 from burnish.run.references import ask_beforehand, begin_reference, with_others_of_the_step, with_place_for_numbers
 from burnish.run.reward_heads import begin_head
+from burnish.run.rollouts import begin_completions, rollout_callbacks, with_numbers
 from burnish.utils.files import only_writer
 from burnish.utils.patching import allows
 
@@ -194,12 +198,15 @@ def build_loop(
         callbacks: besides those of the options.
     """
     options, objective, steps = plan.options, prepared.objective, prepared.steps
-    prepared = with_others_of_the_step(with_place_for_numbers(prepared, options), options)
+    prepared = with_others_of_the_step(with_place_for_numbers(with_numbers(prepared), options), options)
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     model = trained_model(prepared, adapter, engine, options)
-    capabilities, notes = fit_objective(objective, model, prepared.tokenizer, options)
+    if prepared.family is not None and has_pictures(prepared):
+        raise_if(check_processes(options, model, engine.world_size, engine.splits_weights))
+    capabilities, notes, ahead = fit_objective(objective, model, prepared, options)
     notes += begin_head(objective, options, engine)
+    begin_completions(objective, model, engine, options)
     notes += begin_reference(objective, model, adapter, engine, options, capabilities.is_padding_free)
     for sentence in notes:
         note(sentence)
@@ -207,7 +214,7 @@ def build_loop(
     accumulation = accumulation_for(found, options, engine.world_size)
     pads, most = not capabilities.is_padding_free, options.max_tokens_per_batch
     budget = Budget(most, pads) if most else None
-    stream = row_stream(prepared, options, engine, accumulation, budget)
+    stream = row_stream(prepared, options, engine, accumulation, budget, ahead)
 
     trained = [*model.named_parameters(), *objective.own_parameters()]
     created = create_optimizer(trained, model, options, learning_rates(model, options))
@@ -220,10 +227,11 @@ def build_loop(
         steps, batch_size, accumulation, engine.world_size, *counts_of(model, prepared.sizes),
         unit="pack" if packs_rows(options, objective.default_packing) else "example",
     )  # fmt: skip
+    own = callbacks_of(options, facts, [*rollout_callbacks(objective, options), *callbacks])
     state = TrainerState.at_start(options, steps, batch_size, engine.rank, local_rank())
     listeners = CallbackHandler(
-        callbacks_of(options, facts, callbacks), options, state, TrainerControl(), model=model, optimizer=optimizer,
-        lr_scheduler=scheduler, processing_class=prepared.tokenizer, train_dataloader=stream, eval_dataloader=None,
+        own, options, state, TrainerControl(), model=model, optimizer=optimizer, lr_scheduler=scheduler,
+        processing_class=prepared.tokenizer, train_dataloader=stream, eval_dataloader=None,
     )  # fmt: skip
     checkpoints = RetryingCheckpoints(
         output_folder(options), fingerprints=prepared.fingerprints(), limit=options.save_total_limit,
@@ -261,7 +269,7 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
     if not options.train_from_scratch:
         raise_if_empty(model, options.model_name_or_path or "", notes)
     fit_vocabulary(model, prepared.tokenizer, options, notes)
-    model = adapter.attach(model)
+    model = cast(Any, adapter.attach(model))
     if folders := adapter_folders(options):
         raise_if_adapter_not_finite(model, folders)
     if prepared.objective.disables_dropout and options.disable_dropout and switch_off_dropout(model):
@@ -280,18 +288,20 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
 
 
 def row_stream(
-    prepared: Prepared, options: RunOptions, engine: Engine, accumulation: int, budget: Budget | None
-) -> RowStream:
+    prepared: Prepared, options: RunOptions, engine: Engine, accumulation: int, budget: Budget | None,
+    ahead: RowsAhead | None = None,
+) -> RowStream:  # fmt: skip
+    per_rank = prepared.objective.rows_per_rank
     cut = StepPartition(
-        options.per_device_train_batch_size, accumulation, engine.world_size, engine.rank, options.dataloader_drop_last,
-        budget,
+        per_rank or options.per_device_train_batch_size, 1 if per_rank else accumulation, engine.world_size,
+        engine.rank, options.dataloader_drop_last, None if per_rank else budget,
     )  # fmt: skip
     return RowStream(
         prepared.rows, prepared.objective.collate, cut, keys=prepared.rows.keys_of_step, options=options,
         seed=options.seed if options.data_seed is None else options.data_seed,
         lengths=None if prepared.rows.is_streamed else prepared.rows.lengths,
         buffer_size=options.buffer_size if options.streaming else None,
-        blank_row=dict(prepared.objective.row_columns),
+        blank_row=dict(prepared.objective.row_columns), ahead=ahead,
     )  # fmt: skip
 
 
@@ -312,15 +322,16 @@ def write_companions(model: Any, adapter: ModelAdapter, tokenizer: Any, target: 
     else:
         adapter.save_config(model, str(target))
     tokenizer.save_pretrained(target)
+    copy_companions(model.config, target)
 
 
 def fit_objective(
-    objective: StageObjective, model: Any, tokenizer: Any, options: RunOptions
-) -> tuple[Capabilities, list[str]]:
+    objective: StageObjective, model: Any, prepared: Prepared, options: RunOptions
+) -> tuple[Capabilities, list[str], RowsAhead | None]:
     """Choose between flat and padded batches, and find the way through layers and head.
 
     Returns:
-        what the model was seen to do, and sentences for a person.
+        what the model was seen to do; sentences for a person; what prepares pictures of coming rows, if there are any.
     """
     device, said = next(model.parameters()).device, []
     is_asked = options.enable_liger_kernel is not None
@@ -336,8 +347,12 @@ def fit_objective(
     if options.needed_tokens_only and not capabilities.shares_prefixes:
         what = "the batch is padded, the model or loss uses random numbers, or the loss needs all tokens"
         said = [*said, f"Tokens without effect on the loss are not skipped: {what}."]
-    collate = collator(options, tokenizer.pad_token_id, capabilities.is_padding_free, capabilities.shares_prefixes)
-    return capabilities, [*capabilities.notes, *said, *objective.fit(capabilities, collate)]
+    pad_id = prepared.tokenizer.pad_token_id
+    if prepared.family is None or not has_pictures(prepared):
+        collate = collator(options, pad_id, capabilities.is_padding_free, capabilities.shares_prefixes)
+        return capabilities, [*capabilities.notes, *said, *objective.fit(capabilities, collate)], None
+    pictures, capabilities = collator_of(options, model, pad_id, capabilities, prepared.family)
+    return capabilities, [*capabilities.notes, *said, *objective.fit(capabilities, pictures)], pictures.ahead
 
 
 def takes_own_attention(options: RunOptions) -> bool:

@@ -23,10 +23,14 @@ from typing import Any
 import torch
 
 from burnish.adapters.base import ModelState
+from burnish.config.errors import UserError
 from burnish.data.chat.rows import Template
+from burnish.data.images.family import Family
+from burnish.data.images.sources import Sight
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.inference.batch import Finished, generate_all
+from burnish.inference.pictures.reading import PictureReader
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
 from burnish.inference.types import GenerationRequest, Sampling
@@ -40,7 +44,7 @@ from burnish.models.load import context_length
 from burnish.report.console import note
 from burnish.report.pace import counted
 from burnish.report.results import save_metrics
-from burnish.run.plan.checks import may_stream
+from burnish.run.plan.checks import may_stream, record_needs
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 from burnish.run.prepare import Prepared
@@ -57,6 +61,7 @@ class Question:
 
     prompt: list[int]
     label: list[int]
+    images: Sequence[Any] = ()
 
 
 def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
@@ -69,8 +74,9 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
     run.set_training_mode(False)
     metrics: dict[str, float] = {}
     if options.predict_with_generate:
+        needs = None if prepared.family is None else record_needs(options)  # it tells where pictures are
         sets: Mapping[str, Sequence[Example]] = load_datasets(
-            options, options.seed, DataStats(), may_stream(options)
+            options, options.seed, DataStats(), may_stream(options), needs=needs
         ).eval
         for name, examples in sets.items():
             metrics |= predict(run, prepared, options, examples, name, folder)
@@ -102,7 +108,8 @@ def predict(
     partial = folder / f"{stem}.partial.jsonl" if run.engine.world_size == 1 else None
     likelihoods: dict[int, float] = {}
     with doing(Activity.PREDICT):
-        answers = answer_all(run, [*questions] * options.samples, config, options, partial, likelihoods)
+        asked = [*questions] * options.samples
+        answers = answer_all(run, asked, config, options, partial, likelihoods, prepared.family)
     given = {"skip_special_tokens": options.skip_special_tokens}
     texts = [tokenizer.decode(ids, **given) for ids in answers]
     labels = [tokenizer.decode(question.label, **given) for question in questions]
@@ -149,18 +156,20 @@ def questions_of(examples: Sequence[Example], template: Template, stops: Sequenc
         ids = list(row["input_ids"])
         if example.completion is not None:
             prompt = ids[: next(i for i, label in enumerate(row["labels"]) if label != IGNORE_INDEX)]
+            images = row.get("images", ())
         else:
-            prompt = template.prompt(example)
+            asked = template.prompt_row(example)
+            prompt, images = list(asked["input_ids"]), asked.get("images", ())
         is_start = ids[: len(prompt)] == prompt
         label = ids[len(prompt) :] if is_start else template.form.encoder.plain(example.messages[-1].text)
         if prompt:
-            found.append(Question(prompt, until_stop(label, stops)))
+            found.append(Question(prompt, until_stop(label, stops), images))
     return found
 
 
 def answer_all(
     run: Loop, questions: Sequence[Question], config: Any, options: RunOptions, partial: Path | None = None,
-    likelihoods: dict[int, float] | None = None,
+    likelihoods: dict[int, float] | None = None, family: Family | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """The answers, in the order of the questions, on every rank.
 
@@ -169,10 +178,15 @@ def answer_all(
 
     Args:
         partial: a file for answers as they come, from which the same command goes on.
+        family: of the model, where questions may have pictures.
         likelihoods: filled with the log-probability of each answer, where slots make several to a question.
     """
     likely: dict[int, float] = {}
+    has_pictures = any(question.images for question in questions)
     if not is_plain(config):
+        if has_pictures:
+            what = "pictures cannot be answered with num_beams or what else the model's generation_config asks for."
+            raise UserError(what, remedy="Set num_beams: 1.", option="num_beams")
         return _through_generate(run, questions, config, options)
     model, engine = bare_model(run), run.engine
     context = context_length(model.config) or LONGEST
@@ -184,7 +198,8 @@ def answer_all(
     open_ = [at for at in mine if asks[at].max_new_tokens > 0 and len(asks[at].ids) < context]
     answers: dict[int, list[int]] = {at: [] for at in mine}
     with ExitStack() as stack:
-        kept = stack.enter_context(Partial(partial, _key_of(run, asks.values()))) if partial else None
+        images = [list(question.images) for question in questions if question.images]
+        kept = stack.enter_context(Partial(partial, _key_of(run, asks.values(), images))) if partial else None
         answers |= {at: ids for at, ids in (kept.answers if kept else {}).items() if at in answers}
         likely |= kept.likelihoods if kept else {}
         open_ = [at for at in open_ if not (kept and at in kept.answers)]
@@ -205,7 +220,17 @@ def answer_all(
             if (number + 1) % slots == 0:
                 run.callbacks.fire("on_prediction_step")
 
-        generate_all(loop, [asks[at] for at in open_], done)
+        requests = [asks[at] for at in open_]
+        if family is None or not has_pictures:
+            generate_all(loop, requests, done)
+        else:
+            reader = PictureReader(model, family, Sight())
+
+            def with_pictures(number: int, request: GenerationRequest) -> GenerationRequest:
+                row = {"input_ids": request.ids, "images": list(questions[open_[number]].images)}
+                return replace(request, **reader.of(row))
+
+            generate_all(loop, requests, done, with_pictures)
     if likelihoods is not None and options.samples > 1:
         for part in engine.gather_objects(likely):
             likelihoods |= part
@@ -240,9 +265,9 @@ def _ask(number: int, question: Question, config: Any, seed: int) -> GenerationR
     )  # fmt: skip
 
 
-def _key_of(run: Loop, asks: Iterable[GenerationRequest]) -> str:
+def _key_of(run: Loop, asks: Iterable[GenerationRequest], images: Sequence[Any]) -> str:
     """A hash of everything that answers depend on: the prompts, the sampling, and the step of the model."""
-    hashed = sha256(str(run.state.global_step).encode())
+    hashed = sha256(f"{run.state.global_step}{images or ''}".encode())
     for ask in asks:
         hashed.update(
             repr((ask.ids, ask.max_new_tokens, ask.sampling, sorted(ask.stop_ids), ask.top_logprobs)).encode()

@@ -19,6 +19,7 @@ from burnish.data.batches.batching import lengths_of, splits_rows
 from burnish.data.batches.budget import check_budget
 from burnish.data.chat.choose import fit_tokenizer, load_template
 from burnish.data.chat.rows import Template
+from burnish.data.images.family import Family
 from burnish.data.length import refuse_endless
 from burnish.data.origins import Origins
 from burnish.data.rows.encode import encode_rows
@@ -26,12 +27,13 @@ from burnish.data.rows.row_set import ListedRows, RowSet, packed
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.sources import DataSets, load_datasets
 from burnish.data.stats import DataStats
+from burnish.inference.pictures.family import load_family
 from burnish.loop.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
 from burnish.loop.types import Example, Row
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.check import check_model
 from burnish.models.fingerprint import place_fingerprint
-from burnish.models.load import check_context, load_config
+from burnish.models.load import check_context, context_length, load_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import check_vocabulary, fitted_shapes, load_tokenizer
 from burnish.parallel.single import set_seed
@@ -64,6 +66,7 @@ class Prepared:
     stats: DataStats
     fingerprints: Callable[[], Mapping[str, Any]]  # called only if needed, because it fetches weights from a hub
     notes: list[str] = field(default_factory=list)
+    family: Family | None = None  # of a model that sees
 
 
 def prepare(plan: Plan) -> Prepared:
@@ -75,7 +78,8 @@ def prepare(plan: Plan) -> Prepared:
     sets = load_data(plan, stats)
     config = load_config(options, options.cutoff_len, notes)
     tokenizer = load_tokenizer(options, notes)
-    template = load_template(options, tokenizer)
+    family = load_family(options, config, tokenizer, notes, options)
+    template = load_template(options, tokenizer, family=family)
     notes += fit_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()  # so that the saved tokenizer renders the trained text
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
@@ -88,7 +92,10 @@ def prepare(plan: Plan) -> Prepared:
     if not len(sample) and trains(options):
         stats.merge(rows.counted())
         raise UserError(nothing_to_learn(stats, options))
-    steps = plan_steps(options, len(rows), plan.world_size, objective.inner_steps) if trains(options) else NO_STEPS
+    raise_if(unusable_sets(sets.members, stats))
+    steps = NO_STEPS
+    if trains(options):
+        steps = plan_steps(options, len(rows), plan.world_size, objective.inner_steps, objective.rows_per_rank)
     sizes = sizes_of(adapter, shapes, options, steps.max_steps)
     formats = formats_of(options, config, sizes, shapes)
     notes += objective.inspect(sample, steps.rows_per_step) if trains(options) else []
@@ -98,7 +105,12 @@ def prepare(plan: Plan) -> Prepared:
     notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.max_steps)]
 
     data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
-    contents = {"data": data, "template": template.form_fingerprint, "tokenizer": template.tokenizer_fingerprint}
+    contents: dict[str, Any] = {
+        "data": data,
+        "template": template.form_fingerprint,
+        "tokenizer": template.tokenizer_fingerprint,
+    }
+    contents |= objective.contents
     if options.tokenized_path and not options.dataset:
         contents["data"] = str(place_fingerprint(options.tokenized_path))
     if options.eval_dataset and (evaluates(options) or options.do_predict):
@@ -107,7 +119,7 @@ def prepare(plan: Plan) -> Prepared:
     fingerprints = cache(partial(fingerprints_of, plan, contents, steps))
     return Prepared(
         tokenizer, template, config, objective, rows, sample, eval_rows, steps, where, sizes, formats, stats,
-        fingerprints, notes,
+        fingerprints, notes, family,
     )  # fmt: skip
 
 
@@ -150,6 +162,12 @@ def check_lengths(sets: Sequence[RowSet[Row]], config: Any, options: RunOptions)
     """Problems of rows that the model's context, or the tokens of a micro-batch, cannot hold."""
     longest = max((length for rows in sets for length in rows.sequence_lengths), default=0)
     largest = max((length for rows in sets for length in rows.lengths), default=0)
+    context, new = context_length(config), options.max_completion_length
+    shortest = min((length for rows in sets for length in rows.lengths), default=0)
+    if OBJECTIVES[options.stage].records == "prompts" and context and shortest + new > context:
+        what = f"The shortest prompt has {shortest:,} tokens; with max_completion_length {new:,} the context of "
+        what += f"{context:,} is exceeded."
+        return [Problem(what, remedy="Lower max_completion_length.", option="max_completion_length")]
     return check_context(config, longest) + check_budget(options.max_tokens_per_batch, largest)
 
 
@@ -199,3 +217,17 @@ def nothing_to_learn(stats: DataStats, options: RunOptions) -> Problem:
         where=", ".join(map(str, options.dataset or [])),
         remedy="Raise cutoff_len, or correct the data." if stats.has_truncated else "Correct the data.",
     )
+
+
+def unusable_sets(members: Mapping[str, Sequence[Example]], stats: DataStats) -> list[Problem]:
+    """Problems of data sets of which no example is left, while others have some."""
+    reasons = {name: stats.dropped(examples) for name, examples in members.items()}
+    return [
+        Problem(
+            f"0 of {len(members[name]):,} examples are usable: {'; '.join(found)}.",
+            where=name,
+            remedy="Correct the data, set another template, or remove the data set.",
+        )
+        for name, found in reasons.items()
+        if found
+    ]

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 import burnish
 from burnish.config.errors import NotSavedError, UserError
-from burnish.data.rows.encode import alone, begin_place, cache_home, replacing
+from burnish.data.rows.encode import alone, begin_place, replacing
 from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.data.rows.store import RowWriter, open_rows
 from burnish.kernels.probe import causal_lm
 from burnish.loop.protocols import Engine
 from burnish.loop.types import Batch, Row
 from burnish.losses.reference import AdapterOff
+from burnish.utils.files import cache_home
 from burnish.utils.patching import patch_summary
 
 

@@ -95,7 +95,9 @@ def _reference_of(
 
 def _following(start: StartOfRun | SecondModel, sentence: str, options: RunOptions) -> tuple[Following, list[str]]:
     every, share = options.ref_model_sync_steps, options.ref_model_mixup_alpha
-    return Following(start, every, share), [f"{sentence} Every {every} steps it takes {share:g} of the policy's."]
+    return Following(start, every, share), [
+        f"{sentence} Every {every} steps it is updated towards the policy with weight {share:g}."
+    ]
 
 
 def with_place_for_numbers(prepared: Prepared, options: RunOptions) -> Prepared:
@@ -152,7 +154,7 @@ def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> st
     if options.precompute_ref_log_probs:
         return f"the initial weights, evaluated before the first step: no memory, and {passes}"
     size = shown_bytes(sizes.trained * formats.trained)
-    moves = f"; every {options.ref_model_sync_steps} steps it moves" if options.sync_ref_model else ""
+    moves = f"; updated every {options.ref_model_sync_steps} steps" if options.sync_ref_model else ""
     return f"a copy of the initial trainable weights: {size}, and {passes}{moves}"
 
 
@@ -196,6 +198,6 @@ def refuse_other_vocabulary(model: nn.Module, second: nn.Module) -> None:
     own, other = (causal_lm(one).get_input_embeddings().weight.shape[0] for one in (model, second))
     if own != other:
         raise UserError(
-            f"The reference's vocabulary ({other}) is not the policy's ({own}): log-probabilities cannot be compared.",
-            remedy="Set ref_model to a model of the policy's family.",
+            f"The vocabulary sizes of reference ({other}) and policy ({own}) differ.",
+            remedy="Set ref_model to a model with the vocabulary of the policy.",
         )

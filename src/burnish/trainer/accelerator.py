@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, wraps
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +71,13 @@ class EngineAccelerator:
     optimizer_step_was_skipped = property(lambda self: False)  # read after a step of the loop, which reports it
     deepspeed_plugin = property(lambda self: self.state.deepspeed_plugin)
     logging_dir = property(lambda self: self.project_dir)
+    data_parallel_rank = property(lambda self: self.engine.rank)
+    data_parallel_shard_rank = property(lambda self: self.engine.rank if self.engine.is_sharded else 0)
+    tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = 0
+    is_composable_parallelism_enabled = False
+    should_save_model = True
+    torch_device_mesh = fp8_backend = None
+    save_iteration = 0
     scaler = property(lambda self: getattr(self.engine, "scaler", None))
 
     @property
@@ -108,8 +116,8 @@ class EngineAccelerator:
         """
         if output_dir is not None:
             raise ValueError(
-                f"accelerator.save_state takes no folder in burnish. Received: {output_dir!r}. Checkpoints lie in "
-                "TrainingArguments.output_dir; trainer.save_model(folder) writes the model elsewhere."
+                f"accelerator.save_state does not accept a folder. Received: {output_dir!r}. Checkpoints are saved to "
+                "TrainingArguments.output_dir. Use trainer.save_model(folder) to save the model elsewhere."
             )
         return self._trainer_save()
 
@@ -120,11 +128,43 @@ class EngineAccelerator:
             "trainer.train(resume_from_checkpoint=folder) to resume from a checkpoint."
         )
 
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in _REFUSED:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+        def refuse(*given: Any, **named: Any) -> None:
+            raise ValueError(f"accelerator.{name} is not supported. {_REFUSED[name]}")
+
+        return refuse
+
+    def save_model(
+        self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
+    ) -> None:
+        """Write the weights of a model as safetensors, on the main process. ``trainer.save_model`` also writes
+        configuration and tokenizer, and gathers weights that are sharded."""
+        from huggingface_hub import save_torch_model
+
+        if self.is_main_process:
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            save_torch_model(self.unwrap_model(model), save_directory, max_shard_size=max_shard_size)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Return whether a model is spread over several devices."""
+        return any(len(getattr(module, "hf_device_map", None) or {}) > 1 for module in model.modules())
+
+    def join_uneven_inputs(self, *given: Any, **named: Any) -> AbstractContextManager[None]:
+        """Do nothing: all processes of a run have as many batches."""
+        return nullcontext()
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Do nothing: the loop syncs gradients on the last micro-batch of a step."""
+        return nullcontext()
+
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Refuse: a checkpoint holds the parts of the run and the callbacks that have a state."""
         raise ValueError(
-            "accelerator.register_for_checkpointing is not supported. Give the object to a TrainerCallback that "
-            "implements ExportableState: its state is saved in each checkpoint."
+            "accelerator.register_for_checkpointing is not supported. Use a TrainerCallback that implements "
+            "ExportableState; its state is saved in each checkpoint."
         )
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -141,7 +181,7 @@ class EngineAccelerator:
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Refuse: trackers run as callbacks of the trainer."""
         raise ValueError(
-            f"There is no tracker {name!r} in the accelerator. The trackers of report_to are callbacks: see "
+            f"The accelerator has no tracker {name!r}. Trackers of report_to are callbacks in "
             "trainer.callback_handler.callbacks."
         )
 
@@ -168,6 +208,12 @@ class EngineAccelerator:
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorate a function so that it runs on one process only."""
         return self._only_if(lambda: self.process_index == (process_index or 0), function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorate a function so that it runs on one process of each node only."""
+        return self._only_if(lambda: self.local_process_index == (local_process_index or 0), function)
 
     def _only_if(self, is_wanted: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
         if function is None:
@@ -281,6 +327,18 @@ class EngineAccelerator:
     def end_training(self) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+_PARTS = "A checkpoint is written and read by the run: see TrainerCallback.on_save."
+_REFUSED = {
+    "register_save_state_pre_hook": _PARTS,
+    "register_load_state_pre_hook": _PARTS,
+    "lomo_backward": "burnish has no LOMO.",
+    "profile": "Use torch.profiler.profile, or burnish train with profile: true.",
+    "maybe_context_parallel": "burnish has no context parallelism.",
+    "deepspeed_ulysses_dl_adapter": "burnish has no sequence parallelism.",
+}
+"""Methods of accelerate's ``Accelerator`` that are refused when they are called -> what to do."""
 
 
 def _slice_of(inputs: Any, rank: int, world_size: int, pads: bool) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
@@ -22,20 +22,13 @@ from transformers.utils import logging
 
 from burnish.config.errors import UserError
 from burnish.trainer import notes
+from burnish.trainer.accelerator import EngineAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 PEER_METHODS = Path(__file__).parent / "peer_methods.json"
 """Class -> methods that the class of that name in transformers or TRL calls on itself; ``scripts/peer_methods.py``."""
-_FOR_SCRIPTS: set[str] = set()
-
-
-def for_scripts(method: Method) -> Method:
-    """Mark a method that scripts may call and that burnish does not call itself."""
-    _FOR_SCRIPTS.add(method.__qualname__)
-    return method
 
 
 def warn_about_unused_overrides(kind: type) -> None:
@@ -44,7 +37,7 @@ def warn_about_unused_overrides(kind: type) -> None:
     overridden = {name for base in kind.__mro__[:at] for name in vars(base)}
     own = kind.__mro__[at:]
     called_by_peer = chain.from_iterable(_peer_methods().get(base.__name__, ()) for base in own)
-    unused = sorted(name for name in overridden.intersection(called_by_peer) if not _is_called(own[0], name))
+    unused = sorted(name for name in overridden.intersection(called_by_peer) if not hasattr(own[0], name))
     if unused:
         notes.warn(
             f"{kind.__name__} overrides {', '.join(unused)}, which burnish does not call. Override one of the methods "
@@ -59,16 +52,18 @@ def _peer_methods() -> dict[str, list[str]]:
     return cast(dict[str, list[str]], json.loads(PEER_METHODS.read_text(encoding="utf-8")))
 
 
-def _is_called(kind: type, name: str) -> bool:
-    """Return whether burnish calls the method ``name`` of ``kind``."""
-    method = getattr(kind, name, None)
-    return method is not None and getattr(method, "__qualname__", "") not in _FOR_SCRIPTS
+def check_accelerator(accelerator: object) -> None:
+    """Refuse an accelerator that an override of ``create_accelerator_and_postprocess`` made by itself."""
+    if not isinstance(accelerator, EngineAccelerator):
+        what = "create_accelerator_and_postprocess must set trainer.accelerator to burnish's accelerator. Received: "
+        remedy = "Call super().create_accelerator_and_postprocess() and change its result."
+        raise UserError(f"{what}{type(accelerator).__name__}.", remedy=remedy)
 
 
 def own_arguments(args: object, kind: type[TrainingArguments] = TrainingArguments) -> TrainingArguments:
     """burnish's arguments: as given, made into ``kind`` by their names where they are not, or its defaults."""
     if args is None:
-        logger.info(f"No {kind.__name__} were given: output_dir is tmp_trainer.")
+        logger.info(f"No {kind.__name__} passed; using output_dir=tmp_trainer.")
         return kind(output_dir="tmp_trainer")
     if isinstance(args, kind):
         return args
@@ -87,7 +82,7 @@ def take_accumulation(args: TrainingArguments) -> None:
     if args.gradient_accumulation_steps > 1:
         raise ValueError(
             "The `AcceleratorConfig`'s `num_steps` is set but `gradient_accumulation_steps` is greater than 1 in the "
-            f"passed `TrainingArguments`. Received: {asked} and {args.gradient_accumulation_steps}. Give one of them."
+            f"passed `TrainingArguments`. Received: {asked} and {args.gradient_accumulation_steps}. Set only one."
         )
     args.gradient_accumulation_steps = asked
 
@@ -95,7 +90,7 @@ def take_accumulation(args: TrainingArguments) -> None:
 def take_tokenizer(tokenizer: Any, processing_class: Any) -> Any:
     """``tokenizer``, the name that ``processing_class`` had."""
     if tokenizer is not None:
-        notes.warn("`tokenizer` is now `processing_class`.", FutureWarning, stacklevel=3)
+        notes.warn("`tokenizer` is deprecated. Use `processing_class` instead.", FutureWarning, stacklevel=3)
     return tokenizer if processing_class is None else processing_class
 
 
@@ -105,7 +100,7 @@ def collator_for(given: Any, processing_class: Any) -> Callable[[list[Any]], Any
     collator = given or (DataCollatorWithPadding(processing_class) if pads else default_data_collator)
     if not callable(collator):
         raise TypeError("The `data_collator` should be a simple callable (function, class with `__call__`).")
-    return collator  # type: ignore[no-any-return]
+    return collator
 
 
 def check_given_model(model: Any, model_init: Any) -> None:
@@ -115,8 +110,8 @@ def check_given_model(model: Any, model_init: Any) -> None:
         raise ValueError("`Trainer` requires either a `model` or `model_init` argument, but not both.")
     if (size := getattr(model, "tp_size", None) or 1) > 1:
         raise ValueError(
-            f"The model was cut over {size} processes (tp_plan or tp_size), and burnish has no tensor parallelism. "
-            "Load it without, and shard its weights with `fsdp` or `deepspeed`."
+            f"Tensor parallelism is not supported. The model was loaded with tp_plan or tp_size over {size} processes. "
+            "Load it without these arguments, and use `fsdp` or `deepspeed` to shard its weights."
         )
 
 
@@ -134,8 +129,8 @@ def check_sets(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, c
     """Refuse what the arguments ask for and the sets and functions cannot give."""
     if isinstance(train_dataset, dict) and train_dataset and all(isinstance(name, str) for name in train_dataset):
         names = ", ".join(train_dataset)
-        what = f"train_dataset must be one set of rows. Received: a {type(train_dataset).__name__} with {names}."
-        raise UserError(what, remedy=f'Hand one in: dataset["{next(iter(train_dataset))}"].')
+        what = f"train_dataset must be one dataset. Received: a {type(train_dataset).__name__} with the splits {names}."
+        raise UserError(what, remedy=f'Pass one split: dataset["{next(iter(train_dataset))}"].')
     by_batch = compute_metrics if args.batch_eval_metrics else None
     if by_batch is not None and "compute_result" not in inspect.signature(by_batch).parameters:
         raise ValueError(

@@ -91,7 +91,7 @@ class Gathered:
         named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
         dataset = getattr(dataloader, "dataset", None)
         seen = self.engine.sum(torch.tensor(self.num_rows, device=self.engine.device))
-        return EvalLoopOutput(predictions, labels, named, len(dataset) if has_length(dataset) else int(seen))  # type: ignore[arg-type]
+        return EvalLoopOutput(predictions, labels, named, len(dataset) if has_length(dataset) else int(seen))
 
     def _extras(self, losses: Any, inputs: Any) -> dict[str, Any]:
         wanted = self.args.include_for_metrics

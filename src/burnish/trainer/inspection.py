@@ -56,7 +56,7 @@ def model_columns(model: Any, label_names: list[str]) -> list[str]:
 def loss_shifts_labels(model: Any) -> bool:
     """Tell whether position t of the logits is held against label t + 1, so that the first label is never learned."""
     base = base_model(model)
-    is_shifted = LOSS_MAPPING.get(getattr(base, "loss_type", None)) is ForCausalLMLoss
+    is_shifted = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
     return is_shifted and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
 
 

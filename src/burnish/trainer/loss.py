@@ -117,13 +117,13 @@ def explaining_ids(model: nn.Module, inputs: Any) -> Iterator[None]:
         named, config = named_in(inputs), getattr(inside, "config", None)
         embedding = inside.get_input_embeddings() if hasattr(inside, "get_input_embeddings") else None
         if (largest := _largest(named.get("input_ids"))) >= (size := getattr(embedding, "num_embeddings", math.inf)):
-            what = f"input_ids must be below {size}, the rows of the model's embedding. Received: {largest}."
-            remedy = "After tokens were added: model.resize_token_embeddings(len(tokenizer))."
+            what = f"input_ids must be below {size}, the size of the model's embedding. Received: {largest}."
+            remedy = "If tokens were added, call model.resize_token_embeddings(len(tokenizer))."
             raise UserError(what, remedy=remedy) from error
         labels, classes = named.get("labels"), getattr(config, "num_labels", math.inf)
         if isinstance(labels, Tensor) and not is_causal_lm(model) and (largest := _largest(labels)) >= classes:
             what = f"labels must be below {classes}, the model's num_labels. Received: {largest}."
-            remedy = f"Load the model with num_labels={largest + 1}, or number the classes from 0."
+            remedy = f"Load the model with num_labels={largest + 1}, or use class indices from 0."
             raise UserError(what, remedy=remedy) from error
         raise
 
@@ -135,8 +135,8 @@ def _largest(ids: Any) -> int:
 def refuse_no_loss(loss: Any) -> None:
     """Refuse what a ``compute_loss`` or ``compute_loss_func`` returned, where that is no tensor. Raises UserError."""
     if not isinstance(loss, Tensor):
-        what = f"The loss must be a tensor () with a gradient. Received: {type(loss).__name__}."
-        remedy = "A compute_loss_func gets outputs without a loss of their own: compute it from logits and labels."
+        what = f"The loss must be a scalar tensor with a gradient. Received: {type(loss).__name__}."
+        remedy = "The outputs passed to compute_loss_func contain no loss: compute it from logits and labels."
         raise UserError(what, remedy=remedy)
 
 

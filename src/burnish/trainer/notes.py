@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
+from typing import Any, cast
 
 from transformers.utils import logging as transformers_logging
 
@@ -24,4 +25,4 @@ def _is_for_a_person(record: logging.LogRecord) -> bool:
 
 
 # A script may set the level of this logger for its own processes; burnish's warnings go through it.
-transformers_logging.get_logger("transformers.trainer").addFilter(_is_for_a_person)
+transformers_logging.get_logger("transformers.trainer").addFilter(cast(Any, _is_for_a_person))

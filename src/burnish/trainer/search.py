@@ -93,16 +93,16 @@ class Search:
 
 def check_backend(backend: Any, model_init: Any) -> HPSearchBackend:
     """The backend by that name; Optuna where none is named. Raises where it is another, or is not installed."""
-    backend = HPSearchBackend("optuna" if backend is None else backend)
-    if backend != HPSearchBackend.OPTUNA:
-        raise ValueError(f'backend="{backend.value}" is not part of burnish; a search runs through "optuna".')
+    chosen = HPSearchBackend("optuna" if backend is None else backend)
+    if chosen != HPSearchBackend.OPTUNA:
+        raise ValueError(f'backend="{chosen.value}" is not supported. Use backend="optuna".')
     if model_init is None:
         raise RuntimeError("To use hyperparameter search, you need to pass your model through a model_init function.")
     try:
         import optuna  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("optuna", "hyperparameter_search") from error
-    return backend
+    return chosen
 
 
 def fresh_model(model_init: Callable[..., Any], trial: Any) -> Any:

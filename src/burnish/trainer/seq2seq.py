@@ -59,7 +59,7 @@ class Seq2SeqTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.sortish_sampler:
             notes.warn(
-                '`sortish_sampler` has no effect. To sort rows by length: train_sampling_strategy="group_by_length".',
+                '`sortish_sampler` has no effect. Use train_sampling_strategy="group_by_length" to group by length.',
                 UserWarning,
                 stacklevel=4,
             )
@@ -97,7 +97,7 @@ class Seq2SeqTrainer(Trainer):
         try:
             config.validate(strict=True)
         except ValueError as error:
-            raise UserError(str(error), remedy="Change them in generation_config.") from error
+            raise UserError(str(error), remedy="Correct generation_config.") from error
         return config
 
     def evaluate(
@@ -204,7 +204,6 @@ class Seq2SeqTrainer(Trainer):
             if identifier is not None:
                 return int(identifier)
         raise UserError(
-            "predictions of several lengths cannot be padded: neither the tokenizer nor the model's config has a "
-            "pad_token_id.",
-            remedy="Give the tokenizer as processing_class, or set model.config.pad_token_id.",
+            "predictions cannot be padded: neither the tokenizer nor the model's config has a pad_token_id.",
+            remedy="Pass the tokenizer as processing_class, or set model.config.pad_token_id.",
         )

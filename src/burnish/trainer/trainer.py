@@ -8,12 +8,13 @@ loss, evaluation, data, optimizer, files, words, hub, search.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +101,9 @@ class Trainer:
     ``get_test_dataloader``, ``_get_train_sampler``, ``create_optimizer``, ``create_scheduler``,
     ``create_optimizer_and_scheduler``, ``get_decay_parameter_names``, ``get_optimizer_cls_and_kwargs``, ``log``,
     ``save_model``, ``_save``, ``_save_checkpoint``, ``_prepare_inputs``, ``floating_point_ops``, ``num_examples``,
-    ``compute_loss_context_manager``.
+    ``compute_loss_context_manager``, ``autocast_smart_context_manager``, ``get_batch_samples``,
+    ``set_initial_training_values``, ``get_total_train_batch_size``, ``_get_learning_rate``, ``store_flos``,
+    ``create_accelerator_and_postprocess``, ``_validate_args``.
     """
 
     arguments_class: type[TrainingArguments] = TrainingArguments
@@ -127,10 +130,8 @@ class Trainer:
         args = self.args
         set_seed(args.seed, args.full_determinism)
         given.take_accumulation(args)
-        self._engine = create_engine(plain_options(args))
-        self.accelerator = EngineAccelerator(
-            self._engine, args.mixed_precision, args.accelerator_config, self.log, self._save_now
-        )
+        self.create_accelerator_and_postprocess()
+        given.check_accelerator(self.accelerator)
         self._memory_tracker = TrainerMemoryTracker(args.skip_memory_metrics)
         self._memory_tracker.start()
         logging.set_verbosity(args.get_process_log_level())
@@ -144,10 +145,9 @@ class Trainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        given.check_sets(args, train_dataset, eval_dataset, compute_metrics)
-        given.check_optimizers(optimizers, optimizer_cls_and_kwargs, model_init)
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self._validate_args()
         self._start_state()
 
         self.callback_handler = FaceHandler(
@@ -163,6 +163,18 @@ class Trainer:
         if (config := getattr(self.model, "config", None)) is not None:
             config.use_cache = args.use_cache
         self._memory_tracker.stop_and_update_metrics()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make ``accelerator``. An override calls this one, and may change what it has made."""
+        self._engine = create_engine(plain_options(self.args))
+        self.accelerator = EngineAccelerator(
+            self._engine, self.args.mixed_precision, self.args.accelerator_config, self.log, self._save_now
+        )
+
+    def _validate_args(self) -> None:
+        """Raise for arguments that contradict each other, in transformers' words."""
+        given.check_sets(self.args, self.train_dataset, self.eval_dataset, self.compute_metrics)
+        given.check_optimizers((self.optimizer, self.lr_scheduler), self.optimizer_cls_and_kwargs, self.model_init)
 
     def _take_model(self) -> None:
         """Move the model to its device, and read what is to be known about it."""
@@ -190,6 +202,7 @@ class Trainer:
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self._train_batch_size: int = self.args.train_batch_size  # which auto_find_batch_size may halve
         self._step = StepUnderWay()
+        self._given_items: Any = None  # of the step under way, as get_batch_samples of a script counts them
         self._loop: TrainerLoop | None = None  # of the train() under way, or the last one
         self._signature_columns: list[str] | None = None
         self._created_lr_scheduler = False
@@ -279,7 +292,7 @@ class Trainer:
                 if not is_out_of_memory(error) or self._train_batch_size == 1:
                     raise
             self._train_batch_size //= 2
-            logger.warning(f"Memory ran out. Beginning anew with micro-batches of {self._train_batch_size}.")
+            logger.warning(f"Out of memory. Restarting with a micro-batch size of {self._train_batch_size}.")
             self.model.load_state_dict(before)
             self.optimizer = self.lr_scheduler = None
             self.accelerator.free_memory()
@@ -308,6 +321,9 @@ class Trainer:
         rows: int = self.args.train_batch_size * self.args.gradient_accumulation_steps
         return -(-rows // self._train_batch_size)
 
+    _inner_steps = 1
+    """Steps that are trained on the rows of a step batch (``Objective.inner_steps``)."""
+
     @property
     def _rows_per_step(self) -> int:
         return self._train_batch_size * self._accumulation * self._engine.world_size
@@ -315,7 +331,7 @@ class Trainer:
     def _make_loop(self, ignore_keys: list[str] | None) -> TrainerLoop:
         """The loop at step 0, with every part made in the order in which each needs the one before it."""
         args, engine, handler, loader = self.args, self._engine, self.callback_handler, self.get_train_dataloader()
-        plan = training.steps_of_loader(loader, args, self._accumulation)
+        plan = training.plan_of(self.set_initial_training_values(args, loader), loader, self._accumulation)
         training.check_spikes(args, loader)
         if not self._overrides("compute_loss"):
             self._fitted()  # the model is asked here, and not inside of the first step
@@ -356,8 +372,9 @@ class Trainer:
         count = self._counter(str(self.args.include_num_input_tokens_seen), main, padding)
         total = num_batches(loader) or plan.max_steps * self._accumulation
         return LoaderStream(
-            loader, self._accumulation, total, count, self._stop_empty, self._engine, self._padding_batch
-        )
+            loader, self._accumulation, total, count, self._stop_empty, self._engine, self._padding_batch,
+            self._samples if self._overrides("get_batch_samples") else None,
+        )  # fmt: skip
 
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
         """A batch that counts nothing, for a rank that has run out of rows."""
@@ -383,7 +400,10 @@ class Trainer:
         """Whether a script computes the loss: then it is a mean on its way to the backward pass."""
         if self.compute_loss_func is not None or self.loss_is_scaled_for_ga:
             return True
-        return self._overrides("compute_loss") or self._overrides("training_step")
+        return any(map(self._overrides, self._loss_methods))
+
+    _loss_methods: tuple[str, ...] = ("compute_loss", "training_step", "get_batch_samples")
+    """Methods by which a script computes the loss, or says what it is divided by."""
 
     def _overrides(self, name: str) -> bool:
         """Whether a script has overridden a method, by a subclass or on this object."""
@@ -416,6 +436,8 @@ class Trainer:
         share, items = self._step.share(own), self._items(inputs, own)
         if self.loss_is_scaled_for_ga:
             share, items = torch.ones_like(own), num_items_in_batch
+        elif items is not None and self._given_items is not None:
+            share, items = torch.ones_like(own), self._given_items
         with self.compute_loss_context_manager():
             loss = accepting(self.compute_loss, "num_items_in_batch")(model, inputs, num_items_in_batch=items)
         refuse_no_loss(loss)
@@ -481,13 +503,12 @@ class Trainer:
         return shared_prefixes_of(inputs) if self._fitted().shares_prefixes else None
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass: the autocast of the run."""
-        return self._engine.precision()
+        """The context of a forward pass."""
+        return self.autocast_smart_context_manager()
 
-    @given.for_scripts
-    def autocast_smart_context_manager(self) -> AbstractContextManager[Any]:
-        """Older name of ``compute_loss_context_manager``."""
-        return self.compute_loss_context_manager()
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """The autocast of the run. Args: cache_enabled: without effect."""
+        return self._engine.precision()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device. Override it to change what the model is given."""
@@ -544,10 +565,10 @@ class Trainer:
         only_loss = True if self.compute_metrics is None else None
         loader = self.get_eval_dataloader(eval_dataset)
         output = self._measured(loader, "Evaluation", only_loss, ignore_keys, metric_key_prefix)
-        self.log(output.metrics)
-        self._tell("on_evaluate", metrics=output.metrics)
-        self._memory_tracker.stop_and_update_metrics(output.metrics)
-        metrics: dict[str, float] = output.metrics
+        metrics = cast("dict[str, float]", output.metrics)
+        self.log(metrics)
+        self._tell("on_evaluate", metrics=metrics)
+        self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
     def predict(
@@ -567,7 +588,8 @@ class Trainer:
         """``evaluation_loop``, and the time that it took."""
         started, at_once = time.time(), self.args.eval_batch_size * self._engine.world_size
         output = self.evaluation_loop(loader, description, only_loss, ignore_keys, prefix)
-        output.metrics.update(evaluation.rates(prefix, started, output.num_samples, at_once))
+        num_rows = cast(int, output.num_samples)
+        cast("dict[str, float]", output.metrics).update(evaluation.rates(prefix, started, num_rows, at_once))
         return output
 
     def evaluation_loop(
@@ -704,14 +726,33 @@ class Trainer:
         """Rows of a step, over its micro-batches and all processes."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self._engine.world_size)
 
-    @given.for_scripts
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any
     ) -> tuple[int, int, int, int, int, int, int]:
-        """The numbers of a training over ``dataloader`` (``loaders.numbers_of_training``); nothing is set."""
-        plan = training.steps_of_loader(dataloader, self.args, self._accumulation)
+        """The numbers of a training over ``dataloader`` (``loaders.numbers_of_training``), by which it goes."""
+        plan = training.steps_of_loader(dataloader, self.args, self._accumulation, self._inner_steps)
         rows = self.get_total_train_batch_size(args)
         return loaders.numbers_of_training(dataloader, plan, args, rows, self.num_examples)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The micro-batches of a step, and () the labels in them over all processes; None where there are none.
+
+        An override may take others of the iterator, or count otherwise: the loss of a model or a function that takes
+        ``num_items_in_batch`` is divided by what it returns.
+        """
+        samples = list(islice(epoch_iterator, num_batches))
+        if not samples or not isinstance(named_in(samples[0]).get("labels"), Tensor):
+            return samples, None
+        return samples, self._engine.sum(
+            torch.stack([self._num_items(self._prepare_input(one)) for one in samples]).sum()
+        )
+
+    def _samples(self, batches: Iterator[Any], num_batches: int) -> list[Any]:
+        """The micro-batches of the next step, as an override of ``get_batch_samples`` takes them."""
+        samples, self._given_items = self.get_batch_samples(batches, num_batches, self._engine.device)
+        return samples
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
@@ -768,7 +809,7 @@ class Trainer:
         """The class behind ``args.optim`` and its arguments, from transformers' table."""
         from transformers import Trainer as Theirs
 
-        kind, arguments = Theirs.get_optimizer_cls_and_kwargs(args, model)
+        kind, arguments = Theirs.get_optimizer_cls_and_kwargs(cast(Any, args), cast(Any, model))
         return kind, arguments
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -780,8 +821,8 @@ class Trainer:
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    @given.for_scripts
     def _get_learning_rate(self) -> float:
+        """The learning rate of the next step, for the log."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
@@ -824,6 +865,7 @@ class Trainer:
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write ``checkpoint-<step>`` with everything that the run needs to continue."""
         assert self._loop is not None
+        self.store_flos()
         folder = self._loop.write_checkpoint()
         if self.args.push_to_hub:
             self._loop.checkpoints.wait()
@@ -832,7 +874,7 @@ class Trainer:
     def _save_now(self) -> str:
         """Save a checkpoint of the current step. Returns its folder."""
         if self._loop is None:
-            raise RuntimeError("There is no run to save: accelerator.save_state() belongs into a training.")
+            raise RuntimeError("accelerator.save_state() can only be called during training.")
         self._loop.save()
         self._loop.checkpoints.wait()
         return str(self._loop.checkpoints.path(self.state.global_step))
@@ -913,9 +955,8 @@ class Trainer:
     def is_world_process_zero(self) -> bool:
         return bool(self.args.process_index == 0)
 
-    @given.for_scripts
     def store_flos(self) -> None:
-        """``state.total_flos`` is kept as the run goes; there is nothing to add."""
+        """Called before a checkpoint and at the end. ``state.total_flos`` is kept as the run goes: nothing to add."""
 
     def create_model_card(
         self, language: str | None = None, license: str | None = None, tags: Any = None, model_name: str | None = None,
@@ -1081,6 +1122,9 @@ class TrainerLoop(Loop):
         self.trainer._report_to_hp_search(self.trainer._trial, self.state.global_step, metrics)
         return metrics
 
+    def learning_rate(self) -> float:
+        return self.trainer._get_learning_rate()
+
     def record(self, values: dict[str, Any]) -> None:
         """Pass ``values`` to ``Trainer.log``; with the start of the training, for the tokens per second of a step."""
         if "skipped_steps" in values:
@@ -1093,6 +1137,7 @@ class TrainerLoop(Loop):
     def summary(self, unlogged: Mapping[str, float]) -> dict[str, float]:
         """The loop's summary, with the metrics of steps that were not logged, as TRL's, and the memory."""
         metrics = {name: value for name, value in unlogged.items() if name not in ("loss", "grad_norm")}
+        self.trainer.store_flos()
         values = {**super().summary(unlogged), **metrics}
         self.trainer._finalize_training(values)
         return values
@@ -1114,7 +1159,7 @@ class TrainerLoop(Loop):
                 logger.warning(note)
         best = self.state.best_model_checkpoint
         if best is not None and not Path(best).is_dir():
-            logger.warning(f"The best checkpoint so far, {best}, is gone; it is not loaded at the end.")
+            logger.warning(f"The best checkpoint {best} was deleted and will not be loaded at the end.")
             self.state.best_model_checkpoint = None
         if self.trainer.args.ignore_data_skip:
             self.stream.load_state_dict({"epoch": self.stream.state_dict()["epoch"], "position": 0})

@@ -40,7 +40,7 @@ from burnish.trainer.files.transformers_checkpoints import is_foreign
 from burnish.utils.files import only_writer
 from burnish.utils.patching import Reason, record, restore
 
-WATCHED = Reason("module", "debug asks for a look at what it gives")
+WATCHED = Reason("module", "its outputs are checked (debug)")
 logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
 
 
@@ -86,8 +86,12 @@ def say_compute_dtype(model: nn.Module, autocast: torch.dtype | None, device: to
         logger.warning(f"{slow_products(compute)} {remedy}, unless memory is short.")
 
 
-def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int) -> StepPlan:
-    """Steps and epochs, counted in micro-batches of this rank. The last step of an epoch may be incomplete."""
+def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int, inner_steps: int = 1) -> StepPlan:
+    """Steps and epochs, counted in micro-batches of this rank. The last step of an epoch may be incomplete.
+
+    Args:
+        inner_steps: steps that are trained on the rows of a step batch (``Objective.inner_steps``).
+    """
     batches = num_batches(loader)
     if not batches and args.max_steps <= 0:
         raise ValueError(
@@ -97,16 +101,21 @@ def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int) -> 
         per_device_train_batch_size=1, gradient_accumulation_steps=accumulation,
         num_train_epochs=args.num_train_epochs, max_steps=args.max_steps, dataloader_drop_last=False,
     )  # fmt: skip
-    return plan_steps(counted, batches or None)
+    return plan_steps(counted, batches or None, inner_steps=inner_steps)
+
+
+def plan_of(values: tuple[int, int, int, int, int, int | None, int], loader: Any, accumulation: int) -> StepPlan:
+    """The plan that ``Trainer.set_initial_training_values`` gives. Args: values: as ``loaders.numbers_of_training``."""
+    num_train_epochs, steps_per_epoch, *_, max_steps = values
+    return StepPlan(num_batches(loader) or None, accumulation, steps_per_epoch, max_steps, num_train_epochs)
 
 
 def check_spikes(args: TrainingArguments, loader: Any) -> None:
     """Raise UserError if a run is to go back after spikes, and the rows of a step are not known."""
     if args.on_spike == "go_back" and order_in(loader) is None:
         raise UserError(
-            '"on_spike" must be no here: go_back leaves out the rows of a step, and a loader or a stream of a '
-            'script\'s own does not say which they are. Received: "go_back".',
-            remedy="Let the Trainer make the loader of a train_dataset with a length, or set on_non_finite.",
+            '"on_spike": "go_back" requires a map-style train_dataset and the Trainer\'s own data loader.',
+            remedy="Set on_non_finite instead.",
         )
 
 
@@ -171,7 +180,7 @@ def checkpoint_asked_for(asked: str | bool | None, folder: str, args: TrainingAr
         if asked is True:
             raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
         if args.resume == "must":
-            raise UserError(f'"resume" is must, and there is no checkpoint in {folder}.')
+            raise UserError(f'"resume" is must, but {folder} contains no checkpoint.')
         return None
     if not asked:
         return None

@@ -42,7 +42,7 @@ def check_below_roots(path: Path) -> None:
     """Refuse a path that, with links resolved, lies outside the roots of the web page that started this process."""
     roots = [Path(root) for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
     if roots and not any(path.resolve().is_relative_to(root) for root in roots):
-        what = f'"{path}" is not below {" or ".join(map(str, roots))}, the folders that the web page may read.'
+        what = f'"{path}" is outside of {" or ".join(map(str, roots))}, the folders that the web UI may read.'
         raise UserError(what, remedy="Move the file there, or start burnish webui with another web_roots.")
 
 
@@ -56,7 +56,7 @@ def odd_kind(path: Path) -> str:
 
 
 def _kind(mode: int) -> str:
-    return "" if stat.S_ISREG(mode) else next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
+    return "" if stat.S_ISREG(mode) else next((name for is_kind, name in _KINDS if is_kind(mode)), "not a regular file")
 
 
 def is_endless(path: Path) -> bool:
@@ -162,3 +162,8 @@ def broken_link(path: Path) -> Path | None:
 def from_anywhere(model: str | None) -> str | None:
     """The name of a model as it can be read from any folder: that of a folder on this machine in full."""
     return str(Path(model).resolve()) if model and Path(model).is_dir() else model or None
+
+
+def cache_home() -> Path:
+    """The folder of the cache; everything in it can be made again."""
+    return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")

@@ -15,7 +15,7 @@ from burnish.config.conversion import GivenTwice, each_key_once
 from burnish.config.errors import UserError
 from burnish.utils.files import odd_kind, regular
 
-FETCH_AGAIN = "Download the file again, or fix it at that place."
+FETCH_AGAIN = "Download the file again, or correct it."
 _KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
 
 

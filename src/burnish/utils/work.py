@@ -37,7 +37,7 @@ def work(what: str, total: int | None = None, unit: str = "rows") -> Iterator[Ca
     """Tell of the work inside the ``with`` block.
 
     Args:
-        what: the work as a person calls it: "Encoding".
+        what: the work as a user knows it: "Tokenizing".
         total: how much there is of it; None where nobody knows before its end.
         unit: what is counted, in the plural.
     Yields:

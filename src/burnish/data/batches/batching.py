@@ -24,10 +24,10 @@ from typing import Any, Protocol
 import torch
 
 from burnish.config.checks import check
-from burnish.config.errors import Problem
+from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
 from burnish.data.batches.prefix_sharing import segments
-from burnish.loop.types import IGNORE_INDEX, TOKEN_COLUMNS, Batch, Row
+from burnish.loop.types import IGNORE_INDEX, INPUT_COLUMNS, TOKEN_COLUMNS, Batch, Row
 
 
 @dataclass
@@ -64,19 +64,19 @@ class BatchingOptions:
 def check_batching(options: BatchingOptions) -> list[Problem]:
     problems = []
     if not options.ignore_pad_token_for_loss and options.padding_free:
-        what = '"ignore_pad_token_for_loss" is false, so padding is to be learned; with padding_free there is none.'
+        what = '"ignore_pad_token_for_loss": false requires padding, but padding_free batches have none.'
         problems.append(
             Problem(
                 what,
-                remedy="Set padding_free: false as well, or leave both out.",
+                remedy="Set padding_free: false as well, or remove ignore_pad_token_for_loss.",
                 option=("ignore_pad_token_for_loss", "padding_free"),
             )
         )
     if options.neat_packing and options.packing is False:
         problems.append(
             Problem(
-                '"neat_packing" is true and "packing" is false.',
-                remedy="Keep one of them.",
+                '"neat_packing": true contradicts "packing": false.',
+                remedy="Remove one of them.",
                 option=("neat_packing", "packing"),
             )
         )
@@ -193,7 +193,7 @@ def collate_prefix_sharing(rows: Sequence[Row]) -> Batch:
         if segment.is_last:
             predicted = sequences[segment.sequence]
             batch["labels"][0, end] = predicted["labels"][segment.end]
-            for name in _columns_of_tokens(rows):
+            for name in set(_columns_of_tokens(rows)) - INPUT_COLUMNS.keys():
                 batch[name][0, end] = _column(predicted, name)[segment.end]
     batch["num_tokens"] = sum(len(sequence["input_ids"]) for sequence in sequences)
     if not any(segment.path for segment in found):
@@ -244,8 +244,9 @@ def answers_of(row: Mapping[str, Any]) -> dict[str, Row]:
     """The sequences of a row by what they are: "chosen" and "rejected" of a pair, "" and "kl" of a verdict, else ""."""
     prefixes = [name.removesuffix("input_ids") for name in row if name.endswith("input_ids")]
     return {
-        prefix.rstrip("_"): {"input_ids": row[f"{prefix}input_ids"], "labels": row[f"{prefix}labels"]}
+        prefix.rstrip("_"): {"input_ids": ids, "labels": row.get(f"{prefix}labels") or [IGNORE_INDEX] * len(ids)}
         for prefix in prefixes
+        for ids in [row[f"{prefix}input_ids"]]
     }
 
 
@@ -261,7 +262,23 @@ def _slice(row: Row, begin: int, end: int) -> Row:
     part: Row = {"input_ids": row["input_ids"][begin:end], "labels": row["labels"][begin:end]}
     for name in TOKEN_COLUMNS.keys() & row.keys():
         part[name] = row[name][begin:end]
+    if pictures := _shifted(row, -begin, begin, end):
+        part["images"] = pictures
     return part
+
+
+def _shifted(row: Row, by: int, begin: int = 0, end: int | None = None) -> list[dict[str, Any]]:
+    """The pictures of the tokens from ``begin`` to ``end``, ``by`` tokens further on.
+
+    Raises:
+        UserError: where these bounds cut through a picture.
+    """
+    end = len(row["input_ids"]) if end is None else end
+    pictures = [one for one in row.get("images", ()) if one["end"] > begin and one["begin"] < end]
+    if any(one["begin"] < begin or one["end"] > end for one in pictures):
+        what = f"packing cuts through a picture of {pictures[0]['path']}."
+        raise UserError(what, remedy="Set packing_strategy: bfd, which keeps rows whole.", option="packing_strategy")
+    return [{**one, "begin": one["begin"] + by, "end": one["end"] + by} for one in pictures]
 
 
 def _concatenated(rows: Sequence[Row], name: str) -> list[int]:
@@ -316,7 +333,7 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
         length = lengths[index]
         if length > capacity:
-            raise ValueError(f"A row of {length} tokens does not fit into a pack of {capacity}.")
+            raise ValueError(f"A row of {length} tokens does not fit in a pack of {capacity} tokens.")
         fitting = rooms >> length
         room = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
         if fitting:
@@ -362,4 +379,7 @@ def _joined(rows: Sequence[Row]) -> Row:
     }
     for name in _columns_of_tokens(rows):
         joined[name] = [value for row in rows for value in _column(row, name)]
+    begins = accumulate(joined["seq_lengths"], initial=0)
+    if pictures := [one for row, begin in zip(rows, begins, strict=False) for one in _shifted(row, begin)]:
+        joined["images"] = pictures
     return joined

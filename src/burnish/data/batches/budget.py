@@ -48,11 +48,11 @@ def check_budget(max_tokens: int | None, longest: int) -> list[Problem]:
     """Check that the longest row or pack fits, because a row is never split."""
     if max_tokens is None or longest <= max_tokens:
         return []
-    what = f'"max_tokens_per_batch" is {max_tokens:,}, and the longest row has {longest:,} tokens.'
+    what = f'"max_tokens_per_batch" ({max_tokens:,}) is smaller than the longest row ({longest:,} tokens).'
     return [
         Problem(
             what,
-            remedy=f"Set max_tokens_per_batch: {longest} or more, or a shorter cutoff_len.",
+            remedy=f"Set max_tokens_per_batch to at least {longest}, or reduce cutoff_len.",
             option="max_tokens_per_batch",
         )
     ]

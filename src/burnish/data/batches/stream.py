@@ -49,7 +49,7 @@ class StreamOptions:
     dataloader_prefetch_factor: int | None = option(None, "Number of batches that each worker prefetches.", ge=1)
     dataloader_pin_memory: bool = option(True, "Use pinned memory for transfers to a GPU.")
     dataloader_persistent_workers: bool = option(
-        False, "Keep worker processes alive between epochs.", ignored="each epoch is dealt to processes of its own."
+        False, "Keep worker processes alive between epochs.", ignored="worker processes are started for each epoch."
     )
 
 
@@ -68,10 +68,10 @@ def stream_notes(options: ReadAheadChoices) -> list[str]:
     if options.dataloader_prefetch_factor is not None and not asked:
         return ['"dataloader_prefetch_factor" has no effect without dataloader_num_workers.']
     if options.streaming and asked:
-        return ['"dataloader_num_workers" has no effect when streaming: rows are encoded and collated in the loop.']
+        return ['"dataloader_num_workers" has no effect when streaming: the main process tokenizes and collates.']
     if asked <= cores:
         return []
-    return [f'"dataloader_num_workers" is {asked}; this machine has {cores} cores, so {cores} are used.']
+    return [f'"dataloader_num_workers" is reduced from {asked} to {cores}, the number of CPU cores.']
 
 
 @dataclass(frozen=True)
@@ -236,14 +236,17 @@ class RowStream(StepBatchLoader):
         lengths: tokens of each item, for "group_by_length" and for a budget.
         keys: all items of a step -> the key of each in ``items``, if a row depends on the others of its step.
         blank_row: the row of a blank micro-batch, with the columns that ``collate`` needs.
+        ahead: rows of micro-batches -> the same, of which it begins to prepare those that follow.
     """
 
     def __init__(
         self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], cut: StepPartition, *, seed: int,
         options: StreamOptions | None = None, lengths: Sequence[int] | None = None, buffer_size: int | None = None,
         keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None, blank_row: Row | None = None,
+        ahead: Callable[[Iterator[Any]], Iterator[Any]] | None = None,
     ) -> None:  # fmt: skip
         self.items = items
+        self.ahead = ahead
         self.buffer_size = buffer_size
         self.cut = cut
         self.seed = seed
@@ -290,7 +293,9 @@ class RowStream(StepBatchLoader):
         items = self.items
         if self.options.dataloader_num_workers == 0 or getattr(items, "is_streamed", False):
             taken = items.some if isinstance(items, OnDemand) else lambda part: [items[index] for index in part]
-            return (collate_present(taken(part), self.collate, self.blank_row) for part in parts)
+            rows: Iterator[Any] = (taken(part) for part in parts)
+            rows = rows if self.ahead is None else self.ahead(rows)
+            return (collate_present(some, self.collate, self.blank_row) for some in rows)
         from torch.utils.data import DataLoader
 
         return iter(

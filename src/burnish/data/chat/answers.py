@@ -26,8 +26,12 @@ from burnish.data.chat.rendering import (
     Part,
     Rendering,
     UnreadableTemplate,
+    in_parts,
+    marked,
     render,
 )
+from burnish.data.images.family import Family
+from burnish.loop.types import PICTURE
 
 Chat: TypeAlias = list[dict[str, Any]]
 Tools: TypeAlias = "list[Any] | None"
@@ -61,11 +65,15 @@ class Renderer:
         templates: Jinja text by name; if there is "tool_use", it is taken for conversations with tools.
         tokenizer: renders; its added tokens are the control tokens that may end an answer.
         not_ends: added tokens that never end an answer, such as those around a thought.
+        family: of the model, if it sees.
 
     ``end_word`` is the control token that the template writes after an answer, None where there is none.
     """
 
-    def __init__(self, templates: Mapping[str, str], tokenizer: Any, not_ends: Sequence[str]) -> None:
+    def __init__(
+        self, templates: Mapping[str, str], tokenizer: Any, not_ends: Sequence[str], family: Family | None = None
+    ) -> None:
+        self.family = family
         self.templates = templates
         self.tokenizer = tokenizer
         tokens = sorted(set(tokenizer.get_added_vocab()) - set(not_ends), key=len, reverse=True)
@@ -83,6 +91,8 @@ class Renderer:
 
     def content(self, text: str) -> Any:
         """The content of a message in the form that the template takes."""
+        if self.family is not None and PICTURE in text:
+            return in_parts(text)
         return [{"type": "text", "text": text}] if self.in_parts else text
 
     def writes_messages(self) -> bool:
@@ -114,7 +124,9 @@ class Renderer:
         if is_marked:
             spans = list(parts[0].spans)
             if len(spans) != len(answers):
-                raise UnreadableTemplate("the chat template's generation marks do not match its answers")
+                raise UnreadableTemplate(
+                    "the number of {% generation %} blocks differs from the number of assistant messages"
+                )
         else:
             pairs = zip(parts[1::2], parts[2::2], strict=True)
             spans = [
@@ -136,7 +148,9 @@ class Renderer:
         found: list[Rendering] = []
         for template, group in groupby(conversations, lambda each: self._template(each.tools)):
             found += render(self.tokenizer, list(group), template)
-        return found
+        if self.family is None or self.family.own == self.family.mark:
+            return found
+        return [marked(each, self.family) for each in found]
 
     def around(self, chat: Chat, place: int, tools: Tools) -> tuple[str, str] | None:
         """The text before and after the content of one message; None where the template does not write the content."""
@@ -174,7 +188,7 @@ class Renderer:
         """
         last, whole = self.around(chat[: place + 1], place, tools), self.around(chat, place, tools)
         if last is None or whole is None:
-            raise UnreadableTemplate("the chat template does not write one of its answers")
+            raise UnreadableTemplate("the chat template omits an assistant message")
         lead = last[0][len(prompt) :] if last[0].startswith(prompt) else ""
         # A control token follows the answer; gpt-oss ends the last one otherwise.
         control = self._control.match(whole[1])
@@ -186,7 +200,7 @@ class Renderer:
             before = text[: min(common_start(prompt, text), len(whole[0]))]
         start, stop = len(before), len(text) - len(after)
         if not (text.startswith(before) and text.endswith(after) and start <= stop):
-            raise UnreadableTemplate("the chat template writes an answer in a way that cannot be told from the rest")
+            raise UnreadableTemplate("the span of an assistant message cannot be located in the chat template's output")
         return start, stop
 
     def _with_end(self, text: str, start: int, stop: int) -> tuple[int, int]:
@@ -205,7 +219,7 @@ class Renderer:
         if self._writes_calls or place is None:
             return
         if self.around(chat, place, tools) is None:
-            raise UnreadableTemplate("the chat template does not write tool calls")
+            raise UnreadableTemplate("the chat template does not support tool calls")
         self._writes_calls = True
 
     def _around_in_sample(self, place: int) -> tuple[str, str] | None:

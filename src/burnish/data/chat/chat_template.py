@@ -19,6 +19,7 @@ from burnish.data.chat.labels import NO_MESSAGE, Segment, TemplateChoices, Turn
 from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.chat.tools.tools import ToolError, function_schema, read_calls, read_tools
+from burnish.data.images.family import Family
 from burnish.data.stats import DataStats
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import Example, Ids, Message
@@ -26,7 +27,7 @@ from burnish.loop.types import Example, Ids, Message
 _THOUGHT, _CALL = TemplateSpec.thought_words, TemplateSpec.tool_call_words
 _WORDS = tuple(variant for word in (*_THOUGHT, *_CALL) for variant in (word, word.strip()))
 _ANSWERING = ("assistant", "function")
-TWO_QUESTIONS = "kept: a question in it is followed by another, and not by an answer"
+TWO_QUESTIONS = "kept: consecutive user messages without a response"
 
 
 class JinjaFormat:
@@ -36,12 +37,14 @@ class JinjaFormat:
         chat_template: Jinja text, or several by name as tokenizers may have ("default", "tool_use").
         options: ``TemplateOptions``.
         name: its name in messages.
+        family: of the model, if it sees.
     """
 
     def __init__(
-        self, chat_template: str | Mapping[str, str], options: TemplateChoices, tokenizer: Any, name: str
-    ) -> None:
-        self.tokenizer = tokenizer
+        self, chat_template: str | Mapping[str, str], options: TemplateChoices, tokenizer: Any, name: str,
+        family: Family | None = None,
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.family = tokenizer, family
         self.name = name
         by_name = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template)
         self.templates = {name: _as_asked(text, options) for name, text in by_name.items()}
@@ -50,14 +53,12 @@ class JinjaFormat:
 
     def fit(self) -> None:
         """Read the tokenizer's special tokens; called again when they have changed."""
-        self.encoder = Encoder(self.tokenizer, keep=_WORDS, template=str(self.templates))
-        self.renderer = Renderer(self.templates, self.tokenizer, not_ends=_WORDS)
+        controls = () if self.family is None else self.family.controls
+        self.encoder = Encoder(self.tokenizer, _WORDS, str(self.templates), controls)
+        self.renderer = Renderer(self.templates, self.tokenizer, not_ends=(*_WORDS, *controls), family=self.family)
         if not self.renderer.writes_messages():
-            what = (
-                f"The chat template ({self.name}) does not write what a user and an assistant say, so nothing can "
-                "be learned."
-            )
-            raise UserError(what, why=self.renderer.refusal, remedy="Correct it, or name another template.")
+            what = f"The chat template ({self.name}) does not output the content of user and assistant messages."
+            raise UserError(what, why=self.renderer.refusal, remedy="Correct it, or set another template.")
 
     def answering_last(self) -> JinjaFormat:
         return self  # what it makes of earlier thoughts is its own business
@@ -121,9 +122,9 @@ class JinjaFormat:
     def _input(self, example: Example) -> tuple[Chat, Tools] | ValueError:
         """The template's input for an example, or why the example is dropped."""
         if not example.messages or example.messages[-1].role not in _ANSWERING:
-            return UnreadableTemplate("it ends with a question, without an answer to learn")
+            return UnreadableTemplate("the last message is not a response")
         if example.messages[0].role in _ANSWERING:
-            return UnreadableTemplate("it begins with an answer")
+            return UnreadableTemplate("the first message is a response")
         try:
             return self._chat(example), self._tools(example)
         except (UnreadableTemplate, ToolError) as error:

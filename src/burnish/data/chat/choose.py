@@ -27,6 +27,8 @@ from burnish.data.chat.rows import Template
 from burnish.data.chat.slots import SlotFormat, as_asked
 from burnish.data.chat.table import TemplateSpec, read_row, table
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
+from burnish.data.images.families import check_family
+from burnish.data.images.family import Family
 from burnish.data.tokens.encoder import Encoder
 from burnish.utils.files import odd_kind
 
@@ -84,22 +86,26 @@ def check_template(options: NamedTemplate) -> list[Problem]:
         return list(error.problems)
     if spec is not None and spec.efficient_eos and options.train_on_prompt:
         what = (
-            f'train_on_prompt cannot be had with template "{spec.name}": its turns end where the next begins, and '
-            "that token is learned as the end of the answer."
+            f'train_on_prompt is not supported with template "{spec.name}": its turns have no end token, and the first '
+            "token of the next turn is trained as the end of the response."
         )
         return [
             Problem(
                 what,
-                remedy="Leave out train_on_prompt, or choose a template with an end token per turn.",
+                remedy="Remove train_on_prompt, or use a template with an end token per turn.",
                 option="train_on_prompt",
             )
         ]
     return []
 
 
-def load_template(options: NamedTemplate, tokenizer: Any, cutoff_len: int | None = None) -> Template:
+def load_template(
+    options: NamedTemplate, tokenizer: Any, cutoff_len: int | None = None, family: Family | None = None
+) -> Template:
     """Make the template that the options name, for a tokenizer.
 
+    Args:
+        family: of the model, if it sees.
     Raises:
         UserError: if there is no such template, the options contradict it or each other, or the tokenizer lacks its
             control tokens.
@@ -109,24 +115,28 @@ def load_template(options: NamedTemplate, tokenizer: Any, cutoff_len: int | None
     if spec is None and not (options.template or tokenizer.chat_template):
         spec = FALLBACK
     if spec is None:
-        return _own_chat_template(options, tokenizer, cutoff_len)
+        return _own_chat_template(options, tokenizer, cutoff_len, family)
     spec = as_asked(spec, options)
     _check_control_tokens(spec, options, tokenizer)
-    template = Template(spec.name, SlotFormat(spec, options, tokenizer), options, tokenizer, spec, cutoff_len)
+    if family is not None:
+        check_family(spec.name, family)
+    form = SlotFormat(spec, options, tokenizer, family)
+    template = Template(spec.name, form, options, tokenizer, spec, cutoff_len)
     template.notes += _notes(spec, options)
     return template
 
 
-def _own_chat_template(options: NamedTemplate, tokenizer: Any, cutoff_len: int | None) -> Template:
+def _own_chat_template(
+    options: NamedTemplate, tokenizer: Any, cutoff_len: int | None, family: Family | None
+) -> Template:
     """The tokenizer's own chat template, or the one in the Jinja file that the options name."""
     chat_template, name = tokenizer.chat_template, "the tokenizer's own"
     if options.template:
         chat_template, name = _read(Path(options.template)), Path(options.template).name
-    template = Template(
-        name, JinjaFormat(chat_template, options, tokenizer, name), options, tokenizer, None, cutoff_len
-    )
+    form = JinjaFormat(chat_template, options, tokenizer, name, family)
+    template = Template(name, form, options, tokenizer, None, cutoff_len)
     if options.tool_format:
-        template.notes.append(f"tool_format has no effect with {name} chat template, which writes tools its own way.")
+        template.notes.append(f"tool_format has no effect with {name} chat template, which formats tools itself.")
     return template
 
 
@@ -143,19 +153,20 @@ def fit_tokenizer(template: Template, tokenizer: Any) -> list[str]:
     stop_words = list(template.spec.stop_words) if template.spec else []
     if template.spec and template.spec.replace_eos and tokenizer.eos_token != stop_words[0]:
         notes.append(
-            f'eos is "{stop_words[0]}", which ends a turn in template "{template.name}", not "{tokenizer.eos_token}".'
+            f'EOS token changed from "{tokenizer.eos_token}" to "{stop_words[0]}", which ends turns in template '
+            f'"{template.name}".'
         )
         tokenizer.add_special_tokens({"eos_token": stop_words[0]})
     if tokenizer.eos_token_id is None:
         tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
-        notes.append('The tokenizer has no eos token; "<|endoftext|>" was made one.')
+        notes.append('The tokenizer has no EOS token; "<|endoftext|>" was added.')
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-        notes.append(f'The tokenizer has no pad token; eos, "{tokenizer.eos_token}", pads.')
+        notes.append(f'The tokenizer has no padding token; the EOS token "{tokenizer.eos_token}" is used.')
     if unknown := [word for word in stop_words if word not in tokenizer.all_special_tokens]:
         tokenizer.add_special_tokens({"extra_special_tokens": unknown}, replace_extra_special_tokens=False)
     if len(tokenizer) > size:
-        notes.append(f"Tokens that were added to the vocabulary, for the template: {len(tokenizer) - size}.")
+        notes.append(f"Tokens added to the vocabulary for the template: {len(tokenizer) - size}.")
     template.form.fit()
     return notes
 
@@ -169,8 +180,8 @@ def _named_spec(name: str | None) -> TemplateSpec | None:
     if name.endswith((".yaml", ".yml", ".json")):
         return _spec_from_file(Path(name))
     raise UserError(
-        f'"template": there is no template "{name}".{did_you_mean(name, table(), limit=3)}',
-        remedy="Leave template out to use the tokenizer's own chat template, or name a .yaml or .jinja file.",
+        f'Unknown template "{name}".{did_you_mean(name, table(), limit=3)}',
+        remedy="Remove template to use the tokenizer's chat template, or set it to a .yaml or .jinja file.",
         option="template",
     )
 
@@ -183,21 +194,22 @@ def _spec_from_file(path: Path) -> TemplateSpec:
     except yaml.YAMLError as error:
         mark, fault = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise UserError(f"The template file is not YAML: {fault}.", where=where) from error
+        raise UserError(f"Invalid YAML in the template file: {fault}.", where=where) from error
     if not isinstance(row, dict):
         raise UserError(
-            f"A template file holds a mapping: user, assistant, ... Received: {type(row).__name__}.", where=str(path)
+            f"Expected a template file with a mapping (user, assistant, ...). Received: {type(row).__name__}.",
+            where=str(path),
         )
     return read_row(path.stem, row, where=str(path))
 
 
 def _read(path: Path) -> str:
     if kind := odd_kind(path):
-        raise UserError(f'"template" names {kind}, and not a file: {path}.', option="template")
+        raise UserError(f'Expected "template" to be a file. "{path}" is {kind}.', option="template")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f'"template" names a file that cannot be read: {error}.', option="template") from error
+        raise UserError(f"The template file cannot be read: {error}.", option="template") from error
 
 
 def _check_control_tokens(spec: TemplateSpec, options: NamedTemplate, tokenizer: Any) -> None:
@@ -206,10 +218,10 @@ def _check_control_tokens(spec: TemplateSpec, options: NamedTemplate, tokenizer:
     missing = [token for token in spec.control_tokens if len(ids[token]) != 1]
     if missing and options.missing_control_tokens == "raise":
         raise UserError(
-            f'"template" {spec.name} has control tokens that the tokenizer lacks: {", ".join(missing)}.',
-            why="The model would read each of them as several pieces of ordinary text.",
-            remedy="Name the template that the model was made with, or none; add the tokens with "
-            "add_special_tokens; or set missing_control_tokens: split.",
+            f'The tokenizer lacks control tokens of template "{spec.name}": {", ".join(missing)}.',
+            why="Each of them would be split into several ordinary tokens.",
+            remedy="Use the template that the model was trained with, add the tokens with add_special_tokens, or set "
+            "missing_control_tokens: split.",
             option="template",
         )
 
@@ -218,15 +230,19 @@ def _notes(spec: TemplateSpec, options: NamedTemplate) -> list[str]:
     notes = []
     if spec.name == "empty" and options.template is None:
         notes.append(
-            "The tokenizer has no chat template and none is named: messages are joined without markers, and eos ends "
-            "each answer. Name one with template."
+            "The tokenizer has no chat template and template is not set: messages are concatenated without "
+            "markers, and each response ends with EOS. Set template to choose one."
         )
     if spec.name == "empty" and options.template is not None:
-        notes.append('Template "empty" writes no end token: the model does not learn where an answer ends.')
+        notes.append('Template "empty" has no end token, so the model does not learn to stop.')
     if spec.reasoning:
-        thought = {True: "learned", False: "given, not learned, and all thoughts removed", None: "given, not learned"}
+        thought = {
+            True: "it is trained on",
+            False: "it is put in the prompt, and all reasoning is removed",
+            None: "it is put in the prompt",
+        }
         notes.append(
-            f'Template "{spec.name}" expects a thought in each answer; where there is none an empty one is '
+            f'Template "{spec.name}" adds an empty reasoning block to responses without one; '
             f"{thought[options.enable_thinking]} (enable_thinking: {str(options.enable_thinking).lower()})."
         )
     return notes

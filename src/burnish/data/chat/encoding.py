@@ -17,17 +17,20 @@ from itertools import chain
 from typing import Any, Protocol
 
 from burnish.data.chat.labels import EncodedConversation, Segment, Turn, concatenated, masked
-from burnish.data.chat.preferences import pair_rows, verdict_rows, with_answer, with_other
+from burnish.data.chat.preferences import PICTURE_CUT, pair_rows, verdict_rows, with_answer, with_other
 from burnish.data.chat.truncate import fit_turns, refuse_long
+from burnish.data.images.in_rows import images_column, pictures_of_segments
+from burnish.data.images.picture import Picture
 from burnish.data.stats import DataStats
-from burnish.loop.types import IGNORE_INDEX, Example, Row, as_lists
+from burnish.loop.types import IGNORE_INDEX, Example, Ids, Row, as_lists
 
 NOTHING_TO_LEARN = "dropped: no trainable tokens"
 TOO_LONG = "dropped: longer than cutoff_len"
 SHORTENED = "truncated: messages shortened to cutoff_len"
 LEFT_OUT = "truncated: turns beyond cutoff_len were removed"
-NO_TEXT = "dropped: it has no text"
-NO_END = "kept, without an end token to learn"
+PICTURES_TOO_LONG = "dropped: its pictures alone are longer than cutoff_len; set a lower image_max_pixels"
+NO_TEXT = "dropped: no text"
+NO_END = "kept, without a trained end token"
 
 
 class EncodingChoices(Protocol):
@@ -109,6 +112,20 @@ class ConversationEncoder:
         others = [None if example.other is None else next(beside) for example in examples]
         return verdict_rows(examples, own, others, self.encoding, self.cutoff_len, stats)
 
+    def encode_prompts(self, examples: Sequence[Example], stats: DataStats) -> list[Ids | None]:
+        """The ids up to the beginning of the next answer; an answer at the end of an example is left out. None for a
+        prompt that is empty or longer than ``cutoff_len``: no prompt is cut."""
+        found: list[Ids | None] = []
+        for example, ids in zip(examples, self._prompt_ids(examples), strict=True):
+            if reason := NO_TEXT if not ids else TOO_LONG if len(ids) > self.cutoff_len else "":
+                stats.add(reason, example)
+            found.append(None if reason else ids)
+        return found
+
+    def _prompt_ids(self, examples: Sequence[Example]) -> list[Ids]:
+        """The ids of prompts: of a conversation, or of a text."""
+        raise NotImplementedError
+
     def _conversations(
         self, examples: Sequence[Example], stats: DataStats, last_only: bool = False
     ) -> list[EncodedConversation | None]:
@@ -131,8 +148,9 @@ class ConversationEncoder:
         *before, response = chain(*encoded.turns)
         ids = concatenated(segment.ids for segment in before)
         prompt = Segment(
-            ids, lambda: [mark for segment in before for mark in segment.content()], labels=masked(len(ids))
-        )
+            ids, lambda: [mark for segment in before for mark in segment.content()], labels=masked(len(ids)),
+            pictures=pictures_of_segments(before),
+        )  # fmt: skip
         if encoded.closing is None:
             return prompt, replace(response, weights=None)
         label = encoded.closing if self._trains_closing(response) else IGNORE_INDEX
@@ -140,6 +158,7 @@ class ConversationEncoder:
             response.ids + array("i", [encoded.closing]),
             lambda: [*response.content(), False],
             labels=response.labels + array("i", [label]),
+            pictures=response.pictures,
         )
         return prompt, closed
 
@@ -164,7 +183,10 @@ class ConversationEncoder:
             if self.encoding.on_too_long == "drop":
                 stats.add(TOO_LONG, example)
                 return None
+            of_pictures = encoded.pictures
             encoded = self._truncated(example, encoded, stats)
+            if of_pictures and not self._keeps(example, of_pictures, encoded, stats):
+                return None
         row = self._joined(encoded)
         if row["labels"] == masked(len(row["labels"])):
             stats.add(NOTHING_TO_LEARN, example)
@@ -184,6 +206,17 @@ class ConversationEncoder:
             stats.add(SHORTENED, example)
         return EncodedConversation(kept, encoded.closing if kept else None, encoded.ends)
 
+    def _keeps(
+        self, example: Example, pictures: Sequence[Picture], encoded: EncodedConversation, stats: DataStats
+    ) -> bool:
+        """Return whether a truncated row has each of its pictures as a whole; a row that has not is dropped."""
+        left = {(one.place, one.path): one.end - one.begin for one in encoded.pictures}
+        sizes = {(one.place, one.path): one.end - one.begin for one in pictures}
+        if encoded.turns and all(sizes[key] == size for key, size in left.items()):
+            return True
+        stats.add(PICTURES_TOO_LONG if sum(sizes.values()) > self.cutoff_len else PICTURE_CUT, example)
+        return False
+
     def _joined(self, encoded: EncodedConversation) -> Row:
         """Join the segments of a conversation, and the token that closes it."""
         segments, closing = list(chain(*encoded.turns)), encoded.closing
@@ -196,6 +229,8 @@ class ConversationEncoder:
             weights = [one.weights or [1.0] * len(one.ids) for one in segments]
             of_closing = [] if closing is None else (weights[-1] or [1.0])[-1:]
             row["loss_weights"] = array("d", chain(*weights, of_closing))
+        if pictures := pictures_of_segments(segments):
+            row["images"] = images_column(pictures)
         return row
 
     def _trains_closing(self, response: Segment) -> bool:

@@ -11,6 +11,7 @@ this for the whole run, ``train`` and ``weight`` of a message for that message.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -19,6 +20,7 @@ from typing import Literal, Protocol, TypeAlias
 from burnish.config.checks import check
 from burnish.config.errors import Problem
 from burnish.config.options import option
+from burnish.data.images.picture import Picture
 from burnish.loop.types import IGNORE_INDEX, Ids, Message
 
 NO_MESSAGE = Message("user", "")
@@ -36,6 +38,7 @@ class Segment:
         trailing: number of tokens at the end that follow the message, and are not trained.
         labels: T labels; empty until they are set.
         weights: T loss weights, or None where all are 1.
+        pictures: those whose tokens are in it; ``begin`` and ``end`` are positions in the segment.
     """
 
     ids: Ids
@@ -45,6 +48,7 @@ class Segment:
     trailing: int = 0
     labels: Ids = field(default_factory=lambda: array("i"))
     weights: Sequence[float] | None = None
+    pictures: Sequence[Picture] = ()
 
     @property
     def is_trained(self) -> bool:
@@ -54,7 +58,13 @@ class Segment:
         """The segment with only the tokens at these positions."""
         weights = self.weights and [self.weights[i] for i in kept]
         ids, labels = (array("i", [values[i] for i in kept]) for values in (self.ids, self.labels))
-        return replace(self, ids=ids, labels=labels, weights=weights)
+        return replace(self, ids=ids, labels=labels, weights=weights, pictures=_still_there(self.pictures, kept))
+
+
+def _still_there(pictures: Sequence[Picture], kept: Sequence[int]) -> list[Picture]:
+    """The pictures of a segment, of which only the tokens at ``kept`` are left: fewer of one that was cut."""
+    spans = [(bisect_left(kept, one.begin), bisect_left(kept, one.end)) for one in pictures]
+    return [replace(one, begin=begin, end=end) for one, (begin, end) in zip(pictures, spans, strict=True)]
 
 
 Turn: TypeAlias = tuple[Segment, Segment]
@@ -78,6 +88,11 @@ class EncodedConversation:
     @property
     def length(self) -> int:
         return sum(len(segment.ids) for segment in chain(*self.turns)) + (self.closing is not None)
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """Those of all segments, in their order."""
+        return [picture for segment in chain(*self.turns) for picture in segment.pictures]
 
 
 def masked(length: int) -> Ids:
@@ -127,7 +142,7 @@ class LearnOptions:
 @check
 def check_learning(options: TemplateChoices) -> list[Problem]:
     if options.train_on_prompt and options.mask_history:
-        what = "train_on_prompt and mask_history contradict each other: learn everything, or the last answer only."
+        what = "train_on_prompt and mask_history cannot be combined."
         return [Problem(what, remedy="Remove one of them.", option=("train_on_prompt", "mask_history"))]
     return []
 

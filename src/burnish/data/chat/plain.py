@@ -5,7 +5,8 @@ template. A text has the ids of the tokenizer, with eos at its end; special toke
 row, what follows the context (messages with ``train=False``, or a prompt), or the tokens of the assistant: those that
 the template marks with ``{% generation %}``, and where it has no marks, those that ``answers.py`` finds.
 
-The response begins at the first token that differs from the tokens of the prompt alone.
+The response begins at the first token that differs from the tokens of the prompt alone. For a model that sees, prompt
+and response are encoded each by itself, as TRL does there; a control token of pictures in a text is text.
 """
 
 from __future__ import annotations
@@ -21,19 +22,33 @@ from itertools import chain
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.chat.answers import Renderer
+from burnish.data.chat.answers import Rendered, Renderer, common_start
 from burnish.data.chat.encoding import ConversationEncoder
 from burnish.data.chat.labels import EncodedConversation, Segment, Turn, masked
 from burnish.data.chat.preferences import pair_rows, verdict_rows
-from burnish.data.chat.rendering import Conversation, UnreadableTemplate, chat_ids, marked_ids
+from burnish.data.chat.rendering import (
+    WHOLE,
+    Conversation,
+    Rendering,
+    UnreadableTemplate,
+    chat_ids,
+    marked,
+    marked_ids,
+    render,
+)
 from burnish.data.chat.table import TemplateSpec
+from burnish.data.images.family import Family
+from burnish.data.images.in_rows import Marks, pictures_in, shifted
+from burnish.data.images.picture import BadPicture, Picture
 from burnish.data.stats import DataStats
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Message, Row
 from burnish.utils.sequences import shared_beginning
 
-PARTED = "kept: the tokens of its prompt are not the first tokens of the prompt with its answer; training begins where "
-PARTED += "the two differ"
+PARTED = (
+    "kept: tokenizing the prompt alone gives other tokens than the prompt with the response; training begins where "
+)
+PARTED += "they differ"
 KL_IDS = "KL_completion_ids"
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOT_ENDS = tuple(
@@ -61,12 +76,13 @@ class PlainOptions:
 
 
 class PlainTemplate(ConversationEncoder):
-    """Args: tokenizer: with its chat template and eos set."""
+    """Args: tokenizer: with its chat template and eos set. family: of the model, if it sees."""
 
-    def __init__(self, options: PlainOptions, tokenizer: Any) -> None:
+    def __init__(self, options: PlainOptions, tokenizer: Any, family: Family | None = None) -> None:
         super().__init__(options, tokenizer, sys.maxsize if options.limit is None else options.limit)
         self.options = options
-        self.encoder = Encoder(tokenizer)
+        self.family, self.marks = family, None if family is None else Marks(family)
+        self.encoder = Encoder(tokenizer, controls=() if family is None else family.controls)
         template = tokenizer.chat_template
         self._templates = dict(template) if isinstance(template, dict) else {"default": template or ""}
         self._is_marked = any(_MARK.search(text) for text in self._templates.values())
@@ -77,6 +93,7 @@ class PlainTemplate(ConversationEncoder):
     def fingerprint(self) -> str:
         """A hash that changes whenever the rows of the same examples would change."""
         known = [self._templates, self.encoder.identity, str(self.tokenizer.special_tokens_map), asdict(self.options)]
+        known += [] if self.family is None else [self.family.identity]
         return sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
     def encode_pairs(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
@@ -118,6 +135,11 @@ class PlainTemplate(ConversationEncoder):
         self, examples: Sequence[Example], stats: DataStats, last_only: bool
     ) -> Iterator[EncodedConversation | None]:
         chats = [one for one in examples if "input_ids" not in one.extra]
+        if self.marks is not None:
+            seen = iter(self._seen(chats, self.marks))
+            for example in examples:
+                yield self._labelled(example.extra) if "input_ids" in example.extra else next(seen)
+            return
         wholes, prompts = iter(self._wholes(chats)), iter(self._prompts(chats))
         for example in examples:
             if "input_ids" in example.extra:
@@ -150,6 +172,19 @@ class PlainTemplate(ConversationEncoder):
         known |= {(one.source, one.number): ids for (one, _), ids in zip(new, prompts, strict=True)}
         return (known[one.source, one.number] if size else None for one, size in zip(examples, contexts, strict=True))
 
+    def _prompt_ids(self, examples: Sequence[Example]) -> list[Ids]:
+        chats = [one for one in examples if one.messages]
+        given = [_conversation(one) for one in chats]
+        sizes = [len(one.chat) - (one.chat[-1]["role"] == "assistant") for one in given]
+        parts = [replace(one, parts=[(size, True)]) for one, size in zip(given, sizes, strict=True)]
+        of_chats = iter(self._chat_ids(chats, parts))
+        texts = iter(self._ids([one.text or one.prompt or "" for one in examples if not one.messages]))
+        return [next(of_chats if one.messages else texts) for one in examples]
+
+    def stop_token_ids(self) -> list[int]:
+        """The ids on which a generation ends."""
+        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+
     def _chat_ids(self, examples: Sequence[Example], given: Sequence[Conversation]) -> list[Ids]:
         try:
             return [array("i", ids) for ids in chat_ids(self.tokenizer, given)] if given else []
@@ -158,6 +193,68 @@ class PlainTemplate(ConversationEncoder):
                 pairs = zip(examples, given, strict=True)
                 return [ids for example, one in pairs for ids in self._chat_ids([example], [one])]
             raise UserError(_not_rendered(error, given[0]), where=examples[0].place) from error
+
+    # --- conversations with pictures ----------------------------------------------------------------------------------
+
+    def _seen(self, examples: Sequence[Example], marks: Marks) -> Iterator[EncodedConversation]:
+        """Conversations for a model that sees."""
+        contexts = [_context(example.messages) for example in examples]
+        is_masked = self.options.assistant_only
+        given = [
+            replace(
+                self._in_parts(_conversation(one)), parts=[(size, True), WHOLE] if size else [WHOLE], marks=is_masked
+            )
+            for one, size in zip(examples, contexts, strict=True)
+        ]
+        for example, size, one in zip(examples, contexts, given, strict=True):
+            *asked, whole = [marked(each, marks.family) for each in render(self.tokenizer, [one])]
+            if error := next((each.error for each in (*asked, whole) if each.error is not None), None):
+                raise UserError(_not_rendered(error, one), where=example.place) from error
+            try:
+                made = self._expanded(example, one, asked[0].text if size else "", whole, marks)
+            except BadPicture as error:
+                raise UserError(f"The row cannot be encoded: {error}.", where=example.place) from error
+            found = self._trained_from(*made)
+            yield EncodedConversation(
+                [(marks.without_placeholders(a), marks.without_placeholders(b)) for a, b in found.turns]
+            )
+
+    def _expanded(
+        self, example: Example, one: Conversation, asked: str, whole: Rendering, marks: Marks
+    ) -> tuple[int, Ids, Sequence[int] | None, Sequence[Picture]]:
+        """Where the response begins, the ids, which may be trained, and the pictures among them."""
+        text = whole.text
+        if self.options.assistant_only:
+            ids, mask = self._between(one, text, whole.spans if self._is_marked else self._answers_in(one).spans)
+            begun = self.encoder.boundaries(text, [common_start(asked, text)])[0][0]
+            made = marks.expanded(ids, pictures_in(example), mask)
+            return made.moved(begun), made.ids, made.mask, made.pictures
+        at = common_start(asked, text)
+        pieces = [self.encoder.encode([piece])[piece] if piece else array("i") for piece in (text[:at], text[at:])]
+        made = marks.expanded(pieces[0] + pieces[1], pictures_in(example))
+        return made.moved(len(pieces[0])), made.ids, None, made.pictures
+
+    def _in_parts(self, conversation: Conversation) -> Conversation:
+        """Messages with their contents as parts, as TRL gives them to the template of a model that sees."""
+        return replace(conversation, chat=[self._with_parts(message) for message in conversation.chat])
+
+    def _with_parts(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        content = message.get("content")
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        if not isinstance(content, list):
+            return message
+        return {**message, "content": [self._hidden(part) for part in content]}
+
+    def _hidden(self, part: Any) -> Any:
+        """A part whose text holds no control token of pictures that a template would not have written."""
+        assert self.family is not None
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            return part
+        text = part["text"]
+        for word in self.family.controls:
+            text = text.replace(word, self.encoder.hide(word)) if word in text else text
+        return {**part, "text": text}
 
     def _labelled(self, columns: Mapping[str, Any]) -> EncodedConversation:
         """Token ids with their labels: as they are given, or those that the masks leave."""
@@ -174,14 +271,18 @@ class PlainTemplate(ConversationEncoder):
             stats.add(PARTED, example)
         return begin
 
-    def _trained_from(self, begin: int, ids: Ids, mask: Sequence[int] | None = None) -> EncodedConversation:
+    def _trained_from(
+        self, begin: int, ids: Ids, mask: Sequence[int] | None = None, pictures: Sequence[Picture] = ()
+    ) -> EncodedConversation:
         """One turn. Args: begin: the first token of the response. mask: 1 for each token that may be trained."""
         labels = ids[:]
         if not self.options.train_on_prompt:
             labels[:begin] = masked(begin)
         if mask is not None:
             labels = _where(mask, labels)
-        return EncodedConversation([(_segment(ids[:begin], labels[:begin]), _segment(ids[begin:], labels[begin:]))])
+        asked = _segment(ids[:begin], labels[:begin], [one for one in pictures if one.end <= begin])
+        answer = _segment(ids[begin:], labels[begin:], shifted((one for one in pictures if one.end > begin), -begin))
+        return EncodedConversation([(asked, answer)])
 
     # --- the assistant's tokens ---------------------------------------------------------------------------------------
 
@@ -195,8 +296,8 @@ class PlainTemplate(ConversationEncoder):
         behind = [token for token, is_marked in zip(ids, marks, strict=True) if not is_marked][-2:]
         if 1 in marks and ends in behind and ids[len(marks) - 1 - marks[::-1].index(1)] != ends:
             return (
-                "The chat template's `{% generation %}` marks leave out the token that ends the assistant's turn: the "
-                "model does not learn to stop. Move `{% endgeneration %}` behind it."
+                "The chat template's `{% generation %}` block excludes the token that ends the assistant turn, so the "
+                "model does not learn to stop. Move `{% endgeneration %}` after it."
             )
         return None
 
@@ -209,12 +310,22 @@ class PlainTemplate(ConversationEncoder):
         return array("i", ids), mask
 
     def _found(self, conversation: Conversation) -> tuple[Ids, list[int]]:
+        rendered = self._answers_in(conversation)
+        return self._between(conversation, rendered.text, rendered.spans)
+
+    def _answers_in(self, conversation: Conversation) -> Rendered:
+        """A conversation with the spans of its answers."""
         chat: Any = conversation.chat
         (rendered,) = self._renderer(conversation.variables).rendered([(chat, conversation.tools)])
         if isinstance(rendered, UnreadableTemplate):
-            raise RuntimeError(f"The assistant's messages cannot be found: {rendered}. {str(chat)[:200]}")
-        edges = list(chain.from_iterable(rendered.spans))
-        ids, borders = self.encoder.located([rendered.text], [edges])[0]
+            raise RuntimeError(f"Assistant messages cannot be located: {rendered}. Messages: {str(chat)[:200]}")
+        return rendered
+
+    def _between(
+        self, conversation: Conversation, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[Ids, list[int]]:
+        """The ids of a text, and 1 for each token of a span."""
+        ids, borders = self.encoder.located([text], [list(chain.from_iterable(spans))])[0]
         mask = [0] * len(ids)
         for (begin, _), (_, end) in zip(borders[::2], borders[1::2], strict=True):
             mask[begin:end] = [1] * (end - begin)
@@ -226,7 +337,7 @@ class PlainTemplate(ConversationEncoder):
         opening = "".join(f"{{%- set {name} = {json.dumps(value)} %}}" for name, value in sorted(variables.items()))
         if opening not in self._renderers:
             templates = {name: opening + text for name, text in self._templates.items()}
-            self._renderers[opening] = Renderer(templates, self.tokenizer, not_ends=_NOT_ENDS)
+            self._renderers[opening] = Renderer(templates, self.tokenizer, not_ends=_NOT_ENDS, family=self.family)
         return self._renderers[opening]
 
 
@@ -244,20 +355,20 @@ def _context(messages: Sequence[Message]) -> int:
 
 
 def _not_rendered(error: UnreadableTemplate, conversation: Conversation) -> str:
-    return f"The row cannot be encoded: {error}. Its messages: {str(conversation.chat)[:200]}"
+    return f"The example cannot be tokenized: {error}. Messages: {str(conversation.chat)[:200]}"
 
 
 def _refuse_without_assistant(conversation: Conversation, mask: Sequence[int]) -> None:
     if 1 not in mask:
         raise RuntimeError(
-            "You're using `assistant_only_loss=True`, but at least one example has no assistant tokens: either it "
-            "has no message of the assistant's, or the chat template's `{% generation %}` marks hold none of it. "
-            f"The example begins: {str(conversation.chat)[:200]}"
+            "`assistant_only_loss=True` requires assistant tokens in every example. Received an example without an "
+            "assistant message, or without one inside the chat template's `{% generation %}` block. "
+            f"Messages: {str(conversation.chat)[:200]}"
         )
 
 
-def _segment(ids: Ids, labels: Ids) -> Segment:
-    return Segment(ids, lambda: [True] * len(ids), labels=labels)
+def _segment(ids: Ids, labels: Ids, pictures: Sequence[Picture] = ()) -> Segment:
+    return Segment(ids, lambda: [True] * len(ids), labels=labels, pictures=pictures)
 
 
 def _where(mask: Sequence[int], labels: Ids) -> Ids:

@@ -16,13 +16,15 @@ from typing import Any, Protocol
 
 from burnish.data.chat.labels import Segment, Turn, concatenated, masked
 from burnish.data.chat.truncate import fit_segments, refuse_long
+from burnish.data.images.in_rows import images_column
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.utils.sequences import shared_beginning
 
-EQUAL_AFTER_CUT = "dropped: its answers are the same once truncated to cutoff_len"
-NOTHING_LEFT = "dropped: cutoff_len leaves nothing of an answer"
+EQUAL_AFTER_CUT = "dropped: chosen and rejected are identical after truncation to cutoff_len"
+NOTHING_LEFT = "dropped: a response is empty after truncation to cutoff_len"
 TOO_LONG = "dropped: longer than cutoff_len"
+PICTURE_CUT = "dropped: cutoff_len would cut through a picture; raise it, or set a lower image_max_pixels"
 CUT = "truncated to cutoff_len"
 
 
@@ -103,7 +105,10 @@ def _with_one_prompt(chosen: Turn, rejected: Turn) -> list[Segment]:
     shared = shared_beginning(prompt.ids, rejected[0].ids)
     if shared == len(prompt.ids) == len(rejected[0].ids):
         return [prompt, chosen[1], rejected[1]]
-    start = Segment(prompt.ids[:shared], lambda: prompt.content()[:shared], labels=prompt.labels[:shared])
+    pictures = [picture for picture in prompt.pictures if picture.end <= shared]
+    start = Segment(
+        prompt.ids[:shared], lambda: prompt.content()[:shared], labels=prompt.labels[:shared], pictures=pictures
+    )
     return [start, *(_lengthened(*turn, shared) for turn in (chosen, rejected))]
 
 
@@ -139,14 +144,24 @@ def _fitted(
         fitted = fit_segments(encoded[0], encoded[1:], room, options.truncation)
         if fitted is not None:
             stats.add(CUT, example)
+    if fitted is not None and not _keeps(encoded[0], fitted[0]):
+        stats.add(PICTURE_CUT, example)
+        return None
     if fitted is None or not all(response.is_trained for response in fitted[1:]):
         stats.add(NOTHING_LEFT, example)
         return None
     return fitted
 
 
+def _keeps(before: Segment, after: Segment) -> bool:
+    """Return whether a truncated prompt has all of its pictures as a whole."""
+    return [one.end - one.begin for one in before.pictures] == [one.end - one.begin for one in after.pictures]
+
+
 def _columns(prompt: Segment, response: Segment, prefix: str) -> Row:
     labels = masked(len(prompt.ids)) + response.labels
     columns: Any = {f"{prefix}input_ids": concatenated([prompt.ids, response.ids]), f"{prefix}labels": labels}
     row: Row = columns
+    if prompt.pictures:
+        row["images" if prefix != "kl_" else "kl_images"] = images_column(prompt.pictures)
     return row

@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from burnish.config.bounds import LONGEST_RENDERING, RENDERING_BYTES
 
@@ -29,11 +29,11 @@ def main() -> None:
     """Answer requests until standard input ends."""
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    class Plain(PreTrainedTokenizerBase):  # type: ignore[misc]
+    class Plain(PreTrainedTokenizerBase):
         def __call__(self, text: str, **kwargs: Any) -> _Characters:
             return _Characters(input_ids=text)
 
-    tokenizer = Plain()
+    tokenizer: Any = cast(Any, Plain)()
     _bound_memory()
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     for line in requests:

@@ -18,14 +18,17 @@ import os
 import subprocess
 import sys
 import threading
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from burnish.config.bounds import RENDERING_S
 from burnish.config.errors import UserError
+from burnish.data.images.family import Family
+from burnish.loop.types import PICTURE
 
-_REMEDY = "Correct the template, or choose another one."
+_REMEDY = "Correct the template, or set another one."
 
 
 class UnreadableTemplate(ValueError):
@@ -88,7 +91,7 @@ def render(tokenizer: Any, conversations: Sequence[Conversation], template: str 
     }  # fmt: skip
     replies = _worker.ask(json.dumps(request, default=_placeholder).encode() + b"\n")
     if replies is None:
-        what = f"the chat template did not finish within {RENDERING_S:g} s for one conversation."
+        what = f"the chat template took more than {RENDERING_S:g} s to render one conversation."
         raise UserError(what, why="It may contain nested loops.", remedy=_REMEDY)
     return [_rendering(reply) for reply in replies]
 
@@ -98,11 +101,11 @@ def _rendering(reply: Mapping[str, Any]) -> Rendering:
     if kind is None:
         return Rendering(reply["text"], [(start, end) for start, end in reply["spans"]])
     if kind == "memory":
-        why = "the chat template needs more memory than it may use"
+        why = "the chat template exceeded its memory limit"
     elif kind == "syntax":
         why = f"line {reply['line']} of the chat template is not valid Jinja: {reply['message']}"
     else:
-        why = f"the chat template refuses it: {reply['message']}"
+        why = f"the chat template raised an error: {reply['message']}"
     return Rendering(error=UnreadableTemplate(why))
 
 
@@ -112,6 +115,26 @@ def _texts(tokenizer: Any, found: Sequence[Rendering]) -> Any:
         if each.error is not None:
             raise each.error
     return tokenizer([each.text for each in found], add_special_tokens=False)
+
+
+def in_parts(text: str) -> list[dict[str, str]]:
+    """A text with pictures as the parts that chat templates take."""
+    first, *others = text.split(PICTURE)
+    parts = [{"type": "text", "text": first}]
+    for other in others:
+        parts += [{"type": "image"}, {"type": "text", "text": other}]
+    return [part for part in parts if part != {"type": "text", "text": ""}]
+
+
+def marked(found: Rendering, family: Family) -> Rendering:
+    """A rendering in which the mark of each picture has the text around it that the family's processor adds."""
+    pieces = found.text.split(family.mark)
+    added = len(family.own) - len(family.mark)
+    places: list[int] = []
+    for piece in pieces[:-1]:
+        places.append((places[-1] + len(family.mark) if places else 0) + len(piece))
+    spans = [(a + added * bisect_left(places, a), b + added * bisect_left(places, b)) for a, b in found.spans]
+    return replace(found, text=family.own.join(pieces), spans=spans)
 
 
 def chat_ids(tokenizer: Any, conversations: Sequence[Conversation]) -> list[list[int]]:

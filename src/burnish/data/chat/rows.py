@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any, Final, Protocol
 
+from burnish.config.errors import UserError
 from burnish.data.chat.encoding import NO_TEXT, ConversationEncoder
 from burnish.data.chat.labels import EncodedConversation, Ends, Segment, TemplateChoices, Turn, label_turns, masked
 from burnish.data.chat.table import TemplateSpec
+from burnish.data.images.family import Family
+from burnish.data.images.in_rows import Marks, cleaned, images_column, pictures_in
+from burnish.data.images.picture import BadPicture
 from burnish.data.stats import DataStats
 from burnish.data.tokens.encoder import Encoder, shared_start
-from burnish.loop.types import Example, Ids
+from burnish.loop.types import Example, Ids, Row
 
 OPTIONS_OF_ROWS: Final = (
     "train_on_prompt",
@@ -26,10 +31,20 @@ OPTIONS_OF_ROWS: Final = (
 )
 
 
+SHRUNK = "kept: its pictures were made smaller, so that the row fits into cutoff_len (image_fit: shrink)"
+SHRINKING, SMALLEST = 0.8, 28 * 28
+"""Factor of the pixels of pictures in one attempt to make a row fit, and the fewest that a picture is given."""
+ANSWERING: Final = ("assistant", "function")
+
+
 class TemplateFormat(Protocol):
-    """The formatting of conversations: by a named template (``slots.py``) or by Jinja (``chat_template.py``)."""
+    """The formatting of conversations: by a named template (``slots.py``) or by Jinja (``chat_template.py``).
+
+    It writes one mark of ``family`` for each picture.
+    """
 
     encoder: Encoder
+    family: Family | None
 
     @property
     def closing_word(self) -> str | None:
@@ -67,11 +82,24 @@ class Template(ConversationEncoder):
     ) -> None:  # fmt: skip
         super().__init__(options, tokenizer, cutoff_len or options.cutoff_len)
         self.name, self.form, self.options, self.spec = name, form, options, spec
+        self.marks = None if form.family is None else Marks(form.family)
         self.notes: list[str] = []
 
     def prompt(self, example: Example) -> list[int]:
         """The ids up to the beginning of the next answer; a final answer in the example is left out."""
-        return self.form.prompt(example)
+        return list(self.prompt_row(example)["input_ids"])
+
+    def prompt_row(self, example: Example) -> Row:
+        """The same as a row: ``input_ids``, and with pictures ``images``."""
+        if self.marks is None:
+            return {"input_ids": self.form.prompt(example)}
+        example = cleaned(example)
+        ids = array("i", self.form.prompt(example))
+        messages = example.messages[: -1 if example.messages[-1:] and example.messages[-1].role in ANSWERING else None]
+        pictures = pictures_in(replace(example, messages=messages))
+        made = self.marks.expanded(ids, pictures)
+        row: Row = {"input_ids": made.ids.tolist()}
+        return row | {"images": images_column(made.pictures)} if pictures else row
 
     def stop_token_ids(self, tokenizer: Any = None) -> list[int]:
         """The ids on which a generation ends: eos and the template's stop words."""
@@ -95,7 +123,8 @@ class Template(ConversationEncoder):
     def fingerprint(self) -> str:
         """A hash that changes whenever the rows of the same examples would change."""
         options = {name: getattr(self.options, name) for name in OPTIONS_OF_ROWS}
-        return _hashed([self.form.identity(), self.form.encoder.identity, options, self.cutoff_len])
+        known = [self.form.identity(), self.form.encoder.identity, options, self.cutoff_len]
+        return _hashed(known if self.form.family is None else [*known, self.form.family.identity])
 
     @property
     def form_fingerprint(self) -> str:
@@ -115,12 +144,51 @@ class Template(ConversationEncoder):
         closing = None if word is None else int(self.tokenizer.convert_tokens_to_ids(word))
         ends = Ends(self.end_ids(), closing if self.spec and not last_only else None)
         wanted = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
-        for turns in form.turns(examples, stats) if examples else ():
+        examples = examples if self.marks is None else [cleaned(example) for example in examples]
+        found = form.turns(examples, stats) if examples else []
+        for example, turns in zip(examples, found, strict=True):
+            turns = turns and self._seen(example, turns, stats)
             if turns is None:
                 yield None
                 continue
             labelled = label_turns(turns[-1:] if last_only else turns, self.options, ends)
+            if self.marks is not None:
+                labelled = [
+                    (self.marks.without_placeholders(a), self.marks.without_placeholders(b)) for a, b in labelled
+                ]
             yield EncodedConversation([*turns[:-1], *labelled] if last_only else labelled, closing, wanted)
+
+    def _seen(self, example: Example, turns: list[Turn], stats: DataStats) -> list[Turn] | None:
+        """Turns with what stands for their pictures; None where the template does not write them."""
+        if self.marks is None:
+            if pictures_in(example):
+                what = "the record holds pictures, and burnish cannot give them to this model."
+                raise UserError(what, example.place, remedy="Leave the column of pictures out, or use another model.")
+            return turns
+        pictures = pictures_in(example)
+        try:
+            made = self.marks.turns(turns, pictures)
+            if pictures and self.marks.family.source.shrinks:
+                return self._shrunk(example, turns, made, stats)
+            return made
+        except BadPicture as error:
+            stats.add(f"dropped: {error}", example)
+            return None
+
+    def _shrunk(self, example: Example, turns: list[Turn], made: list[Turn], stats: DataStats) -> list[Turn]:
+        """Turns whose pictures are made smaller, all by the same factor, until the row fits, or they cannot be."""
+        assert self.marks is not None
+        pictures, room = pictures_in(example), self.cutoff_len - (self.form.closing_word is not None)
+        factor, found = 1.0, made
+        while EncodedConversation(found).length > room:
+            factor *= SHRINKING
+            smaller = [one.shrunk(factor) for one in pictures]
+            if any(one.max_pixels is None or one.max_pixels < SMALLEST for one in smaller):
+                return made
+            found = self.marks.turns(turns, smaller)
+        if found is not made:
+            stats.add(SHRUNK, example)
+        return found
 
     def _texts(self, examples: Sequence[Example], stats: DataStats) -> Iterator[EncodedConversation | None]:
         """Plain texts and completions. They have no template around them, and may hold control tokens."""
@@ -140,6 +208,15 @@ class Template(ConversationEncoder):
             trained_from = shared_start(ids[prompt], ids[text])[0] if prompt else 0
             has_end = example.completion is None and bool(ending)
             yield self._text(opening + ids[text], len(opening), len(opening) + trained_from, has_end)
+
+    def _prompt_ids(self, examples: Sequence[Example]) -> list[Ids]:
+        texts = [example.text or example.prompt or "" for example in examples]
+        ids = self.form.encoder.encode(filter(None, texts))
+        opening = self.opening_ids() if any(texts) else array("i")
+        return [
+            opening + ids[text] if text else array("i", self.prompt(example)) if example.messages else array("i")
+            for example, text in zip(examples, texts, strict=True)
+        ]
 
     def _text(self, ids: Ids, opening: int, trained_from: int, has_end: bool) -> EncodedConversation:
         """One turn: the context and the trained part, with eos added if the text does not end in it."""

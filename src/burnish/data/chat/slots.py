@@ -25,9 +25,10 @@ from burnish.data.chat.labels import Segment, TemplateChoices, Turn, concatenate
 from burnish.data.chat.table import CONTENT, Slots, TemplateSpec, Token
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, describe_tools
 from burnish.data.chat.tools.tools import ToolError, read_calls
+from burnish.data.images.family import Family
 from burnish.data.stats import DataStats
 from burnish.data.tokens.encoder import Encoder
-from burnish.loop.types import Example, Ids, Message
+from burnish.loop.types import PICTURE, Example, Ids, Message
 
 Parts: TypeAlias = tuple[str, ...]
 Element: TypeAlias = "int | Parts"
@@ -53,12 +54,12 @@ def as_asked(spec: TemplateSpec, options: TemplateChoices) -> TemplateSpec:
 def broken_rule(messages: Sequence[Message]) -> str | None:
     """The rule that a conversation breaks, as the rest of a sentence that begins with "dropped: "; None for none."""
     if not messages:
-        return "it has no messages"
+        return "no messages"
     if (turn := next((place for place, message in enumerate(messages) if message.role == "system"), None)) is not None:
-        return f"it has a system message after turn {turn}, and the template has one only at the beginning"
+        return f"a system message after turn {turn} (the template supports it only at the beginning)"
     if any(message.role not in (_ANSWERING if place % 2 else _ASKING) for place, message in enumerate(messages)):
-        return "its questions (user, observation) and answers (assistant, function) do not alternate"
-    return "it ends with a question, without an answer to learn" if len(messages) % 2 else None
+        return "prompts (user, observation) and responses (assistant, function) do not alternate"
+    return "the last message is not a response" if len(messages) % 2 else None
 
 
 class SlotFormat:
@@ -67,9 +68,13 @@ class SlotFormat:
     Args:
         spec: the row of the table with the changes from the options.
         options: ``TemplateOptions`` and ``LearnOptions``.
+        family: of the model, if it sees.
     """
 
-    def __init__(self, spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> None:
+    def __init__(
+        self, spec: TemplateSpec, options: TemplateChoices, tokenizer: Any, family: Family | None = None
+    ) -> None:
+        self.family = family
         self.spec = spec
         self.options = options
         self.tokenizer = tokenizer
@@ -83,7 +88,8 @@ class SlotFormat:
 
     def fit(self) -> None:
         """Read the tokenizer's special tokens; called again when they have changed."""
-        self.encoder = Encoder(self.tokenizer, keep=_words(self.spec), template=str(self.spec))
+        controls = () if self.family is None else self.family.controls
+        self.encoder = Encoder(self.tokenizer, _words(self.spec), str(self.spec), controls)
         slots = chain(*(getattr(self.spec, name) for name in ("prefix", "system", *_ASKING, *_ANSWERING)))
         self._tokens = {slot: self._token(slot) for slot in slots if isinstance(slot, Token)}
 
@@ -126,7 +132,7 @@ class SlotFormat:
             messages = messages[:-1]
         asked = (*messages, Message("assistant", ""))
         if rule := broken_rule(asked):
-            raise ValueError(f"{example.place}: no prompt can be made of it: {rule}.")
+            raise ValueError(f"{example.place}: cannot build a prompt: {rule}.")
         written = self._conversation(replace(example, messages=asked))[:-1]
         ids = self._ids([written])
         return [token for elements in written for element in elements for token in _tokens(element, ids)]
@@ -201,17 +207,26 @@ class SlotFormat:
 
     def _content(self, message: Message) -> Parts:
         if message.role == "observation" and self._between in message.text and self._between != "\n":
-            each = [self.encoder.hide(answer) for answer in message.text.split(self._between)]
-            return ("", each[0], *chain.from_iterable((self._between, answer) for answer in each[1:]))
+            first, *others = (self._seen(self.encoder.hide(answer)) for answer in message.text.split(self._between))
+            return ("", *first, *chain.from_iterable((self._between, *answer) for answer in others))
         if message.role in _ASKING:
-            return ("", self.encoder.hide(message.text))
+            return ("", *self._seen(self.encoder.hide(message.text)))
         text = self.encoder.hide(message.text, assistant=True)
         if message.role == "assistant":
             # Faster than one regular expression for two words that begin differently.
             has_thought = any(word in text for word in self.spec.thought_words)
-            return ("", *(self._thought_words.split(text) if has_thought else (text,)))
+            if has_thought:
+                pieces = self._thought_words.split(text)
+                return ("", *chain.from_iterable(self._seen(p) if at % 2 == 0 else (p,) for at, p in enumerate(pieces)))
+            return ("", *self._seen(text))
         before, calls = read_calls(text, self.spec.thought_words, self.spec.tool_call_words)
         return ("", before, TOOL_FORMATS[self.spec.tool_format].write(calls))
+
+    def _seen(self, text: str) -> Parts:
+        """A text of the record in parts, with what the template writes for each picture between them."""
+        if self.family is None or PICTURE not in text:
+            return (text,)
+        return tuple(chain.from_iterable((self.family.written, part) for part in text.split(PICTURE)))[1:]
 
     def _fill(self, slots: Slots, content: Parts) -> list[Element]:
         elements: list[Element] = []

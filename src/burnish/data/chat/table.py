@@ -135,7 +135,7 @@ def read_row(name: str, row: Mapping[str, Any], where: str = "") -> TemplateSpec
     """
     known = {field.name for field in fields(TemplateSpec)} - {"name"}
     problems = [
-        Problem(f'A template has no key "{key}".{did_you_mean(key, known)}', where=where)
+        Problem(f'Unknown template key "{key}".{did_you_mean(key, known)}', where=where)
         for key in map(str, row)
         if key not in known
     ]
@@ -146,7 +146,7 @@ def read_row(name: str, row: Mapping[str, Any], where: str = "") -> TemplateSpec
         except (TypeError, ValueError) as error:
             problems.append(Problem(f'"{key}" of template "{name}" {error}', where=where))
     if row.get("replace_eos") and not row.get("stop_words"):
-        problems.append(Problem('"replace_eos" makes the first of "stop_words" eos, and there are none.', where=where))
+        problems.append(Problem('"replace_eos" requires at least one of "stop_words".', where=where))
     raise_if(problems)
     if row.get("efficient_eos"):
         values.setdefault("assistant", (CONTENT,))
@@ -171,7 +171,7 @@ def table() -> Mapping[str, TemplateSpec]:
     rows = json.loads((Path(__file__).parent / "templates.json").read_text(encoding="utf-8"))
     added = {member.name: member.value for member in TEMPLATES}
     if both := sorted(rows.keys() & added.keys()):
-        raise UserError(f'The template "{both[0]}" of another package has the name of a template of burnish.')
+        raise UserError(f'Another package registers the template "{both[0]}", a name that burnish already uses.')
     return {**{name: read_row(name, row) for name, row in rows.items()}, **added}
 
 
@@ -189,7 +189,7 @@ def _slot(item: Any) -> str | Token:
         if isinstance(name, str):
             return Token(name, "named" if kind == "token" else "if_known")
     raise ValueError(
-        f'must be text with "{CONTENT}" and no other name, "{{bos}}", "{{eos}}" or {{"token": ...}}. '
+        f'must be a string with no placeholder but "{CONTENT}", or one of "{{bos}}", "{{eos}}" and {{"token": ...}}. '
         f"Received: {item!r}."
     )
 
@@ -197,27 +197,27 @@ def _slot(item: Any) -> str | Token:
 def _constant_slots(value: Any) -> Slots:
     slots = _slots(value)
     if any(CONTENT in slot for slot in slots if isinstance(slot, str)):
-        raise ValueError(f'must not hold "{CONTENT}": it stands before all messages. Received: {value!r}.')
+        raise ValueError(f'must not contain "{CONTENT}", because it precedes all messages. Received: {value!r}.')
     return slots
 
 
 def _message_slots(value: Any) -> Slots:
     slots = _slots(value)
     if sum(slot.count(CONTENT) for slot in slots if isinstance(slot, str)) != 1:
-        raise ValueError(f'must hold "{CONTENT}" once. Received: {value!r}.')
+        raise ValueError(f'must contain "{CONTENT}" exactly once. Received: {value!r}.')
     return slots
 
 
 def _words(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-        raise ValueError(f"must be a list of texts. Received: {value!r}.")
+        raise ValueError(f"must be a list of strings. Received: {value!r}.")
     return tuple(value)
 
 
 def _two_words(value: Any) -> tuple[str, ...]:
     words = _words(value)
     if len(words) != 2:
-        raise ValueError(f"must be two texts, what opens and what closes. Received: {value!r}.")
+        raise ValueError(f"must be two strings, an opening and a closing marker. Received: {value!r}.")
     return words
 
 
@@ -229,7 +229,7 @@ def _flag(value: Any) -> bool:
 
 def _plain(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"must be text. Received: {value!r}.")
+        raise ValueError(f"must be a string. Received: {value!r}.")
     return value
 
 

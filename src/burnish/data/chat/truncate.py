@@ -45,7 +45,7 @@ def refuse_long(examples: Iterable[Example], lengths: Iterable[int], cutoff_len:
     """Raise UserError with every example whose row is too long."""
     raise_if(
         Problem(
-            f"The row has {n} tokens; cutoff_len is {cutoff_len}, and on_too_long is raise.",
+            f"The example has {n} tokens, more than cutoff_len ({cutoff_len}), and on_too_long is raise.",
             where=example.place,
             option=("cutoff_len", "on_too_long"),
         )

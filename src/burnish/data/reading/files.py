@@ -78,14 +78,14 @@ def _files_of(path: Path) -> list[Path]:
     inside = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith(_PAPERS))
     if not inside:
         folders = ", ".join(sorted(f.name for f in path.iterdir() if f.is_dir()))
-        remedy = f"It holds folders; name one of them: {folders}." if folders else f"Put {_types()} files into it."
-        raise UserError(f'the folder "{path}" holds no data files.', remedy=remedy)
+        remedy = f"Use one of its subfolders: {folders}." if folders else f"Supported types: {_types()}."
+        raise UserError(f'the folder "{path}" contains no data files.', remedy=remedy)
     files = [_known(file) for file in inside]
     suffixes = [file.suffix.lower() for file in files]
     if len({READERS[suffix] for suffix in suffixes}) > 1:
         listed = ", ".join(f"{suffix} ({suffixes.count(suffix)})" for suffix in sorted(set(suffixes)))
-        what = f'the files of the folder "{path}" must be of one type. Received: {listed}.'
-        raise UserError(what, remedy="Put each type into a folder of its own, or name one file.")
+        what = f'expected all files in the folder "{path}" to have the same type. Received: {listed}.'
+        raise UserError(what, remedy="Use a separate folder for each type, or the path of one file.")
     return files
 
 
@@ -93,10 +93,10 @@ def missing_file(path: Path, where: str = "") -> Problem:
     """The problem that ``path`` is not there, with its absolute name and similar names beside it."""
     folder = path.absolute().parent
     if not folder.is_dir():
-        return Problem(f'the folder "{folder}" does not exist, so neither does "{path.name}".', where=where)
+        return Problem(f'"{path.name}" does not exist: there is no folder "{folder}".', where=where)
     names = sorted(file.name for file in folder.iterdir() if not file.name.startswith(_PAPERS))
     near = get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:5]
-    remedy = f"In that folder: {', '.join(near)}." if near else "That folder is empty."
+    remedy = f"The folder contains: {', '.join(near)}." if near else "The folder is empty."
     return Problem(f'the file "{path.absolute()}" does not exist.', where=where, remedy=remedy)
 
 
@@ -104,24 +104,22 @@ def unknown_type(path: Path) -> Problem:
     """The problem that ``path`` is of no type that is read here."""
     if path.suffix == ".py":
         return loading_script(path)
-    kind = f'of type "{path.suffix}"' if path.suffix else "without a type in their name"
-    return Problem(f"files {kind} are not read. Received: {path}", remedy=f"Known types: {_types()}.")
+    kind = f'file type "{path.suffix}"' if path.suffix else "file without a suffix"
+    return Problem(f"unsupported {kind}: {path}.", remedy=f"Supported types: {_types()}.")
 
 
 def loading_script(path: Path | str, where: str = "") -> Problem:
     """The problem that ``path`` is code that would have to be run to get its records."""
     return Problem(
-        f'"{path}" is a Python loading script, and burnish runs no code that comes with data.',
+        f'"{path}" is a Python loading script. burnish does not run code from datasets.',
         where,
-        remedy=f"Run it yourself, and save its records as {_types()}.",
+        remedy=f"Run the script yourself and save its records as one of {_types()}.",
     )
 
 
 def _known(path: Path) -> Path:
     if kind := odd_kind(path):
-        raise UserError(
-            f'"{path}" is {kind}, and not a file that can be read again.', remedy="Copy its records to a file."
-        )
+        raise UserError(f'Expected a regular file. "{path}" is {kind}.', remedy="Copy its records to a file.")
     if path.suffix.lower() not in READERS:
         raise UserError(unknown_type(path))
     return path
@@ -148,9 +146,9 @@ def _refuse_json(path: Path) -> None:
     if first and all(_begins_records(line) for line in first[: 1 if first[0].lstrip()[:1] == b"[" else 3]):
         name = path.with_suffix(".json" if first[0].lstrip()[:1] == b"[" else ".jsonl").name
         raise UserError(
-            "the lines of this text file are JSON, so its keys and braces would be trained as text.",
+            "this .txt file contains JSON, which would be trained as plain text.",
             where=str(path),
-            remedy=f"Name it {name} to read its records.",
+            remedy=f"Rename it to {name} to read its records.",
         )
 
 
@@ -183,18 +181,16 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             try:
                 row = next(reader, None)
             except csv.Error as error:
-                raise UserError(f"the CSV is broken: {error}.", where=f"{path}, line {line}") from None
+                raise UserError(f"invalid CSV: {error}.", where=f"{path}, line {line}") from None
             if row is None:
                 return
             if row:
                 if not num_columns and (twice := next((name for name in row if name and row.count(name) > 1), "")):
-                    raise UserError(f'the header names the column "{twice}" twice.', where=f"{path}, line {line}")
+                    raise UserError(f'duplicate column "{twice}" in the header.', where=f"{path}, line {line}")
                 num_columns = num_columns or len(row)
                 if len(row) != num_columns:
-                    what = (
-                        f"the row has {count(len(row), 'value')}, and the header names {count(num_columns, 'column')}."
-                    )
-                    remedy = 'A value that holds a comma or a line break must stand in quotes: "a, b".'
+                    what = f"the row has {count(len(row), 'value')}, but the header has {count(num_columns, 'column')}."
+                    remedy = 'Quote values that contain commas or line breaks: "a, b".'
                     raise UserError(what, where=f"{path}, line {line}", remedy=remedy)
                 yield line, row
 
@@ -243,7 +239,11 @@ def arrow_table(path: Path) -> Any:
 
 def _not_of_type(path: Path, kind: str, error: Exception) -> Problem:
     first = first_line(error, 200).rstrip(".")
-    return Problem(f"the file is not whole {kind}: {first}.", where=str(path), remedy="Was it copied whole?")
+    return Problem(
+        f"invalid or incomplete {kind} file: {first}.",
+        where=str(path),
+        remedy="Check that the file was copied completely.",
+    )
 
 
 READERS: dict[str, Callable[[Path], Iterator[Values]]] = {

@@ -64,9 +64,9 @@ def parsed(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
     except GivenTwice as error:
         raise UnreadableJson(f"it {error}".rstrip("."), text, 0) from error
     except ValueError as error:
-        raise UnreadableJson("a number has too many digits", text, 0) from error
+        raise UnreadableJson("it contains a number with too many digits", text, 0) from error
     except RecursionError as error:
-        raise UnreadableJson("brackets stand too deep within brackets", text, 0) from error
+        raise UnreadableJson("it is nested too deeply", text, 0) from error
 
 
 def _json_list(path: Path) -> Iterator[Values]:
@@ -76,12 +76,14 @@ def _json_list(path: Path) -> Iterator[Values]:
     except json.JSONDecodeError as error:
         is_placed = not isinstance(error, UnreadableJson)
         raise UserError(
-            f"the JSON is broken: {error.msg} (column {error.colno})."
+            f"invalid JSON: {error.msg} (column {error.colno})."
             if is_placed
-            else f"the JSON cannot be used: {error.msg}.",
+            else f"the JSON cannot be read: {error.msg}.",
             where=f"{path}, line {error.lineno}" if is_placed else str(path),
-            why=f"{count(sum(1 for _ in _starts(text, _ONCE)), 'record')} before it can be read.",
-            remedy="The file ends too early; was it copied whole?" if error.pos >= len(text.rstrip()) else "",
+            why=f"{count(sum(1 for _ in _starts(text, _ONCE)), 'record')} before this position can be read.",
+            remedy="The file ends early. Check that it was copied completely."
+            if error.pos >= len(text.rstrip())
+            else "",
         ) from None
     for number, record in enumerate(records, start=1):
         yield record if isinstance(record, dict) else refuse(path, number, record)
@@ -113,18 +115,20 @@ def _json_lines(path: Path) -> Iterator[Values]:
             yield record
     if broken:
         *before, last = broken[:_SHOWN]
-        remedy = "It is the last line; was the file copied whole?" if is_cut else "Each line must hold one JSON object."
-        more = f"{count(len(broken), 'line')} in all." if len(broken) > _SHOWN else ""
+        remedy = (
+            "It is the last line. Check that the file was copied completely."
+            if is_cut
+            else "Each line must be one JSON object."
+        )
+        more = f"{count(len(broken), 'line')} in total." if len(broken) > _SHOWN else ""
         raise UserError([*before, Problem(last.what, last.where, why=more, remedy=remedy)])
 
 
 def broken_line(path: Path, line: int, text: str, error: json.JSONDecodeError) -> Problem:
     where = f"{path}, line {line}"
     if isinstance(error, UnreadableJson):
-        return Problem(f"the line cannot be used: {error.msg}.", where)
-    return Problem(
-        f"the line is not whole JSON: {error.msg} (column {error.colno}). Received: {shortened(text, 100)}", where
-    )
+        return Problem(f"the line cannot be read: {error.msg}.", where)
+    return Problem(f"invalid JSON: {error.msg} (column {error.colno}). Received: {shortened(text, 100)}", where)
 
 
 def _refuse_document(path: Path) -> None:
@@ -136,9 +140,7 @@ def _refuse_document(path: Path) -> None:
     if isinstance(document, dict) and (key := _wrapped(document)):
         raise UserError(_unwrap(path, key, document[key]))
     what = f"expected a list of records. Received: {shortened(document, 100)}"
-    raise UserError(
-        what, where=str(path), remedy="Put the object into a list, [ ... ], or write each object on one line."
-    )
+    raise UserError(what, where=str(path), remedy="Wrap the object in a list, [ ... ], or write one object per line.")
 
 
 def _wrapped(record: Values) -> str | None:
@@ -152,16 +154,16 @@ def _wrapped(record: Values) -> str | None:
 def _unwrap(path: Path, key: str, records: list[Any]) -> Problem:
     held = count(len(records), "record")
     return Problem(
-        f'expected a list of records. Received: an object whose key "{key}" holds {held}.',
+        f'expected a list of records. Received: an object with {held} under the key "{key}".',
         where=str(path),
-        remedy=f'Keep only the list under "{key}" in the file: jq ".{key}" old > new',
+        remedy=f'Extract the list: jq ".{key}" old > new',
     )
 
 
 def refuse(path: Path, number: int, record: Any) -> Values:
     what = f"expected an object with named columns. Received: {shortened(record)}"
     raise UserError(
-        what, where=f"{path}, record {number}", remedy='A record looks like {"instruction": "...", "output": "..."}.'
+        what, where=f"{path}, record {number}", remedy='For example: {"instruction": "...", "output": "..."}.'
     )
 
 
@@ -212,7 +214,7 @@ def _not_utf8(path: Path, line: int, offset: int, raw: bytes, error: UnicodeDeco
     where = f"{path}, line {line}"
     if line == 1 and raw.startswith(_UTF16):
         remedy = "Convert it: iconv -f utf-16 -t utf-8 old > new"
-        return Problem("the file is UTF-16, and burnish reads UTF-8.", where, remedy=remedy)
+        return Problem("expected UTF-8. Received: UTF-16.", where, remedy=remedy)
     return Problem(
         f"the text is not UTF-8: byte 0x{byte:02x} at offset {offset}.",
         where,

@@ -115,7 +115,7 @@ class RecordIndex(OnDemand[Values]):
 
 
 class OpenFile:
-    """A file that is read during training; it stays open, so it is the same if another one takes its name."""
+    """A file that stays open during training, so that renaming or replacing its path has no effect."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.file = path, path.open("rb")

@@ -34,7 +34,7 @@ from burnish.data.rows.store import MANIFEST, Rows, RowWriter, open_rows, read_r
 from burnish.data.sets.examples import content_hash
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
-from burnish.utils.files import named_where_full, open_lock
+from burnish.utils.files import cache_home, named_where_full, open_lock
 from burnish.utils.work import work
 
 Encode: TypeAlias = "Callable[[Sequence[Any], DataStats], Sequence[Row | None]]"
@@ -46,7 +46,7 @@ Encoded: TypeAlias = "tuple[Sequence[Row | None], DataStats]"
 BATCH_SIZE = 1000
 """Examples encoded together if no option says otherwise: enough for all threads of a tokenizer."""
 _STARTED = time.time()
-IN_CACHE = "Set the environment variable BURNISH_CACHE to a folder that can be written."
+IN_CACHE = "Set the environment variable BURNISH_CACHE to a writable folder."
 
 
 def encode_rows(
@@ -76,7 +76,7 @@ def encode_rows(
     if places is None:  # the statistics name them
         places = "\n".join(f"{example.source}:{example.number}" for example in examples)
     folder = _folder(options, name, made_from, places)
-    with alone(folder, "Name another tokenized_path." if options.tokenized_path else IN_CACHE):
+    with alone(folder, "Set another tokenized_path." if options.tokenized_path else IN_CACHE):
         if _is_stale(folder, options):
             _make(folder, examples, encode, made_from, options, title)
         _refuse_others(folder, made_from, options, has_data=bool(examples))
@@ -100,11 +100,6 @@ def _make(
 # --- fingerprints of rows, and folders --------------------------------------------------------------------------------
 
 
-def cache_home() -> Path:
-    """The folder of the cache; everything in it can be made again."""
-    return Path(os.environ.get("BURNISH_CACHE") or Path.home() / ".cache" / "burnish")
-
-
 def _key(data: Any) -> str:
     return blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -120,10 +115,8 @@ def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], place
         return cache_home() / "rows" / _key([made_from, places])
     root = Path(options.tokenized_path)
     if root.is_file() or (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
-        what = f'tokenized_path must be a folder of rows that burnish wrote, or not exist. Received: "{root}".'
-        raise UserError(
-            what, remedy="Name another folder; the rows are encoded once and kept there.", option="tokenized_path"
-        )
+        what = f'Expected tokenized_path to be a folder written by burnish or a new folder. Received: "{root}".'
+        raise UserError(what, remedy="Set a new folder. The tokenized dataset is saved there.", option="tokenized_path")
     return root / (name or "eval").replace("/", "_")
 
 
@@ -158,9 +151,9 @@ def _refuse_others(folder: Path, made_from: Mapping[str, Any], options: DataOpti
     if changed:
         differences = "; ".join(_difference(key, before.get(key), made_from.get(key)) for key in changed)
         raise UserError(
-            f"the encoded rows were made otherwise: {differences}.",
+            f"the tokenized dataset was created with other settings: {differences}.",
             where=f"tokenized_path {folder}",
-            remedy="Set overwrite_cache: true to encode again, or name another tokenized_path.",
+            remedy="Set overwrite_cache: true to tokenize again, or set another tokenized_path.",
         )
 
 
@@ -168,7 +161,7 @@ def _difference(key: str, before: Any, now: Any) -> str:
     values = [json.dumps(value, ensure_ascii=False) for value in (before, now)]
     if max(map(len, values)) > 60 or any(isinstance(v, str) and len(v) >= 32 for v in (before, now)):
         return f"{key} differs"
-    return f"{key} was {values[0]}, is {values[1]}"
+    return f"{key} was {values[0]}, now {values[1]}"
 
 
 @contextmanager
@@ -188,7 +181,7 @@ def begin_place(folder: Path, remedy: str = IN_CACHE) -> None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(EACCES, os.strerror(EACCES))
     except OSError as error:
-        raise UserError(f'encoded rows cannot be kept in "{folder}": {error.strerror}.', remedy=remedy) from error
+        raise UserError(f'cannot write tokenized data to "{folder}": {error.strerror}.', remedy=remedy) from error
 
 
 @contextmanager
@@ -228,8 +221,8 @@ def _title(examples: Sequence[Example]) -> str:
     sizes = ((num_characters(example), -number) for number, example in enumerate(examples))
     size, place = max(sizes, default=(0, 0))
     if size < LONG_RECORD:
-        return "Encoding"
-    return f"Encoding, with {examples[-place].place} of {size / 1e6:.1f} million characters"
+        return "Tokenizing"
+    return f"Tokenizing (longest: {examples[-place].place}, {size / 1e6:.1f} million characters)"
 
 
 def _batches(examples: Sequence[Any], encode: Encode, starts: range, num_workers: int) -> Iterator[Encoded]:
@@ -269,7 +262,7 @@ def _in_processes(encoded: Callable[[int], Any], starts: range, num_workers: int
         for number in range(len(starts)):
             yield pipes[number % num_workers][0].recv()
     except EOFError:
-        what = "a process that encodes rows ended early; its own error is above, or it was killed for its memory."
+        what = "a tokenization process ended unexpectedly. Its error is printed above, or it ran out of memory."
         raise UserError(what, remedy="Set preprocessing_num_workers to 1.") from None
     finally:
         for process in processes:

@@ -33,6 +33,11 @@ class RowSet(OnDemand[RowT_co]):
         """Tokens of each sequence, in no order: a pack has several, and a pair."""
         return [length for row in self if row is not None for length in lengths_of(row)]
 
+    @cached_property
+    def has_pictures(self) -> bool:
+        """Whether a row has pictures; taken to be so where rows are not known before."""
+        return self.is_streamed or any("images" in row for row in self if row is not None)
+
     def origin(self, index: int) -> int:
         """The number of the example that a row was made from."""
         return index
@@ -54,6 +59,10 @@ class RowsOver(RowSet["Row | None"]):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def has_pictures(self) -> bool:
+        return self.rows.has_pictures
 
     @property
     def lengths(self) -> Sequence[int]:

@@ -42,7 +42,7 @@ BLOCK_ROWS, BLOCK_NUMBERS = 1000, 1 << 20
 
 _ORIGIN = "origin"
 _KINDS = {int: "i", float: "d"}  # of array.array, for lists
-_REMEDY = "Remove the folder, and the rows are encoded again."
+_REMEDY = "Delete the folder to tokenize the dataset again."
 
 
 class Rows(RowSet[Row]):
@@ -78,6 +78,10 @@ class Rows(RowSet[Row]):
     def _lengths(self) -> list[list[int]]:
         """Tokens of each row, by the columns that hold token ids: one, or several where a row is several sequences."""
         return [numbers_of(self._index.column(name)).tolist() for name in self._index.schema.names if name != _ORIGIN]
+
+    @cached_property
+    def has_pictures(self) -> bool:
+        return any("images" in block.schema.names for block in self.blocks())
 
     def __len__(self) -> int:
         return len(self.origins)
@@ -133,12 +137,10 @@ def _block(
 
     content = memoryview(mapped)[block["begin"] : block["end"]]
     if crc32(content) != block["crc32"]:
-        what = (
-            f'block {number} of "{BLOCKS}" of the encoded rows was changed after it was written (its checksum differs).'
-        )
+        what = f'block {number} of "{BLOCKS}" of the tokenized dataset is corrupted (checksum mismatch).'
         if is_cache:
             (folder / MANIFEST).unlink(missing_ok=True)
-        remedy = "The same command encodes the rows again and continues." if is_cache else _REMEDY
+        remedy = "Run the same command again to tokenize the dataset and continue." if is_cache else _REMEDY
         raise UserError(what, str(folder), remedy=remedy)
     return pyarrow.ipc.open_stream(pyarrow.py_buffer(content)).read_next_batch()
 
@@ -146,16 +148,16 @@ def _block(
 def read_rows_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder. Raises UserError where it is damaged, or the file beside it has another size."""
     if not (folder / MANIFEST).is_file():
-        raise UserError(f"the encoded rows have no {MANIFEST}.", str(folder), remedy=_REMEDY)
+        raise UserError(f"the tokenized dataset has no {MANIFEST}.", str(folder), remedy=_REMEDY)
     manifest = read_object(folder / MANIFEST, _REMEDY, [("layout", int)])
     if manifest["layout"] != LAYOUT:
-        raise UserError("another version of burnish wrote the encoded rows.", str(folder), remedy=_REMEDY)
+        raise UserError("the tokenized dataset was written by another version of burnish.", str(folder), remedy=_REMEDY)
     if manifest.get("sha256") != own_sha256(manifest):
-        what = f'"{MANIFEST}" of the encoded rows was changed after it was written (its checksum differs).'
+        what = f'"{MANIFEST}" of the tokenized dataset is corrupted (checksum mismatch).'
         raise UserError(Problem(what, str(folder), remedy=_REMEDY))
     size, expected = _size_of(folder / BLOCKS), manifest["blocks"][-1]["end"]
     if size != expected:
-        what = f'"{BLOCKS}" of the encoded rows is not whole: expected {expected} bytes. Received: {size}.'
+        what = f'"{BLOCKS}" of the tokenized dataset is incomplete. Expected {expected} bytes. Received: {size}.'
         raise UserError(what, str(folder), remedy=_REMEDY)
     return manifest
 

@@ -104,13 +104,13 @@ def _parsed(path: Path) -> Info:
     try:
         info = parsed_file(whole_text(path))
     except UnreadableJson as error:
-        raise UserError(f"the JSON cannot be used: {error.msg}.", where=str(path)) from None
+        raise UserError(f"the JSON cannot be read: {error.msg}.", where=str(path)) from None
     except json.JSONDecodeError as error:
         raise UserError(
-            f"the JSON is broken: {error.msg}.", where=f"{path}, line {error.lineno}, column {error.colno}"
+            f"invalid JSON: {error.msg}.", where=f"{path}, line {error.lineno}, column {error.colno}"
         ) from None
     if not isinstance(info, dict):
-        what = f"expected an object with an entry per data set. Received: {shortened(info)}"
+        what = f"expected an object with one entry per dataset. Received: {shortened(info)}"
         raise UserError(what, where=str(path))
     return info
 
@@ -121,7 +121,7 @@ def _parsed(path: Path) -> Info:
 def _described(name: str, entry: Any, info_where: str, folder: Path | None) -> DataSource:
     where = f'{info_where}, "{name}"'
     if not isinstance(entry, Mapping):
-        raise UserError(f"an entry must be an object. Received: {entry!r}.", where)
+        raise UserError(f"expected an object. Received: {entry!r}.", where)
     raise_if(_entry_problems(entry, where))
     kind, location = _place(entry, where, folder)
     described = {
@@ -145,10 +145,10 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
             continue
         for part, word in (given or {}).items():
             if word is not None and not isinstance(word, str):
-                yield Problem(f'"{part}" in "{key}" must be text. Received: {word!r}.', where)
+                yield Problem(f'"{part}" in "{key}" must be a string. Received: {word!r}.', where)
             if part not in known:
                 yield Problem(
-                    f'unknown part "{part}" in "{key}".{did_you_mean(part, known)}',
+                    f'unknown key "{part}" in "{key}".{did_you_mean(part, known)}',
                     where,
                     remedy=f"Known: {', '.join(known)}.",
                 )
@@ -158,7 +158,7 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
     for key in _TEXTS:
         value = entry.get(key)
         if (value == "" and key in _PLACES) or not isinstance(value, str | os.PathLike | None):
-            yield Problem(f'"{key}" must be text. Received: {value!r}.', where)
+            yield Problem(f'"{key}" must be a string. Received: {value!r}.', where)
     if not isinstance(entry.get("ranking", False), bool):
         yield Problem(f'"ranking" must be true or false. Received: {entry["ranking"]!r}.', where)
 
@@ -178,8 +178,8 @@ def _place(entry: Info, where: str, folder: Path | None) -> tuple[SourceKind, An
         return "records", given["records"]
     if "file_name" in given:
         return "file", _inside(folder, given["file_name"], where)
-    what = f"the entry says nowhere where its records are. Found: {', '.join(entry) or 'nothing'}."
-    raise UserError(what, where, remedy='Give "file_name", "hf_hub_url", "ms_hub_url" or "cloud_file_name".')
+    what = f"the entry does not specify a data file or repository. Found: {', '.join(entry) or 'nothing'}."
+    raise UserError(what, where, remedy='Set "file_name", "hf_hub_url", "ms_hub_url" or "cloud_file_name".')
 
 
 def _inside(folder: Path | None, file_name: str, where: str) -> Path:
@@ -190,9 +190,9 @@ def _inside(folder: Path | None, file_name: str, where: str) -> Path:
         path = Path(os.path.normpath(folder / file_name))
         if not path.is_relative_to(os.path.normpath(folder)):
             raise UserError(
-                f'"file_name" must stay inside "{folder}". Received: {file_name}',
+                f'"file_name" must be inside "{folder}". Received: {file_name}',
                 where,
-                remedy="Move or link the file into that folder, or give its path as the data set: dataset: <path>",
+                remedy="Move or link the file into that folder, or set dataset: <path of the file>",
             )
     if not path.exists():
         raise UserError(missing_file(path, where))
@@ -216,7 +216,7 @@ def _bare(
 
 
 def _undefined(name: str, folder: Path | None, info: Info | None, where: str, asked: str) -> Problem:
-    hub = " For a data set of a hub, set dataset_dir: ONLINE." if "/" in name else ""
+    hub = " To load a dataset from the Hub, set dataset_dir: ONLINE." if "/" in name else ""
     names = list(info or ())
     files = (
         [f.name for f in sorted(folder.iterdir()) if f.suffix.lower() in READERS] if folder and folder.is_dir() else []
@@ -224,18 +224,18 @@ def _undefined(name: str, folder: Path | None, info: Info | None, where: str, as
     candidates = [*names, *(f for f in files if f != INFO_NAME)]
     guess = did_you_mean(name, candidates, limit=3) or did_you_mean(name, [Path(c).stem for c in candidates])
     if info is not None:
-        known = f"Defined there: {few(names, 12)}." if names else "It defines no data set."
-        what = f'"{asked}": "{name}" is not defined in {where}, and is neither a file nor a folder.{guess}'
+        known = f"Defined datasets: {few(names, 12)}." if names else "It defines no datasets."
+        what = f'"{asked}": "{name}" is neither defined in {where} nor an existing file or folder.{guess}'
         return Problem(what, remedy=known + hub, option=asked)
     if folder is not None and not folder.is_dir():
         what = (
-            f'the folder dataset_dir "{folder.absolute()}" does not exist, and "{name}" is neither a file nor a folder.'
+            f'folder dataset_dir "{folder.absolute()}" does not exist, and "{name}" is not an existing file or folder.'
         )
         return Problem(
             what,
-            remedy=f"Set dataset_dir to the folder of {INFO_NAME}, or give a path as dataset.{hub}",
+            remedy=f"Set dataset_dir to the folder of {INFO_NAME}, or set dataset to a path.{hub}",
             option="dataset_dir",
         )
-    there = f"In that folder: {few(files, 12)}." if files else ""
-    what = f'"{asked}": "{name}" is neither a file nor a folder, and {where} does not exist.{guess}'
+    there = f"The folder contains: {few(files, 12)}." if files else ""
+    what = f'"{asked}": "{name}" is not an existing file or folder, and {where} does not exist.{guess}'
     return Problem(what, remedy=there + hub, option=asked)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 Located: TypeAlias = tuple[Values, str, int]
 """A record, its source as an error names it, and its number in it from 1."""
 
-EMPTY = "dropped: all its answers are empty"
-EMPTY_KEPT = "kept: an answer in it is empty"
+EMPTY = "dropped: all responses are empty"
+EMPTY_KEPT = "kept: a response is empty"
 MARKS = ("<image>", "<video>", "<audio>")
 MARKED = "kept: {mark} is trained as plain text"
 
@@ -59,8 +59,13 @@ def _hashed_content(message: Message) -> list[str]:
     if isinstance(message.content, str):
         found = [message.content]
     else:
-        found = ["parts", *(text for part in message.content for text in (part.kind, part.value))]
+        found = ["parts", *(text for part in message.content for text in (part.kind, _identity(part.value)))]
     return found if message.raw is None else [*found, json.dumps(message.raw, sort_keys=True, default=str)]
+
+
+def _identity(value: Any) -> str:
+    """A text, or what tells a picture from others."""
+    return value if isinstance(value, str) else str(value.identity)
 
 
 # --- examples in memory, and examples made when they are used ---------------------------------------------------------
@@ -239,7 +244,7 @@ class StreamedExamples(Examples):
         """Make one example. Raises IndexError for a record that gives none."""
         (example,) = self.make([index], DataStats())
         if example is None:
-            raise IndexError(f"example {index} gives nothing to learn")
+            raise IndexError(f"example {index} has no trainable tokens")
         return example
 
     def some(self, indices: Sequence[int]) -> list[Example]:
@@ -313,8 +318,8 @@ def _answers(example: Example) -> list[str]:
 def empty_problem(empty: Sequence[Example], are_all: bool) -> Problem:
     """The problem that the answers of ``empty`` are all empty."""
     others = same_in([example.number for example in empty[1:]])
-    what = "the assistant turn is empty, so nothing would be learned from it."
-    remedy = "Fill in the answers, or set on_empty_target: drop."
+    what = "the assistant turn is empty."
+    remedy = "Fill in the response, or set on_empty_target: drop."
     if are_all:
-        remedy = "Every record is like that: is it the right column that is read as the answer?"
+        remedy = "All records are affected. Check which column is used as the response."
     return Problem(f"{what} {others}".strip(), where=place(empty[0].source, empty[0].number), remedy=remedy)

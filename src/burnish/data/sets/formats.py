@@ -27,8 +27,9 @@ from burnish.config.errors import Problem, UserError, few
 from burnish.config.registry import Registry
 from burnish.data.reading.files import line_of
 from burnish.data.reading.json_files import Values, shortened
+from burnish.data.sets.pictures import refuse_others, with_pictures
 from burnish.data.sets.preferences import judged
-from burnish.data.sets.records import BadRecord, Layout, Record, as_text, as_turns
+from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_text, as_turns
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
@@ -62,7 +63,7 @@ def alpaca(record: Record) -> Example:
     if instruction is None and not query:
         column = record.layout.columns["prompt"]
         raise BadRecord(
-            f'"{column}" is null, so the record asks nothing.', f'Fill in "{column}"; an empty question is "".'
+            f'"{column}" is null, so the record has no prompt.', f'Set "{column}"; use "" for an empty prompt.'
         )
     question = "\n".join(filter(None, (instruction, query)))
     answer = record.text_or_none("response")
@@ -78,7 +79,7 @@ def _history(record: Record) -> Iterator[Message]:
     for place, pair in enumerate(record.value("history") or ()):
         column = f"{record.layout.columns['history']}[{place}]"
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise BadRecord(f'"{column}" must be a pair [question, answer]. Received: {shortened(pair)}')
+            raise BadRecord(f'"{column}" must be a pair [prompt, response].', received=shortened(pair))
         yield Message("user", as_text(pair[0], f"{column}[0]"))
         yield Message("assistant", as_text(pair[1], f"{column}[1]"))
 
@@ -145,8 +146,8 @@ def preference(record: Record) -> Example:
         answers_are_text = isinstance(record.value("chosen"), str) and record.turns_or_none("chosen") is None
         column = record.layout.columns.get("prompt", "")
         if answers_are_text and prompt is None and column in record.values and not record.layout.verbatim:
-            what = f'"{column}" is null, so the record asks nothing.'
-            raise BadRecord(what, f'Fill it in, or leave "{column}" out where both answers begin with the prompt.')
+            what = f'"{column}" is null, so the record has no prompt.'
+            raise BadRecord(what, f'Set it, or remove "{column}" if both responses begin with the prompt.')
         asked = record.text_or_none("prompt") if answers_are_text else None
         return record.example(prompt=asked, system=record.text_or_none("system"), tools=record.json_text("tools"))
     return conversation(record, messages_of(record, "prompt"))
@@ -187,10 +188,15 @@ def converted(
         stats.seen += 1
         layout.awaited.difference_update(values)
         try:
-            record.refuse_media()
-            example = judged(record, read(record))
+            if layout.sight is None or layout.sight.model_type:
+                record.refuse_media()
+                example = judged(record, read(record))
+            else:
+                refuse_others(record)
+                example = with_pictures(record, judged(record, read(record)))
             if layout.needs.columns:
-                example = replace(example, extra={name: values.get(name) for name in layout.needs.columns})
+                wanted = values if ALL_COLUMNS in layout.needs.columns else layout.needs.columns
+                example = replace(example, extra={name: values.get(name) for name in wanted})
         except BadRecord as error:
             bad.append((record, error))
             if on_bad_record == "drop":
@@ -208,7 +214,7 @@ def bad_records(bad: Bad, are_all: bool) -> list[Problem]:
     problems = [_bad_kind(found) for found in list(kinds.values())[:SHOWN]]
     if not are_all:
         last = problems[-1]
-        way_out = "Correct the file, or set on_bad_record: drop to go on without such records."
+        way_out = "Correct the file, or set on_bad_record: drop to skip such records."
         problems[-1] = replace(last, remedy=" ".join(filter(None, (last.remedy, way_out))))
     return problems
 
@@ -225,7 +231,7 @@ def same_in(numbers: Sequence[int]) -> str:
     if not numbers:
         return ""
     noun = "record" if len(numbers) == 1 else "records"
-    return f"The same in {noun} {few([*map(str, numbers)], SHOWN)}."
+    return f"Same problem in {noun} {few([*map(str, numbers)], SHOWN)}."
 
 
 def place(source: str, number: int) -> str:

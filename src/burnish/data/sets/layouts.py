@@ -18,7 +18,7 @@ from burnish.data.reading.json_files import Values
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import FORMATS
 from burnish.data.sets.preferences import verdict_words
-from burnish.data.sets.records import ANSWERS, Layout, RecordNeeds, listed
+from burnish.data.sets.records import ALL_COLUMNS, ANSWERS, Layout, RecordNeeds, listed
 
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 PREFERENCE = ("chosen", "rejected", "kto_tag", "margin")
@@ -40,12 +40,18 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
     """
     needs = needs or ANSWERS
     found = _columns_of(records)
-    if missing := [column for column in needs.columns if column not in found]:
-        what = f"stage: {needs.stage} needs the column {_quoted(missing)}. Found: {listed(found)}."
+    if missing := [column for column in needs.columns if column not in (*found, ALL_COLUMNS)]:
+        what = f"stage: {needs.stage} requires the column {_quoted(missing)}. Found: {listed(found)}."
         raise UserError(what, where=where, option="stage")
     layout = _preferred(source, records, where, needs) if needs.compares else _plain(source, records, where, needs)
-    media = tuple(column for column in layout.media if column not in needs.columns)
-    return replace(layout, needs=needs, media=media, required=layout.required - _optional_in(needs))
+    sees = needs.sight is not None and not needs.sight.model_type
+    unnamed = [column for column in found if column in MEDIA] if sees and source.columns is None else []
+    media = tuple(c for c in dict.fromkeys((*layout.media, *unnamed)) if c not in needs.columns)
+    images = next((column for column in (layout.images, "images", "image") if column in media), "")
+    return replace(
+        layout, needs=needs, media=media, images=images, sight=needs.sight,
+        required=layout.required - _optional_in(needs),
+    )  # fmt: skip
 
 
 def _plain(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:
@@ -79,7 +85,8 @@ def named_layout(
     parts = {part: column for part, column in given.items() if part not in MEDIA}
     media = tuple(column for part, column in given.items() if part in MEDIA)
     required = frozenset(parts.keys() - traits.get("optional", {}).keys())
-    return Layout(name, parts, required, {**traits.get("tags", {}), **spoken}, media)
+    images = given.get("images") or given.get("image") or ""
+    return Layout(name, parts, required, {**traits.get("tags", {}), **spoken}, media, images)
 
 
 def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordNeeds, is_given: bool) -> None:
@@ -94,7 +101,7 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
     found = _columns_of(records)
     first = next(iter(FORMATS.get(layout.format).traits["columns"]))
     if first not in layout.columns:
-        what = f'"columns" must name the column of "{first}" for the format {layout.format}. Found: {listed(found)}.'
+        what = f'"columns" must contain "{first}" for the format {layout.format}. Found: {listed(found)}.'
         raise UserError(what, where=where, option="columns")
     required = layout.required - _optional_in(needs)
     missing = [column for part, column in layout.columns.items() if part in required and column not in found]
@@ -106,7 +113,7 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
     known = {**FORMATS.get(layout.format).traits.get("optional", {}), **{column: column for column in MEDIA}}
     for part, column in known.items():
         if column in found and part not in layout.columns and column not in layout.media:
-            layout.notes[f'the column "{column}" is not used: "columns" has no "{part}"'] = None
+            layout.notes[f'the column "{column}" is ignored because "columns" does not contain "{part}"'] = None
 
 
 def _optional_in(needs: RecordNeeds) -> set[str]:
@@ -124,9 +131,9 @@ def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Va
     guesses = "".join(did_you_mean(column, found) for column in islice(missing, 1))
     proposal = proposed_columns(found) if layout.format == "alpaca" else {}
     others = [name for name in FORMATS.names() if name != layout.format and _has_required(name, records)]
-    remedy = f'Name them: "columns": {json.dumps(proposal)}' if proposal else ""
+    remedy = f'Set "columns": {json.dumps(proposal)}' if proposal else ""
     if others:
-        remedy = f'They look like the format {others[0]}: "formatting": "{others[0]}".'
+        remedy = f'The records look like the format {others[0]}. Set "formatting": "{others[0]}".'
     return Problem(
         f"the records have no column {_quoted(missing)}. Found: {listed(found)}.{guesses}",
         where=where,
@@ -155,8 +162,10 @@ def _recognized(records: Sequence[Values], where: str, source: DataSource, needs
             claims.pop("text", None)  # beside other columns, "text" holds the same content again, rendered
         if len(claims) > 1:
             readings = "; ".join(f"{name} ({listed(columns.values())})" for name, columns in claims.items())
-            what = f"the records can be read in more than one way: {readings}. Found: {listed(values)}."
-            raise UserError(what, where=where, remedy=f"Choose one, for example formatting: {next(iter(claims))}")
+            what = f"the record format is ambiguous: {readings}. Found: {listed(values)}."
+            raise UserError(
+                what, where=where, remedy=f"Set formatting to one of them, for example formatting: {next(iter(claims))}"
+            )
         for name, columns in claims.items():
             return _with_optional(name, columns, source.tags, records, needs)
     if source.formatting is not None:
@@ -187,10 +196,10 @@ def _with_optional(
     optional = {**traits.get("optional", {}), **{column: column for column in MEDIA}}
     layout = named_layout(name, {**traits["columns"], **optional, **columns}, tags)
     used = (*layout.columns.values(), *layout.media, *needs.columns)
-    unused = [column for column in found if column not in used]
-    rest = f"; not used: {listed(unused)}" if unused else ""
+    unused = [] if ALL_COLUMNS in used else [column for column in found if column not in used]
+    rest = f"; ignored columns: {listed(unused)}" if unused else ""
     read = [column for column in layout.columns.values() if column in found]
-    layout.notes[f"read as {name} ({listed(read)}){rest}"] = None
+    layout.notes[f"detected format {name} ({listed(read)}){rest}"] = None
     return layout
 
 
@@ -203,15 +212,18 @@ def preference_problem(name: str, columns: Iterable[str], stage: str, readable_a
     """Args: readable_as: the format in which the conversations can be learned as they are."""
     found = listed(columns)
     if "chosen" not in found and "rejected" not in found and "ranking" not in found:
-        what, remedy = "verdicts", "To learn all answers leave its tag out; to learn from the verdicts, stage: kto."
+        what, remedy = (
+            "KTO labels",
+            "Set stage: kto to train on the labels, or remove the label column to train on all responses.",
+        )
     else:
-        what = "pairs"
+        what = "preference pairs"
         remedy = (
-            f"To learn the chosen answers set stage: {stage} and columns: {{response: chosen}}; to compare, stage: dpo."
+            f"Set stage: dpo, or set stage: {stage} and columns: {{response: chosen}} to train on the chosen responses."
         )
     if readable_as:
-        remedy += f" To learn its conversations as they are, set formatting: {readable_as}."
-    return Problem(f"dataset {name} holds {what} ({found}).", remedy=remedy)
+        remedy += f" To train on the conversations, set formatting: {readable_as}."
+    return Problem(f"dataset {name} contains {what} ({found}).", remedy=remedy)
 
 
 # --- preferences ------------------------------------------------------------------------------------------------------
@@ -230,12 +242,16 @@ def _preferred(source: DataSource, records: Sequence[Values], where: str, needs:
     if source.columns is None:
         optional = {"margin", *FORMATS.get(layout.format).traits.get("optional", {})}
         layout = replace(layout, required=layout.required - optional)
-        layout.notes[f"read as {layout.format} ({listed(c for c in layout.columns.values() if c in found)})"] = None
+        layout.notes[
+            f"detected format {layout.format} ({listed(c for c in layout.columns.values() if c in found)})"
+        ] = None
     _check(layout, records, where, needs, is_given=source.columns is not None)
     if "kto_tag" in layout.columns:
         layout.verdicts = verdict_words(records, layout.columns["kto_tag"])
         if layout.verdicts:
-            layout.notes[f'"{layout.columns["kto_tag"]}" is read as {_verdicts_in_words(layout.verdicts)}'] = None
+            layout.notes[
+                f'"{layout.columns["kto_tag"]}" is converted to booleans: {_verdicts_in_words(layout.verdicts)}'
+            ] = None
     return layout
 
 
@@ -263,32 +279,34 @@ def _preferred_columns(source: DataSource, records: Sequence[Values], found: Seq
 def _no_preference(source: DataSource, needs: RecordNeeds, has_verdicts: bool) -> Problem:
     if needs.kind == "verdicts":
         return Problem(
-            f'dataset {source.name} has no verdict ("kto_tag"), and no "chosen" and "rejected"; stage: kto learns from '
-            "answers that are tagged true or false.",
-            remedy="Name the column: columns: {kto_tag: label}. For answers without a verdict use stage: sft.",
+            f'stage: kto requires a boolean label ("kto_tag") or "chosen" and "rejected". '
+            f"Dataset {source.name} has neither.",
+            remedy="Set columns: {kto_tag: <column>}, or use stage: sft for responses without labels.",
         )
-    remedy = "For single answers with a tag use stage: kto, without one stage: sft."
+    remedy = "Use stage: kto for responses with labels, or stage: sft for responses without."
     if has_verdicts:
-        remedy = "It has a tag on single answers: use stage: kto."
+        remedy = "It has labels on single responses. Use stage: kto."
     return Problem(
-        f'dataset {source.name} has no "chosen" and "rejected"; stage: {needs.stage} learns from pairs.', remedy=remedy
+        f'stage: {needs.stage} requires "chosen" and "rejected". Dataset {source.name} has neither.', remedy=remedy
     )
 
 
 def _verdicts_in_words(verdicts: Mapping[Any, bool]) -> str:
     """``1 for true, 0 for false``"""
     words = {value: next(word for word, said in verdicts.items() if said is value) for value in (True, False)}
-    return f"{json.dumps(words[True])} for true, {json.dumps(words[False])} for false"
+    return f"{json.dumps(words[True])} is true, {json.dumps(words[False])} is false"
 
 
 def _unknown(where: str, records: Sequence[Values], is_described: bool) -> Problem:
     found = _columns_of(records)
     known = "; ".join(f"{name}: {_needed(name)}" for name in FORMATS.names())
     proposal = json.dumps(proposed_columns(found) or {"prompt": "...", "response": "..."})
-    remedy = f"Say which is which: formatting: alpaca, columns: {proposal}"
+    remedy = f"Set the columns, for example formatting: alpaca, columns: {proposal}"
     if is_described:
-        remedy = f'Say in the entry which is which: "formatting": "alpaca", "columns": {proposal}'
-    return Problem(f"no known format fits the columns. Found: {listed(found)}.", where, f"Known: {known}.", remedy)
+        remedy = f'Set the columns in the entry, for example "formatting": "alpaca", "columns": {proposal}'
+    return Problem(
+        f"the columns do not match a known format. Found: {listed(found)}.", where, f"Known formats: {known}.", remedy
+    )
 
 
 def _needed(name: str) -> str:

@@ -84,9 +84,9 @@ def split_rows(num_rows: int, val_size: float, seed: int) -> tuple[list[int], li
 
     held_out = ceil(val_size * num_rows) if val_size < 1 else int(val_size)
     if held_out >= num_rows:
-        what = f"val_size {val_size:g} holds out {held_out} of {num_rows} rows, and none is left to train on."
+        what = f"val_size {val_size:g} holds out {held_out} of {num_rows} rows and leaves none for training."
         raise UserError(
-            what, remedy="Give a smaller share, such as 0.1, or a smaller number of rows.", option="val_size"
+            what, remedy="Set a smaller fraction, such as 0.1, or a smaller number of examples.", option="val_size"
         )
     order = numpy.random.default_rng(seed).permutation(num_rows).tolist()
     return order[held_out:], order[:held_out]

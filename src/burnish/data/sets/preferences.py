@@ -22,7 +22,7 @@ from burnish.utils.sequences import shared_beginning
 
 ANSWERING = ("assistant", "function")
 _WORDS = {"true": True, "false": False}
-SAME = "chosen and rejected are the same; nothing can be learned from it."
+SAME = "chosen and rejected are identical."
 
 
 def judged(record: Record, example: Example) -> Example:
@@ -43,7 +43,7 @@ def judged(record: Record, example: Example) -> Example:
 def _pair(record: Record, example: Example) -> Example:
     chosen, rejected = (_answer(record, part) for part in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise BadRecord('"chosen" and "rejected" must be both text or both messages.')
+        raise BadRecord('"chosen" and "rejected" must both be text or both be messages.')
     example = replace(example, margin=_margin(record))
     prompt = example.prompt if record.layout.verbatim else example.prompt or None
     if isinstance(chosen, str) and isinstance(rejected, str):
@@ -60,7 +60,7 @@ def _answer(record: Record, part: str) -> Answer:
     if turns is not None:
         return tuple(_message(record, turn, f"{column}[{place}]") for place, turn in enumerate(turns))
     if not isinstance(value, str):
-        raise BadRecord(f'"{column}" must be text, a message or a list of messages. Received: {shortened(value)}')
+        raise BadRecord(f'"{column}" must be text, a message or a list of messages.', received=shortened(value))
     return as_text(value, column)
 
 
@@ -88,7 +88,7 @@ def common_prompt(chosen: str, rejected: str) -> str:
     """Return what two texts begin with, up to the last blank, so that no word is split."""
     common = chosen[: shared_beginning(chosen, rejected)]
     if common in (chosen, rejected):
-        raise BadRecord(SAME if chosen == rejected else "one answer is the beginning of the other one.")
+        raise BadRecord(SAME if chosen == rejected else "one response is a prefix of the other.")
     return common[: max(common.rfind(" "), common.rfind("\n"), 0)]
 
 
@@ -98,18 +98,18 @@ def _conversations(
     """Answers that are messages. Where they begin alike, that is the prompt, whatever a column says besides."""
     shared = shared_beginning(chosen, rejected)
     if chosen == rejected:
-        raise BadRecord(SAME, reason="its answers are the same")
+        raise BadRecord(SAME, reason="chosen and rejected are identical")
     before, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     for part, answer in (("chosen", chosen), ("rejected", rejected)):
         column = record.layout.columns[part]
         if not answer:
-            raise BadRecord(f'"{column}" ends where the other answer begins: it holds no answer of its own.')
+            raise BadRecord(f'"{column}" contains only the common prompt and no response.')
         _check_speaker(record, column, answer[-1])
     if before and before[0].role == "system" and not record.layout.verbatim:
         example, before = replace(example, system=before[0].text), before[1:]
     messages = example.messages if _ends(example.messages, before) else (*example.messages, *before)
     if not messages:
-        what = f'"{record.layout.columns["chosen"]}" must be a message or a list that begins like "rejected".'
+        what = f'"{record.layout.columns["chosen"]}" must be a message, or a list with the prompt of "rejected".'
         raise BadRecord(what)
     return _checked(replace(example, messages=messages, prompt=None), chosen, rejected)
 
@@ -126,18 +126,19 @@ def _check_speaker(record: Record, column: str, last: Message) -> None:
     spoken: dict[str, str] = {role: word for word in tags.values() if (role := record.layout.roles.get(word))}
     answering = " or ".join(f'"{spoken.get(role, role)}"' for role in ANSWERING)
     raise BadRecord(
-        f'"{column}" is from "{spoken.get(last.role, last.role)}"; an answer comes from {answering}.',
-        reason="an answer is from somebody who does not answer",
+        f'"{column}" must end with a message from {answering}.',
+        reason="a response has a role other than assistant",
+        received=f'"{spoken.get(last.role, last.role)}".',
     )
 
 
 def _checked(example: Example, chosen: Answer, rejected: Answer) -> Example:
     if chosen == rejected:
-        raise BadRecord(SAME, reason="its answers are the same")
+        raise BadRecord(SAME, reason="chosen and rejected are identical")
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         spoken = answer if isinstance(answer, str) else answer[-1].text
         if not spoken.strip():
-            raise BadRecord(f'"{name}" is empty.', reason="an answer of it is empty")
+            raise BadRecord(f'"{name}" is empty.', reason="a response is empty")
     return replace(example, chosen=chosen, rejected=rejected)
 
 
@@ -146,7 +147,7 @@ def _margin(record: Record) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRecord(f'"{record.layout.columns["margin"]}" must be a number. Received: {shortened(value)}')
+        raise BadRecord(f'"{record.layout.columns["margin"]}" must be a number.', received=shortened(value))
     return float(value)
 
 
@@ -160,7 +161,7 @@ def _verdict(record: Record) -> bool:
         return value
     if read is None:
         raise BadRecord(
-            f'"{column}" must be true or false. Received: {shortened(value)}', reason="its tag is not a boolean"
+            f'"{column}" must be true or false.', reason="the label is not a boolean", received=shortened(value)
         )
     return read
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from burnish.data.images.sources import Sight
 from burnish.data.reading.json_files import Values, parsed, shortened
 from burnish.loop.types import Example, RoleName
 
@@ -26,23 +27,29 @@ ROLES: Mapping[str, RoleName] = {
 """Meaning of role names that the tags of a data set do not define."""
 
 
+ALL_COLUMNS = "*"
+"""In place of the name of a column that a stage asks for: all of them."""
+
+
 class BadRecord(ValueError):
     """A record that breaks its format.
 
     Args:
-        what: a sentence: expected and received.
+        what: a sentence: what was expected.
         remedy: what to do.
         reason: the reason in the stats.
+        received: what stands there instead, as the end of the message.
+        kind: the kind of fault, where the sentence is not the same for all records with it.
     """
 
-    def __init__(self, what: str, remedy: str = "", reason: str = "a column is missing or of the wrong type") -> None:
-        super().__init__(what)
-        self.what, self.remedy, self.reason = what, remedy, reason
-
-    @property
-    def kind(self) -> str:
-        """The kind of fault: the sentence without the received value, the same for all records with this fault."""
-        return re.sub(r"\d+", "", self.what.split(" Received:")[0])
+    def __init__(
+        self, what: str, remedy: str = "", reason: str = "a column is missing or of the wrong type", kind: str = "",
+        received: str = "",
+    ) -> None:  # fmt: skip
+        self.kind = kind or re.sub(r"\d+", "", what)  # the same for all records with this fault, wherever it is in them
+        self.what = f"{what} Received: {received}" if received else what
+        self.remedy, self.reason = remedy, reason
+        super().__init__(self.what)
 
 
 @dataclass(frozen=True)
@@ -52,13 +59,15 @@ class RecordNeeds:
     Args:
         kind: "answers"; "pairs" (two answers to compare); "verdicts" (an answer with a label); "prompts" (an answer is
             optional); or another word: records of formats that are registered with ``holds`` and that word.
-        columns: further columns, which ``Example.extra`` then holds.
+        columns: further columns, which ``Example.extra`` then holds; ALL_COLUMNS for those of each record.
         stage: the name of the stage, for error messages.
+        sight: how pictures are found, or the model that sees none; None refuses them.
     """
 
     kind: str = "answers"
     columns: tuple[str, ...] = ()
     stage: str = "sft"
+    sight: Sight | None = None
 
     @property
     def compares(self) -> bool:
@@ -78,7 +87,9 @@ class Layout:
         columns: part -> column; a part that is not named has no column.
         required: the parts whose column every record must have.
         tags: names of roles and keys in a conversation (LLaMA-Factory's keys).
-        media: the columns of images and the like, which must be empty.
+        media: the columns of images and the like, which must be empty but for ``images``.
+        images: the column of pictures, "" for none.
+        sight: how pictures are found; None where the model sees none.
         awaited: optional columns that the user named and that no record had so far.
         notes: choices made for the user, each once, in the order in which they were made.
         dropped_parts: parts of the record just read that were left out; the caller that converts it counts them.
@@ -93,6 +104,8 @@ class Layout:
     required: frozenset[str] = frozenset()
     tags: Mapping[str, str] = field(default_factory=dict)
     media: tuple[str, ...] = ()
+    images: str = ""
+    sight: Sight | None = None
     awaited: set[str] = field(default_factory=set)
     notes: dict[str, None] = field(default_factory=dict)
     dropped_parts: list[str] = field(default_factory=list)
@@ -124,10 +137,16 @@ class Record:
         """Refuse a record that has more than text, because the model would not see it."""
         for column in self.layout.media:
             if self.values.get(column):
+                sight, is_images = self.layout.sight, column == self.layout.images
                 raise BadRecord(
-                    f'the column "{column}" is not empty, and burnish trains on text: the model would not see it.',
-                    "If the text alone is worth learning, remove the column from the file.",
-                    reason="it holds more than text",
+                    f'the record contains pictures ("{column}"), but {sight.model_type} reads text only.'
+                    if is_images and sight is not None
+                    else f'the column "{column}" is not empty, but burnish trains on text only.',
+                    "Choose a model with a vision tower. To train on the text only, remove the column from the file, "
+                    'or leave "images" out of "columns".'
+                    if is_images
+                    else "To train on the text only, remove the column from the file.",
+                    reason="it contains more than text",
                 )
 
     def value(self, part: str) -> Any:
@@ -164,7 +183,7 @@ class Record:
         value, turns = self.value(part), self.turns_or_none(part)
         if turns is None:
             column = self.layout.columns[part]
-            raise BadRecord(f'"{column}" must be a list of messages. Received: {shortened(value)}')
+            raise BadRecord(f'"{column}" must be a list of messages.', received=shortened(value))
         return turns
 
 
@@ -178,13 +197,14 @@ def as_text(value: Any, column: str) -> str:
         others = sorted({str(part["type"]) for part in value} - {"text"})
         if others:
             raise BadRecord(
-                f'"{column}" holds {listed(others)}, and burnish trains on text.', reason="it holds more than text"
+                f'"{column}" contains {listed(others)}, but burnish trains on text only.',
+                reason="it contains more than text",
             )
         return "".join(as_text(part.get("text"), f"{column}.text") for part in value)
     if value is None:
-        raise BadRecord(f'"{column}" is null, where text is expected.')
-    remedy = f'Write it as text: "{value}".' if isinstance(value, int | float) else ""
-    raise BadRecord(f'"{column}" must be text. Received: {shortened(value)}', remedy)
+        raise BadRecord(f'"{column}" must be a string.', received="null.")
+    remedy = f'Write it as a string: "{value}".' if isinstance(value, int | float) else ""
+    raise BadRecord(f'"{column}" must be a string.', remedy, received=shortened(value))
 
 
 def as_turns(value: Any) -> list[Mapping[str, Any]] | None:
@@ -209,6 +229,6 @@ def _check_unicode(value: str, column: str) -> None:
     except UnicodeEncodeError as error:
         half = f"\\u{ord(value[error.start]):04x}"
         raise BadRecord(
-            f'"{column}" is not Unicode text: half a surrogate pair, {half}, at character {error.start}.',
-            reason="its text is not Unicode",
+            f'"{column}" is not valid Unicode: unpaired surrogate {half} at character {error.start}.',
+            reason="the text is not valid Unicode",
         ) from None

@@ -24,7 +24,7 @@ from burnish.data.reading.files import data_files, read_records
 from burnish.data.reading.json_files import Values
 from burnish.data.reading.record_index import DatasetTable, Table, open_table
 from burnish.data.sets.data_source import DataSource
-from burnish.data.sets.dataset_info import INFO_NAME, REMOTE, find_sources
+from burnish.data.sets.dataset_info import INFO_NAME, ONLINE, REMOTE, find_sources
 from burnish.data.sets.examples import Examples, ListedExamples, Located, StreamedExamples, StreamedSet
 from burnish.data.sets.formats import convert_records
 from burnish.data.sets.layouts import layout_of, missing_columns
@@ -51,11 +51,13 @@ class DataSets:
         train: the training examples.
         eval: name -> examples; "" for the only set.
         notes: a sentence for each choice made for the user, and for what is probably not meant.
+        members: name of a data set -> its examples, before they are mixed and split; streamed sets are left out.
     """
 
     train: Examples = field(default_factory=ListedExamples)
     eval: dict[str, Examples] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    members: Mapping[str, Sequence[Example]] = field(default_factory=dict)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -89,7 +91,8 @@ def load_datasets(
 
     looks_back = looks_back and needs.kind == "verdicts"
     merge = partial(_streamed, looks_back=looks_back) if is_streamed else _merge
-    sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes)
+    members = {} if is_streamed else train
+    sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes, members={**others, **members})
     if options.val_size and train:
         learned, held_out = split_rows(len(sets.train), options.val_size, seed)
         whole = sets.train
@@ -148,7 +151,7 @@ class _Loading:
         found: dict[str, ListedExamples | StreamedSet] = {}
         names = getattr(self.options, option) or []
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-            self.notes.append(f'The data set "{name}" is named {names.count(name)} times; its records count as often.')
+            self.notes.append(f'The dataset "{name}" is listed {names.count(name)} times; its examples are repeated.')
         for source in self._sources(names, option):
             is_path = source.kind == "file" and not source.is_described
             name = Path(source.name).stem if is_path else source.name
@@ -176,20 +179,31 @@ class _Loading:
         records = self._chosen(source)
         first = list(islice(records, PEEKED))
         if not first:
-            raise UserError("the data set holds no records.", where=_named(source))
-        layout = layout_of(source, [values for values, _, _ in first], _named(source), self.needs)
+            raise UserError("the dataset contains no records.", where=_named(source))
+        layout = layout_of(source, [values for values, _, _ in first], _named(source), self._needs(source))
         examples = convert_records(chain(first, records), layout, self.stats, self.options.on_bad_record)
         if layout.awaited:
             raise UserError(missing_columns(layout, layout.awaited, [values for values, _, _ in first], _named(source)))
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
         return ListedExamples(self._with_verdicts(examples, source) if self.needs.kind == "verdicts" else examples)
 
+    def _needs(self, source: DataSource) -> RecordNeeds:
+        """What is needed of the records of a source, with the folders in which its pictures may be."""
+        sight = self.needs.sight
+        if sight is None:
+            return self.needs
+        beside = [path.parent for path in data_files(source.location)[:1]] if source.kind == "file" else []
+        given = self.options.dataset_dir
+        local = [Path(given)] if isinstance(given, str) and not given.startswith((ONLINE, REMOTE)) else []
+        folders = tuple(dict.fromkeys((*sight.folders, *beside, *local)))
+        return replace(self.needs, sight=replace(sight, folders=folders))
+
     def _with_verdicts(self, examples: list[Example], source: DataSource) -> list[Example]:
         """A verdict on each answer: as it is given, or of pairs, that one is better."""
         if not any(example.chosen is not None for example in examples):
             return examples
         self.notes.append(
-            f"{_named(source)}: each pair is two answers, the chosen one desirable and the other one not."
+            f"{_named(source)}: each pair becomes a desirable (chosen) and an undesirable (rejected) example."
         )
         return list(unpaired(examples))
 
@@ -202,7 +216,7 @@ class _Loading:
             chosen = sampled(total, source.num_samples, self.generator)
         found = StreamedSet(files, chosen[: self.options.max_samples], Layout("", {}))
         first = [found.located(index)[0] for index in range(min(PEEKED, len(found)))]
-        layout = layout_of(source, first, _named(source), self.needs)
+        layout = layout_of(source, first, _named(source), self._needs(source))
         if self.needs.kind == "verdicts" and "chosen" in layout.columns:  # a record is two answers
             return self._examples(source)
         never = layout.awaited.difference(*(found.located(index)[0] for index in range(min(LOOKED_AT, len(found)))))
@@ -253,9 +267,9 @@ def _tables(source: DataSource, options: DataOptions) -> Sequence[Table]:
         return [DatasetTable(Path(source.location), _REMOTE[source.kind](source, options))]
     if source.kind == "cloud":
         raise UserError(
-            f'"streaming" reads records from local files, and "{source.location}" is in a cloud store.',
+            f'"streaming" requires local files or a dataset of the Hub, but "{source.location}" is in cloud storage.',
             where=source.where,
-            remedy="Copy the file to this machine and name it in file_name, or leave streaming out.",
+            remedy="Copy the file to this machine and set file_name to it, or remove streaming.",
         )
     return []
 
@@ -279,7 +293,7 @@ def _modelscope(source: DataSource, options: DataOptions) -> Iterable[Values]:
     try:
         from modelscope import MsDataset
     except ImportError:
-        raise MissingExtraError("modelscope", f'the data set "{source.location}" of ModelScope', "modelscope") from None
+        raise MissingExtraError("modelscope", f'the ModelScope dataset "{source.location}"', "modelscope") from None
     try:
         loaded = MsDataset.load(
             source.location, subset_name=source.subset, data_dir=source.folder, split=source.split,
@@ -298,11 +312,11 @@ def _of_hub(options: DataOptions, name: str) -> str | None:
 
 
 def _unreachable(source: DataSource, error: Exception) -> Problem:
-    hub = {"hf_hub": " of the Hugging Face hub", "ms_hub": " of ModelScope"}.get(source.kind, "")
+    hub = {"hf_hub": " from the Hugging Face Hub", "ms_hub": " from ModelScope"}.get(source.kind, "")
     return Problem(
-        f'the data set "{source.location}"{hub} cannot be loaded: {first_line(error, 200)}',
+        f'cannot load the dataset "{source.location}"{hub}: {first_line(error, 200)}',
         where=source.where,
-        remedy="Check the name and the network; without a network only what an earlier run has downloaded is there.",
+        remedy="Check the name and the network connection. Offline, only datasets downloaded earlier are available.",
     )
 
 
@@ -318,8 +332,8 @@ def _remote_info(options: DataOptions, repository: str) -> Path:
             )
         )  # fmt: skip
     except (OSError, ValueError) as error:
-        what = f'"{INFO_NAME}" of the hub repository "{repository}" cannot be loaded: {first_line(error, 200)}'
-        raise UserError(what, where="dataset_dir", remedy="Check the name and the network.") from error
+        what = f'cannot load "{INFO_NAME}" from the Hub repository "{repository}": {first_line(error, 200)}'
+        raise UserError(what, where="dataset_dir", remedy="Check the name and the network connection.") from error
 
 
 def _cloud(source: DataSource, options: DataOptions) -> Iterator[Values]:
@@ -337,7 +351,7 @@ def _cloud(source: DataSource, options: DataOptions) -> Iterator[Values]:
             store.get(path, folder, recursive=True)
         except ImportError as error:
             library = getattr(error.__cause__, "name", None) or "fsspec"  # the library for this kind of store
-            raise MissingExtraError(library, f'the data set "{address}"') from None
+            raise MissingExtraError(library, f'the dataset "{address}"') from None
         except (OSError, ValueError) as error:
             raise UserError(_unreachable(source, error)) from error
         try:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import UserError
+from burnish.data.images.sources import Sight
 from burnish.data.length import endless
 from burnish.data.sets.examples import MARKED, Located, marks_in
 from burnish.data.sets.formats import Bad, bad_records, converted
@@ -39,13 +40,13 @@ _LABELS = {"true": True, "false": False, "True": True, "False": False}
 _MESSAGES = ("messages", "conversations")
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response"}
 """Roles that published templates write; others may be left out of the text without an error."""
-NO_ASSISTANT = "kept: it has no message of the assistant, so the messages of others are trained"
-UNKNOWN_ROLE = 'kept: the role "{role}" is unknown to published chat templates'
-LATE_SYSTEM = "kept: a system message is not the first of its conversation"
+NO_ASSISTANT = "kept: no assistant message, so all messages are trained"
+UNKNOWN_ROLE = 'kept: the role "{role}" may not be supported by the chat template'
+LATE_SYSTEM = "kept: a system message is not the first message"
 
 
-def trl_layout(kind: Kind, sample: Mapping[str, Any], text_field: str = "text") -> Layout:
-    """The layout of a set, by the columns of its first record.
+def trl_layout(kind: Kind, sample: Mapping[str, Any], text_field: str = "text", sight: Sight | None = None) -> Layout:
+    """The layout of a set, by the columns of its first record. Args: sight: how pictures are found, if the model sees.
 
     Raises:
         ValueError: where the columns that are needed are not there.
@@ -64,16 +65,20 @@ def trl_layout(kind: Kind, sample: Mapping[str, Any], text_field: str = "text") 
         named, columns = ("text", {"text": text_field}) if messages is None else ("openai", {"messages": messages})
     if not set(columns.values()) <= sample.keys():
         expected = _EXPECTED[kind].format(text_field=text_field)
-        raise ValueError(f"The dataset needs {expected}. Received the columns: {', '.join(sample)}.")
+        raise ValueError(f"Expected the columns {expected}. Received: {', '.join(sample)}.")
     optional = {part: part for part in ("prompt", "margin", "tools") if part in sample and part not in columns}
-    return Layout(named, columns | optional, frozenset(columns), OPENAI_TAGS, verdicts=_LABELS, verbatim=True)
+    images = "" if sight is None else next((name for name in ("images", "image") if name in sample), "")
+    return Layout(
+        named, columns | optional, frozenset(columns), OPENAI_TAGS, images=images, sight=sight, verdicts=_LABELS,
+        verbatim=True,
+    )  # fmt: skip
 
 
 _EXPECTED: Mapping[Kind, str] = {
     "texts": "`{text_field}` (`dataset_text_field`), `messages`, `prompt` and `completion`, or `input_ids`",
-    "pairs": "chosen and rejected, with or without a prompt; single answers with a label are for KTOTrainer",
-    "verdicts": "prompt and completion and label, or chosen and rejected",
-    "scores": "chosen and rejected, with or without a prompt",
+    "pairs": "chosen and rejected, and optionally prompt; use KTOTrainer for single responses with a label",
+    "verdicts": "prompt, completion and label, or chosen and rejected",
+    "scores": "chosen and rejected, and optionally prompt",
 }
 
 
@@ -167,7 +172,7 @@ def _of_ids(values: Mapping[str, Any], source: str, number: int, layout: Layout,
     label = _LABELS.get(label, label)
     if label not in (None, True, False):
         bad.append(
-            (Record(values, source, number, layout), BadRecord(f'"label" must be true or false. Received: {label}'))
+            (Record(values, source, number, layout), BadRecord('"label" must be true or false.', received=str(label)))
         )
         return None
     return Example(extra=extra, tag=label, margin=extra.get("margin"), source=source, number=number)

@@ -14,6 +14,7 @@ from sys import float_info
 from typing import Any
 
 from burnish.data.reading.json_files import parsed, shortened
+from burnish.data.sets.pictures import content_of, raw_content
 from burnish.data.sets.records import ROLES, BadRecord, Layout, Record, as_text, listed
 from burnish.loop.types import Example, Message, RoleName
 
@@ -25,7 +26,7 @@ OPENAI_TAGS = {
     "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
     "observation_tag": "tool", "function_tag": "function_call", "system_tag": "system",
 }  # fmt: skip
-TEXT_LOST = "truncated: text next to a tool call removed, since a turn is either a response or a call"
+TEXT_LOST = "truncated: text next to a tool call removed (a turn is either text or a tool call)"
 
 
 def conversation(record: Record, messages: Sequence[Message]) -> Example:
@@ -52,7 +53,7 @@ def as_context(message: Message) -> Message:
 def message_of(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
     """One message, in the words of the layout. Args: place: as an error names it."""
     if layout.verbatim:
-        return _verbatim(turn, place)
+        return _verbatim(layout, turn, place)
     content_key = layout.tags["content_tag"]
     role, content = _role(layout, turn, place), turn.get(content_key)
     calls = turn.get("tool_calls") or turn.get("function_call")
@@ -63,10 +64,10 @@ def message_of(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
     elif role in ("function", "observation") and isinstance(content, dict):
         content = json.dumps(content, ensure_ascii=False)
     train, weight = _learned(turn, place)
-    return Message(role, as_text(content, f"{place}.{content_key}"), train, weight)
+    return Message(role, content_of(layout, content, f"{place}.{content_key}"), train, weight)
 
 
-def _verbatim(turn: Mapping[str, Any], place: str) -> Message:
+def _verbatim(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
     """A message that a chat template is given unchanged, but for keys that are None because another record of the set
     has them: templates test whether a key is there. ShareGPT's "from" and "value" become "role" and "content"."""
     if "from" in turn and "role" not in turn:
@@ -74,10 +75,17 @@ def _verbatim(turn: Mapping[str, Any], place: str) -> Message:
     raw = {key: value for key, value in turn.items() if value is not None or key == "content"}
     content = raw.get("content")
     if content is None and not any(value for key, value in raw.items() if key not in ("role", "content")):
-        raise BadRecord(f'"{place}.content" is null, so there is nothing to read and nothing to train on.')
+        raise BadRecord(f'"{place}.content" is null.')
+    if layout.sight is not None and isinstance(content, list):
+        seen = content_of(layout, content, f"{place}.content")
+        return Message(_spoken(raw), seen, raw={**raw, "content": raw_content(content)})
     parts = content if isinstance(content, list) else [{"text": content}]
     text = "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
-    return Message(ROLES.get(str(raw.get("role")), "assistant"), text, raw=raw)
+    return Message(_spoken(raw), text, raw=raw)
+
+
+def _spoken(raw: Mapping[str, Any]) -> RoleName:
+    return ROLES.get(str(raw.get("role")), "assistant")
 
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -87,15 +95,16 @@ def _role(layout: Layout, turn: Mapping[str, Any], place: str) -> RoleName:
     key = layout.tags["role_tag"]
     if key not in turn:
         raise BadRecord(
-            f'"{place}" has no "{key}", which says whose turn it is. Found: {listed(turn)}.',
-            'If role and content have other names, give them as tags: {"role_tag": ..., "content_tag": ...}.',
+            f'"{place}" has no role ("{key}"). Found: {listed(turn)}.',
+            'If the keys have other names, set tags: {"role_tag": ..., "content_tag": ...}.',
         )
     word = turn[key]
     if not isinstance(word, str) or word not in layout.roles:
         known = [spoken for tag, spoken in layout.tags.items() if tag not in ("role_tag", "content_tag")]
         raise BadRecord(
-            f'"{place}.{key}" must be one of {listed(known)}. Received: {shortened(word)}',
-            "If a role has another name in this file, give it as one of the tags.",
+            f'"{place}.{key}" must be one of {listed(known)}.',
+            "If the file uses other role names, set them in tags.",
+            received=shortened(word),
         )
     if word not in layout.tags.values():
         reason = f'kept: the role "{word}" is read as {layout.roles[word]}'
@@ -113,7 +122,7 @@ def _calls(layout: Layout, calls: Any, content: Any, place: str) -> str:
     functions = [call.get("function", call) if isinstance(call, dict) else None for call in each]
     named = [f for f in functions if isinstance(f, dict) and f.get("name")]
     if len(named) < len(each):
-        raise BadRecord(f'"{place}" calls a tool without a name. Received: {shortened(calls)}')
+        raise BadRecord(f'"{place}" calls a tool without a name.', received=shortened(calls))
     written = json.dumps(
         [{"name": f["name"], "arguments": _arguments(f.get("arguments"))} for f in named], ensure_ascii=False
     )
@@ -138,9 +147,9 @@ def _learned(turn: Mapping[str, Any], place: str) -> tuple[bool | None, float]:
     """(train, weight) of a message; a weight of 0 means, as for OpenAI, that the message is not learned."""
     train, weight = turn.get("train"), turn.get("weight")
     if train is not None and not isinstance(train, bool):
-        raise BadRecord(f'"{place}.train" must be true or false. Received: {shortened(train)}')
+        raise BadRecord(f'"{place}.train" must be true or false.', received=shortened(train))
     if weight is None:
         return train, 1.0
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= float_info.max:
-        raise BadRecord(f'"{place}.weight" must be a finite number of at least 0. Received: {shortened(weight)}')
+        raise BadRecord(f'"{place}.weight" must be a finite number of at least 0.', received=shortened(weight))
     return (False, 1.0) if weight == 0 else (train, float(weight))

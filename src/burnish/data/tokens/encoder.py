@@ -34,13 +34,16 @@ class Encoder:
     Args:
         tokenizer: any transformers tokenizer; fast ones work on a batch with all their threads.
         keep: special tokens that an assistant's text may contain, such as those that open and close a thought.
+        controls: further control tokens, whether the tokenizer calls them special or not: those of pictures.
         template: the text that the template writes around messages. A token that the user added to the vocabulary
             (``tokenizer.new_tokens``) may occur in data, unless the template uses it.
     """
 
-    def __init__(self, tokenizer: Any, keep: Sequence[str] = (), template: str = "") -> None:
+    def __init__(
+        self, tokenizer: Any, keep: Sequence[str] = (), template: str = "", controls: Sequence[str] = ()
+    ) -> None:
         self.tokenizer = tokenizer
-        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} | {*controls}
         own = set(tokenizer.all_special_tokens)
         free = {token for token in getattr(tokenizer, "new_tokens", ()) if token not in template} - own
         specials = sorted((special | own) - free, key=len, reverse=True)

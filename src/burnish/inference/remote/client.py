@@ -128,7 +128,7 @@ class RemoteEngine:
                 if cancelled.is_set():
                     reason = "cancelled"
                 else:
-                    error = Problem(f"engine_failed: {failure or type(failure).__name__}")
+                    error = Problem(f"The engine failed: {failure or type(failure).__name__}", code="internal_error")
             finally:
                 self._running -= 1
                 self._open.pop(handle.number, None)

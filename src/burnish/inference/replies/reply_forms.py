@@ -41,7 +41,12 @@ def form_of(template: Template) -> ReplyForm:
         reader = TOOL_FORMATS[spec.tool_format].reader
         return ReplyForm((opens, closes), reader, _around(spec, template.tokenizer), spec.tool_format)
     assert isinstance(template.form, JinjaFormat)
-    name = _written_format(template.form)
+    return form_of_jinja(template.form)
+
+
+def form_of_jinja(form: JinjaFormat) -> ReplyForm:
+    """The form of the answers of a chat template, from the way in which it writes a call."""
+    name = _written_format(form)
     return ReplyForm(reader=TOOL_FORMATS[name].reader if name else None, tool_format=name)
 
 

@@ -114,9 +114,7 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         if not is_asked:
             return []
-        raise UserError(
-            f'Liger has no kernels for a model of type "{family}".', remedy="Leave enable_liger_kernel out."
-        )
+        raise UserError(f'Liger has no kernels for a model of type "{family}".', remedy="Remove enable_liger_kernel.")
     parts = [*inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[family]).parameters]
     known = [name for name in parts if name != "model"]
     remedy = f"Known: {', '.join(name for name in known if name not in _LOSSES)}."

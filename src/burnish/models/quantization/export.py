@@ -24,7 +24,7 @@ from contextlib import chdir
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -223,7 +223,7 @@ def _perplexity_of(folder: str, job: QuantizationJob) -> float:
     if quantized_by(config):
         use_kernels_that_train(config, job.device)
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", **trust)
-    return perplexity(model.to(job.device).eval(), job.held_out)
+    return perplexity(cast(Any, model).to(job.device).eval(), job.held_out)
 
 
 @torch.no_grad()

@@ -230,7 +230,7 @@ def check_quantized_files(options: ModelOptions, config: Any) -> list[Problem]:
         )
     if getattr(options, "quantization_bit", None) is not None:
         what = f'its weights are quantized already ({method}), so "quantization_bit" cannot quantize them.'
-        problems.append(Problem(what, where=where, remedy="Leave quantization_bit out.", option="quantization_bit"))
+        problems.append(Problem(what, where=where, remedy="Remove quantization_bit.", option="quantization_bit"))
     return problems
 
 

@@ -147,7 +147,7 @@ def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
     where = f"deepspeed {source}" if isinstance(source, str) else "deepspeed"
     if isinstance(source, str) and source not in NAMES and not Path(source).exists():
         yield Problem(
-            f'"deepspeed" names a file that does not exist: {Path(source).absolute()}.{did_you_mean(source, NAMES)}',
+            f'"deepspeed": the file {Path(source).absolute()} does not exist.{did_you_mean(source, NAMES)}',
             remedy=f"Known by name: {', '.join(NAMES)}. {json_beside(Path(source))}".rstrip(),
             option="deepspeed",
         )
@@ -164,7 +164,7 @@ def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
             yield from _own_section(where, key, value)
         elif key not in _OF_THE_MACHINE | _OBSERVING:
             yield Problem(
-                f'"{key}" of the DeepSpeed config is not part of burnish.',
+                f'"{key}" of the DeepSpeed config is not supported.',
                 where,
                 remedy="Remove it from the file.",
                 option="deepspeed",
@@ -216,7 +216,7 @@ def _own_section(where: str, key: str, value: Any) -> Iterator[Problem]:
     is_usual = isinstance(value, Mapping) and value.get("type") in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
     if not is_usual or any(item != AUTO for item in params.values()):
         yield Problem(
-            f'"{key}" of the DeepSpeed config is not part of burnish.',
+            f'"{key}" of the DeepSpeed config is not supported.',
             where,
             remedy=f"Remove it from the file; {_OWN[key]}.",
             option="deepspeed",

@@ -104,7 +104,7 @@ _OLD_RESHARD = {
 def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
     value = options.fsdp_config
     if isinstance(value, str) and not Path(value).exists():
-        what = f'"fsdp_config" names a file that does not exist: {Path(value).absolute()}.'
+        what = f'"fsdp_config": the file {Path(value).absolute()} does not exist.'
         yield Problem(what, remedy=json_beside(Path(value)), option="fsdp_config")
         return
     if value and not asks_for_fsdp(options):
@@ -117,7 +117,7 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
         yield Problem(f'"fsdp": there is no "{word}".{did_you_mean(word, _WORDS)}', option="fsdp")
     for key, told in _told().items():
         if key not in _READ and key not in _WITHOUT_EFFECT and told.lower() not in ("", "false", "none"):
-            yield Problem(f'FSDP_{key.upper()} is "{told}": burnish has no such setting.', remedy="Leave it out.")
+            yield Problem(f'FSDP_{key.upper()} is "{told}": burnish does not support it.', remedy="Remove it.")
     try:
         known = [*_READ, *_WITHOUT_EFFECT]
         for key in _values(options):

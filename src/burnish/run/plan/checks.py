@@ -18,13 +18,14 @@ from torch.optim import SGD
 from burnish.config.checks import check
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import packs_rows
+from burnish.data.images.sources import Sight
 from burnish.data.sets.records import RecordNeeds
 from burnish.loop.best import metric_name, missing_metric
-from burnish.loop.meter import RATES
 from burnish.loop.schedule import StepPlan
-from burnish.loop.state import STATE_NAME
+from burnish.loop.state import RATES, STATE_NAME
 from burnish.losses.base import OBJECTIVES
 from burnish.models.attention_choice import asked_attention, is_flash
+from burnish.models.source import find_source
 from burnish.optim.builtin import OPTIMIZERS, create_scheduler
 from burnish.parallel.deepspeed.settings import zero_stage
 from burnish.parallel.options import device_of, engine_name
@@ -36,6 +37,7 @@ from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.clearing import EARLIER_RUN, problems_of_sources
 from burnish.run.recovery.failure import TRACEBACK_NAME
 from burnish.utils.files import broken_link, is_endless, odd_kind
+from burnish.utils.json_files import read_object
 
 FINISHED_NAME = ".finished.json"
 """File of a run that has done all its steps, with its fingerprints, so that the same command recognizes it."""
@@ -64,8 +66,8 @@ def check_something_to_do(options: RunOptions) -> list[Problem]:
         return []
     return [
         Problem(
-            "Nothing would be done: do_train is false, and so are do_eval and do_predict.",
-            remedy="Leave do_train out: burnish train trains.",
+            "There is nothing to do: do_train, do_eval and do_predict are all false.",
+            remedy="Remove do_train: false to train.",
             option=("do_train", "do_eval", "do_predict"),
         )
     ]
@@ -78,7 +80,7 @@ def check_output_dir(options: RunOptions) -> list[Problem]:
         return [
             Problem(
                 "output_dir is missing.",
-                remedy="Name a folder for what the run writes: output_dir: saves/first",
+                remedy="Set it to the folder for checkpoints and logs, for example output_dir: saves/first",
                 option="output_dir",
             )
         ]
@@ -88,8 +90,8 @@ def check_output_dir(options: RunOptions) -> list[Problem]:
     except OSError as error:  # a name that is too long, a link that leads to itself
         return [
             Problem(
-                f'output_dir "{folder}" cannot be made: {error.strerror}.',
-                remedy="Name another output_dir.",
+                f'output_dir "{folder}" cannot be created: {error.strerror}.',
+                remedy="Set another output_dir.",
                 option="output_dir",
             )
         ]
@@ -97,13 +99,13 @@ def check_output_dir(options: RunOptions) -> list[Problem]:
 
 def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
     if link := broken_link(folder):
-        what = f'output_dir "{folder}" cannot be made: "{link}" is a link to {os.readlink(link)}, which is not there.'
-        return [Problem(what, remedy="Remove the link, or name another output_dir.", option="output_dir")]
+        what = f'output_dir "{folder}" cannot be created: "{link}" links to {os.readlink(link)}, which does not exist.'
+        return [Problem(what, remedy="Remove the link, or set another output_dir.", option="output_dir")]
     if folder.exists() and not folder.is_dir():
         return [
             Problem(
-                f'output_dir must be a folder. "{folder}" is a file.',
-                remedy="Name another output_dir.",
+                f'Expected output_dir to be a folder. "{folder}" is a file.',
+                remedy="Set another output_dir.",
                 option="output_dir",
             )
         ]
@@ -111,26 +113,26 @@ def _check_folder(folder: Path, options: RunOptions) -> list[Problem]:
     if options.model_name_or_path and folder.is_dir() and model.is_dir() and folder.samefile(model):
         return [
             Problem(
-                f'output_dir "{folder}" is the model that the run begins with, and would be written over.',
-                remedy="Name another output_dir.",
+                f'output_dir "{folder}" is also model_name_or_path, and the base model would be overwritten.',
+                remedy="Set another output_dir.",
                 option="output_dir",
             )
         ]
     if folder.is_dir() and (odd := [path for path in sorted(folder.iterdir()) if is_endless(path)]):
-        what = f'output_dir "{folder}" holds {odd_kind(odd[0])} in the place of a file: {odd[0].name}.'
+        what = f'output_dir "{folder}" contains {odd_kind(odd[0])} instead of a file: {odd[0].name}.'
         return [
             Problem(
                 what,
-                why="To write it would wait for ever.",
-                remedy="Move it away, or name another output_dir.",
+                why="Writing to it would block forever.",
+                remedy="Remove it, or set another output_dir.",
                 option="output_dir",
             )
         ]
     parent = nearest_existing(folder)
     if not parent.is_dir():
-        return [Problem(f'output_dir "{folder}" cannot be made: "{parent}" is a file.', option="output_dir")]
+        return [Problem(f'output_dir "{folder}" cannot be created: "{parent}" is a file.', option="output_dir")]
     if not os.access(parent, os.W_OK | os.X_OK):
-        return [Problem(f'output_dir "{folder}" cannot be written: no permission in "{parent}".', option="output_dir")]
+        return [Problem(f'output_dir "{folder}" is not writable: no permission in "{parent}".', option="output_dir")]
     if not folder.is_dir():
         return []
     return (problems_of_sources(options) if trains(options) else []) or _check_contents(folder, options)
@@ -148,8 +150,8 @@ def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
     what = "an earlier run" if is_a_run else "other files"
     return [
         Problem(
-            f'output_dir "{folder}" holds {what}: {shown}.',
-            remedy="Set another output_dir, or set overwrite_output_dir: true to write over it.",
+            f'output_dir "{folder}" already contains {what}: {shown}.',
+            remedy="Set another output_dir, or set overwrite_output_dir: true to overwrite it.",
             option="output_dir",
         )
     ]
@@ -170,8 +172,8 @@ def check_evaluation_set(options: RunOptions) -> list[Problem]:
     asked = " and ".join(f"{name}: {value}" for name, value in wanted.items())
     return [
         Problem(
-            f"{asked} {'needs' if len(wanted) == 1 else 'need'} an evaluation set, and none is given.",
-            remedy="Set eval_dataset: <name>, or val_size: 0.1 to hold out a tenth of the training set.",
+            f"{asked} {'needs' if len(wanted) == 1 else 'need'} an evaluation dataset, but none is set.",
+            remedy="Set eval_dataset: <name>, or val_size: 0.1 to hold out 10% of the training data.",
             option=tuple(wanted),
         )
     ]
@@ -187,15 +189,15 @@ def check_flash_attention(options: RunOptions) -> list[Problem]:
     if device.type == "cpu":
         return [
             Problem(
-                f"{asked} runs on a GPU only, and this run is on a CPU.",
-                remedy="Leave it out.",
+                f"{asked} requires a GPU, but this run uses the CPU.",
+                remedy="Remove it.",
                 option="attn_implementation" if options.attn_implementation else "flash_attn",
             )
         ]
     if options.finetuning_type == "full" and not options.pure_bf16 and autocast_dtype(options, device) is None:
         return [
             Problem(
-                f"{asked} computes in 16 bits, and this run in float32.",
+                f"{asked} requires float16 or bfloat16, but this run computes in float32.",
                 remedy="Set bf16: true.",
                 option="attn_implementation" if options.attn_implementation else "flash_attn",
             )
@@ -218,24 +220,24 @@ def check_sharded(options: RunOptions) -> list[Problem]:
     if trains(options) and optimizer not in SHARDABLE:
         problems.append(
             Problem(
-                f'"{engine}" gives each process parts of weights, and the optimizer {optimizer} looks at whole ones.',
-                remedy=f"Choose one of {', '.join(SHARDABLE)}; or several processes without {engine}.",
+                f'The optimizer {optimizer} needs whole weights, but "{engine}" shards them across processes.',
+                remedy=f"Set optim to one of {', '.join(SHARDABLE)}, or remove {engine} to use data parallelism.",
                 option=(engine, "optim"),
             )
         )
     if options.quantization_bit is not None and engine == "deepspeed" and zero_stage(options) == 3:
         problems.append(
             Problem(
-                '"quantization_bit" and ZeRO-3 do not go together.',
-                remedy="Use zero2, or fsdp: full_shard.",
+                '"quantization_bit" cannot be combined with ZeRO-3.',
+                remedy="Set deepspeed: zero2, or use fsdp: full_shard.",
                 option="quantization_bit",
             )
         )
     if options.torch_compile:
         problems.append(
             Problem(
-                f'"torch_compile" and "{engine}" together were never run here.',
-                remedy="Leave torch_compile out.",
+                f'"torch_compile" with "{engine}" is untested and not supported.',
+                remedy="Remove torch_compile.",
                 option="torch_compile",
             )
         )
@@ -252,16 +254,16 @@ def check_best_model(options: RunOptions) -> list[Problem]:
     if options.eval_strategy == "no":
         return [
             Problem(
-                f"{cause} needs evaluations to choose by, and eval_strategy is no.",
-                remedy=f"Set eval_strategy: steps and an evaluation set, or leave {cause} out.",
+                f"{cause} requires evaluation, but eval_strategy is no.",
+                remedy=f"Set eval_strategy: steps and an evaluation dataset, or remove {cause}.",
                 option=concerned,
             )
         ]
     if options.save_strategy not in ("best", options.eval_strategy):
         return [
             Problem(
-                f"{cause} needs a checkpoint of each evaluation: eval_strategy is {options.eval_strategy}, "
-                f"save_strategy is {options.save_strategy}.",
+                f"{cause} requires eval_strategy and save_strategy to match. "
+                f"Received: eval_strategy {options.eval_strategy}, save_strategy {options.save_strategy}.",
                 remedy=f"Set save_strategy: {options.eval_strategy}.",
                 option=concerned,
             )
@@ -277,7 +279,8 @@ def _check_meeting_steps(options: RunOptions, cause: str) -> list[Problem]:
     if (every_eval < 1) != (options.save_steps < 1):
         return [
             Problem(
-                f"{cause} needs eval_steps and save_steps both as steps or both as shares.",
+                f"{cause} requires eval_steps and save_steps to be both numbers of steps or both ratios below 1. "
+                f"Received: eval_steps {every_eval:g}, save_steps {options.save_steps:g}.",
                 option=("eval_steps", "save_steps"),
             )
         ]
@@ -286,7 +289,7 @@ def _check_meeting_steps(options: RunOptions, cause: str) -> list[Problem]:
         return []
     return [
         Problem(
-            f"{cause} needs save_steps to be a multiple of eval_steps. "
+            f"{cause} requires save_steps to be a multiple of eval_steps. "
             f"Received: save_steps {options.save_steps:g}, eval_steps {every_eval:g}.",
             remedy=f"Set save_steps: {every_eval:g}.",
             option=("save_steps", "eval_steps"),
@@ -328,8 +331,9 @@ def step_notes(options: RunOptions, steps: StepPlan) -> list[str]:
     if steps.rows is None or steps.rows >= steps.rows_per_step:
         return []
     return [
-        f"The training set has {steps.rows:,} rows and a step takes {steps.rows_per_step:,}: every epoch is one step. "
-        "Lower per_device_train_batch_size or gradient_accumulation_steps for more of them."
+        f"The training set ({steps.rows:,} rows) is smaller than the effective batch size "
+        f"({steps.rows_per_step:,}): each epoch is one step. "
+        "For more steps, reduce per_device_train_batch_size or gradient_accumulation_steps."
     ]
 
 
@@ -347,14 +351,18 @@ def check_streaming(options: RunOptions) -> list[Problem]:
     if options.max_steps <= 0 and trains(options):
         problems.append(
             Problem(
-                '"streaming" needs "max_steps".', remedy="Set max_steps: 1000, say.", option=("streaming", "max_steps")
+                '"streaming" requires "max_steps".',
+                remedy="For example, set max_steps: 1000.",
+                option=("streaming", "max_steps"),
             )
         )
     if 0 < options.val_size < 1:
-        what = f'"val_size" must be a number of records when streaming. Received: {options.val_size:g}, a share.'
-        problems.append(Problem(what, remedy="Set val_size: 100, say.", option="val_size"))
+        what = (
+            f'Expected "val_size" to be a number of examples when streaming. Received: the ratio {options.val_size:g}.'
+        )
+        problems.append(Problem(what, remedy="For example, set val_size: 100.", option="val_size"))
     if trains(options) and (why := _needs_all_rows(options)):
-        what = f'"streaming" is true, and {why} needs all rows before the first step.'
+        what = f'"streaming" cannot be combined with {why}, which needs the whole dataset before the first step.'
         problems.append(Problem(what, remedy="Remove one of them.", option=("streaming", why.partition(" ")[0])))
     return problems
 
@@ -378,7 +386,24 @@ _PEEKED = 1000
 def record_needs(options: RunOptions) -> RecordNeeds:
     """What the objective of the run needs of the records of its data sets."""
     objective = OBJECTIVES[options.stage]
-    return RecordNeeds(objective.records, tuple(objective.record_columns), options.stage)
+    return RecordNeeds(
+        objective.records, tuple(objective.record_columns), options.stage, _sight(options, objective.reads_pictures)
+    )
+
+
+def _sight(options: RunOptions, reads_pictures: bool) -> Sight | None:
+    """How pictures are found, or what reads text alone; None where the files of the model cannot say."""
+    if not reads_pictures:
+        return Sight(model_type=f"stage: {options.stage}")
+    try:
+        folder = find_source(options.model_name_or_path, options).folder
+        config = {} if folder is None else read_object(folder / "config.json")
+    except (UserError, OSError):  # reported where the model is checked
+        return None
+    if config and "vision_config" not in config:
+        return Sight(model_type=str(config.get("model_type", "the model")))
+    folders = [Path(options.media_dir)] if options.media_dir else []
+    return Sight(folders, options.image_min_pixels, options.image_max_pixels)
 
 
 def problems_in_files(options: RunOptions) -> list[Problem]:

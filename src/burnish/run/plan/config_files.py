@@ -126,12 +126,12 @@ def _only_config(files: list[str]) -> Path | None:
         return Path(files[0])
     if strays:
         raise UserError(
-            f"{' and '.join(map(repr, strays))} on the command line: no option stands before it.".replace("'", '"'),
-            remedy="Options are written key=value or --key value; a configuration file ends in .yaml or .json.",
+            "Unexpected arguments on the command line: " + ", ".join(f'"{name}"' for name in strays) + ".",
+            remedy="Pass options as key=value or --key value. A configuration file must end in .yaml or .json.",
         )
     raise UserError(
-        f"A run has one configuration file. Received: {', '.join(files)}.",
-        remedy="Put what differs on the command line instead: key=value.",
+        f"Expected one configuration file. Received: {', '.join(files)}.",
+        remedy="Pass the differences on the command line as key=value.",
     )
 
 
@@ -149,7 +149,7 @@ def merge(
     for key, item in file.items():
         flag = overriding.get(aliases.get(key, key))
         if flag is not None:
-            merged[flag] = RawValue(flags[flag].value, f"{flags[flag].where}, over {item.where}")
+            merged[flag] = RawValue(flags[flag].value, f"{flags[flag].where}, overriding {item.where}")
     return merged
 
 
@@ -163,7 +163,7 @@ def read_config(path: Path) -> dict[str, RawValue]:
     root = _compose(path, text.replace("\t", " ") if parsed is not None else text)
     if root is None or (isinstance(root, yaml.ScalarNode) and not root.value):
         raise UserError(
-            "the file is empty.", where=str(path), remedy="Give at least model_name_or_path, dataset and output_dir."
+            "the file is empty.", where=str(path), remedy="Set at least model_name_or_path, dataset and output_dir."
         )
     if not isinstance(root, yaml.MappingNode):
         kind = "list" if isinstance(root, yaml.SequenceNode) else "text"
@@ -176,11 +176,11 @@ def read_config(path: Path) -> dict[str, RawValue]:
 
 def _text_of(path: Path) -> str:
     if path.is_dir():
-        raise UserError(f'"{path}" is a folder; a configuration is a .yaml or .json file.{_listed(path)}')
+        raise UserError(f'Expected a .yaml or .json file. "{path}" is a folder.{_listed(path)}')
     if kind := odd_kind(path):
-        raise UserError(f'"{path}" is {kind}; a configuration is a .yaml or .json file.')
+        raise UserError(f'Expected a .yaml or .json file. "{path}" is {kind}.')
     if not path.is_file():
-        raise UserError(f'There is no file "{path}".{_nearest_file(path)}')
+        raise UserError(f'File "{path}" does not exist.{_nearest_file(path)}')
     raw = path.read_bytes()
     try:
         return raw.decode("utf-8-sig")
@@ -196,7 +196,7 @@ def _nearest_file(path: Path) -> str:
     """``Did you mean "first.yaml"?``, or a list of the files that are there."""
     folder = path.parent
     if not folder.is_dir():
-        return f' There is no folder "{folder}" either.'
+        return f' Its folder "{folder}" does not exist either.'
     guess = did_you_mean(path.name, [found.name for found in _configs(folder)])
     return guess or _listed(folder)
 
@@ -204,8 +204,8 @@ def _nearest_file(path: Path) -> str:
 def _listed(folder: Path) -> str:
     names = [found.name for found in _configs(folder)]
     if not names:
-        return f' "{folder.resolve()}" holds no .yaml or .json file.'
-    return f' "{folder}" holds {", ".join(names[:5])}{", ..." if len(names) > 5 else ""}.'
+        return f' "{folder.resolve()}" contains no .yaml or .json file.'
+    return f' "{folder}" contains {", ".join(names[:5])}{", ..." if len(names) > 5 else ""}.'
 
 
 def _configs(folder: Path) -> list[Path]:
@@ -219,7 +219,7 @@ def _json_values(path: Path, text: str) -> dict[str, Any]:
         values = json.loads(text)
     except RecursionError:
         what = "lists and objects are nested too deeply."
-        raise UserError(what, where=str(path), remedy="Write out what is meant.") from None
+        raise UserError(what, where=str(path), remedy="Reduce the nesting.") from None
     except json.JSONDecodeError as error:
         raise _syntax_error(path, text, error.lineno, error.colno, error.msg) from None
     return values if isinstance(values, dict) else {}
@@ -227,8 +227,8 @@ def _json_values(path: Path, text: str) -> dict[str, Any]:
 
 # PyYAML's message for a fault that it notices only further down -> the fault where it began.
 _SEEN_TOO_LATE = {
-    "could not find expected ':'": 'between a key and its value stands ": ", and here it does not',
-    "found unexpected end of stream": "a quotation mark is opened here and never closed",
+    "could not find expected ':'": 'expected ": " between the key and its value',
+    "found unexpected end of stream": "this quotation mark is never closed",
 }
 
 
@@ -237,12 +237,12 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if num_nodes(root) > MOST_NODES:
-            what = f"with its aliases (*) written out, the file would hold more than {MOST_NODES:,} values."
-            raise UserError(what, where=str(path), remedy="Write out what is meant.")
+            what = f"the file expands to more than {MOST_NODES:,} values through its aliases (*)."
+            raise UserError(what, where=str(path), remedy="Use fewer aliases.")
         return root
     except RecursionError:
-        what = "lists and mappings are nested in each other too deep to be read."
-        raise UserError(what, where=str(path), remedy="Write out what is meant.") from None
+        what = "lists and mappings are nested too deeply."
+        raise UserError(what, where=str(path), remedy="Reduce the nesting.") from None
     except yaml.MarkedYAMLError as error:
         begun = _SEEN_TOO_LATE.get(error.problem or "")
         mark = error.context_mark if begun else error.problem_mark or error.context_mark
@@ -259,10 +259,10 @@ def _syntax_error(path: Path, text: str, line: int, column: int, fault: str) -> 
     lines = text.splitlines() or [""]
     line = min(line, len(lines))  # an error at the end of the file is reported after its last line
     source = lines[line - 1]
-    remedy = "" if path.suffix == ".json" else "Every line is key: value; a text that holds : or # is put in quotes."
+    remedy = "" if path.suffix == ".json" else "Write each line as key: value, and quote values that contain : or #."
     if "\t" in source[:column] and remedy:
         column = source.index("\t") + 1
-        fault, remedy = "a tab stands here (→), and YAML is indented with spaces", "Replace the tab with spaces."
+        fault, remedy = "YAML does not allow tabs (→) for indentation", "Replace the tab with spaces."
     shown = source.replace("\t", "→")
     return UserError(
         f"{fault.rstrip('.')}.",
@@ -285,7 +285,7 @@ def _entries(path: Path, root: yaml.MappingNode, parsed: dict[str, Any] | None) 
 def _key_problems(node: yaml.Node, path: Path, around: tuple[yaml.Node, ...]) -> Iterator[Problem]:
     """Find keys that a mapping in ``node`` has twice or that are no text, and aliases of nodes ``around`` them."""
     if node in around:
-        yield Problem("an alias (*) stands for something that it is a part of.", where=_line(path, around[-1]))
+        yield Problem("an alias (*) refers to a value that contains it.", where=_line(path, around[-1]))
         return
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
@@ -295,13 +295,15 @@ def _key_problems(node: yaml.Node, path: Path, around: tuple[yaml.Node, ...]) ->
     first: dict[str, yaml.Node] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            yield Problem("a key is text. Received: a list or a mapping.", where=_line(path, key))
+            yield Problem("expected a key to be a string. Received: a list or a mapping.", where=_line(path, key))
         elif key.tag == _MERGE:
             if not all(isinstance(base, yaml.MappingNode) for base in _bases(value)):
-                yield Problem('"<<" takes up an alias (*) of a mapping, or a list of them.', where=_line(path, key))
+                yield Problem(
+                    'expected an alias (*) of a mapping, or a list of them, after "<<".', where=_line(path, key)
+                )
         elif first.setdefault(key.value, key) is not key:
             known = _line(path, first[key.value])
-            yield Problem(f'"{key.value}" is given twice; the first is in {known}.', where=_line(path, key))
+            yield Problem(f'duplicate key "{key.value}". It is already set in {known}.', where=_line(path, key))
         yield from _key_problems(value, path, (*around, node))
 
 

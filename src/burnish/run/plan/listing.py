@@ -74,7 +74,7 @@ def _facts(spec: OptionSpec) -> Iterator[str]:
     if spec.aliases:
         yield f"also: {', '.join(spec.aliases)}"
     if spec.ignored:
-        yield f"accepted, no effect: {spec.ignored.rstrip('.')}"
+        yield f"accepted but has no effect: {spec.ignored.rstrip('.')}"
 
 
 def shown(value: Any) -> str:

@@ -96,12 +96,14 @@ def memory_terms(
         _activations(shape, tokens, formats.compute, recompute, selective, offload)
         if learns
         else Term(
-            "activations", tokens * layer_bytes_per_token(shape, formats.compute), f"{tokens:,} tokens x a layer"
+            "activations", tokens * layer_bytes_per_token(shape, formats.compute), f"{tokens:,} tokens x one layer"
         ),
         *(term for term in (adapter if learns else None, logits) if term),
     ]
     if copies and formats.compute < formats.trained:
-        cast = Term("cast weights", trained * formats.compute, f"autocast keeps them in {formats.compute} bytes too")
+        cast = Term(
+            "cast weights", trained * formats.compute, f"copies that autocast keeps, {formats.compute} bytes each"
+        )
         terms.insert(1, cast)
     return [term for term in terms if term.num_bytes]
 
@@ -122,12 +124,12 @@ def _activations(
         kept, once, how = in_a_layer, 0, f"{in_a_layer / 1024:.1f} KiB"
     elif selective:
         kept, once = products_bytes_per_token(shape, compute_bytes), in_a_layer
-        how = "the input of each layer, its products and attention, and one layer in full"
+        how = "the input, linear outputs and attention output of each layer, plus one full layer"
     else:
-        kept, once, how = shape.hidden * compute_bytes, in_a_layer, "the input of each layer, and one layer in full"
+        kept, once, how = shape.hidden * compute_bytes, in_a_layer, "the input of each layer, plus one full layer"
     layers = f"{shape.layers} layer{'s' * (shape.layers != 1)} x " if not recompute else ""
     if offload:
-        reason = f"{tokens:,} tokens x {how}, of one layer; the others' lie in the memory of the machine"
+        reason = f"{tokens:,} tokens x {how}, for one layer; the rest is offloaded to CPU memory"
         return Term("activations", tokens * (kept + once), reason)
     return Term("activations", tokens * (shape.layers * kept + once), f"{tokens:,} tokens x {layers}{how}")
 
@@ -136,7 +138,7 @@ def dora_term(shape: DecoderShape, tokens: int, compute_bytes: int) -> Term:
     """DoRA's own: two results of each of the seven products of a layer, and the weights that it measures, whole."""
     of_a_token = 2 * (3 * shape.hidden + 2 * shape.keys + 2 * shape.intermediate)
     of_weights = shape.hidden * (2 * shape.hidden + 2 * shape.keys + 3 * shape.intermediate)
-    reason = f"{tokens:,} tokens x two results of each product, and {shape.layers * of_weights:,} weights it measures"
+    reason = f"{tokens:,} tokens x two outputs of each linear layer, plus {shape.layers * of_weights:,} merged weights"
     return Term("DoRA", shape.layers * (tokens * of_a_token + of_weights) * compute_bytes, reason)
 
 

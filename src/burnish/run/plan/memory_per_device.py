@@ -113,7 +113,7 @@ def _shared(term: Term, sharing: Sharing, called: str = "") -> Term:
         return replace(term, name=name)
     is_away = sharing.offloads_weights if term.name == "weights" else sharing.offloads_states
     if is_away:
-        return Term(name, 0, "in the memory of the machine")
+        return Term(name, 0, "offloaded to CPU memory")
     reason = f"({term.reason}) / {sharing.num_processes} processes"
     return Term(name, -(-term.num_bytes // sharing.num_processes), reason)
 
@@ -123,7 +123,9 @@ def _halved(term: Term, formats: Formats) -> Term:
     if term.name not in ("weights", "gradients") or formats.trained <= formats.compute:
         return term
     factor = formats.compute / formats.trained
-    return replace(term, num_bytes=round(term.num_bytes * factor), reason=f"{term.reason}, in {formats.compute} bytes")
+    return replace(
+        term, num_bytes=round(term.num_bytes * factor), reason=f"{term.reason}, {formats.compute} bytes each"
+    )
 
 
 def _gathered(sharing: Sharing, shape: DecoderShape, formats: Formats, params: int, trained: int) -> Term:
@@ -136,18 +138,19 @@ def _gathered(sharing: Sharing, shape: DecoderShape, formats: Formats, params: i
     gradient = round(layer * trained / max(1, params)) * (formats.compute + 4)
     if sharing.live:
         live = min(params, max(sharing.live, ends + layers * layer))
-        reason = f"{live:,} x {formats.compute} bytes: stage3_max_live_parameters, or all; one gradient"
+        reason = f"{live:,} x {formats.compute} bytes (stage3_max_live_parameters), plus the gradient of one layer"
         return Term("gathered", live * formats.compute + gradient, reason)
     num_bytes = (ends + layers * layer) * formats.compute + gradient
     what = "all layers" if sharing.keeps_gathered else f"{layers} of {shape.layers} layers"
-    return Term("gathered", num_bytes, f"embeddings, head and {what} whole, in {formats.compute} bytes; one gradient")
+    reason = f"embeddings, head and {what}, {formats.compute} bytes per weight, plus the gradient of one layer"
+    return Term("gathered", num_bytes, reason)
 
 
 def _bucket(sharing: Sharing, shape: DecoderShape, formats: Formats, trained: int) -> Term:
     numbers = shape.hidden**2 if sharing.bucket is None else sharing.bucket
     filled = min(numbers, trained) if sharing.is_on_cpu else numbers
     return Term(
-        "buckets", filled * formats.compute, f"{filled:,} gradients x {formats.compute} bytes: reduce_bucket_size"
+        "buckets", filled * formats.compute, f"{filled:,} gradients x {formats.compute} bytes (reduce_bucket_size)"
     )
 
 
@@ -160,10 +163,10 @@ def peaks(sharing: Sharing, params: int, trained: int, formats: Formats, loaded_
     num = sharing.num_processes if sharing.stage == 3 else 1
     own = -(-(trained * formats.trained + (params - trained) * loaded_bytes) // num)
     states = round(trained * formats.moments / (sharing.num_processes if sharing.stage else 1))
-    loading = "views of the files, which all processes of a machine share, and this process's part" if num > 1 else (
-        "views of the files, and the weights that train in the format in which they do"
+    loading = "memory-mapped files, shared by the processes of a machine, plus this process's shard" if num > 1 else (
+        "memory-mapped files, plus the trainable weights in their training dtype"
     )  # fmt: skip
     return [
         Term("while loading", own, loading),
-        Term("while saving", own + states, "a copy of what this process writes, while the training goes on"),
+        Term("while saving", own + states, "a copy of what this process saves, while training continues"),
     ]

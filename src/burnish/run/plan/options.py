@@ -19,6 +19,7 @@ from burnish.data.batches.batching import BatchingOptions
 from burnish.data.batches.stream import StreamOptions
 from burnish.data.chat.choose import TemplateOptions
 from burnish.data.chat.truncate import EncodingOptions
+from burnish.data.images.options import ImageOptions
 from burnish.data.options import DataOptions
 from burnish.inference.options import InferOptions
 from burnish.loop.early_stopping import EarlyStoppingOptions
@@ -33,6 +34,7 @@ from burnish.losses.preference_options import PairOptions, PreferenceOptions, Re
 from burnish.losses.reward import RewardOptions
 from burnish.models.export import ExportOptions
 from burnish.models.generate import GenerationOptions
+from burnish.models.images.ahead import PictureCacheOptions
 from burnish.models.options import ModelOptions
 from burnish.models.patches.liger import LigerOptions
 from burnish.models.quantization.export import QuantizedExportOptions
@@ -46,6 +48,9 @@ from burnish.parallel.options import EngineOptions
 from burnish.report.options import ReportOptions
 from burnish.report.profile import ProfileOptions
 from burnish.report.trackers import TRACKERS
+from burnish.rollouts.online_pairs import OnlinePairObjective  # noqa: F401  registers its stage
+from burnish.rollouts.options import RolloutOptions
+from burnish.rollouts.ppo import PpoOptions
 from burnish.run.recovery.interrupt import ClockOptions
 from burnish.run.response_metrics import MetricOptions
 from burnish.utils.patching import PatchOptions
@@ -58,7 +63,7 @@ class TaskOptions:
     stage: str = option(
         "sft",
         "Training stage: supervised fine-tuning (sft), pretraining (pt), preference optimization (dpo, kto)"
-        " or reward modeling (rm).",
+        ", reward modeling (rm) or learning from rewards of its own completions (grpo, rloo).",
         choices=OBJECTIVES.names,
     )
     do_train: bool | None = option(None, "Train the model. Default: true, unless only do_eval or do_predict is set.")
@@ -75,11 +80,14 @@ GROUPS: tuple[type, ...] = (
     FinetuningOptions,
     PreferenceOptions,
     ReferenceOptions,
+    RolloutOptions,
     DataOptions,
+    ImageOptions,
     TemplateOptions,
     EncodingOptions,
     BatchingOptions,
     StreamOptions,
+    PictureCacheOptions,
     StepOptions,
     CurveOptions,
     OptimOptions,
@@ -113,13 +121,13 @@ if TYPE_CHECKING:  # it does not see into a union; a test holds the two against 
     @dataclass
     class RunOptions(
         AnsweringOptions, TaskOptions, LigerOptions, PatchOptions,
-        PreferenceOptions, ReferenceOptions, DataOptions,
-        BatchingOptions, StreamOptions, StepOptions, CurveOptions, OptimOptions,
+        PreferenceOptions, ReferenceOptions, RolloutOptions, DataOptions,
+        BatchingOptions, StreamOptions, PictureCacheOptions, StepOptions, CurveOptions, OptimOptions,
         LoopOptions, SpikeOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions,
         MetricOptions, QuantizedExportOptions,
         ReportOptions, ProfileOptions, FreezeOptions, LoraOptions,
         PeftOptions, OftOptions, LmOptions, PairOptions, KtoOptions,
-        RewardOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
+        RewardOptions, PpoOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
     ):  # fmt: skip
         """Every option of a run, flat."""
 

@@ -71,6 +71,7 @@ def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
     """
     raise_if(launcher_problems())
     present, problems, foreign = take_absent(given, {**specs(RunOptions), **aliases()})
+    present, words, twice = _renamed(present)
     options, wrong = build(RunOptions, present)
     provenance = provenance_of(present)
     options = replace(options, **dependent_defaults(options, provenance))
@@ -80,15 +81,41 @@ def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
         found = (problem for check in checks for problem in check(options))
         return [_placed(problem, provenance) for problem in found if doubtful.isdisjoint(problem.options)]
 
-    problems += [*wrong, *asked(component_checks())]
+    problems += [*twice, *wrong, *asked(component_checks())]
     if problems:
-        raise UserError(dict.fromkeys([*problems, *asked(also)]))
+        said = (replace(problem, what=_in_words(problem.what, words)) for problem in [*problems, *asked(also)])
+        raise UserError(dict.fromkeys(said))
     return Plan(
         options=options,
         provenance=MappingProxyType(provenance),
-        notes=(*foreign, *_notes(present, options)),
+        notes=(*foreign, *(_in_words(note, words) for note in _notes(present, options))),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
     )
+
+
+def _renamed(given: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], Mapping[str, str], list[Problem]]:
+    """With the names of the options that the stage means by them (``StageObjective.option_names``); these names, and a
+    problem for each option that is given under both."""
+    stage = str(given["stage"].value) if "stage" in given else ""
+    if stage not in OBJECTIVES:
+        return dict(given), {}, []
+    for option, variant in OBJECTIVES[stage].variants.items():
+        if option in given and str(given[option].value).lower() == "true":
+            given, stage = {**given, "stage": replace(given["stage"], value=variant)}, variant
+    names = OBJECTIVES[stage].option_names
+    twice = [
+        Problem(f'"{key}" and "{names[key]}" are two names of one option; set only one of them.', item.where)
+        for key, item in given.items()
+        if names.get(key) in given
+    ]
+    return {names.get(key, key): item for key, item in given.items()}, names, twice
+
+
+def _in_words(sentence: str, words: Mapping[str, str]) -> str:
+    """A sentence with the words of a stage in place of the options that it means by them."""
+    for word, option in words.items() if " are two names of " not in sentence else ():
+        sentence = sentence.replace(f'"{option}"', f'"{word}"')
+    return sentence
 
 
 LOGS_PER_RUN = 50
@@ -97,7 +124,11 @@ LOGS_PER_RUN = 50
 def dependent_defaults(options: RunOptions, given: Container[str]) -> dict[str, Any]:
     """Defaults that depend on the stage and on the length of the run, for options that were not given."""
     found: dict[str, Any] = {}
-    rates = OBJECTIVES[options.stage].learning_rates if options.stage in OBJECTIVES else None
+    known = options.stage in OBJECTIVES
+    objective = OBJECTIVES[options.stage] if known else None
+    if objective is not None:
+        found |= {name: value for name, value in objective.default_options(options).items() if name not in given}
+    rates = objective.learning_rates if objective is not None else None
     if rates is not None and "learning_rate" not in given:
         found["learning_rate"] = rates[0] if options.finetuning_type in ("full", "freeze") else rates[1]
     if "logging_steps" not in given and trains(options):
@@ -182,7 +213,7 @@ def _notes(present: Mapping[str, RawValue], options: RunOptions) -> Iterator[str
     for key, item in present.items():
         spec = known[aliases().get(key, key)]
         if key != spec.name:
-            yield f'"{key}" ({item.where}) is another name of "{spec.name}".'
+            yield f'"{key}" ({item.where}) is an alias of "{spec.name}".'
         if spec.ignored:
             yield f'"{key}" ({item.where}) has no effect: {spec.ignored}'
     yield from (note for notes in component_notes() for note in notes(options))

@@ -20,6 +20,7 @@ from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.errors import Problem
 from burnish.kernels.head_kernels import logits_bytes
 from burnish.loop.schedule import StepPlan, steps_of
+from burnish.losses.base import OBJECTIVES
 from burnish.losses.lm import way_of
 from burnish.models.quantization.quantize import quantized_by
 from burnish.optim.builtin import Turns, create_optimizer, keeps_load_precision, planned_turns
@@ -112,9 +113,9 @@ def formats_in_words(
     names = [name_of(dtype) for dtype in (in_files, frozen, trained or frozen, saved or in_files)]
     if len({in_files, frozen, saved or in_files}) == 1:
         return []
-    said = f"Formats: weights are {names[0]} in the files and {names[1]} in memory"
-    said += f", {names[2]} where they train" if trained not in (None, frozen) else ""
-    return [f"{said}; the model is saved in {names[3]}." if saved is not None else f"{said}."]
+    text = f"Weights: {names[0]} in the files, {names[1]} in memory"
+    text += f", {names[2]} if trainable" if trained not in (None, frozen) else ""
+    return [f"{text}; the model is saved in {names[3]}." if saved is not None else f"{text}."]
 
 
 def formats_in(model: nn.Module) -> tuple[torch.dtype, torch.dtype | None]:
@@ -214,7 +215,7 @@ def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, 
         adapter=dora_term(shape, tokens, formats.compute) if has_dora else None,
     )
     if options.finetuning_type in ("peft", "oft") and trains(options):
-        besides = f"; what {options.finetuning_type} keeps besides is not counted"
+        besides = f"; excludes activations of the {options.finetuning_type} method"
         terms = [replace(one, reason=one.reason + besides) if one.name == "activations" else one for one in terms]
     return terms
 
@@ -223,10 +224,10 @@ def logits_term(options: RunOptions, shape: DecoderShape, tokens: int, compute_b
     """The logits that are in memory at a time, if every token is learned."""
     if options.fused_loss is False:  # all logits, and in float32 their log-probabilities and the gradient of these
         num_bytes = tokens * shape.vocabulary * (compute_bytes + 8)
-        return Term("logits", num_bytes, f"{tokens:,} tokens x {shape.vocabulary:,} words: fused_loss is false")
+        return Term("logits", num_bytes, f"{tokens:,} tokens x vocabulary of {shape.vocabulary:,} (fused_loss: false)")
     way = way_of(options)
     num_bytes = logits_bytes(way, tokens, shape.hidden, shape.vocabulary, device_of(options))
-    return Term("logits", num_bytes, f"the loss goes through them in chunks{'' if way == 'chunked' else f' ({way})'}")
+    return Term("logits", num_bytes, f"computed in chunks by the loss{'' if way == 'chunked' else f' ({way})'}")
 
 
 def rows_of_batch(options: RunOptions) -> int:
@@ -237,6 +238,8 @@ def rows_of_batch(options: RunOptions) -> int:
 def tokens_of_largest_batch(rows: Sequence[Any], options: RunOptions) -> int:
     """Upper bound of the tokens of a micro-batch: the longest rows of the set together."""
     lengths = getattr(rows, "lengths", None) or [len(row["input_ids"]) for row in rows]
+    if OBJECTIVES[options.stage].records == "prompts":  # which are trained on with a completion each
+        lengths = [max(lengths, default=0) + options.max_completion_length] * rows_of_batch(options)
     largest = sorted(lengths, reverse=True)[: rows_of_batch(options)]
     if options.max_tokens_per_batch is not None:
         return int(min(sum(lengths), options.max_tokens_per_batch))
@@ -290,12 +293,12 @@ def check_disk(options: RunOptions, config: Any, sizes: Sizes, formats: Formats,
     if needed <= free:
         return []
     kept = _checkpoints_kept(options, steps)
-    more = f", {counted(kept, 'checkpoint')} and one more under way" if kept else ""
+    more = f", {counted(kept, 'checkpoint')} and one being written" if kept else ""
     return [
         Problem(
-            f'output_dir "{options.output_dir}" has {shown_bytes(free)} of free disk, and the run writes about '
-            f"{shown_bytes(needed)}: the model{more}.",
-            remedy="Free some space, name an output_dir on another disk"
+            f'Not enough disk space in output_dir "{options.output_dir}": {shown_bytes(free)} free. '
+            f"The run needs about {shown_bytes(needed)} for the model{more}.",
+            remedy="Free some space, set output_dir to another disk"
             + (", or set save_total_limit: 1 or save_only_model: true." if kept else "."),
             option="output_dir",
         )

@@ -28,13 +28,15 @@ EARLIER_RUN = ".earlier-run"
 SOURCES = (
     "model_name_or_path", "adapter_name_or_path", "ref_model", "ref_model_adapters", "dataset_dir", "tokenized_path",
     "new_special_tokens_config", "template", "peft_config", "fsdp_config", "deepspeed",
+    "reward_model", "reward_model_adapters", "media_dir",
 )  # fmt: skip
 """Options that name files or folders which a run reads, beside its data sets."""
 LEFT_BY_A_RUN = (
     ".finished.json", "trainer_log.jsonl", "run.log", "events.jsonl", "outcome.json", "trainer_state.json",
     "traceback.txt", "*_results.json", "README.md",
     "training_loss.png", "training_eval_*.png", "training_rewards*.png", "training_margins.png",
-    "generated_predictions*.jsonl", "adapter_config.json", "adapter_model.safetensors", "value_head.safetensors",
+    "generated_predictions*.jsonl", "completions.jsonl", "processor_config.json", "preprocessor_config.json",
+    "video_preprocessor_config.json", "adapter_config.json", "adapter_model.safetensors", "value_head.safetensors",
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",

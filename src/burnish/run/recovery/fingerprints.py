@@ -93,7 +93,8 @@ def may_change(options: RunOptions) -> frozenset[str]:
         options.load_best_model_at_end or options.save_strategy == "best" or options.early_stopping_steps is not None
         or options.lr_scheduler_type in FOLLOWS_METRIC
     )  # fmt: skip
-    return MAY_CHANGE - EVALUATION if decides else MAY_CHANGE
+    accepted = {"reward functions"} if options.on_changed_reward == "accept" else set()
+    return (MAY_CHANGE - EVALUATION if decides else MAY_CHANGE) | accepted
 
 
 def work_of(options: RunOptions) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def work_of(options: RunOptions) -> dict[str, Any]:
     return made
 
 
-def fingerprints_of(plan: Plan, contents: Mapping[str, str], steps: StepPlan) -> dict[str, Any]:
+def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) -> dict[str, Any]:
     """JSON data by name; see ``checkpoint.comparison.MAY_CHANGE`` for those that a continued run may change.
 
     Args:
@@ -117,6 +118,10 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, str], steps: StepPlan) ->
     made |= {name: place_fingerprint(value) for name, value in made.items() if known[name].names_place}
     if options.ref_model:
         made["ref_model"] = weights_fingerprint(options.ref_model, options, "ref_model")
+    if options.reward_model and options.reward_model_type != "api":
+        made["reward_model"] = weights_fingerprint(options.reward_model, options, "reward_model")
+        adapters = adapters_fingerprint(options.reward_model_adapters, options, "reward_model_adapters")
+        made["reward_model_adapters"] = adapters
     return made | {
         **contents,
         "base_model": base_fingerprint(options, options.seed),

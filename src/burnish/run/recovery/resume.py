@@ -129,7 +129,7 @@ def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], n
 
 def _fewer_steps(folder: Path, last: int, steps: StepPlan) -> Problem:
     return Problem(
-        f"the run in it has trained {counted(last, 'step')}, and max_steps is {steps.max_steps} now.",
+        f"its run has already trained {counted(last, 'step')}, but max_steps is {steps.max_steps}.",
         where=str(folder),
         remedy="Choose another output_dir, or set overwrite_output_dir: true to start over.",
         option=("max_steps", "num_train_epochs"),

@@ -1,7 +1,7 @@
 """Messages and tools of a chat request, in OpenAI's form, as pydantic models.
 
-Refused, each with its place: parts that are not text (nothing is opened or fetched), arguments that are no JSON object,
-parameters of a tool that a template could not list.
+Refused, each with its place: parts that are neither text nor a picture in a data URI (nothing is opened or fetched),
+arguments that are no JSON object, parameters of a tool that a template could not list.
 """
 
 from __future__ import annotations
@@ -14,13 +14,33 @@ from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validato
 from burnish.serve.api.body import TEXT_OR_OTHER, Body, problem, shown
 
 MOST_MESSAGES, MOST_TOOLS, MOST_CALLS, MOST_PARTS = 4096, 128, 128, 1024
+MOST_PICTURES, MOST_LETTERS = 64, 20_000_000 * 4 // 3 + 100
+"""Pictures in a request, and letters of a data URI: base64 writes three bytes as four letters."""
 
 
 def _part_kind(kind: str) -> str:
-    if kind not in ("text", "refusal"):
-        message = f'must be "text": images, audio and files are not supported. Received: "{kind[:40]}".'
+    if kind not in ("text", "refusal", "image_url"):
+        message = f'must be "text" or "image_url": audio and files are not supported. Received: "{kind[:40]}".'
         raise problem("unsupported_content", message)
     return kind
+
+
+def _data_uri(url: str) -> str:
+    if url.lower().startswith(("http://", "https://")):
+        raise problem("unsupported_content", "is an address, and addresses are not fetched here. Send a data URI.")
+    if not url.startswith("data:"):
+        raise problem("unsupported_content", "must be a data URI (data:image/png;base64,...); files are not opened.")
+    if len(url) > MOST_LETTERS:
+        message = f"has {len(url):,} characters. The most is {MOST_LETTERS:,} (a picture of 20 MB)."
+        raise problem("invalid_value", message)
+    return url
+
+
+class ImageUrl(Body):
+    """A picture, and in which detail it is read."""
+
+    url: Annotated[str, AfterValidator(_data_uri)]
+    detail: Literal["auto", "low", "high"] = "auto"
 
 
 class TextPart(Body):
@@ -29,6 +49,7 @@ class TextPart(Body):
     type: Annotated[str, AfterValidator(_part_kind)]
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | None = None
 
     @model_validator(mode="after")
     def _has_text(self) -> TextPart:
@@ -37,8 +58,11 @@ class TextPart(Body):
         return self
 
 
-def _joined(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(getattr(part, part.type) for part in content)
+def _joined(content: str | list[TextPart]) -> str | list[TextPart]:
+    """The content as one text, or as parts where some are pictures."""
+    if isinstance(content, str) or any(part.image_url for part in content):
+        return content
+    return "".join(getattr(part, part.type) for part in content)
 
 
 def _object_text(value: Any) -> Any:
@@ -88,9 +112,13 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        content = self.content
-        assert content is None or isinstance(content, str)
-        return content or ""
+        """The content without its pictures."""
+        return self.content or "" if not isinstance(self.content, list) else "".join(p.text or "" for p in self.content)
+
+    @property
+    def parts(self) -> list[TextPart]:
+        """The content in parts, where some of them are pictures; else none."""
+        return self.content if isinstance(self.content, list) else []
 
     @property
     def calls(self) -> list[ToolCall]:

@@ -19,9 +19,11 @@ from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import load_template
 from burnish.data.chat.rows import Template
 from burnish.data.chat.table import TemplateSpec
+from burnish.data.images.picture import BadPicture
 from burnish.data.stats import DataStats
-from burnish.loop.types import Example, Message
-from burnish.serve.api.messages import ChatMessage
+from burnish.inference.pictures.reading import PictureReader
+from burnish.loop.types import ContentPart, Example, Message, Row
+from burnish.serve.api.messages import MOST_PICTURES, ChatMessage, TextPart
 from burnish.serve.api.requests import ChatRequest
 from burnish.serve.http.errors import APIError
 
@@ -36,26 +38,31 @@ class Prompter:
 
     Args:
         template: as it trained; ``template.options`` are those it was loaded with.
+        pictures: reads those of requests; None where the model reads text alone.
     """
 
-    def __init__(self, template: Template) -> None:
-        self.template = template
+    def __init__(self, template: Template, pictures: PictureReader | None = None) -> None:
+        self.template, self.pictures = template, pictures
         self._under = lru_cache(maxsize=32)(self._made_under)
 
     def ids(self, request: ChatRequest) -> list[int]:
-        """The prompt of a request.
+        """The prompt of a request. Raises APIError: 400."""
+        return list(self.row(request)["input_ids"])
+
+    def row(self, request: ChatRequest) -> Row:
+        """The prompt of a request: ``input_ids``, and with pictures ``images``.
 
         Raises:
             APIError: 400.
         """
         template = self._under(json.dumps(self._arguments(request), sort_keys=True))
         try:
-            prompt = list(template.prompt(self.example(request)))
+            row = dict(template.prompt_row(self.example(request)))
         except _UNWRITABLE as error:
             raise self._unwritable(error) from error
         if request.continue_final_message:
-            prompt += self._begun(template, request.messages[-1].text)
-        return prompt
+            row["input_ids"] = [*row["input_ids"], *self._begun(template, request.messages[-1].text)]
+        return row
 
     def whole(self, request: ChatRequest) -> list[int]:
         """The ids of a conversation with its last answer, as a row of training data has them.
@@ -95,10 +102,47 @@ class Prompter:
             system, messages = messages[0].text, messages[1:]
         if self.template.spec is not None:
             messages = _joined(messages)
+        self._check_pictures(messages)
         words = self.template.spec.tool_call_words if self.template.spec else TemplateSpec.tool_call_words
         thoughts = self.template.spec.thought_words if self.template.spec else TemplateSpec.thought_words
-        written = tuple(_message(message, words, thoughts) for message in messages)
+        written = tuple(
+            replace(_message(message, words, thoughts), content=self._content(message, request.messages.index(message)))
+            if message.parts
+            else _message(message, words, thoughts)
+            for message in messages
+        )
         return Example(written, system=system, tools=tools, source="the request", number=1)
+
+    def _check_pictures(self, messages: Sequence[ChatMessage]) -> None:
+        held = [message for message in messages if message.parts]
+        if not held:
+            return
+        if self.pictures is None:
+            message = "The model reads text only: remove the image_url parts."
+            raise APIError(400, "unsupported_content", message, param="messages")
+        if any(message.role not in ("user", "tool") for message in held):
+            message = "Pictures can be in messages of the roles user and tool only."
+            raise APIError(400, "unsupported_content", message, param="messages")
+        number = sum(part.image_url is not None for message in held for part in message.parts)
+        if number > MOST_PICTURES:
+            message = f"The request has {number} pictures; the most is {MOST_PICTURES}."
+            raise APIError(400, "invalid_value", message, param="messages")
+
+    def _content(self, message: ChatMessage, place: int) -> tuple[ContentPart, ...]:
+        """The parts of a message with pictures. Raises APIError where one cannot be read."""
+        assert self.pictures is not None
+        found = []
+        for number, part in enumerate(message.parts):
+            if part.image_url is None:
+                found.append(ContentPart("text", part.text or ""))
+                continue
+            param = f"messages[{place}].content[{number}].image_url.url"
+            try:
+                picture = self.pictures.picture(part.image_url.url, param, part.image_url.detail)
+            except BadPicture as error:
+                raise APIError(400, "invalid_image", str(error), param=param) from None
+            found.append(ContentPart("image", picture))
+        return tuple(found)
 
     def _begun(self, template: Template, text: str) -> list[int]:
         """The ids of an answer that is to be continued."""
@@ -162,12 +206,14 @@ class Prompter:
             return template
         if template.spec is not None:
             asked: Any = template.options  # those that named it, which are more than a template reads
-            return load_template(replace(asked, **values), template.tokenizer, template.cutoff_len)
+            return load_template(
+                replace(asked, **values), template.tokenizer, template.cutoff_len, template.form.family
+            )
         form = template.form
         assert isinstance(form, JinjaFormat)
         head = "".join(f"{{%- set {name} = {_literal(value)} %}}" for name, value in values.items())
         texts = {name: head + text for name, text in form.templates.items()}
-        changed = JinjaFormat(texts, template.options, template.tokenizer, template.name)
+        changed = JinjaFormat(texts, template.options, template.tokenizer, template.name, form.family)
         return Template(template.name, changed, template.options, template.tokenizer, None, template.cutoff_len)
 
 
@@ -175,12 +221,21 @@ def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Neighbours of one role as one message, with a blank line between; named templates alternate."""
     found: list[ChatMessage] = []
     for message in messages:
-        if found and found[-1].role == message.role != "tool" and not (found[-1].calls or message.calls):
+        has_pictures = bool(message.parts or (found and found[-1].parts))
+        is_alike = bool(found) and found[-1].role == message.role != "tool"
+        if is_alike and has_pictures:
+            between = [TextPart(type="text", text="\n\n")]
+            found[-1] = found[-1].model_copy(update={"content": [*_parts(found[-1]), *between, *_parts(message)]})
+        elif is_alike and not (found[-1].calls or message.calls):
             parts = [part for part in (found[-1].text, message.text) if part]
             found[-1] = found[-1].model_copy(update={"content": "\n\n".join(parts)})
         else:
             found.append(message)
     return found
+
+
+def _parts(message: ChatMessage) -> list[TextPart]:
+    return message.parts or [TextPart(type="text", text=message.text)]
 
 
 def _message(message: ChatMessage, call_words: tuple[str, str], thought_words: tuple[str, str]) -> Message:

@@ -329,15 +329,13 @@ _STATUS = {"grammar_failed": 400, "non_finite_logits": 503, "out_of_memory": 503
 
 
 def refusal_of(made: StepOutput) -> APIError:
-    """Reason why an ask ended before its time. An engine's sentence begins with a code: ``out_of_memory: ...``."""
+    """Reason why an ask ended before its time."""
     if made.error is None:
         return DRAINING
     if made.reason == "cancelled":
         return APIError(504, "timeout", "The request timed out (api_timeout).")
-    code, _, rest = made.error.what.partition(": ")
-    if code in _STATUS:
-        return APIError(_STATUS[code], code, rest)
-    return APIError(500, "internal_error", made.error.what)
+    code = made.error.code if made.error.code in _STATUS else "internal_error"
+    return APIError(_STATUS[code], code, made.error.what)
 
 
 DRAINING = APIError(503, "draining", "The server is shutting down; the response is incomplete.")

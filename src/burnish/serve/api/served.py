@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -48,7 +48,7 @@ class ServedModel:
         self.loaded, self.engine, self.name, self.reasoning = loaded, engine, name, reasoning
         self.fingerprint = f"fp_{hashlib.sha256(fingerprint.encode()).hexdigest()[:10]}"
         self.context, self.vocab_size = loaded.context, len(loaded.tokenizer)
-        self.prompter = Prompter(loaded.template)
+        self.prompter = Prompter(loaded.template, loaded.pictures)
         self.created = int(time.time())
         self._names = {name: BASE, **dict.fromkeys(aliases, BASE)}
         for adapter in loaded.adapters:
@@ -80,6 +80,19 @@ class ServedModel:
 
     def chat_prompt(self, request: ChatRequest) -> list[int]:
         return self.prompter.ids(request)
+
+    def chat_row(self, request: ChatRequest) -> tuple[list[int], Mapping[str, Any]]:
+        """The prompt of a request, and the fields of the engine's request that its pictures fill.
+
+        Raises:
+            APIError: 400, also for a picture whose pixels cannot be decoded.
+        """
+        row = self.prompter.row(request)
+        try:
+            fields = {} if self.loaded.pictures is None else self.loaded.pictures.of(row)
+        except UserError as error:
+            raise APIError(400, "invalid_image", str(error), param="messages") from None
+        return list(row["input_ids"]), fields
 
     def text_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
         """Ids as they are; text as the tokenizer writes it, with what it puts before every text. Text of users is

@@ -95,6 +95,10 @@ class Backend(Protocol):
         """The text of each id, and whether it is a control token."""
         ...
 
+    def num_tokens(self, url: str) -> int | None:
+        """Tokens of a picture in a prompt; None where a server does not say. Args: url: a data URI."""
+        ...
+
     def defaults(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -107,7 +111,7 @@ class LocalBackend:
 
         self.loaded, self.engine = loaded, engine
         self.name, self.adapters = loaded.name, tuple(loaded.adapters)
-        self.prompter = Prompter(loaded.template)
+        self.prompter = Prompter(loaded.template, loaded.pictures)
 
     def defaults(self) -> dict[str, Any]:
         sampling = self.loaded.defaults
@@ -119,14 +123,15 @@ class LocalBackend:
         from burnish.inference.replies.reply_forms import opens_thought, schemas_of
 
         loaded = self.loaded
-        ids, began = self._prompt(request), time.monotonic()
+        row, began = self._prompt(request), time.monotonic()
+        ids = list(row["input_ids"])
         form, tokenizer = loaded.form, loaded.tokenizer
         reply = Reply(
             form, tokenizer, offered=schemas_of(request.tools), stop_ids=loaded.stop_ids,
             in_thought=opens_thought(ids, form, tokenizer),
         )  # fmt: skip
         made: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        handle = self.engine.submit(self._ask(ids, request), made.put)
+        handle = self.engine.submit(self._ask(row, request), made.put)
         found: list[int] = []
         chances: list[float] = []
         first, reason, error = 0.0, "", ""
@@ -153,7 +158,7 @@ class LocalBackend:
             ),
         )  # fmt: skip
 
-    def _prompt(self, request: Request) -> list[int]:
+    def _prompt(self, request: Request) -> Mapping[str, Any]:
         from burnish.serve.api.body import read
         from burnish.serve.api.requests import ChatRequest
         from burnish.serve.http.errors import APIError
@@ -164,19 +169,31 @@ class LocalBackend:
             "chat_template_kwargs": arguments,
         }  # fmt: skip
         try:
-            return self.prompter.ids(read(ChatRequest, body))
+            return self.prompter.row(read(ChatRequest, body))
         except APIError as refusal:
             raise UserError(str(refusal)) from refusal
 
-    def _ask(self, ids: list[int], request: Request) -> Any:
+    def num_tokens(self, url: str) -> int | None:
+        """Tokens of a picture in a prompt. Raises UserError where the model reads text only, or it is no picture."""
+        reader = self.loaded.pictures
+        if reader is None:
+            raise UserError(f"{self.name} reads text only.", remedy="Chat with a model that has a vision tower.")
+        try:
+            return int(reader.num_tokens(reader.picture(url, "the file")))
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    def _ask(self, row: Mapping[str, Any], request: Request) -> Any:
         from burnish.inference.types import BASE, GenerationRequest
 
         given = dict(request.settings)
         most = given.pop("max_new_tokens", self.loaded.max_new_tokens)
         sampling = self.loaded.defaults.changed(given)
+        pictures = {} if self.loaded.pictures is None else self.loaded.pictures.of(dict(row))
         return GenerationRequest(
-            ids, most, adapter=request.adapter or BASE, sampling=sampling, stop_ids=frozenset(self.loaded.stop_ids),
-            top_logprobs=0,
+            list(row["input_ids"]), most, adapter=request.adapter or BASE, sampling=sampling,
+            stop_ids=frozenset(self.loaded.stop_ids),
+            top_logprobs=0, **pictures,
         )  # fmt: skip
 
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
@@ -252,6 +269,9 @@ class ServerBackend:
         for call in calls.values():
             yield Event("call", call=call)
         yield Event("end", end=AnswerEnded(reason, tokens, first - began if first else 0.0, time.monotonic() - began))
+
+    def num_tokens(self, url: str) -> int | None:
+        return None
 
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
         return []

@@ -93,9 +93,8 @@ def _partner(own: _Words, is_quiet: bool) -> tuple[Backend, dict[str, Any], list
     from burnish.serve.command_line import serving_of
 
     serving = serving_of(own.others)
-    notes: list[str] = []
     with placing(serving.provenance):
-        loaded = load_for_inference(serving.options, serving.name, notes.append)
+        loaded = load_for_inference(serving.options, serving.name)
     engine = engine_of(loaded)
     given = {name: getattr(serving.options, name) for name in SETTINGS if name in serving.provenance}
     facts = engine.facts()
@@ -106,12 +105,12 @@ def _partner(own: _Words, is_quiet: bool) -> tuple[Backend, dict[str, Any], list
     said = getattr(engine, "note", "")
     lines = [
         f"{loaded.name}: {where}, {loaded.context:,} tokens of context{adapters}",
-        template + "".join(f"; {note}" for note in notes if "The prompts of template" in note),
+        template + "".join(f"; {note}" for note in loaded.template_notes),
         *([said] if said else []),
         "/help lists the commands",
     ]
     if is_quiet:
-        for note in (note for note in notes if "The prompts of template" in note):
+        for note in loaded.template_notes:
             say(note, sys.stderr)
     return LocalBackend(loaded, engine), given, lines
 

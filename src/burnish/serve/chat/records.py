@@ -1,8 +1,10 @@
-"""Files that a conversation at a terminal reads: records, and lists of tools."""
+"""Files that a conversation at a terminal reads: records, lists of tools, pictures."""
 
 from __future__ import annotations
 
+import base64
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,3 +25,23 @@ def read_record(path: Path) -> Any:
         except ValueError:
             continue
     raise UserError(f"{path} is not valid JSON.")
+
+
+def read_picture(path: Path) -> tuple[str, tuple[int, int]]:
+    """The data URI of a file, and the width and height of its picture. Raises UserError where it is no picture."""
+    from burnish.data.images.picture import BadPicture, read_header
+
+    try:
+        found = read_header(path)
+        content = path.read_bytes()
+    except BadPicture as error:
+        raise UserError(f"{path} {error}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    return f"data:image/*;base64,{base64.b64encode(content).decode()}", (found.width, found.height)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message, without its pictures."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

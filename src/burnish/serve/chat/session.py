@@ -18,24 +18,9 @@ from burnish.config.conversion import as_type
 from burnish.config.errors import UserError, did_you_mean
 from burnish.serve.chat.backends import SETTINGS, AnswerEnded, Backend, Request, WireMessage
 from burnish.serve.chat.console import Console
-from burnish.serve.chat.records import read_record
+from burnish.serve.chat.help import HELP
+from burnish.serve.chat.records import read_picture, read_record, text_of
 from burnish.utils.files import expanded
-
-HELP = """\
-text                  send a message; \\ at the line end or \"\"\" for several lines
-/new, /exit           new conversation (also: clear); quit (also: exit, Ctrl-D)
-/system [text]        show or set the system message; setting it clears the chat
-/set [name=value]     show or change sampling: temperature=0.2 top_p=0.9 seed=7
-/think on|off|hide    turn reasoning on or off, or hide its text
-/tools FILE           pass a JSON file of tools to the model; /tools off
-/answer text          enter the result of a tool call
-/retry, /undo, /edit  regenerate; remove the last turn; edit the last message
-/adapter NAME         switch to an adapter; base: no adapter
-/both NAME            compare two adapters on the last message
-/tokens [p]           tokens of the last exchange; p: with probabilities
-/prompt               show the last prompt as the model received it
-/save [FILE]          save the conversation as a JSONL record; /load FILE
-"""
 
 
 class ChatSession:
@@ -59,6 +44,7 @@ class ChatSession:
         self.tools: list[Mapping[str, Any]] = []
         self.last: AnswerEnded | None = None
         self._retries = 0
+        self._images: list[str] = []  # data URIs of pictures for the next message
         self._begun = ""  # a message that is to be edited
 
     # --- lines --------------------------------------------------------------------------------------------------------
@@ -109,14 +95,14 @@ class ChatSession:
             "think": self._think, "tools": self._tools, "answer": self._answer, "retry": lambda _: self._retry(),
             "undo": lambda _: self._undo(), "edit": lambda _: self._edit(), "adapter": self._adapter,
             "both": self._both, "tokens": self._tokens, "prompt": lambda _: self._prompt(), "save": self._save,
-            "load": self._load,
+            "load": self._load, "image": self._image,
         }  # fmt: skip
         if name not in commands:
             raise UserError(f"Unknown command: /{name}.{did_you_mean(name, commands)} /help lists the commands.")
         return commands[name](rest) or 0
 
     def begin_anew(self) -> None:
-        self.messages = []
+        self.messages, self._images = [], []
         self.last, self._retries = None, 0
         self.console.say("New conversation.", "dim")
 
@@ -130,7 +116,19 @@ class ChatSession:
             )
             raise UserError(what)
         self._retries = 0
-        return self._respond([*self.messages, {"role": "user", "content": text}])
+        content: Any = text
+        if self._images:
+            pictures = [{"type": "image_url", "image_url": {"url": url}} for url in self._images]
+            content, self._images = [*pictures, {"type": "text", "text": text}], []
+        return self._respond([*self.messages, {"role": "user", "content": content}])
+
+    def _image(self, name: str) -> None:
+        """Add a picture to the next message."""
+        url, size = read_picture(expanded(name))
+        tokens = self.backend.num_tokens(url)
+        self._images.append(url)
+        said = f", {tokens:,} tokens" if tokens is not None else ""
+        self.console.say(f"{Path(name).name}: {size[0]}x{size[1]}{said}. It is sent with the next message.", "dim")
 
     def _respond(self, messages: list[WireMessage]) -> int:
         """Let the backend answer these messages; where no answer comes the conversation stays as it was."""
@@ -303,14 +301,14 @@ class ChatSession:
             raise UserError("The conversation is empty.")
         while self.messages and self.messages.pop()["role"] != "user":
             pass
-        shown = self.messages[-1]["content"][:60] if self.messages else "the beginning"
+        shown = text_of(self.messages[-1])[:60] if self.messages else "the beginning"
         self.console.say(f"Back to: {shown}", "dim")
 
     def _edit(self) -> None:
         place = next((at for at in range(len(self.messages) - 1, -1, -1) if self.messages[at]["role"] == "user"), None)
         if place is None:
             raise UserError("There is no message to edit.")
-        self._begun = self.messages[place]["content"]
+        self._begun = text_of(self.messages[place])
         self.messages = self.messages[:place]
 
     def _adapter(self, name: str) -> None:

@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from burnish.serve.http.errors import APIError
 
-_KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".json": "application/json"}
+_KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".json": "application/json",
+          ".woff2": "font/woff2"}  # fmt: skip
 
 
 class MemoryFiles:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.relay import Relay
 from burnish.serve.http.stream import EventStream, event_text
 from burnish.serve.page.form import Form, safe_id, whole_number
-from burnish.serve.page.jobs.exports import Exports
 from burnish.serve.page.jobs.starting import free_folder
+from burnish.serve.page.routes.jobs import Jobs, target_of
+from burnish.serve.page.routes.picking import Picking
+from burnish.serve.page.routes.shelf import Shelf
+from burnish.serve.page.runs.completions import completions
 from burnish.serve.page.runs.files import checkpoints, given_text, tail_lines
 from burnish.serve.page.runs.follow import CONSOLE, FilePosition, cursor_text, end_of, log_text, news, read_cursor
-from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.remarks import remarks_on
 from burnish.serve.page.runs.runs import FoundRun, id_of
 from burnish.serve.page.runs.series import series, thinned
@@ -43,18 +45,21 @@ class Api:
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self.exports = Exports(site)
         self._num_streams = 0
 
     def routes(self) -> Iterator[tuple[str, str, Answer]]:
         """Method, path, and what answers."""
         yield from Form(self.site).routes()
+        yield from Shelf(self.site).routes()
+        yield from Jobs(self.site).routes()
+        yield from Picking(self.site).routes()
         yield "GET", "/api/runs", self.runs
         yield "POST", "/api/runs", self.begin
         yield "GET", "/api/runs/{id}", self.run
         yield "GET", "/api/runs/{id}/series", self.series
         yield "GET", "/api/runs/{id}/log", self.log
         yield "GET", "/api/runs/{id}/download/{name}", self.download
+        yield "GET", "/api/runs/{id}/completions", self.completions
         yield "GET", "/api/runs/{id}/held-out", self.held_out
         yield "POST", "/api/runs/{id}/stop", self.stop
         yield "POST", "/api/runs/{id}/continue", self.again
@@ -67,8 +72,6 @@ class Api:
         yield "GET", "/api/chats/{id}", self.chat_of
         yield "PUT", "/api/chats/{id}", self.keep_chat
         yield "GET", "/api/machine", self.machine
-        yield "POST", "/api/exports", self.begin_export
-        yield "GET", "/api/exports/{id}", self.export_of
         yield "GET", "/api/stream", self.stream
         yield "GET", "/api/poll", self.poll
 
@@ -77,14 +80,11 @@ class Api:
     async def runs(self, request: Request) -> Response:
         asked, state = request.query_params.get("q", "").lower(), request.query_params.get("state", "")
         found = [
-            self._facts(run)
+            run
             for run in await self.site.found()
             if (not state or run.state == state) and asked in f"{run.name} {run.folder}".lower()
         ]
-        return ShownJson({"runs": found, "queue": self.site.starter.queued()})
-
-    def _facts(self, run: FoundRun) -> dict[str, Any]:
-        return {**facts(run), "folder": self.site.places.shown(run.folder)}
+        return ShownJson({"runs": self.site.facts(found), "queue": self.site.starter.queued()})
 
     async def begin(self, request: Request) -> Response:
         body = await json_object(request)
@@ -112,7 +112,7 @@ class Api:
 
     def _whole(self, run: FoundRun) -> dict[str, Any]:
         return {
-            **self._facts(run),
+            **self.site.facts([run])[0],
             "outcome": run.outcome,
             "launch": {name: run.launch.get(name) for name in ("argv", "host", "user", "time", "burnish", "devices")},
             "given": given_text(run.folder),
@@ -143,6 +143,12 @@ class Api:
         begin = max(0, end - _LOG_BYTES)
         text, _ = await asyncio.to_thread(log_text, path, begin, end)
         return ShownJson({"from": begin, "text": text})
+
+    async def completions(self, request: Request) -> Response:
+        """Rewarded completions of a step and a record; without a step, which steps and records there are."""
+        run, given = await self.site.run(request.path_params["id"]), request.query_params
+        step = whole_number(given["step"], "step", 0) if given.get("step") else None
+        return ShownJson(await asyncio.to_thread(completions, run.folder, step, given.get("record") or None))
 
     async def download(self, request: Request) -> Response:
         """Download one of the files that the run lists."""
@@ -192,28 +198,8 @@ class Api:
         if body.get("named") is True and self.site.named is not None:
             one = self.site.engines.begin_named(self.site.named)
         else:
-            one = self.site.engines.begin(*await self._target(body))
+            one = self.site.engines.begin(*await target_of(self.site, body))
         return ShownJson({"id": one.id, "name": one.name, "state": one.state}, 202)
-
-    async def _target(self, body: Mapping[str, Any]) -> tuple[Path, str]:
-        """Folder and name of a run (``run``, optionally ``checkpoint``) or of a ``path`` inside a root."""
-        if isinstance(body.get("run"), str):
-            run = await self.site.run(body["run"])
-            step = body.get("checkpoint")
-            if step is None:
-                return run.folder, run.name
-            if step not in checkpoints(run.folder):
-                raise APIError(422, "no_checkpoint", f"{run.name} has no checkpoint {step}.")
-            return run.folder / f"checkpoint-{step}", f"{run.name} / checkpoint-{step}"
-        text = body.get("path")
-        if not isinstance(text, str) or not text:
-            raise APIError(422, "missing", 'Set "run" or "path" to the model to load.')
-        path = self.site.places.within(text, "path")
-        if not path.is_dir():
-            raise APIError(
-                422, "outside", f'"path" must be an existing folder inside {self.site.places.first}.', param="path"
-            )
-        return path, self.site.places.shown(path)
 
     async def end_engine(self, request: Request) -> Response:
         self.site.engines.end(request.path_params["id"])
@@ -242,17 +228,6 @@ class Api:
 
     async def machine(self, request: Request) -> Response:
         return ShownJson(await asyncio.to_thread(self.site.machine.use))
-
-    # --- exports ------------------------------------------------------------------------------------------------------
-
-    async def begin_export(self, request: Request) -> Response:
-        body = await json_object(request)
-        path, _ = await self._target(body)
-        folder = self.site.places.within(str(body.get("folder") or ""), "folder")
-        return ShownJson({"id": self.exports.begin(path, folder, str(body.get("format") or "safetensors"))}, 202)
-
-    async def export_of(self, request: Request) -> Response:
-        return ShownJson(self.exports.state(safe_id(request)))
 
     # --- what is new --------------------------------------------------------------------------------------------------
 

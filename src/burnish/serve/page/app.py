@@ -28,20 +28,23 @@ from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
 from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.static import MemoryFiles
 from burnish.serve.page.api import Api
-from burnish.serve.page.jobs.exports import FORMATS
-from burnish.serve.page.runs.listing import facts
+from burnish.serve.page.jobs.commands import FORMATS
+from burnish.serve.page.runs.completions import COMPLETIONS
+from burnish.serve.page.runs.files import given_text
 from burnish.serve.page.runs.remarks import remarks_on
+from burnish.serve.page.runs.report import curves, table
+from burnish.serve.page.runs.runs import ALIVE
 from burnish.serve.page.runs.series import picture, series, small_picture
 from burnish.serve.page.session import COOKIE, LASTS_S, Sessions
 from burnish.serve.page.site import Site
 from burnish.serve.page.words import FOLDER as WORDS
-from burnish.serve.page.words import LANGUAGES, language_of, translator
+from burnish.serve.page.words import LANGUAGES, language_of, page_words, translator
 
 HERE = Path(__file__).parent
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
-    "trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = {
     "content-security-policy": POLICY,
@@ -79,7 +82,8 @@ class Pages:
         self.templates.filters.update(short=_short, duration=_duration)
         pages: Mapping[str, Callable[[Request], Any]] = {
             "/": self.start, "/runs": self.runs, "/runs/{id}": self.run, "/new": self.new, "/compare": self.compare,
-            "/talk": self.talk, "/export": self.export, "/settings": self.settings, "/sign-in": self.sign_in_page,
+            "/talk": self.talk, "/evaluate": self.evaluate, "/export": self.export, "/settings": self.settings,
+            "/api/runs/{id}/report": self.report, "/sign-in": self.sign_in_page,
             "/healthz": self.healthz,
         }  # fmt: skip
         api = Api(site)
@@ -101,19 +105,41 @@ class Pages:
 
     async def runs(self, request: Request) -> Response:
         found = await self.site.found()
-        shown = [{**facts(run), "folder": self.site.places.shown(run.folder)} for run in found]
-        pictures = await asyncio.to_thread(lambda: {run.id: small_picture(run.folder) for run in found[:60]})
-        return self._page("runs", request, runs=shown, pictures=pictures, queue=self.site.starter.queued())
+        shown = self.site.facts(found)
+        trained = [run for run in found if run.kind == "train"][:60]
+        pictures = await asyncio.to_thread(lambda: {run.id: small_picture(run.folder) for run in trained})
+        return self._page(
+            "runs", request, pictures=pictures, queue=self.site.starter.queued(),
+            runs=[run for run in shown if run["kind"] == "train"],
+            others=[run for run in shown if run["kind"] != "train"],
+            alive=[run for run in shown if run["state"] in ALIVE],
+        )  # fmt: skip
 
     async def run(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
         columns, _ = await asyncio.to_thread(series, run.folder)
         language = self._language(request)
         return self._page(
-            "run", request, run={**facts(run), "folder": self.site.places.shown(run.folder)},
+            "run", request, run=self.site.facts([run])[0],
             picture=picture(columns, 640, 160), columns=_summary(columns),
+            has_completions=(run.folder / COMPLETIONS).is_file(),
             remarks=[remark.text(language) for remark in remarks_on(run, columns)],
         )  # fmt: skip
+
+    async def report(self, request: Request) -> Response:
+        """A run as one HTML file to send to somebody; it needs nothing else and runs no script."""
+        run = await self.site.run(request.path_params["id"])
+        columns, _ = await asyncio.to_thread(series, run.folder)
+        language = self._language(request)
+        words = page_words(language)
+        text = self.templates.get_template("report.html").render(
+            t=translator(language), language=language, run=self.site.facts([run])[0], launch=run.launch, known=words,
+            curves=list(curves(columns)), options=table(given_text(run.folder)),
+            remarks=[remark.text(language) for remark in remarks_on(run, columns)],
+        )  # fmt: skip
+        name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in run.name)
+        headers = {"content-disposition": f'attachment; filename="{name}.html"'}
+        return HTMLResponse(without_secrets(text).encode("utf-8", "replace"), headers=headers)
 
     async def new(self, request: Request) -> Response:
         return self._page("new", request, start=request.query_params.get("from", ""))
@@ -123,6 +149,9 @@ class Pages:
 
     async def talk(self, request: Request) -> Response:
         return self._page("talk", request, target=request.query_params.get("target", ""))
+
+    async def evaluate(self, request: Request) -> Response:
+        return self._page("evaluate", request, target=request.query_params.get("target", ""))
 
     async def export(self, request: Request) -> Response:
         return self._page("export", request, target=request.query_params.get("target", ""), formats=list(FORMATS))

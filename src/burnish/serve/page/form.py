@@ -24,9 +24,7 @@ from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.stream import EventStream, event_text
 from burnish.serve.page.jobs.starting import free_folder
 from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
-from burnish.serve.page.runs.runs import DEPTH
 from burnish.serve.page.site import Answer, Site
-from burnish.utils.files import regular
 from burnish.utils.json_files import read_object
 
 MOST_PRESETS = 200
@@ -47,8 +45,6 @@ class Form:
         yield "PUT", "/api/presets/{id}", self.keep_preset
         yield "DELETE", "/api/presets/{id}", self.drop_preset
         yield "GET", "/api/free", self.free
-        yield "GET", "/api/models", self.models
-        yield "GET", "/api/datasets", self.datasets
         yield "GET", "/api/datasets/columns", self.columns
         yield "PUT", "/api/datasets/{id}", self.describe
 
@@ -136,41 +132,6 @@ class Form:
                 places = [str(problem).replace(f"{folder}/", "") for problem in error.problems]
                 return {"values": {}, "problems": places}
         return {"values": {name: item.value for name, item in given.items()}, "problems": []}
-
-    async def models(self, request: Request) -> Response:
-        """Models, adapters and finished runs below the roots, and the model that the command named."""
-        named = self.site.named
-        return ShownJson({"models": await asyncio.to_thread(self._models), "named": named and named.name})
-
-    def _models(self) -> list[dict[str, str]]:
-        found = []
-        for root in self.site.places.roots:
-            for name, kind in (("config.json", "model"), ("adapter_config.json", "adapter")):
-                for depth in range(DEPTH):
-                    for path in root.glob("/".join(["*"] * (depth + 1)) + "/" + name):
-                        if not any(part.startswith(".") for part in path.relative_to(root).parts):
-                            found.append({"path": self.site.places.shown(path.parent), "kind": kind})
-                        if len(found) >= 200:
-                            return found
-        return sorted(found, key=lambda one: one["path"])
-
-    async def datasets(self, request: Request) -> Response:
-        """Names in the ``dataset_info.json`` of folders below the roots."""
-        return ShownJson({"datasets": await asyncio.to_thread(self._datasets)})
-
-    def _datasets(self) -> list[dict[str, str]]:
-        found = []
-        for root in self.site.places.roots:
-            for pattern in (INFO_NAME, f"*/{INFO_NAME}", f"*/*/{INFO_NAME}"):
-                for path in list(root.glob(pattern))[:20]:
-                    try:
-                        with regular(path) as file:
-                            names = list(json.load(file))
-                    except (OSError, ValueError):
-                        continue
-                    folder = self.site.places.shown(path.parent)
-                    found += [{"name": str(name), "folder": folder} for name in names[:200]]
-        return found
 
     async def columns(self, request: Request) -> Response:
         """The columns of a file of records below a root, with their first values."""

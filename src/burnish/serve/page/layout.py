@@ -1,4 +1,4 @@
-"""Layout of the form: the options in its boxes and their order.
+"""Layout of the form: the options in its topics and their order.
 
 Everything else about an option is in its declaration, and an option that is not listed here is on the form under "all
 options".
@@ -7,15 +7,18 @@ options".
 from __future__ import annotations
 
 BOXES: dict[str, tuple[str, ...]] = {
-    "model": ("model_name_or_path", "adapter_name_or_path", "template", "quantization_bit"),
-    "data": ("dataset", "dataset_dir", "eval_dataset", "val_size", "cutoff_len", "max_samples"),
-    "method": ("stage", "finetuning_type", "lora_rank", "lora_alpha", "lora_target", "use_badam"),
-    "training": (
-        "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
-        "lr_scheduler_type", "bf16", "logging_steps", "save_steps", "eval_strategy", "eval_steps",
+    "essentials": (
+        "model_name_or_path", "dataset", "stage", "finetuning_type", "learning_rate", "num_train_epochs",
+        "per_device_train_batch_size", "output_dir",
     ),
-    "folder": ("output_dir",),
+    "method": ("lora_rank", "lora_alpha", "lora_target", "quantization_bit", "use_badam", "adapter_name_or_path"),
+    "data": ("template", "cutoff_len", "max_samples", "val_size", "eval_dataset", "dataset_dir"),
+    "training": (
+        "gradient_accumulation_steps", "max_steps", "lr_scheduler_type", "bf16", "logging_steps", "save_steps",
+        "eval_strategy", "eval_steps",
+    ),
 }  # fmt: skip
+"""Essentials are always shown; the other topics are folded."""
 DEPENDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lora_rank": ("finetuning_type", ("lora",)),
     "lora_alpha": ("finetuning_type", ("lora",)),

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from burnish.serve.page.jobs.starting import Starter
 from burnish.serve.page.machine import Machine
 from burnish.serve.page.options import NamedModel, WebOptions
 from burnish.serve.page.places import Roots
+from burnish.serve.page.runs.labels import labels
+from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.runs import FoundRun, find, read_run
 
 FRESH_S = 1.5
@@ -62,6 +64,15 @@ class Site:
                 self._found = await asyncio.to_thread(find, self.places.roots)
                 self._found_s = time.monotonic()
         return self._found
+
+    def facts(self, runs: Iterable[FoundRun]) -> list[dict[str, Any]]:
+        """Runs as JSON, with the names, tags and notes that they were given. ``title`` is the name that is shown."""
+        known = labels(self.home)
+        return [
+            {**facts(run), "folder": self.places.shown(run.folder), "title": label.get("name") or run.name,
+             "tags": label.get("tags", []), "notes": label.get("notes", "")}
+            for run in runs for label in [known.get(run.id, {})]
+        ]  # fmt: skip
 
     async def run(self, identity: str) -> FoundRun:
         """A run as it is now.

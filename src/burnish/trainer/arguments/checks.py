@@ -37,8 +37,8 @@ def check_arguments(args: Fields) -> None:
         )
     if args.parallelism_config is not None:
         raise ValueError(
-            "`parallelism_config` is not part of burnish, which has no tensor or context parallelism. Leave it out, "
-            "and shard the weights with `fsdp` or `deepspeed`."
+            "`parallelism_config` is not supported, because tensor and context parallelism are not. Remove it, and use "
+            "`fsdp` or `deepspeed` to shard the weights."
         )
     check_numbers(args)
 
@@ -123,7 +123,7 @@ def say_what_has_no_effect(args: Fields) -> None:
     idle = [name for name in usual if given.get(name, usual[name]) != usual[name]]
     if idle:
         notes.warn(
-            f"`accelerator_config`: {', '.join(idle)} without effect: burnish deals rows to processes itself.",
+            f"`accelerator_config`: {', '.join(idle)} has no effect; burnish distributes the data itself.",
             UserWarning,
             stacklevel=5,
         )
@@ -133,16 +133,18 @@ def _hollow(args: Fields) -> list[str]:
     """Sentences on numbers with which a run trains nothing, or not as a reader would think."""
     found = []
     if args.learning_rate == 0:
-        found.append("`learning_rate` is 0: no weight will move.")
+        found.append("`learning_rate` is 0: weights will not change.")
     if args.num_train_epochs == 0 and args.max_steps <= 0:
-        found.append("`num_train_epochs` is 0: no step will be taken.")
+        found.append("`num_train_epochs` is 0: no training steps will run.")
     if args.max_grad_norm is not None and args.max_grad_norm < 0:
-        found.append(f"`max_grad_norm` is {args.max_grad_norm:g}: gradients are not clipped, which 0 says too.")
+        found.append(
+            f"`max_grad_norm` is {args.max_grad_norm:g}: gradients are not clipped. Use 0 to disable clipping."
+        )
     return found
 
 
 _NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
-    "average_tokens_across_devices": ((True,), "the mean of a step is always over the items of all processes."),
-    "eval_use_gather_object": ((False,), "predictions are gathered as the tensors they are made of."),
-    "save_on_each_node": ((False,), "checkpoints are written once; give the nodes a folder that they share."),
+    "average_tokens_across_devices": ((True,), "the loss is always averaged over the tokens of all processes."),
+    "eval_use_gather_object": ((False,), "predictions are gathered tensor by tensor."),
+    "save_on_each_node": ((False,), "checkpoints are saved once. Use a folder that all nodes share."),
 }

@@ -24,7 +24,7 @@ RENAMED = {
 }
 """Old name -> today's name."""
 
-WITHOUT_EFFECT = {**EARLIER, "push_to_hub_organization": "it is the first half of hub_model_id."}
+WITHOUT_EFFECT = {**EARLIER, "push_to_hub_organization": "set the organization in hub_model_id."}
 """Old name -> the reason why it has no effect."""
 
 FLAGS = {today: [f"--{old}" for old in RENAMED if RENAMED[old] == today] for today in RENAMED.values()}
@@ -49,17 +49,17 @@ def todays_names(given: Arguments) -> Arguments:
     arguments = dict(given)
     for name in list(arguments):
         if name in RENAMED:
-            _warn(f"`{name}` is now `{RENAMED[name]}`.")
+            _warn(f"`{name}` is deprecated. Use `{RENAMED[name]}` instead.")
             arguments.setdefault(RENAMED[name], arguments.pop(name))
         elif name in WITHOUT_EFFECT:
             if arguments.pop(name):
                 _warn(f"`{name}` has no effect: {WITHOUT_EFFECT[name]}")
         elif name == "warmup_ratio" and (value := arguments.pop(name)):
-            _warn(f"`{name}` is now {_warmup_ratio(value, arguments)}.")
+            _warn(f"`{name}` is deprecated. Use {_warmup_ratio(value, arguments)} instead.")
         elif name in _MEANING and (value := arguments.pop(name)):
             today, value_of, how = _MEANING[name]
             arguments[today] = value_of(value, arguments.get(today))
-            _warn(f"`{name}` is now {how}.")
+            _warn(f"`{name}` is deprecated. Use {how} instead.")
     return arguments
 
 
@@ -69,12 +69,12 @@ def _warn(message: str) -> None:
 
 def _warmup_ratio(value: float, arguments: Arguments) -> str:
     if not 0 <= value <= 1:  # as `warmup_steps` it would be a number of steps
-        raise ValueError(f"`warmup_ratio` must lie in [0, 1]. Received: {value}.")
+        raise ValueError(f"`warmup_ratio` must be in [0, 1]. Received: {value}.")
     if value == 1 and not arguments.get("warmup_steps"):  # which would be one step
         arguments["warmup_ratio"] = value
-        return "`warmup_steps`, as a number below 1, or as the number of all steps, which it is for this run"
+        return "`warmup_steps` with a number below 1 or the total number of steps (used in this run)"
     arguments["warmup_steps"] = arguments.get("warmup_steps") or value
-    return "`warmup_steps`, as a number below 1"
+    return "`warmup_steps` with a number below 1"
 
 
 _MEANING: dict[str, tuple[str, Callable[[Any, Any], Any], str]] = {
@@ -91,7 +91,7 @@ _MEANING: dict[str, tuple[str, Callable[[Any, Any], Any], str]] = {
     "adafactor": ("optim", lambda value, now: "adafactor", '`optim="adafactor"`'),
     "logging_dir": (
         "logging_dir", lambda value, now: value,
-        "the environment variable TENSORBOARD_LOGGING_DIR; it is followed for this run",
+        "the environment variable TENSORBOARD_LOGGING_DIR",
     ),
 }  # fmt: skip
 """Old name -> today's name, (old value, value under today's name) -> today's value, and how it is written now."""

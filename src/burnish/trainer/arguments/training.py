@@ -114,7 +114,7 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
         if self.torch_compile and self.torch_compile_backend is None:
             self.torch_compile_backend = "inductor"
         if not isinstance(self.accelerator_config, AcceleratorConfig):
-            self.accelerator_config = accelerator_config_of(self.accelerator_config)
+            self.accelerator_config = cast(Any, accelerator_config_of(self.accelerator_config))
         if self.use_cpu:
             self.dataloader_pin_memory = False
         self.fsdp = self.fsdp or None
@@ -299,7 +299,7 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
 
 def _folder_of(output_dir: str | None) -> str:
     if output_dir is None:
-        logger.info("No output_dir was given: trainer_output.")
+        logger.info("No output_dir passed; using trainer_output.")
         return "trainer_output"
     return os.path.expanduser(output_dir)
 

@@ -28,13 +28,13 @@ class _AcceptsOldNames(AcceptsOldNames):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         for name in [name for name in kwargs if name in cls.renamed]:
-            notes.warn(f"`{name}` is now `{cls.renamed[name]}`.", FutureWarning, stacklevel=2)
+            notes.warn(f"`{name}` is deprecated. Use `{cls.renamed[name]}` instead.", FutureWarning, stacklevel=2)
             kwargs.setdefault(cls.renamed[name], kwargs.pop(name))
         for name in [name for name in kwargs if name in cls.without_effect]:
             if kwargs.pop(name) is not None:
                 notes.warn(f"`{name}` has no effect: {cls.without_effect[name]}", FutureWarning, stacklevel=2)
         for name in [name for name in kwargs if name in cls.refused]:
-            raise ValueError(f"`{name}` is not an argument of {cls.__name__} any more. {cls.refused[name]}")
+            raise ValueError(f"`{name}` was removed from {cls.__name__}. {cls.refused[name]}")
         return super().__call__(*args, **kwargs)
 
 

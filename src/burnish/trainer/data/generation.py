@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def writing_of(model: Any, kwargs: Mapping[str, Any]) -> Writing | None:
     """The settings of ``model.generate(**kwargs)``; None where slots do not write so."""
     if not isinstance(model, GenerationMixin) or type(model).generate is not GenerationMixin.generate:
         return None
-    if "generate" in vars(model) or model.config.is_encoder_decoder:
+    if "generate" in vars(model) or cast(Any, model).config.is_encoder_decoder:
         return None
     config = deepcopy(model.generation_config)
     is_foreign = bool(config.update(**kwargs))

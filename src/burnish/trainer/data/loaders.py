@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import IterableDatasetShard
@@ -75,8 +75,8 @@ def order_of_rows(
         return None
     if strategy == "batch_rebalance":
         raise ValueError(
-            '`train_sampling_strategy="batch_rebalance"` is not part of burnish: the update does not depend on how '
-            'a step is cut, and sequences are not padded against each other. Use "group_by_length" or "random".'
+            '`train_sampling_strategy="batch_rebalance"` is not supported and not needed, since batches are '
+            'padding-free. Use "group_by_length" or "random".'
         )
     lengths = row_lengths(dataset, args.length_column_name, tokenizer) if strategy == "group_by_length" else None
     partition = StepPartition(batch_size, accumulation, engine.world_size, engine.rank, args.dataloader_drop_last)
@@ -100,8 +100,9 @@ def row_lengths(dataset: Any, column: str, tokenizer: Any) -> list[int]:
 def num_rows_of(loader: Any, batch_size: int) -> int:
     """Rows of a loader's set; where it cannot say, batches times ``batch_size``."""
     try:
-        dataset = loader.dataset
-        return len(dataset.dataset) if isinstance(dataset, IterableDatasetShard | DealtRows) else len(dataset)
+        dataset: Any = loader.dataset
+        is_split = isinstance(dataset, IterableDatasetShard | DealtRows)
+        return len(cast(Any, dataset).dataset if is_split else dataset)
     except (AttributeError, TypeError):
         return len(loader) * batch_size
 
@@ -169,7 +170,7 @@ def without_unused(dataset: Any, taken: list[str], model_name: str, description:
     """A ``datasets.Dataset`` without the columns that the model does not take. ValueError where none is left."""
     ignored = [name for name in dataset.column_names if name not in taken]
     if ignored:
-        logger.info(f"{model_name}.forward does not take {', '.join(ignored)} of the {description} set.")
+        logger.info(f"Columns of the {description} set ignored by {model_name}.forward: {', '.join(ignored)}.")
     if len(ignored) == len(dataset.column_names):
         raise ValueError(
             f"No columns in the dataset match the model's forward method signature: ({', '.join(taken)}). "

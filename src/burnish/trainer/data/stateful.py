@@ -37,7 +37,9 @@ def loader_state(stream: Stateful) -> Any:
         state = stream.state_dict()
         split(state, copy=False)
     except (TypeError, AttributeError) as error:
-        notes.warn(f"The state of {type(stream).__name__} is not saved: {error} A resumed run reads it from its start.")
+        notes.warn(
+            f"The state of {type(stream).__name__} cannot be saved: {error} A resumed run starts it from the beginning."
+        )
         return None
     return state
 

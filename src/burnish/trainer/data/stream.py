@@ -164,14 +164,17 @@ class LoaderStream(StepBatchLoader):
         on_empty: called where an epoch of a loader without length has no batch at all.
         engine: of a run of several processes.
         pad: makes a batch one that has no items.
+        take: (batches, number) -> the micro-batches of a step; by default the next ones.
     """
 
     def __init__(
         self, loader: Any, accumulation: int, total: int, count: Callable[[Batch], tuple[int, int]],
         on_empty: Callable[[], None] = lambda: None, engine: Engine | None = None,
         pad: Callable[[Batch], PaddingBatch] = PaddingBatch,
+        take: Callable[[Iterator[Batch], int], list[Batch]] | None = None,
     ) -> None:  # fmt: skip
         self.engine = engine
+        self.take = take or (lambda batches, number: list(islice(batches, number)))
         self.loader, self.accumulation, self.total, self.count = loader, accumulation, total, count
         self.on_empty, self.pad = on_empty, pad
         self.drawn = 0  # micro-batches taken from the loader
@@ -182,19 +185,21 @@ class LoaderStream(StepBatchLoader):
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the step batches from the cursor to the end of the epoch."""
         start, used, total = self.position, self.position, self.length
-        batches = iter(()) if start >= total else self._batches()
+        self.drawn = start
+        batches = iter(()) if start >= total else self._counted(self._batches())
         while used < total:
-            made = list(islice(batches, min(self.accumulation, total - used)))
+            before = used
+            made = self.take(batches, min(self.accumulation, total - used))
+            used = self.drawn
             if not made:
                 break
-            used = self.drawn = used + len(made)
             counts = [(0, 0) if isinstance(batch, PaddingBatch) else self.count(batch) for batch in made]
             is_last = used >= total
             yield StepBatch(
                 made,
                 cursor={"epoch": self.epoch, "position": used},
                 epoch=self.epoch + min(used / total, 1.0),
-                items=Taken(order_in(self.loader), self.epoch, used - len(made), used),
+                items=Taken(order_in(self.loader), self.epoch, before, used),
                 num_rows=sum(rows for rows, _ in counts),
                 num_tokens=sum(tokens for _, tokens in counts),
             )
@@ -203,6 +208,11 @@ class LoaderStream(StepBatchLoader):
         if used == start == 0:
             self.on_empty()
         self.position = total
+
+    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.drawn += 1
+            yield batch
 
     @property
     def length(self) -> int:
@@ -252,8 +262,8 @@ class LoaderStream(StepBatchLoader):
         rest = self._in_step(iter(self.loader))
         if order is None and not goes_on:
             notes.warn(
-                f"The first {self.position} micro-batches of the epoch are read again and passed over, because the set "
-                "does not say where it stands. Sets and loaders that have state_dict and load_state_dict go on."
+                f"The first {self.position} micro-batches of the epoch are loaded and skipped. To avoid this, "
+                "implement state_dict and load_state_dict in the dataset or data loader."
             )
             for _ in islice(rest, self.position):
                 pass

@@ -49,7 +49,7 @@ def _facts(trainer: Any, found: TrainingSummary) -> CardFacts:
     model = inspection.base_model(trainer.model)
     adapters = getattr(trainer.model, "peft_config", {}) if inspection.is_peft_model(trainer.model) else {}
     sets = [found.dataset] if isinstance(found.dataset, str) else list(found.dataset or [])
-    base = found.finetuned_from or getattr(getattr(model, "config", None), "_name_or_path", "")
+    base: Any = found.finetuned_from or getattr(getattr(model, "config", None), "_name_or_path", "")
     history = trainer.state.log_history
     last: dict[str, Any] = {}
     for entry in history:
@@ -64,7 +64,7 @@ def _facts(trainer: Any, found: TrainingSummary) -> CardFacts:
         options=_arguments(trainer.args) | _adapter(adapters), results=last, data=_data(trainer),
         has_chat_template=bool(getattr(tokenizer, "chat_template", None)),
         loader=_loader(model), evaluations=make_markdown_table(found.eval_lines) if found.eval_lines else "",
-        unnamed=f"{'for' if adapters else 'from'} a model that was made in the script",
+        unnamed=f"{'for' if adapters else 'from'} a model created in the script",
     )  # fmt: skip
 
 
@@ -103,4 +103,4 @@ def _data(trainer: Any) -> list[str]:
 def _size(rows: Any) -> str:
     columns = [name for name in getattr(rows, "column_names", None) or [] if name not in _MADE]
     shown = f" of {', '.join(columns)}" if columns else ""
-    return f"{len(rows):,} rows{shown}" if hasattr(rows, "__len__") else f"a stream of rows{shown}"
+    return f"{len(rows):,} rows{shown}" if hasattr(rows, "__len__") else f"a streaming dataset{shown}"

@@ -45,7 +45,7 @@ def load_foreign(folder: Path, loop: Loop, model: nn.Module, steps_per_epoch: in
     elif not any(path.is_file() for path in (optimizer, scheduler)):
         missing = ["optimizer.pt and scheduler.pt"]
     _load_generators(folder, loop.engine.rank, loop.engine.world_size)
-    return [f"{folder} has no {name}: optimizer and schedule begin anew." for name in missing]
+    return [f"{folder} has no {name}: the states of optimizer and scheduler are not restored." for name in missing]
 
 
 def load_foreign_weights(folder: Path, model: Any) -> None:
@@ -58,7 +58,7 @@ def load_foreign_weights(folder: Path, model: Any) -> None:
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise UserError(
-            "there are no weights: no model.safetensors.", where=str(folder), remedy="Give another checkpoint."
+            "expected a checkpoint with model.safetensors.", where=str(folder), remedy="Pass another checkpoint."
         )
     state = {name: tensor for file in files if read_header(file) for name, tensor in load_file(file).items()}
     own = whole_state(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from burnish.trainer.trainer import Trainer
@@ -13,10 +14,17 @@ class TrlTrainer(Trainer):
     Attributes:
         router_aux_loss_coef: weight of the loss that balances a mixture of experts.
         aux_loss_enabled: whether the model gives that loss, and it counts.
+        _metrics: "train" or "eval" -> name -> values that a script has added; the next log has their mean.
     """
 
     router_aux_loss_coef = 0.0
     aux_loss_enabled = False
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        self._metrics: dict[str, defaultdict[str, list[float]]] = {
+            "train": defaultdict(list), "eval": defaultdict(list),
+        }  # fmt: skip
+        super().__init__(*args, **given)
 
     def _set_router(self, model: Any, asked: float | None) -> None:
         """Take the loss of a router into account by default, as TRL does, whatever the model's config asks for.
@@ -51,4 +59,9 @@ class TrlTrainer(Trainer):
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "loss" in logs or "mean_token_accuracy" in logs:
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
+        mode = "train" if self.model.training else "eval"
+        for name, values in self._metrics[mode].items():
+            name = f"eval_{name.removeprefix('eval_')}" if mode == "eval" else name
+            logs[name] = sum(values) / len(values)
+        self._metrics[mode].clear()
         super().log(logs, start_time)

@@ -100,7 +100,7 @@ def prepared(
     )  # fmt: skip
     encode.warn(stats, name)
     if not len(rows):
-        raise UserError(f"No row of the {name} dataset is left to learn from. Raise `max_length`.")
+        raise UserError(f"No examples of the {name} dataset are left to train on. Increase `max_length`.")
     made = datasets.Dataset(datasets.table.InMemoryTable(arrow_table(rows, encode.names)))
     if not keep:
         return made
@@ -145,7 +145,7 @@ def hashable_by_class(tokenizer: Any) -> bool:
 def first_row(dataset: Any) -> dict[str, Any]:
     row = next(iter(dataset), None)
     if row is None:
-        raise ValueError("A dataset holds no rows.")
+        raise ValueError("The dataset is empty.")
     return dict(row)
 
 
@@ -158,7 +158,7 @@ def column_names(dataset: Any) -> list[str]:
 def refuse_transform(dataset: Any) -> None:
     if is_datasets_set(dataset) and dataset.format["type"] == "custom":
         raise ValueError(
-            "SFTTrainer cannot prepare a dataset that uses `Dataset.with_transform()`: to prepare it would be to apply "
-            "the transform once and keep what came out. Pass `dataset_kwargs={'skip_prepare_dataset': True}` and let "
-            "the transform give trainer-ready rows, of token ids, or apply it with `Dataset.map()` before."
+            "SFTTrainer cannot prepare a dataset that uses `Dataset.with_transform()`: the transform would be "
+            "applied only once. Pass `dataset_kwargs={'skip_prepare_dataset': True}` and return token ids from the "
+            "transform, or apply it with `Dataset.map()` first."
         )

@@ -102,7 +102,7 @@ class ToolFormat:
             ToolError: if a tool lacks what the format prints.
         """
         values = {"tools": tools} if tools_json is None else {"tools": tools, "tools_json": tools_json}
-        return _render(self.macros + self.tools, "a tool lacks its name or has malformed parameters", values)
+        return _render(self.macros + self.tools, "a tool has no name or malformed parameters", values)
 
     def write(self, calls: Sequence[Call]) -> str:
         """Write the calls of one turn.
@@ -113,7 +113,7 @@ class ToolFormat:
         if self.names_arguments:
             calls = [replace(call, arguments=arguments_by_name(call)) for call in calls]
         listed = [{"name": call.name, "arguments": call.arguments} for call in calls]
-        return _render(self.macros + self.calls, "its tool calls are malformed", {"calls": listed})
+        return _render(self.macros + self.calls, "malformed tool calls", {"calls": listed})
 
 
 TOOL_FORMATS: Registry[ToolFormat] = Registry("tool format")
@@ -280,7 +280,7 @@ _ROWS: Final[dict[str, ToolFormat]] = {
             "\n在调用上述函数时，请使用 Json 格式表示调用的参数。"
         ),
         calls="{% if calls | length > 1 %}"
-        "{{ raise_exception('it calls several tools at once, which the glm4 tool format cannot write') }}{% endif %}"
+        "{{ raise_exception('several tool calls in a turn, which the glm4 tool format does not support') }}{% endif %}"
         + each_call("{{ name }}\n{{ arguments | tojson }}"),
         reader=CallReader(read_named_line, opens_with_name=True, only_at_start=True),
     ),
@@ -423,6 +423,6 @@ _ROWS: Final[dict[str, ToolFormat]] = {
 }
 for _name, _row in _ROWS.items():
     TOOL_FORMATS.register(_name)(_row)
-TOOL_FORMATS.register("phi4_mini", refused="it writes the list of tools only; its template writes calls as default")(
+TOOL_FORMATS.register("phi4_mini", refused="it formats only the list of tools; its template formats calls as default")(
     replace(_DEFAULT, tools="<|tool|>{{ tools_json | default(tools | tojson) }}<|/tool|>", keeps_spelling=True)
 )

@@ -28,15 +28,15 @@ def read_tools(tools: str) -> list[Tool]:
     Raises:
         ToolError: if it is no list of JSON objects.
     """
-    listed = _json(tools, "its tools are not JSON")
+    listed = _json(tools, "tools are not valid JSON")
     if not isinstance(listed, list) or not all(isinstance(tool, Mapping) for tool in listed):
-        raise ToolError("its tools are not a list of JSON objects")
+        raise ToolError("tools are not a list of JSON objects")
     for tool in listed:
         inner = tool["function"] if tool.get("type") == "function" and "function" in tool else tool
         if not isinstance(inner, Mapping):
-            raise ToolError("its tools are not a list of JSON objects")
+            raise ToolError("tools are not a list of JSON objects")
         if not isinstance(name := inner.get("name", ""), str):
-            raise ToolError(f"the name of a tool is not a string, but {json.dumps(name, ensure_ascii=False)}")
+            raise ToolError(f"a tool name is not a string: {json.dumps(name, ensure_ascii=False)}")
     return listed
 
 
@@ -67,9 +67,9 @@ def arguments_by_name(call: Call) -> Mapping[str, Any]:
     """
     arguments = call.arguments
     if isinstance(arguments, str):
-        arguments = _json(arguments, "a tool call's arguments are not JSON")
+        arguments = _json(arguments, "the arguments of a tool call are not valid JSON")
     if not isinstance(arguments, Mapping):
-        raise ToolError("a tool call's arguments are not a JSON object, and the tool format names each one")
+        raise ToolError("the arguments of a tool call are not a JSON object, which the tool format requires")
     return arguments
 
 
@@ -84,17 +84,17 @@ def _between(words: Sequence[str]) -> re.Pattern[str]:
 
 
 def _calls(text: str) -> list[Call]:
-    read = _json(text, "a tool call is not JSON")
+    read = _json(text, "a tool call is not valid JSON")
     calls = read if isinstance(read, list) else [read]
     if not all(isinstance(call, Mapping) and "name" in call and "arguments" in call for call in calls):
-        raise ToolError('a tool call lacks "name" or "arguments"')
+        raise ToolError('a tool call has no "name" or "arguments"')
     if not calls:
-        raise ToolError("it calls no tool")
+        raise ToolError("an empty list of tool calls")
     if not all(isinstance(call["name"], str) and call["name"] for call in calls):
         raise ToolError("the name of a tool call is not a string")
     for call in calls:
         if isinstance(call["arguments"], str):
-            _json(call["arguments"], "a tool call's arguments are not JSON")
+            _json(call["arguments"], "the arguments of a tool call are not valid JSON")
     return [Call(call["name"], call["arguments"]) for call in calls]
 
 

@@ -76,7 +76,7 @@ def _line(name: str) -> str:
 def facts(run: FoundRun) -> dict[str, Any]:
     """A run as JSON."""
     names = (
-        "id", "name", "maker", "state", "step", "total", "epoch", "loss", "eval_loss", "tokens_per_s", "left_s",
-        "started", "changed", "sentence", "remedy", "checkpoint", "best",
+        "id", "name", "maker", "kind", "state", "metrics", "step", "total", "epoch", "loss", "eval_loss",
+        "tokens_per_s", "left_s", "started", "changed", "sentence", "remedy", "checkpoint", "best",
     )  # fmt: skip
     return {**{name: getattr(run, name) for name in names}, "folder": str(run.folder)}

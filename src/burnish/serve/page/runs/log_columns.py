@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from burnish.loop.state import RATES
 from burnish.serve.page.runs.files import foreign_row
 from burnish.utils.files import regular_inside
 
-COLUMNS = ("step", "loss", "eval_loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "epoch", "time", "tokens")
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "step": ("current_steps", "step"), "loss": ("loss",), "eval_loss": ("eval_loss",), "lr": ("lr", "learning_rate"),
     "grad_norm": ("grad_norm",), "tokens_per_s": ("throughput",), "memory_bytes": ("memory_bytes",),
     "epoch": ("epoch",), "time": ("time",), "tokens": ("total_tokens", "num_tokens", "num_input_tokens_seen"),
 }  # fmt: skip
+_KNOWN = {"total_steps", "percentage", "elapsed_time", "remaining_time", "step_seconds", "total_flos", "waiting",
+          "accuracy"}.union(*_KEYS.values())  # fmt: skip
+_METRIC = re.compile(r"[A-Za-z][\w./-]{0,63}")
+_MOST_METRICS = 48
 MOST_ROWS = 200_000
 MOST_BYTES, _PIECE_BYTES = 64 * 2**20, 2**20
 _LARGEST = 1e300
@@ -65,11 +70,24 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
     """Rows as columns of one length, null where a row says nothing; rows without any measure are left out."""
     kept = [row for row in rows if "loss" in row or "eval_loss" in row]
     found: Columns = {}
-    for column in COLUMNS:
-        values = _column(kept, _KEYS[column])
+    for column, keys in {**_KEYS, **_metrics(kept)}.items():
+        values = _column(kept, keys)
         if column == "step" or any(value is not None for value in values):
             found[column] = values
     return found
+
+
+def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Columns of the other measures that rows hold, by their names there: ``rewards/margins``, ``eval_kl``.
+    LLaMA-Factory's ``accuracy`` is TRL's ``rewards/accuracies``, but where a reward model logs it beside ``margin``."""
+    names: set[str] = set().union(*rows)
+    found = sorted(name for name in names - _KNOWN if _METRIC.fullmatch(name) and not name.endswith(RATES))
+    if "accuracy" in names:
+        found.append("accuracy" if "rewards/accuracies" not in names and "margin" in names else "rewards/accuracies")
+    return {
+        name: (name, "accuracy") if name == "rewards/accuracies" else (name,)
+        for name in dict.fromkeys(found[:_MOST_METRICS])
+    }
 
 
 def _column(rows: Sequence[Mapping[str, Any]], keys: tuple[str, ...]) -> list[Any]:
@@ -94,7 +112,7 @@ def _as_said(value: Any) -> Any:
 
 
 def _joined(pieces: Sequence[Columns]) -> Columns:
-    names = [name for name in COLUMNS if any(name in piece for piece in pieces)]
+    names = dict.fromkeys(name for piece in pieces for name in piece)
     return {name: [v for p in pieces for v in p.get(name) or [None] * len(p["step"])] for name in names}
 
 

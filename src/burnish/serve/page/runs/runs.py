@@ -21,12 +21,13 @@ from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import first_line
 from burnish.report.metadata import EVENTS, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
-from burnish.serve.page.runs.files import LOG, STATE, checkpoints, history, is_broken, object_in, tail_lines
+from burnish.serve.page.runs.files import LOG, STATE, checkpoints, given_text, history, is_broken, object_in, tail_lines
 
 RunState: TypeAlias = Literal[
     "queued", "starting", "running", "saving", "evaluating", "stopping", "stopped", "done", "failed", "died",
     "elsewhere", "silent", "unreadable",
 ]  # fmt: skip
+RunKind: TypeAlias = Literal["train", "predict", "eval"]
 ALIVE: frozenset[str] = frozenset({"starting", "running", "saving", "evaluating", "stopping", "elsewhere"})
 DEPTH, MOST_FOLDERS, LONGEST_S = 4, 5000, 2.0
 MOST_CHARACTERS = 4000
@@ -41,6 +42,9 @@ class FoundRun:
     Args:
         id: opaque, the same for the same folder.
         maker: burnish, LLaMA-Factory or transformers (TRL's are the same).
+        kind: whether it trains, or only writes predictions or evaluates.
+        tokens_per_s: between the last two rows of training, or since the start where a row does not say when it is of.
+        metrics: of a prediction or an evaluation.
         rows: columns of its last rows of training.
         outcome: ``outcome.json``, where there is one that belongs to the last launch.
         launch: ``launch.json``.
@@ -51,6 +55,7 @@ class FoundRun:
     name: str
     maker: str
     state: RunState
+    kind: RunKind = "train"
     step: int = 0
     total: int = 0
     epoch: float | None = None
@@ -64,6 +69,7 @@ class FoundRun:
     remedy: str = ""
     checkpoint: int | None = None
     best: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
     launch: Mapping[str, Any] = field(default_factory=dict)
     outcome: Mapping[str, Any] = field(default_factory=dict)
 
@@ -143,12 +149,14 @@ def _read_run(folder: Path) -> FoundRun | None:
     events = tail_lines(folder / EVENTS)
     changed = max((_changed(folder / name) for name in (LOG, STATE, LAUNCH, OUTCOME)), default=0.0)
     state = run_state(launch, outcome, rows, events, folder, changed)
+    kind = "train" if trained else _kind(folder, launch)
     return FoundRun(
         id=id_of(folder), folder=folder, name=folder.name, maker=_maker(folder, launch, rows), state=state,
+        kind=kind, metrics={} if kind == "train" else _metrics(folder, kind),
         step=_whole(last.get("current_steps", last.get("step", outcome.get("step", 0)))),
         total=_whole(last.get("total_steps", last.get("max_steps", 0))), epoch=_number(last.get("epoch")),
         loss=_number(trained[-1]["loss"]) if trained else None, eval_loss=_number(evaluated[-1]) if evaluated else None,
-        tokens_per_s=_number(last.get("throughput")), left_s=_seconds(last.get("remaining_time")),
+        tokens_per_s=_rate(trained), left_s=_seconds(last.get("remaining_time")),
         started=_time(launch) or _changed(folder), changed=changed,
         sentence=_text(outcome.get("sentence")) or _sentence(state, launch),
         remedy=_text(outcome.get("remedy")), checkpoint=max(checkpoints(folder), default=None),
@@ -201,6 +209,37 @@ def _maker(folder: Path, launch: Mapping[str, Any], rows: Sequence[Mapping[str, 
     if launch or (folder / ".finished.json").is_file():
         return "burnish"
     return "LLaMA-Factory" if rows else "transformers"
+
+
+def _kind(folder: Path, launch: Mapping[str, Any]) -> RunKind:
+    """What a run without a row of training is: its command says it, or its ``run.yaml``."""
+    argv = launch.get("argv")
+    word = argv[1] if isinstance(argv, list) and len(argv) > 1 else ""
+    if word in ("predict", "eval"):
+        return "predict" if word == "predict" else "eval"
+    given = given_text(folder) if launch else ""
+    if "do_train: false" not in given:
+        return "train"
+    return "predict" if "do_predict: true" in given else "eval"
+
+
+def _metrics(folder: Path, kind: RunKind) -> dict[str, float]:
+    """The numbers of its results, without the names' prefix."""
+    found = object_in(folder / f"{kind}_results.json")
+    numbers = {name.removeprefix(f"{kind}_"): value for name, value in found.items() if _is_number(value)}
+    return dict(list(numbers.items())[:12])
+
+
+def _rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Tokens per second between the last two rows, or ``throughput``, which counts from the start."""
+    if not rows:
+        return None
+    if len(rows) > 1:
+        tokens, seconds = (_number(rows[-1].get(name)) for name in ("total_tokens", "time"))
+        before, began = (_number(rows[-2].get(name)) for name in ("total_tokens", "time"))
+        if None not in (tokens, seconds, before, began) and seconds > began and tokens > before:  # type: ignore[operator]
+            return (tokens - before) / (seconds - began)  # type: ignore[operator]
+    return _number(rows[-1].get("throughput"))
 
 
 def _sentence(state: RunState, launch: Mapping[str, Any]) -> str:

@@ -57,14 +57,17 @@ def _at(columns: Columns, name: str, index: int) -> Any:
 
 
 def picture(columns: Columns, width: int = 120, height: int = 28) -> str:
-    """The points of a small line of the loss, for an SVG ``polyline``; "" where there are fewer than two."""
+    """The points of a small line of the loss, for an SVG ``polyline``; "" where there are fewer than two. Its height
+    stands for at least a quarter of the largest value, so that noise on a level curve stays small."""
     values = [value for value in columns.get("loss", ()) if isinstance(value, int | float)]
     if len(values) < 2:
         return ""
     step = max(1, len(values) // 64)
     shown = [*values[::step], values[-1]]
     low, high = min(shown), max(shown)
-    scale = (height - 4) / (high - low) if high > low else 0
+    span = max(high - low, 0.25 * max(abs(low), abs(high)))
+    low -= (span - (high - low)) / 2
+    scale = (height - 4) / span if span else 0
     across = width / (len(shown) - 1)
     return " ".join(f"{i * across:.1f},{height - 2 - (value - low) * scale:.1f}" for i, value in enumerate(shown))
 

@@ -1,126 +1,202 @@
-// Curves: uPlot (bundled) with one cursor through all, smoothing, and marks for what is no number.
-import { $, bytes, el, short, t } from "./base.js";
+// @ts-check
+// Curves: uPlot (bundled) with one cursor and one zoom through all, values at the cursor, PNG and CSV in a menu.
+import { csv, odd, rangeOf } from "./curves.js";
+import { $, download, el, menu } from "./dom.js";
+import { bytes, duration, short } from "./format.js";
+import { COLORS, linesOf, near, resolved } from "./lines.js";
+import { language, t } from "./words.js";
 
-/* global uPlot */
-const COLORS = ["#2f7fd6", "#d6662f", "#2fa56a", "#a94fc4", "#c43d5f", "#8a7a1f", "#1f8f9a", "#777f8a"];
-const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [4, 4], [12, 4], [6, 2, 2, 2], [3, 6]];
-const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const resolved = (name) => {
-  const probe = el("span"); // light-dark() is resolved by a color, not by a variable
-  probe.style.color = `var(${name})`;
-  document.body.append(probe);
-  const color = getComputedStyle(probe).color;
-  probe.remove();
-  return color || style(name);
-};
-
-/** An exponential mean that begins at the first value: Kingma & Ba 2015, section 3, for its correction of the start. */
-export function smoothed(values, weight) {
-  let mean = 0, mass = 0;
-  return values.map((value) => {
-    if (typeof value !== "number") return null;
-    mean = weight * mean + (1 - weight) * value;
-    mass = weight * mass + (1 - weight);
-    return mean / mass;
-  });
-}
-const numbers = (values) => values.map((value) => (typeof value === "number" ? value : null));
-const odd = (values) => values.filter((value) => typeof value === "string").length;
-
-/** What stands on the x axis: steps, tokens, or seconds since the first row. */
-export function across(columns, kind) {
-  if (kind === "tokens" && columns.tokens) return numbers(columns.tokens);
-  if (kind === "time" && columns.time) return columns.time.map((time) => time - columns.time[0]);
-  return columns.step;
-}
+/** @typedef {{label: string, x: any[], y: any[], smoothing?: number, points?: boolean, color?: number}} Curve */
+const Plot = () => /** @type {any} */ (globalThis).uPlot;
+/** Charts that share a cursor share the zoom too. @type {Map<string, Set<Chart>>} */
+const siblings = new Map();
 
 export class Chart {
-  /** curves: [{label, x, y, smoothing, points, faint}]; all are laid over one sorted x. */
-  constructor(host, title, sync) {
-    this.text = el("p");
-    this.place = el("div");
-    const save = el("button", { type: "button", class: "quiet", "aria-label": `${title}: PNG`, onclick: () => this.save(title) }, "PNG");
-    this.node = el("section", { class: "chart", "aria-label": title }, el("div", { class: "row" }, el("h2", {}, title), el("span", { class: "grow" }), save), this.place, this.text);
+  /** @param {any} host @param {string} title @param {{sync: string, height?: number, large?: boolean, unit?: string, columns?: () => any}} options */
+  constructor(host, title, options) {
+    this.options = options;
+    this.title = title;
+    this.key = el("p", { class: "legend" });
+    this.place = el("div", { class: "plot" });
+    const items = [
+      el("button", { type: "button", onclick: () => this.save() }, "PNG"),
+      ...(options.columns
+        ? [
+            el(
+              "button",
+              {
+                type: "button",
+                onclick: () => download(new Blob([csv(options.columns?.())], { type: "text/csv" }), `${title}.csv`),
+              },
+              "CSV",
+            ),
+          ]
+        : []),
+      el("button", { type: "button", onclick: () => this.zoom(null, null) }, t("reset_zoom")),
+    ];
+    this.node = el(
+      "section",
+      { class: `card chart${options.large ? " large" : ""}`, "aria-label": title },
+      el("div", { class: "row" }, el("h2", { class: "grow" }, title), menu(t("actions_of", { name: title }), items)),
+      this.key,
+      this.place,
+    );
     host.append(this.node);
-    this.sync = sync;
-    this.isBytes = false;
+    this.isZoomed = false;
+    siblings.set(options.sync, (siblings.get(options.sync) ?? new Set()).add(this));
+    /** @type {any} */ this.plot = null;
+    /** @type {any[]} */ this.lines = [];
   }
-
-  draw(curves, { log = false } = {}) {
-    const lines = [];
-    for (const [index, curve] of curves.entries()) {
-      const color = COLORS[(curve.color ?? index) % COLORS.length], dash = DASHES[(curve.color ?? 0) % DASHES.length];
-      if (curve.points) lines.push({ ...curve, y: numbers(curve.y), stroke: color, width: 0, points: { show: true, size: 8, fill: color } });
-      else if (curve.smoothing > 0) {
-        lines.push({ ...curve, label: "", y: numbers(curve.y), stroke: `${color}55`, width: 1, points: { show: false } });
-        lines.push({ ...curve, y: smoothed(curve.y, curve.smoothing), stroke: color, width: 2, dash, points: { show: false } });
-      } else lines.push({ ...curve, y: numbers(curve.y), stroke: color, width: 2, dash, points: { show: curve.y.length < 3, size: 6 } });
-    }
+  remove() {
+    siblings.get(this.options.sync)?.delete(this);
+    this.plot?.destroy();
+    this.node.remove();
+  }
+  /** All curves are laid over one sorted x. @param {Curve[]} curves @param {{log?: boolean, zero?: boolean, clip?: boolean, time?: boolean}} how */
+  draw(curves, { log = false, zero = false, clip = false, time = false } = {}) {
+    const lines = curves.flatMap((curve, index) => linesOf(curve, curve.color ?? index));
     const xs = [...new Set(lines.flatMap((line) => line.x))].filter((x) => x !== null).sort((a, b) => a - b);
     const at = new Map(xs.map((x, place) => [x, place]));
-    const data = [xs, ...lines.map((line) => {
-      const found = new Array(xs.length).fill(null);
-      line.x.forEach((x, place) => { if (line.y[place] !== null && at.has(x)) found[at.get(x)] = line.y[place]; });
-      return found;
-    })];
-    if (log) for (const column of data.slice(1)) column.forEach((value, place) => { if (value !== null && value <= 0) column[place] = null; });
-    const missing = curves.reduce((sum, curve) => sum + odd(curve.y), 0);
-    this.summary = missing ? `NaN/∞ × ${missing}` : "";
-    this.plot?.destroy();
-    const ink = resolved("--dim"), grid = { stroke: resolved("--line"), width: 1 };
-    const shown = this.isBytes ? (value) => bytes(value) : short;
-    this.plot = new uPlot({
-      width: Math.max(240, this.node.clientWidth - 18), height: 220,
-      cursor: { sync: { key: this.sync }, drag: { x: true, y: false } },
-      legend: { show: false },
-      scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
-      axes: [{ stroke: ink, grid, size: 32 }, { stroke: ink, grid, size: 64, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick))) }],
-      series: [{}, ...lines.map((line) => ({ label: line.label, stroke: line.stroke, width: line.width, dash: line.dash, points: line.points, spanGaps: true }))],
-      hooks: { setCursor: [(plot) => this.read(plot, lines, shown)] },
-    }, data, this.place);
-    this.text.textContent = this.summary;
+    const data = [
+      xs,
+      ...lines.map((line) => {
+        const found = new Array(xs.length).fill(null);
+        line.x.forEach((/** @type {any} */ x, /** @type {number} */ place) => {
+          const value = line.y[place],
+            row = at.get(x);
+          if (value !== null && row !== undefined && (!log || value > 0)) found[row] = value;
+        });
+        return found;
+      }),
+    ];
+    const kept = this.plot?.scales.x,
+      zoomed = this.isZoomed && kept ? [kept.min, kept.max] : null;
     this.lines = lines;
+    this.missing = curves.reduce((sum, curve) => sum + odd(curve.y), 0);
+    this.plot?.destroy();
+    const ink = resolved("dim"),
+      grid = { stroke: resolved("line"), width: 1 },
+      font = "11px Inter, system-ui, sans-serif";
+    const range = rangeOf(data.slice(1).flat(), { zero, clip });
+    this.shown = this.options.unit === "bytes" ? bytes : (/** @type {any} */ value) => short(value, language);
+    const xText = time ? duration : (/** @type {any} */ value) => short(value, language);
+    this.xText = xText;
+    this.plot = new (Plot())(
+      {
+        width: Math.max(200, this.place.clientWidth),
+        height: this.options.height ?? 148,
+        cursor: {
+          sync: { key: this.options.sync, scales: ["x", null] },
+          drag: { x: true, y: false },
+          points: { size: 7 },
+        },
+        legend: { show: false },
+        scales: { x: { time: false }, y: log ? { distr: 3 } : { range: () => range } },
+        axes: [
+          {
+            stroke: ink,
+            grid: { show: false },
+            ticks: { show: false },
+            size: 26,
+            font,
+            values: (/** @type {any} */ _, /** @type {any[]} */ ticks) =>
+              ticks.map((tick) => (tick === null ? "" : xText(tick))),
+          },
+          {
+            stroke: ink,
+            grid,
+            ticks: { show: false },
+            size: 54,
+            font,
+            values: (/** @type {any} */ _, /** @type {any[]} */ ticks) =>
+              ticks.map((tick) => (tick === null ? "" : this.shown?.(tick))),
+          },
+        ],
+        series: [
+          {},
+          ...lines.map((line) => ({
+            label: line.label,
+            stroke: line.stroke,
+            width: line.width,
+            dash: line.dash,
+            points: line.dots,
+            fill: line.fill,
+            spanGaps: true,
+          })),
+        ],
+        hooks: { setCursor: [() => this.read()], setSelect: [(/** @type {any} */ plot) => this.chosen(plot)] },
+      },
+      data,
+      this.place,
+    );
+    $(".u-over", this.place).addEventListener("dblclick", () => this.zoom(null, null));
+    if (zoomed) this.plot.setScale("x", { min: zoomed[0], max: zoomed[1] });
+    this.read();
   }
-
+  /** @param {any} plot */
+  chosen(plot) {
+    if (plot.select.width > 4)
+      this.zoom(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"));
+  }
+  /** Zoom all charts that share the cursor; null shows all. @param {number | null} min @param {number | null} max */
+  zoom(min, max) {
+    for (const chart of siblings.get(this.options.sync) ?? []) {
+      const xs = chart.plot?.data[0];
+      if (!xs?.length) continue;
+      chart.isZoomed = min !== null;
+      chart.plot.setScale("x", { min: min ?? xs[0], max: max ?? xs.at(-1) });
+    }
+  }
+  /** The legend: what the curves are, with their values at the cursor, or the last ones. */
+  read() {
+    const plot = this.plot,
+      place = plot?.cursor.idx;
+    if (!plot) return;
+    const parts = this.lines
+      .map((line, index) => [
+        line,
+        place === null || place === undefined
+          ? line.y.findLast((/** @type {any} */ v) => v !== null)
+          : near(plot.data[index + 1], place),
+      ])
+      .filter(([line]) => line.label);
+    this.key.replaceChildren(
+      ...parts.map(([line, value]) =>
+        el(
+          "span",
+          { class: "entry" },
+          el("span", { class: `swatch ink-c${line.color % COLORS}${line.dots.show && !line.width ? " dot" : ""}` }),
+          line.label,
+          " ",
+          el("b", {}, value === undefined || value === null ? "–" : this.shown?.(value)),
+        ),
+      ),
+      el(
+        "span",
+        { class: "at" },
+        place === null || place === undefined || !plot.data[0].length
+          ? this.missing
+            ? `NaN/∞ × ${this.missing}`
+            : ""
+          : `@ ${this.xText?.(plot.data[0][place])}`,
+      ),
+    );
+  }
   /** The chart as a picture, on the page's own background. */
-  save(title) {
+  save() {
     const drawn = this.plot?.root.querySelector("canvas");
     if (!drawn) return;
-    const whole = Object.assign(document.createElement("canvas"), { width: drawn.width, height: drawn.height });
-    const pen = whole.getContext("2d");
-    pen.fillStyle = getComputedStyle(document.body).backgroundColor;
+    const room = 40,
+      whole = Object.assign(document.createElement("canvas"), { width: drawn.width, height: drawn.height + room });
+    const pen = /** @type {CanvasRenderingContext2D} */ (whole.getContext("2d"));
+    pen.fillStyle = resolved("paper");
     pen.fillRect(0, 0, whole.width, whole.height);
-    pen.drawImage(drawn, 0, 0);
+    pen.fillStyle = resolved("ink");
+    pen.font = "600 16px Inter, sans-serif";
+    pen.fillText(this.title, 12, 26);
+    pen.drawImage(drawn, 0, room);
     whole.toBlob((blob) => {
-      const link = el("a", { href: URL.createObjectURL(blob), download: `${title}.png` });
-      link.click();
-      setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+      if (blob) download(blob, `${this.title}.png`);
     });
   }
-
-  read(plot, lines, shown) {
-    const place = plot.cursor.idx;
-    if (place === null || place === undefined) { this.text.textContent = this.summary; return; }
-    const parts = lines.map((line, index) => [line.label, plot.data[index + 1][place]]).filter(([label, value]) => label && value !== null);
-    this.text.textContent = `${short(plot.data[0][place])}: ${parts.map(([label, value]) => `${label} ${shown(value)}`).join("  ")}`;
-  }
 }
-
-/** Columns as a table that reads without a picture: at most some hundred rows. */
-export function table(columns) {
-  const names = Object.keys(columns), step = Math.max(1, Math.ceil(columns.step.length / 300));
-  const body = columns.step.map((_, place) => place).filter((place) => place % step === 0 || place === columns.step.length - 1);
-  return el("table", {}, el("thead", {}, el("tr", {}, names.map((name) => el("th", { scope: "col", class: "number" }, t(name))))),
-    el("tbody", {}, body.map((place) => el("tr", {}, names.map((name) => el("td", { class: "number" }, name === "memory_bytes" && columns[name][place] ? bytes(columns[name][place]) : short(columns[name][place])))))));
-}
-export const csv = (columns) => {
-  const names = Object.keys(columns);
-  return [names.join(","), ...columns.step.map((_, place) => names.map((name) => columns[name][place] ?? "").join(","))].join("\n");
-};
-export const redrawn = (draw) => {
-  document.addEventListener("theme", draw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  let width = innerWidth;
-  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; draw(); } });
-};
-export { $ };

@@ -1,68 +1,216 @@
-// Several runs over each other: curves, figures, and the options in which they differ.
-import { $, $$, el, follow, get, ready, short, t } from "./base.js";
-import { Chart, across, redrawn } from "./chart.js";
+// @ts-check
+// Several runs over each other: curves with a legend, figures, and the options in which they differ.
+import { Chart } from "./chart.js";
+import { across, groups, joined, pairs, rates } from "./curves.js";
+import { $, $$, el } from "./dom.js";
+import { given, short } from "./format.js";
+import { redrawn, titleOf } from "./lines.js";
+import { follow, get } from "./net.js";
+import { language, ready, t } from "./words.js";
 
 await ready;
 const MOST = 8;
 const box = $("#chosen");
+/** @type {string[]} */
 let chosen = box.dataset.runs.split(",").filter(Boolean).slice(0, MOST);
-const runs = (await get("api/runs")).runs, series = new Map(), facts = new Map();
-const charts = {};
-box.append(el("div", { class: "row" }, runs.slice(0, 200).map((run) => el("label", {}, el("input", { type: "checkbox", value: run.id, checked: chosen.includes(run.id) }), ` ${run.name}`))));
+const runs = (await get("api/runs")).runs.filter((/** @type {any} */ run) => run.kind === "train");
+/** @type {Map<string, any>} */
+const series = new Map(),
+  facts = new Map();
+/** @type {Map<string, Chart>} */
+const charts = new Map();
+const swatch = (/** @type {number} */ place) => el("span", { class: `swatch ink-c${place}` });
+const chip = (/** @type {any} */ run) =>
+  el(
+    "label",
+    { class: "chip", "data-words": `${run.title} ${run.folder}`.toLowerCase() },
+    el("input", { type: "checkbox", value: run.id, checked: chosen.includes(run.id) }),
+    el("span", {}),
+    run.title,
+  );
+box.append(...runs.slice(0, 200).map(chip));
+$("#search").addEventListener("input", (/** @type {any} */ event) => {
+  for (const one of $$(".chip", box)) one.hidden = !one.dataset.words.includes(event.target.value.toLowerCase());
+});
 
 async function load() {
-  await Promise.all(chosen.map(async (id) => {
-    if (!series.has(id)) series.set(id, (await get(`api/runs/${id}/series?points=2000`)).columns);
-    if (!facts.has(id)) facts.set(id, await get(`api/runs/${id}`));
-  }));
+  await Promise.all(
+    chosen.map(async (id) => {
+      if (!series.has(id)) series.set(id, (await get(`api/runs/${id}/series?points=2000`)).columns);
+      if (!facts.has(id)) facts.set(id, await get(`api/runs/${id}`));
+    }),
+  );
   history.replaceState(null, "", chosen.length ? `?runs=${chosen.join(",")}` : location.pathname);
+  for (const one of $$(".chip", box)) {
+    const place = chosen.indexOf($("input", one).value);
+    $("span", one).className = place < 0 ? "" : `swatch ink-c${place}`;
+  }
   draw();
 }
-const label = (place) => `${place + 1} ${facts.get(chosen[place]).name}`;
+const label = (/** @type {number} */ place) => facts.get(chosen[place]).title;
 function draw() {
-  const drawn = [];
-  for (const name of ["loss", "eval_loss", "lr", "grad_norm", "tokens_per_s"]) {
-    const curves = chosen.map((id, place) => {
-      const columns = series.get(id), x = across(columns, $("#across").value);
-      const rows = (columns[name] ?? []).map((value, row) => [x[row], value]).filter(([, value]) => value !== null);
-      return { label: label(place), x: rows.map((row) => row[0]), y: rows.map((row) => row[1]), smoothing: name === "loss" ? Number($("#smoothing").value) : 0, color: place };
-    }).filter((curve) => curve.y.length);
-    if (!curves.length) { charts[name]?.node.remove(); delete charts[name]; continue; }
-    charts[name] ??= new Chart($("#charts"), t(name), "compare");
-    drawn.push([name, curves]); // all places first: how wide one is depends on how many there are
+  $("#nothing").hidden = chosen.length > 0;
+  $("#whole").hidden = !chosen.length;
+  const kind = $("#across").value,
+    smoothing = Number($("#smoothing").value);
+  /** @type {Map<string, any>} */
+  const all = new Map(chosen.map((id) => [id, { ...series.get(id), rate: rates(series.get(id)) }]));
+  const merged = Object.assign({ step: [] }, ...[...all.values()]);
+  const wanted = groups(merged).flatMap((group) => [
+    ...group.columns.map((name) => ({ ...group, name: group.columns.length > 1 ? name : group.name, column: name })),
+    ...(group.points && group.points !== group.columns[0]
+      ? [{ ...group, name: group.points, column: group.points, smooth: false }]
+      : []),
+  ]);
+  for (const [name, chart] of charts)
+    if (!wanted.some((one) => one.name === name)) {
+      chart.remove();
+      charts.delete(name);
+    }
+  for (const [place, one] of wanted.entries()) {
+    const title = titleOf(one.name);
+    if (!charts.has(one.name))
+      charts.set(
+        one.name,
+        new Chart($("#charts"), title, {
+          sync: "compare",
+          large: place === 0,
+          height: place === 0 ? 356 : 136,
+          unit: one.unit,
+        }),
+      );
   }
-  for (const [name, curves] of drawn) {
-    charts[name].draw(curves);
-    charts[name].text.textContent = curves.map((curve) => `${curve.label}: ${short(curve.y.at(-1))}`).join("  ");
+  for (const one of wanted) {
+    const curves = chosen
+      .map((id, place) => ({
+        label: label(place),
+        ...pairs(across(all.get(id), kind), all.get(id)[one.column] ?? []),
+        smoothing: one.smooth ? smoothing : 0,
+        color: place,
+      }))
+      .filter((curve) => curve.y.length);
+    charts.get(one.name)?.draw(curves, { zero: one.zero, time: kind === "time" });
   }
   figures();
   options();
 }
 function figures() {
-  if (!chosen.length) { $("#figures").replaceChildren(); return; }
-  const names = ["state", "step", "loss", "eval_loss", "tokens_per_s"], base = facts.get(chosen[0]);
-  const cell = (run, name) => (name === "state" ? t(`state_${run.state}`) : `${short(run[name])}${run !== base && typeof run[name] === "number" && typeof base[name] === "number" && name !== "step" ? ` (${run[name] - base[name] >= 0 ? "+" : ""}${short(run[name] - base[name])})` : ""}`);
-  $("#figures").replaceChildren(el("table", {}, el("caption", { class: "hidden" }, t("final_figures")), el("thead", {}, el("tr", {}, el("th", { scope: "col" }, t("name")), names.map((name) => el("th", { scope: "col", class: "number" }, t(name))))),
-    el("tbody", {}, chosen.map((id, place) => el("tr", {}, el("th", { scope: "row" }, label(place)), names.map((name) => el("td", { class: "number" }, cell(facts.get(id), name))))))));
+  const names = ["state", "step", "loss", "eval_loss", "tokens_per_s"],
+    base = facts.get(chosen[0]);
+  const cell = (/** @type {any} */ run, /** @type {string} */ name) => {
+    if (name === "state") return el("td", {}, el("span", { class: `state ${run.state}` }, t(`state_${run.state}`)));
+    const best = ["loss", "eval_loss"].includes(name)
+      ? Math.min(...chosen.map((id) => facts.get(id)[name] ?? Infinity))
+      : null;
+    const change =
+      run !== base && name !== "step" && typeof run[name] === "number" && typeof base[name] === "number"
+        ? run[name] - base[name]
+        : null;
+    return el(
+      "td",
+      { class: "number" },
+      el(best !== null && run[name] === best && chosen.length > 1 ? "b" : "span", {}, short(run[name], language)),
+      change === null ? null : el("small", {}, ` ${change >= 0 ? "+" : "−"}${short(Math.abs(change), language)}`),
+    );
+  };
+  const heads = names.map((name) => el("th", { scope: "col", class: name === "state" ? null : "number" }, t(name)));
+  $("#figures").replaceChildren(
+    el(
+      "table",
+      {},
+      el("caption", { class: "hidden" }, t("final_figures")),
+      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, t("name")), heads)),
+      el(
+        "tbody",
+        {},
+        chosen.map((id, place) =>
+          el(
+            "tr",
+            {},
+            el("th", { scope: "row" }, swatch(place), label(place)),
+            names.map((name) => cell(facts.get(id), name)),
+          ),
+        ),
+      ),
+    ),
+  );
 }
-function given(text) {
-  return Object.fromEntries(text.split("\n").map((line) => /^(\w+): (.*?)(?: {2}# .*)?$/.exec(line)).filter(Boolean).map((match) => [match[1], match[2]]));
-}
+/** All options that one of the runs sets: those that differ first and bold, the others and the defaults faint. */
 function options() {
-  const all = chosen.map((id) => given(facts.get(id).given));
-  const names = [...new Set(all.flatMap((one) => Object.keys(one)))].filter((name) => new Set(all.map((one) => one[name])).size > 1);
-  if (!names.length) { $("#options").replaceChildren(el("p", {}, t("no_differences"))); return; }
-  $("#options").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, t("tab_options")), chosen.map((_, place) => el("th", { scope: "col" }, label(place))))),
-    el("tbody", {}, names.sort().map((name) => el("tr", {}, el("th", { scope: "row" }, name), all.map((one) => el("td", {}, one[name] ?? t("default"))))))));
+  const all = chosen.map((id) => given(facts.get(id).given ?? "")),
+    onlyDifferent = $("#only-different").checked;
+  const names = [...new Set(all.flatMap((one) => Object.keys(one)))].map((name) => ({
+    name,
+    differs: new Set(all.map((one) => one[name])).size > 1,
+  }));
+  const shown = names
+    .filter((one) => one.differs || !onlyDifferent)
+    .sort((a, b) => Number(b.differs) - Number(a.differs) || a.name.localeCompare(b.name));
+  if (!shown.length) {
+    $("#options").replaceChildren(el("p", { class: "hint" }, t("no_differences")));
+    return;
+  }
+  const cell = (/** @type {any} */ one, /** @type {any} */ { name, differs }) =>
+    el(
+      "td",
+      { class: name in one && differs ? null : "default" },
+      name in one && differs ? el("b", {}, one[name]) : (one[name] ?? t("default")),
+    );
+  $("#options").replaceChildren(
+    el(
+      "table",
+      {},
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          el("th", { scope: "col" }, t("tab_options")),
+          chosen.map((_, place) => el("th", { scope: "col" }, swatch(place), label(place))),
+        ),
+      ),
+      el(
+        "tbody",
+        {},
+        shown.map((one) =>
+          el(
+            "tr",
+            {},
+            el("th", { scope: "row", class: "mono" }, one.name),
+            all.map((run) => cell(run, one)),
+          ),
+        ),
+      ),
+    ),
+  );
 }
-box.addEventListener("change", () => { chosen = $$("input:checked", box).map((one) => one.value).slice(0, MOST); void load(); following.again(); });
+box.addEventListener("change", () => {
+  const ticked = $$("input:checked", box).map((one) => one.value);
+  chosen = [...chosen.filter((id) => ticked.includes(id)), ...ticked.filter((id) => !chosen.includes(id))].slice(
+    0,
+    MOST,
+  );
+  for (const one of $$("input", box)) {
+    one.checked = chosen.includes(one.value);
+    one.disabled = !one.checked && chosen.length >= MOST;
+  }
+  void load().then(() => following.again());
+});
 for (const control of ["#smoothing", "#across"]) $(control).addEventListener("input", draw);
+$("#only-different").addEventListener("input", options);
 redrawn(draw);
 await load();
-const following = follow(() => `runs=${chosen.join(",") || "none"}`, [...facts.values()].map((one) => one.cursor).join(","), (name, data) => {
-  if (name === "rows" && series.has(data.run)) {
-    const columns = series.get(data.run), before = columns.step.length;
-    for (const column of new Set([...Object.keys(columns), ...Object.keys(data.columns)])) columns[column] = [...(columns[column] ?? new Array(before).fill(null)), ...(data.columns[column] ?? new Array(data.columns.step.length).fill(null))];
-    draw();
-  } else if (name === "run" && facts.has(data.id)) { facts.set(data.id, { ...facts.get(data.id), ...data }); figures(); }
-});
+const following = follow(
+  () => `runs=${chosen.join(",") || "none"}`,
+  [...facts.values()].map((one) => one.cursor).join(","),
+  (name, data) => {
+    if (name === "rows" && series.has(data.run)) {
+      series.set(data.run, joined(series.get(data.run), data.columns));
+      draw();
+    } else if (name === "run" && facts.has(data.id)) {
+      facts.set(data.id, { ...facts.get(data.id), ...data });
+      figures();
+    }
+  },
+);

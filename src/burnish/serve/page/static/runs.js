@@ -1,32 +1,173 @@
-// The list of runs: searched, followed, chosen from.
-import { $, $$, duration, follow, ready, send, short, t, up } from "./base.js";
+// @ts-check
+// The list of runs: searched, filtered, labelled, followed, chosen from.
+import { $, $$, el, menu, say } from "./dom.js";
+import { ago, duration, short } from "./format.js";
+import { Failed, follow, send, up } from "./net.js";
+import { language, ready, t } from "./words.js";
 
 await ready;
-const known = new Set($$("tr[data-run]").map((row) => row.dataset.run));
-$("#search").addEventListener("input", (event) => {
-  const wanted = event.target.value.toLowerCase();
-  for (const row of $$("tr[data-run]")) row.hidden = !row.dataset.words.toLowerCase().includes(wanted);
-});
-const chosen = () => $$("tr[data-run] input:checked").map((box) => box.value);
+const ALIVE = ["starting", "running", "saving", "evaluating", "stopping"];
+const rows = () => $$("[data-run]");
+const known = new Set(rows().map((row) => row.dataset.run));
+for (const cell of $$("[data-started]"))
+  cell.textContent = Number(cell.dataset.started) ? ago(Number(cell.dataset.started), language) : "–";
+
+// --- filters ----------------------------------------------------------------------------------------------------------
+
+const tagFilter = $("#tag-filter");
+function filter() {
+  const words = $("#search").value.toLowerCase().split(/\s+/),
+    state = $("#state-filter").value,
+    tag = tagFilter.value;
+  for (const row of rows()) {
+    const group = ALIVE.includes(row.dataset.state)
+      ? "running"
+      : row.dataset.state === "died"
+        ? "failed"
+        : row.dataset.state;
+    const isWanted = words.every((/** @type {string} */ word) => row.dataset.words.toLowerCase().includes(word));
+    row.hidden =
+      !isWanted || Boolean(state && group !== state) || Boolean(tag && !JSON.parse(row.dataset.tags).includes(tag));
+  }
+  const shown = rows().filter((row) => !row.hidden).length;
+  $("#counted").textContent = t("runs_counted", { shown, all: rows().length });
+}
+if (tagFilter) {
+  const tags = [...new Set(rows().flatMap((row) => JSON.parse(row.dataset.tags)))].sort();
+  tagFilter.append(...tags.map((tag) => el("option", {}, tag)));
+  tagFilter.parentElement.hidden = !tags.length;
+  for (const control of ["#search", "#state-filter", "#tag-filter"]) $(control).addEventListener("input", filter);
+  filter();
+}
 $("#runs")?.addEventListener("change", () => {
-  const link = $("#compare");
-  link.hidden = chosen().length < 2;
-  link.href = `${up}compare?runs=${chosen().join(",")}`;
+  const chosen = $$("tr[data-run] input:checked").map((box) => box.value),
+    link = $("#compare");
+  link.hidden = chosen.length < 2;
+  link.href = `${up}compare?runs=${chosen.join(",")}`;
 });
 for (const button of $$("[data-unqueue]")) {
-  button.addEventListener("click", async () => { await send("DELETE", `api/queue/${button.dataset.unqueue}`); location.reload(); });
+  button.addEventListener("click", async () => {
+    await send("DELETE", `api/queue/${button.dataset.unqueue}`);
+    location.reload();
+  });
 }
-const alive = ["running", "evaluating", "saving"];
-follow(() => "list=1", "", (name, run) => {
-  if (name === "gone") { $(`tr[data-run="${run.run}"]`)?.remove(); return; }
-  if (name !== "run") return;
-  const row = $(`tr[data-run="${run.id}"]`);
-  if (!row) { if (!known.has(run.id)) { known.add(run.id); location.reload(); } return; }
-  const put = (column, text) => { $(`[data-is=${column}]`, row).textContent = text; };
-  const state = $(".state", row);
-  state.className = `state ${run.state}`;
-  state.textContent = t(`state_${run.state}`);
-  put("step", run.total ? `${run.step}/${run.total}` : run.step);
-  for (const column of ["loss", "eval_loss", "tokens_per_s"]) put(column, short(run[column]));
-  put("left_s", alive.includes(run.state) ? duration(run.left_s) : "–");
+
+// --- names, tags, notes, deletion -------------------------------------------------------------------------------------
+
+const dialog = $("#label-dialog");
+/** @type {any} */
+let labelled = null;
+/** @param {any} row */
+function label(row) {
+  labelled = row;
+  $("#label-name").value = $("a", row).textContent;
+  $("#label-tags").value = JSON.parse(row.dataset.tags).join(", ");
+  $("#label-notes").value = row.dataset.notes;
+  $("#label-problem").textContent = "";
+  dialog.showModal();
+}
+async function keepLabel() {
+  const tags = $("#label-tags")
+    .value.split(/[,，]/)
+    .map((/** @type {string} */ tag) => tag.trim())
+    .filter(Boolean);
+  try {
+    await send("PUT", `api/runs/${labelled.dataset.run}/label`, {
+      name: $("#label-name").value,
+      tags,
+      notes: $("#label-notes").value,
+    });
+    location.reload();
+  } catch (failed) {
+    if (failed instanceof Failed) $("#label-problem").textContent = failed.message;
+    else throw failed;
+  }
+}
+$("#label-cancel").addEventListener("click", () => dialog.close());
+$("#label-keep").addEventListener("click", keepLabel);
+$("form", dialog).addEventListener("submit", (/** @type {Event} */ event) => {
+  event.preventDefault();
+  void keepLabel();
 });
+
+/** @param {any} row @param {string} name */
+async function remove(row, name) {
+  if (ALIVE.includes(row.dataset.state)) {
+    say(t("delete_running"));
+    return;
+  }
+  try {
+    const { entry } = await send("DELETE", `api/runs/${row.dataset.run}`);
+    row.hidden = true;
+    say(t("deleted", { name }), [
+      t("undo"),
+      async () => {
+        try {
+          await send("POST", `api/trash/${entry}`, {});
+          row.hidden = false;
+        } catch (failed) {
+          say(String(failed));
+        }
+      },
+    ]);
+  } catch (failed) {
+    if (failed instanceof Failed) say(failed.message);
+    else throw failed;
+  }
+}
+for (const place of $$("[data-menu]")) {
+  const row = place.closest("tr"),
+    name = place.dataset.menu,
+    id = row.dataset.run;
+  place.append(
+    menu(t("actions_of", { name }), [
+      el("button", { type: "button", onclick: () => label(row) }, t("label_title")),
+      el("a", { class: "button", href: `${up}new?from=${id}` }, t("copy_run")),
+      el("a", { class: "button", href: `${up}talk?target=${id}` }, t("nav_talk")),
+      el("a", { class: "button", href: `${up}api/runs/${id}/report`, download: "" }, t("report")),
+      el("button", { type: "button", class: "danger", onclick: () => remove(row, name) }, t("delete")),
+    ]),
+  );
+}
+
+// --- what is new ------------------------------------------------------------------------------------------------------
+
+follow(
+  () => "list=1",
+  "",
+  (name, run) => {
+    if (name === "gone") {
+      for (const node of $$(`[data-run="${run.run}"], [data-live="${run.run}"]`)) node.remove();
+      return;
+    }
+    if (name !== "run") return;
+    const row = $(`[data-run="${run.id}"]`),
+      card = $(`[data-live="${run.id}"]`);
+    if (!row || (ALIVE.includes(run.state) && !card)) {
+      if (!known.has(run.id) || !card) {
+        known.add(run.id);
+        if (!dialog.open) location.reload();
+      }
+      return;
+    }
+    row.dataset.state = run.state;
+    for (const place of [row, card]) {
+      if (!place) continue;
+      const state = $(".state", place);
+      state.className = `state ${run.state}`;
+      state.textContent = t(`state_${run.state}`);
+      /** @param {string} column @param {string} text */
+      const put = (column, text) => {
+        const cell = $(`[data-is=${column}]`, place);
+        if (cell) cell.textContent = text;
+      };
+      put(
+        "step",
+        run.total ? `${run.step}${place === card ? " / " : "/"}${run.total}` : place === card ? "–" : run.step,
+      );
+      for (const column of ["loss", "eval_loss", "tokens_per_s"]) put(column, short(run[column], language));
+      put("left_s", ALIVE.includes(run.state) && run.left_s ? t("left_is", { time: duration(run.left_s) }) : "");
+    }
+    if (card) Object.assign($("progress", card), { max: run.total || 1, value: run.step });
+  },
+);

@@ -1,3 +1,43 @@
-import { $, send } from "./base.js";
+// @ts-check
+// Signing out, and the trash.
+import { $, confirmed, el, say } from "./dom.js";
+import { bytes, visible } from "./format.js";
+import { Failed, get, send } from "./net.js";
+import { ready, t } from "./words.js";
 
-$("#sign-out")?.addEventListener("click", async () => { await send("POST", "sign-out", {}); location.href = "sign-in"; });
+await ready;
+$("#sign-out")?.addEventListener("click", async () => {
+  await send("POST", "sign-out", {});
+  location.href = "sign-in";
+});
+
+async function showTrash() {
+  const { runs } = await get("api/trash");
+  /** @param {any} run */
+  const line = (run) => {
+    const back = async () => {
+      try {
+        await send("POST", `api/trash/${run.id}`, {});
+        await showTrash();
+      } catch (failed) {
+        if (failed instanceof Failed) say(failed.message);
+        else throw failed;
+      }
+    };
+    return el(
+      "li",
+      { class: "row" },
+      el("b", {}, visible(run.name)),
+      el("small", { class: "grow" }, `${visible(run.folder)} · ${bytes(run.bytes)}`),
+      el("button", { type: "button", onclick: back }, t("restore")),
+    );
+  };
+  $("#trash").replaceChildren(...(runs.length ? runs.map(line) : [el("li", { class: "hint" }, t("trash_empty"))]));
+  $("#empty-trash").hidden = !runs.length;
+}
+$("#empty-trash").addEventListener("click", async () => {
+  if (!(await confirmed(t("empty_trash_sure"), t("empty_trash")))) return;
+  await send("DELETE", "api/trash", {});
+  await showTrash();
+});
+await showTrash();

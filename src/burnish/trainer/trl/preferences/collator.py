@@ -2,7 +2,7 @@
 
 TRL's batch: ``input_ids``, ``attention_mask``, ``completion_mask``, the chosen answers before the rejected ones; of
 verdicts ``label``, and the same under ``KL_``; of scores ``margin``. ``Padded`` makes one for who asks a trainer for
-its collator; ``Unpadded`` takes the padding off what a script's own collator makes, so that no step depends on it.
+its collator, and for methods of a script; ``rows_of_padded`` takes the padding off, so that no step depends on it.
 """
 
 from __future__ import annotations
@@ -51,39 +51,84 @@ class Padded:
 
 
 @dataclass
-class Unpadded:
-    """Args: collator: the script's. kind: pairs, verdicts or scores."""
+class PaddedBySide(Padded):
+    """The batch of TRL's ORPO and CPO: ``chosen_input_ids``, ``chosen_attention_mask``, ``chosen_labels``, the same of
+    ``rejected_``, and ``prompt_`` without labels, padded on the left."""
 
-    collator: Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]
-    kind: str
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = {}
+        for side in ("chosen", "rejected"):
+            made = self._padded([self.row_of(row) for row in rows], [f"{side}_"])
+            labels = made["input_ids"].masked_fill(made.pop("completion_mask") == 0, IGNORE_INDEX)
+            batch |= {f"{side}_{name}": value for name, value in made.items()} | {f"{side}_labels": labels}
+        begins = [int((labels == IGNORE_INDEX).int().argmin()) for labels in batch["chosen_labels"]]
+        prompts = [ids[:begin] for ids, begin in zip(batch["chosen_input_ids"], begins, strict=True)]
+        values = {"input_ids": (prompts, self.pad_id), "attention_mask": ([torch.ones_like(one) for one in prompts], 0)}
+        return batch | {
+            f"prompt_{name}": pad_sequence(of, True, filler, padding_side="left")
+            for name, (of, filler) in values.items()
+        }
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-        """The rows that objectives take, as many as the collator has made of these."""
-        batch = self.collator(list(rows))
-        wanted = ["input_ids", *([] if self.kind == "scores" else ["completion_mask"])]
+
+def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
+    """The rows of objectives in a padded batch, without its padding.
+
+    Args:
+        kind: pairs, verdicts or scores.
+
+    Raises:
+        ValueError: where a name is missing.
+    """
+    if "chosen_input_ids" in batch:
+        sides = [_labeled(batch, side) for side in ("chosen", "rejected")]
+    else:
+        wanted = ["input_ids", *([] if kind == "scores" else ["completion_mask"])]
         if missing := [name for name in wanted if name not in batch]:
             raise ValueError(
-                f"`data_collator` must give {', '.join(wanted)}. Missing: {', '.join(missing)}. "
+                f"`data_collator` must return {', '.join(wanted)}. Missing: {', '.join(missing)}. "
                 f"Received: {', '.join(batch)}."
             )
         own = _sequences(batch, "")
-        if self.kind == "verdicts":
+        if kind == "verdicts":
             return _verdicts(own, batch)
-        half, margins = len(own) // 2, batch.get("margin")
-        return [
-            {"chosen_input_ids": chosen[0], "chosen_labels": chosen[1], "rejected_input_ids": rejected[0],
-             "rejected_labels": rejected[1], "margin": 0.0 if margins is None else float(margins[at])}
-            for at, (chosen, rejected) in enumerate(zip(own[:half], own[half:], strict=True))
-        ]  # fmt: skip
+        sides = [own[: len(own) // 2], own[len(own) // 2 :]]
+    margins = batch.get("margin")
+    return [
+        {"chosen_input_ids": chosen[0], "chosen_labels": chosen[1], "rejected_input_ids": rejected[0],
+         "rejected_labels": rejected[1], "margin": 0.0 if margins is None else float(margins[at]),
+         **_numbers(batch, at, ("chosen", "rejected"))}
+        for at, (chosen, rejected) in enumerate(zip(*sides, strict=True))
+    ]  # fmt: skip
+
+
+REFERENCE = {"chosen": "ref_chosen_logps", "rejected": "ref_rejected_logps", "": "ref_logps", "kl": "ref_KL_logps"}
+"""What the reference says of an answer, as TRL's padded batches have it."""
+
+
+def column_of(side: str) -> str:
+    """burnish's column of the same number."""
+    return f"reference_{side}_logps" if side else "reference_logps"
+
+
+def _numbers(batch: Mapping[str, Any], at: int, sides: Sequence[str]) -> dict[str, float]:
+    return {column_of(side): float(batch[REFERENCE[side]][at]) for side in sides if REFERENCE[side] in batch}
 
 
 def _verdicts(own: list[tuple[list[int], list[int]]], batch: Mapping[str, Any]) -> list[Row]:
     others = _sequences(batch, "KL_") if "KL_input_ids" in batch else [([], [])] * len(own)
     return [
         {"input_ids": ids, "labels": labels, "tag": bool(batch["label"][at]), "kl_input_ids": kl_ids,
-         "kl_labels": kl_labels}
+         "kl_labels": kl_labels, **_numbers(batch, at, ("", "kl"))}
         for at, ((ids, labels), (kl_ids, kl_labels)) in enumerate(zip(own, others, strict=True))
     ]  # fmt: skip
+
+
+def _labeled(batch: Mapping[str, Any], side: str) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels of each sequence of a side, without padding."""
+    values = (batch[f"{side}_{name}"] for name in ("input_ids", "labels", "attention_mask"))
+    return [
+        (ids[mask.bool()].tolist(), labels[mask.bool()].tolist()) for ids, labels, mask in zip(*values, strict=True)
+    ]
 
 
 def _sequences(batch: Mapping[str, Any], prefix: str) -> list[tuple[list[int], list[int]]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from burnish.config.errors import Problem
+from burnish.config.errors import Problem, UserError
 from burnish.config.options import RawValue, build, option, raise_if, specs
 from burnish.losses.kto import KtoOptions
 from burnish.losses.lm import LmOptions
@@ -42,7 +42,7 @@ class Choices(PairOptions, KtoOptions, RewardOptions, PreferenceOptions, Referen
 
 
 _NOT_READ = ("label_smoothing_factor", "neftune_noise_alpha")  # a mean over all labels; and the Trainer's own affair
-_TOGETHER = "prompt and answer are cut together, to max_length."
+_TOGETHER = "prompt and completion are truncated together, to max_length."
 
 
 @dataclass
@@ -52,18 +52,18 @@ class PreferenceConfig(TrlArguments):
     without_effect: ClassVar[Mapping[str, str]] = {
         "max_prompt_length": _TOGETHER,
         "max_completion_length": _TOGETHER,
-        "label_pad_token_id": "labels are burnish's own.",
-        "use_logits_to_keep": "logits of prompts are never made.",
-        "use_liger_loss": "all logits are never made at once.",
-        "is_encoder_decoder": "models are read as they are.",
+        "label_pad_token_id": "labels are created internally.",
+        "use_logits_to_keep": "logits of prompt tokens are never computed.",
+        "use_liger_loss": "the full logits are never materialized.",
+        "is_encoder_decoder": "it is read from the model's config.",
     }
     refused: ClassVar[Mapping[str, str]] = {
-        "rpo_alpha": 'Write loss_type=["sigmoid", "sft"] and loss_weights=[1.0, alpha].',
-        "reference_free": "CPOTrainer and ORPOTrainer learn without a reference.",
-        "force_use_ref_model": "A ref_model that is given is always used.",
-        "model_adapter_name": "The adapter that trains is the active one of the model.",
-        "ref_adapter_name": "The reference of an adapter is its weights at the start; give another one as ref_model.",
-        "ref_model_init_kwargs": "Load the reference yourself, and give it as ref_model.",
+        "rpo_alpha": 'Use loss_type=["sigmoid", "sft"] and loss_weights=[1.0, alpha].',
+        "reference_free": "Use CPOTrainer or ORPOTrainer to train without a reference.",
+        "force_use_ref_model": "A ref_model is always used if it is passed.",
+        "model_adapter_name": "The active adapter of the model is trained.",
+        "ref_adapter_name": "The reference is the adapter's initial weights. Pass another reference as ref_model.",
+        "ref_model_init_kwargs": "Load the reference model yourself and pass it as ref_model.",
         "generate_during_eval": "Use Seq2SeqTrainer, or burnish predict.",
         "padding_value": "Set tokenizer.pad_token.",
     }  # fmt: skip
@@ -81,7 +81,7 @@ class PreferenceConfig(TrlArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.label_smoothing_factor:
-            raise ValueError("`label_smoothing_factor` is for tokens; of pairs it is `label_smoothing`.")
+            raise ValueError("`label_smoothing_factor` applies to tokens. Use `label_smoothing` for pairs.")
         self.choices()
 
     def choices(self) -> Choices:
@@ -204,7 +204,7 @@ class KTOConfig(WithReference):
     def _contradictions(self, choices: Choices) -> list[Problem]:
         found = super()._contradictions(choices)
         if self.kl_pairing == "group" and self.precompute_ref_log_probs:
-            what = '"precompute_ref_log_probs" asks before the first step, and "kl_pairing" group makes rows in it.'
+            what = '"precompute_ref_log_probs" cannot be combined with "kl_pairing": group.'
             found.append(Problem(what, remedy="Remove one of them."))
         return found
 
@@ -219,10 +219,44 @@ class RewardConfig(PreferenceConfig):
     )
 
 
+def _without(names: Mapping[str, str], *fields: str) -> dict[str, str]:
+    return {name: said for name, said in names.items() if name not in fields}
+
+
 @dataclass
-class ORPOConfig(PreferenceConfig):
+class WithoutReference(PreferenceConfig):
+    """Fields of TRL's ORPO and CPO, for its command lines; a value that would ask for something is refused."""
+
+    without_effect: ClassVar[Mapping[str, str]] = _without(
+        PreferenceConfig.without_effect, "max_completion_length", "is_encoder_decoder"
+    )
+    refused: ClassVar[Mapping[str, str]] = _without(PreferenceConfig.refused, "generate_during_eval")
+
+    max_completion_length: int | None = option(None, f"No effect: {_TOGETHER}", ge=1)
+    generate_during_eval: bool = option(False, "Not supported. Use burnish predict.")
+    is_encoder_decoder: bool | None = option(
+        None, "Whether the model is an encoder-decoder, which is not supported. Default: as the model is."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_completion_length is not None:
+            self._warn(f"`max_completion_length` has no effect: {_TOGETHER}")
+        if self.generate_during_eval:
+            remedy = PreferenceConfig.refused["generate_during_eval"]
+            raise UserError("`generate_during_eval` must be False. Received: True.", remedy=remedy)
+        if self.is_encoder_decoder:
+            remedy = "Preferences are learned by causal language models."
+            raise UserError("`is_encoder_decoder` must be False. Received: True.", remedy=remedy)
+
+
+@dataclass
+class ORPOConfig(WithoutReference):
     """The arguments of an ``ORPOTrainer``. What is learned of a chosen answer is the answer, not its prompt."""
 
+    refused: ClassVar[Mapping[str, str]] = _without(WithoutReference.refused, "padding_value")
+
+    padding_value: int | None = option(None, "Padding token id of batches. Default: the tokenizer's.", ge=0)
     beta: float = option(0.1, "Weight of the odds ratio loss (λ in the paper).", gt=0)
 
     def choices(self) -> Any:
@@ -236,7 +270,7 @@ _CPO = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simp
 
 
 @dataclass
-class CPOConfig(PreferenceConfig):
+class CPOConfig(WithoutReference):
     """The arguments of a ``CPOTrainer``: CPO, SimPO, AlphaPO."""
 
     led: ClassVar[Mapping[str, str]] = {"alpha": "alphapo_alpha"}

@@ -40,11 +40,11 @@ from burnish.losses.reference import (
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.patches.capabilities import find_capabilities
 from burnish.run.reference_cache import fill
+from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.data.in_step import in_step
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.data.prefix_sharing import may_lie_flat
 from burnish.trainer.data.stream import PaddingBatch
-from burnish.trainer.trl.preferences.config import PreferenceConfig
 from burnish.trainer.trl.preferences.rows import ObjectiveRows
 
 logger = logging.get_logger("transformers.trainer")
@@ -61,36 +61,41 @@ class ReadyBatches:
 
     Args:
         loader: of this rank. ready: ``Objective.iter_eval`` of the module and the engine.
+        pad: makes a batch that was lent by another rank one that counts nothing.
     """
 
-    def __init__(self, loader: Any, ready: Callable[[Iterable[Batch]], Iterator[Batch]], engine: Engine) -> None:
-        self.loader, self.ready, self.engine = loader, ready, engine
+    def __init__(
+        self, loader: Any, ready: Callable[[Iterable[Batch]], Iterator[Batch]], engine: Engine,
+        pad: Callable[[Batch], Batch] = padding_batch,
+    ) -> None:  # fmt: skip
+        self.loader, self.ready, self.engine, self.pad = loader, ready, engine, pad
         self.dataset = getattr(loader, "dataset", None)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self.ready(_InStep(self.loader, self.engine)):
-            yield {"items": batch["items"], **batch}  # its rows are counted by the first tensor
+        for batch in self.ready(_InStep(self.loader, self.engine, self.pad)):
+            # Its rows are counted by the first tensor; a padded batch of TRL's stays as it is.
+            yield {"items": batch["items"], **batch} if "items" in batch else batch
 
 
 class _InStep:
     """A loader that may be iterated several times, in step with the other ranks."""
 
-    def __init__(self, loader: Any, engine: Engine) -> None:
-        self.loader, self.engine = loader, engine
+    def __init__(self, loader: Any, engine: Engine, pad: Callable[[Batch], Batch]) -> None:
+        self.loader, self.engine, self.pad = loader, engine, pad
 
     def __iter__(self) -> Iterator[Batch]:
         for batch, is_own in in_step(self.loader, self.engine):
-            yield batch if is_own else padding_batch(batch)
+            yield batch if is_own else self.pad(batch)
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
 def fitted(
-    model: Any, second: Any, args: PreferenceConfig, pad: int, leaves_tokens_out: bool, scores: bool
+    model: Any, second: Any, args: TrlArguments, pad: int, leaves_tokens_out: bool, scores: bool
 ) -> tuple[Capabilities, Collate]:
     """Ask the model, and choose the function that makes its micro-batches: flat where the model, and the reference that
     reads the same, keep neighbours apart, else padded.
@@ -141,11 +146,11 @@ class Score(nn.Module):
         score = getattr(inner, "score", None)
         if not isinstance(score, nn.Module) or inner.config.num_labels != 1:
             raise UserError(
-                f"A reward model is a sequence classifier: reward models require `num_labels=1`. Received: "
+                f"Reward models must be sequence classifiers with `num_labels=1`. Received: "
                 f"{type(inner).__name__} with "
                 f"{getattr(inner.config, 'num_labels', 'no')} labels.",
                 remedy="Load it with AutoModelForSequenceClassification.from_pretrained(name, num_labels=1), or "
-                "give RewardTrainer its name.",
+                "pass its name to RewardTrainer.",
             )
         self.score = score
 
@@ -200,26 +205,31 @@ def _begins_as_nothing(peft_config: Any) -> bool:
 
 def with_numbers(
     dataset: Any, rows_of: Callable[[list[Any]], list[Row]], objective: AnswersObjective, module: nn.Module,
-    engine: Engine, size: int,
+    engine: Engine, size: int, ask: Callable[[Any], dict[str, list[float]]] | None = None,
 ) -> Any:  # fmt: skip
     """A set with what the objective's reference says of each row; as it is where that lies there already.
 
     Args:
         rows_of: rows of the set -> the objective's. module: the policy's. size: rows that are asked about at a time.
+        ask: a set -> its columns, where a script answers.
 
     Raises:
         UserError: of a streamed set, and of one that comes when the reference is there no more.
     """
     if not is_datasets_set(dataset):
-        what = "`precompute_ref_log_probs` is not supported with IterableDataset: it asks about every row before the "
-        raise UserError(f"{what}first step.", remedy="Load the set, or leave it out.")
+        what = "`precompute_ref_log_probs` is not supported with IterableDataset."
+        raise UserError(what, remedy="Use a map-style dataset, or remove `precompute_ref_log_probs`.")
     if any(name.startswith("reference_") and name.endswith("logps") for name in dataset.column_names):
         return dataset
     if objective.reference is None:
-        what = "Cannot compute reference log-probs for a dataset passed to `evaluate()` now: with "
-        what += "`precompute_ref_log_probs` the reference is kept until its numbers are there, and no longer."
-        remedy = "Give the set as `eval_dataset` from the start, or leave `precompute_ref_log_probs` out."
+        what = "Cannot compute reference log-probs for a dataset passed to `evaluate()`: with "
+        what += "`precompute_ref_log_probs`, the reference model is freed before training."
+        remedy = "Pass the dataset as `eval_dataset` to the Trainer, or remove `precompute_ref_log_probs`."
         raise UserError(what, remedy=remedy)
+    if ask is not None:
+        for name, answers in ask(dataset).items():
+            dataset = dataset.add_column(name, answers)
+        return dataset
     rows = RowsWithReference(ObjectiveRows(dataset, lambda row: rows_of([row])[0]))
     for sentence in fill(rows, objective, module, engine, size):
         logger.warning(sentence)

@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers.utils import logging
 
 from burnish.config.errors import UserError
 from burnish.data.chat.plain import KL_IDS, PlainOptions, PlainTemplate
+from burnish.data.images.family import Family
 from burnish.data.rows.others_of_step import Key, keys_of
 from burnish.data.rows.row_set import RowSet
 from burnish.data.sets.trl import IDS, Kind, trl_layout
 from burnish.loop.types import IGNORE_INDEX, Row
+from burnish.losses.pairs import PAIR_COLUMNS
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.trl.preferences.config import PreferenceConfig
 from burnish.trainer.trl.prepared import EncodeRecords, first_row, hashable_by_class, prepared, refuse_transform
+from burnish.trainer.trl.seeing import SIGHT, with_encoded_pictures
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -36,11 +40,11 @@ NAMES: Mapping[Kind, tuple[str, ...]] = {
 """The columns of prepared sets, by the kind of their records."""
 
 
-def template_of(args: PreferenceConfig, tokenizer: Any, kind: Kind) -> PlainTemplate:
+def template_of(args: PreferenceConfig, tokenizer: Any, kind: Kind, family: Family | None = None) -> PlainTemplate:
     """TRL's rules: prompts keep start or end, answers keep their start; rows to be scored are never truncated."""
     mode = "keep_end_of_prompt" if args.truncation_mode == "keep_end" else "keep_start"
     options = PlainOptions(args.max_length, mode, on_too_long="drop" if kind == "scores" else "truncate")
-    return PlainTemplate(options, tokenizer)
+    return PlainTemplate(options, tokenizer, family)
 
 
 def preference_rows(
@@ -53,11 +57,13 @@ def preference_rows(
         UserError: with all records that break their format, unless they are dropped; where no row is left.
     """
     refuse_transform(dataset)
-    sample = first_row(dataset)
+    dataset = dataset if template.family is None else with_encoded_pictures(dataset)
+    sample, sight = first_row(dataset), None if template.family is None else SIGHT
+    names = NAMES[kind] if sight is None else (*NAMES[kind], "images", *(["kl_images"] * (kind == "verdicts")))
     splits = kind == "verdicts" and {"chosen", "rejected"} <= sample.keys() and not set(IDS[kind]) <= sample.keys()
     is_known = hashable_by_class(template.tokenizer)
     records = EncodeRecords(
-        trl_layout(kind, sample), encode, NAMES[kind], f"{kind} {template.fingerprint}" if is_known else None,
+        trl_layout(kind, sample, sight=sight), encode, names, f"{kind} {template.fingerprint}" if is_known else None,
         _COLUMNS_OF[kind], args.on_bad_record,
     )  # fmt: skip
     return prepared(dataset, name, records, args, splits_pairs=splits)
@@ -66,13 +72,20 @@ def preference_rows(
 def _pair_columns(row: Row) -> dict[str, Any]:
     begin = _begin(row["chosen_labels"])
     chosen, rejected = row["chosen_input_ids"], row["rejected_input_ids"]
-    return {"prompt_ids": chosen[:begin], "chosen_ids": chosen[begin:], "rejected_ids": rejected[begin:]}
+    ids = {"prompt_ids": chosen[:begin], "chosen_ids": chosen[begin:], "rejected_ids": rejected[begin:]}
+    return ids | _pictures(row)
 
 
 def _verdict_columns(row: Row) -> dict[str, Any]:
     begin, ids, other = _begin(row["labels"]), row["input_ids"], row.get("kl_input_ids", ())
     beside = other[_begin(row["kl_labels"]) :] if other else []
-    return {"prompt_ids": ids[:begin], "completion_ids": ids[begin:], "label": row["tag"], KL_IDS: beside}
+    known = {"prompt_ids": ids[:begin], "completion_ids": ids[begin:], "label": row["tag"], KL_IDS: beside}
+    return known | _pictures(row)
+
+
+def _pictures(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The pictures of a row, if it has any; the prompt that another answer follows has the same ones."""
+    return {name: row[name] for name in ("images", "kl_images") if row.get(name)}
 
 
 def _score_columns(row: Row) -> dict[str, Any]:
@@ -99,10 +112,10 @@ def with_kl_answers(rows: Any, name: str) -> Any:
         return rows
     said = [hash(tuple(ids)) for ids in rows["completion_ids"]]
     if len(said) == 1:
-        logger.warning(f"The {name} dataset is one record, whose answer is compared with itself: it has no other.")
+        logger.warning(f"The {name} dataset has one example, so KTO's KL term uses its own completion.")
         return rows.map(lambda row: {"KL_completion_ids": row["completion_ids"]}, features=rows.features)
     if len({*said}) < 2:
-        raise UserError(f"All answers of the {name} dataset are the same; there is nothing to train on.")
+        raise UserError(f"All completions of the {name} dataset are identical.")
     others = rows.select([other for _, other in keys_of(range(len(said)), said).values()])
     others = others.select_columns("completion_ids")
     others = others.rename_column("completion_ids", "KL_completion_ids")
@@ -137,10 +150,25 @@ class VerdictsOfSteps:
 
     def __getitem__(self, key: Key | int) -> dict[str, Any]:
         if not isinstance(key, tuple):
-            what = '`kl_pairing="group"` takes other answers from the steps of the Trainer\'s own order of rows.'
-            raise ValueError(f"{what} Leave a sampler of your own out, or the option.")
+            raise ValueError('`kl_pairing="group"` does not support a custom sampler. Remove one of them.')
         number, other = key
         return {**self.rows[number], "KL_completion_ids": [] if other is None else self.rows[other]["completion_ids"]}
+
+
+def pair_texts(record: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
+    """``prompt``, ``chosen`` and ``rejected`` as texts, rendered where they are messages. Without a prompt it is what
+    both answers begin with."""
+    chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
+    if prompt is None:
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        at = next((at for at, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+        at -= isinstance(chosen, str) and chosen[at - 1 : at] == " "
+        prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
+    if not isinstance(prompt, str):
+        render = partial(tokenizer.apply_chat_template, tokenize=False)
+        begin, *both = render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)
+        prompt, chosen, rejected = begin, *(text[len(begin) :] for text in both)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 # --- rows of a set -> rows of the objectives --------------------------------------------------------------------------
@@ -148,7 +176,10 @@ class VerdictsOfSteps:
 
 def pair_row(row: Mapping[str, Any]) -> Row:
     """The two sequences of a pair; one that is scored has no prompt."""
-    return {**_sequence(row, "chosen"), **_sequence(row, "rejected"), "margin": row.get("margin", 0.0)}
+    if "chosen_labels" in row:  # as ``tokenize_row`` of a script gives them
+        return {name: row[name] for name in PAIR_COLUMNS} | {"margin": 0.0}
+    sides = {**_sequence(row, "chosen"), **_sequence(row, "rejected"), "margin": row.get("margin", 0.0)}
+    return sides | _pictures(row)
 
 
 def verdict_row(row: Mapping[str, Any], limit: int | None) -> Row:
@@ -158,7 +189,8 @@ def verdict_row(row: Mapping[str, Any], limit: int | None) -> Row:
     unlearned = [IGNORE_INDEX] * len(prompt)
     return {
         "input_ids": prompt + answer, "labels": unlearned + answer, "tag": row["label"],
-        "kl_input_ids": prompt + other if other else [], "kl_labels": unlearned + other,
+        "kl_input_ids": prompt + other if other else [], "kl_labels": unlearned + other, **_pictures(row),
+        **({"kl_images": row["images"]} if row.get("images") else {}),
     }  # fmt: skip
 
 

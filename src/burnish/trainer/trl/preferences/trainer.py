@@ -1,5 +1,5 @@
-"""``DPOTrainer``, ``KTOTrainer``, ``RewardTrainer``, ``ORPOTrainer``, ``CPOTrainer``, with the constructors and
-behavior of TRL's classes, on burnish's ``Trainer`` and objectives.
+"""``DPOTrainer``, ``KTOTrainer``, ``RewardTrainer``, with the constructors and behavior of TRL's classes, on burnish's
+``Trainer`` and objectives. ``ORPOTrainer`` and ``CPOTrainer`` are in ``without_reference.py``.
 
 In: a model or its name, a config, data sets of preferences. Out: the trained model. What becomes of the data is in
 ``rows.py``; the losses are in ``objectives``; ``objective.py`` fits them to the model.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from burnish.config.errors import Problem, UserError
+from burnish.data.batches.batching import collate_padded
 from burnish.data.batches.stream import num_tokens
 from burnish.data.sets.trl import Kind
 from burnish.loop.loop import TrainOutput
 from burnish.loop.meter import Totals
 from burnish.loop.protocols import Objective
-from burnish.loop.types import Batch, Row
+from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row
 from burnish.losses.kto import KtoObjective
-from burnish.losses.pairs import AnswersObjective, PairObjective
+from burnish.losses.pairs import PAIR_COLUMNS, AnswersObjective, PairObjective
 from burnish.losses.reference import AdapterOff, AsItIs, Following, StartOfRun
 from burnish.losses.reward import RewardObjective
 from burnish.models.dropout import switch_off_dropout
@@ -37,12 +38,10 @@ from burnish.trainer.data.stream import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
-from burnish.trainer.trl.preferences.collator import Padded, Unpadded
+from burnish.trainer.trl.preferences.collator import REFERENCE, Padded, column_of, rows_of_padded
 from burnish.trainer.trl.preferences.config import (
-    CPOConfig,
     DPOConfig,
     KTOConfig,
-    ORPOConfig,
     PreferenceConfig,
     RewardConfig,
     WithReference,
@@ -64,8 +63,17 @@ from burnish.trainer.trl.preferences.rows import (
     verdict_row,
     with_kl_answers,
 )
+from burnish.trainer.trl.preferences.scripted import (
+    PreferenceOutput,
+    Scripted,
+    ScriptedBatch,
+    get_batch_logps,
+    model_inputs_of,
+    module_over,
+)
 from burnish.trainer.trl.prepared import column_names, first_row
-from burnish.trainer.trl.sft.checks import check_sft_sets, refuse_images
+from burnish.trainer.trl.seeing import SeeingCollator, family_for
+from burnish.trainer.trl.sft.checks import check_sft_sets
 from burnish.trainer.trl.sft.setup import (
     attach_peft,
     finish_peft,
@@ -83,7 +91,12 @@ class CountPreferences(Count):
     """Pairs or records, and their tokens, which are counted always."""
 
     def __call__(self, batch: Batch) -> tuple[int, int]:
-        return len(batch["items"]), num_tokens(batch)
+        if "items" in batch:
+            return len(batch["items"]), num_tokens(batch)
+        if "chosen_input_ids" in batch:
+            tokens = sum(int(batch[f"{side}_attention_mask"].sum()) for side in ("chosen", "rejected"))
+            return len(batch["chosen_input_ids"]), tokens
+        return len(batch["input_ids"]) // (1 if "label" in batch else 2), num_tokens(batch)
 
 
 class PreferenceTrainer(TrlTrainer):
@@ -101,7 +114,9 @@ class PreferenceTrainer(TrlTrainer):
             (P,), with the verdicts.
         peft_config: a config of the peft library; the adapter is trained and the model frozen.
 
-    ``compute_loss`` is handed a module that gives log-probabilities of answers, and a batch that is ready for it.
+    A subclass that overrides a method of TRL's that is handed a batch or the model (``compute_loss``,
+    ``prediction_step``, ``_compute_loss``, ``get_batch_loss_metrics``, ...) gets TRL's padded batch and the model
+    itself (``scripted.py``).
     Logged beside the loss, each a mean over its own items of all micro-batches since the last log: ``rewards/*``,
     ``logps/*``, ``logits/*``, ``entropy``, ``mean_token_accuracy``, ``num_tokens``, ``kl``; scores of a reward model.
     """
@@ -112,6 +127,7 @@ class PreferenceTrainer(TrlTrainer):
     tag: ClassVar[str]
     kind: ClassVar[Kind] = "pairs"  # of its records
     _counter = CountPreferences
+    padding_class: ClassVar[type[Padded]] = Padded
     _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
 
     def __init__(
@@ -126,21 +142,27 @@ class PreferenceTrainer(TrlTrainer):
         args = own_config(self.config_class, args, model)
         processing_class = self._take_old_names(processing_class, old)
         if ref_model is not None and ref_model is model:
-            raise ValueError("`model` and `ref_model` are one object: the reference would train too. Leave it out.")
+            raise ValueError(
+                "`model` and `ref_model` must be different objects. Remove `ref_model` to use a copy of the model."
+            )
         if quantization_config is not None and not isinstance(model, str):
-            what = "`quantization_config` quantizes a model while it is loaded, and this one is already instantiated."
-            raise UserError(what, remedy="Give its name or folder as `model`, or leave it out.")
+            what = "`quantization_config` has no effect on a model that is already instantiated."
+            raise UserError(what, remedy="Pass the model's name or folder as `model`, or remove `quantization_config`.")
         check_sft_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
         scores = self.objective_class is RewardObjective
         model, processing_class, added = ready_model(model, args, processing_class, quantization_config, scores)
-        refuse_images(first_row(train_dataset), processing_class)
+        tokenizer = inner_tokenizer(processing_class)
+        self.family = family_for(model, processing_class, tokenizer, first_row(train_dataset))
+        if self.family is not None and scores:
+            raise ValueError("RewardTrainer takes text: reward models of pictures are not supported.")
         if peft_config is not None:
             model = attach_peft(model, peft_config, added)
         if args.disable_dropout:
             switch_off_dropout(model)
         self._tokenizer = inner_tokenizer(processing_class)
         pad = set_pad(model, processing_class, self._pad_token(args))
+        pad = pad if (asked := getattr(args, "padding_value", None)) is None else asked
         if hasattr(model, "peft_config"):
             finish_peft(model, args)
         choices = args.choices()
@@ -149,13 +171,13 @@ class PreferenceTrainer(TrlTrainer):
             choices.router_aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         for note in args.notes():
             logger.warning(note)
-        template = template_of(args, self._tokenizer, self.kind)
+        template = template_of(args, self._tokenizer, self.kind, self.family)
         self.objective = self.objective_class(choices, template, self._tokenizer)
         self._pad = pad
         super().__init__(
-            model=model, args=args, data_collator=data_collator or Padded(self._row_of, self.kind, pad),
-            train_dataset=self._prepared(train_dataset, "train", args),
-            eval_dataset=self._prepared_evals(eval_dataset, args), processing_class=processing_class,
+            model=model, args=args, data_collator=data_collator or self.padding_class(self._row_of, self.kind, pad),
+            train_dataset=self._prepare_dataset(train_dataset, processing_class, args, "train"),
+            eval_dataset=self._prepared_evals(eval_dataset, processing_class, args), processing_class=processing_class,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -178,10 +200,12 @@ class PreferenceTrainer(TrlTrainer):
     def _take_old_names(self, processing_class: Any, old: dict[str, Any]) -> Any:
         name, config = type(self).__name__, self.config_class.__name__
         if "tokenizer" in old:
-            notes.warn(f"{name} takes `tokenizer` as `processing_class` today.", FutureWarning, stacklevel=4)
+            notes.warn(
+                f"`tokenizer` of {name} is deprecated. Use `processing_class` instead.", FutureWarning, stacklevel=4
+            )
             processing_class = old.pop("tokenizer") if processing_class is None else processing_class
         for word in old:
-            where = f" Write {config}({word}=...)." if word in self.config_class.__dataclass_fields__ else ""
+            where = f" Use {config}({word}=...)." if word in self.config_class.__dataclass_fields__ else ""
             raise TypeError(f"{name}.__init__() got an unexpected keyword argument {word!r}.{where}")
         return processing_class
 
@@ -224,6 +248,9 @@ class PreferenceTrainer(TrlTrainer):
         found, collate = fitted(model, self._second_model, self.args, self._pad, leaves_out, is_scored)
         if is_scored:
             objective.head = Score(model)
+        if self.family is not None:
+            found = replace(found, is_padding_free=False, shares_prefixes=False)
+            collate = SeeingCollator(model, self.family, partial(collate_padded, pad_id=self._pad), self._pad)
         for note in objective.fit(found, collate):
             logger.warning(note)
         if isinstance(objective, AnswersObjective):
@@ -236,62 +263,146 @@ class PreferenceTrainer(TrlTrainer):
         self.aux_loss_enabled = bool(getattr(objective, "aux_coefficient", 0.0))  # a score has no router's loss
 
     def _objective(self) -> Objective:
-        objective: Objective = self.objective
+        objective: Objective = self._scripted if self._is_scripted else self.objective
         return objective
 
     def _module(self) -> nn.Module:
-        module: nn.Module = self._made
+        module: nn.Module = self.model if self._is_scripted else self._made
         return module
 
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
-        return padding_batch(batch)
+        return PaddingBatch(batch) if self._is_scripted else padding_batch(batch)
+
+    # --- methods of a script: scripted.py -----------------------------------------------------------------------------
+
+    @property
+    def _is_scripted(self) -> bool:
+        """Whether a script overrides a method that is handed a batch or a model."""
+        return bool(self._overridden)
+
+    @property
+    def _overridden(self) -> list[str]:
+        names = (*self._loss_methods, "prediction_step", "_prepare_inputs", "floating_point_ops")
+        return [name for name in names if self._overrides(name)]
+
+    @cached_property
+    def _scripted(self) -> Scripted:
+        logger.warning(
+            f"{type(self).__name__} overrides {', '.join(self._overridden)}, so batches are padded as in TRL and the "
+            "model itself is called. Steps take longer than without the override."
+        )
+        return Scripted(self.objective, partial(rows_of_padded, kind=self.kind), self._over)
+
+    def _over(self, model: nn.Module) -> nn.Module:
+        """The objective's module around the model that a method is handed."""
+        return module_over(self._made, self.model, model)
+
+    def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
+        """As ``compute_loss``, of a padded batch."""
+        ready = self._scripted.ready(model, inputs, self._engine)
+        return self._mean_loss(self._scripted.loss_of(model, inputs, ready), model, ready, inputs, return_outputs)
+
+    def _mean_loss(self, found: Loss, model: nn.Module, ready: Batch, inputs: Any, return_outputs: bool) -> Any:
+        num_items = self.objective.num_items(ready)
+        if model.training:
+            self._step.sums.update(found.sums)
+        else:
+            self._totals.add(found, num_items)
+        loss = found.total / num_items.clamp(min=1)
+        if not return_outputs:
+            return loss
+        if inputs is ready:
+            return loss, found.outputs
+        with torch.no_grad():
+            logits = model(**model_inputs_of(inputs, self._pad), use_cache=False).logits
+        return loss, PreferenceOutput(logits=logits, rewards=found.outputs)
 
     def _inspect(self, args: PreferenceConfig) -> None:
         """Remarks on the rows of the training set."""
 
+    @property
+    def precompute_ref_logps(self) -> bool:
+        """TRL's name of ``args.precompute_ref_log_probs``."""
+        return self._asks_beforehand
+
     def _ask_beforehand(self) -> None:
         """Put what the reference says of every row beside it, and let a reference go that takes memory."""
         evals = self.eval_dataset
-        self.train_dataset = self._completed(self.train_dataset)
-        if evals is not None:
-            is_one = not isinstance(evals, dict)
-            self.eval_dataset = (
-                self._completed(evals) if is_one else {name: self._completed(one) for name, one in evals.items()}
-            )
+        self.train_dataset = self._completed(self.train_dataset, "train")
+        if isinstance(evals, dict):
+            self.eval_dataset = {name: self._completed(one, name) for name, one in evals.items()}
+        elif evals is not None:
+            self.eval_dataset = self._completed(evals, "eval")
         if not isinstance(self.objective.reference, AdapterOff | AsItIs):
             self.objective.reference = self._second_model = None
 
-    def _completed(self, dataset: Any) -> Any:
-        """A set with what the reference says of each row. Raises: as ``with_numbers``."""
+    def _completed(self, dataset: Any, name: str) -> Any:
         size = getattr(self.args, "precompute_ref_batch_size", None) or self.args.eval_batch_size
-        return with_numbers(dataset, self._rows_of, self.objective, self._made, self._engine, size)
+        return self._precompute_ref_logps(dataset, name, size)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """A set with what the reference says of each row. Raises: as ``with_numbers``."""
+        ask = partial(self._answers_of_script, batch_size) if self._overrides("compute_ref_log_probs") else None
+        return with_numbers(dataset, self._rows_of, self.objective, self._made, self._engine, batch_size, ask)
+
+    def _answers_of_script(self, batch_size: int, dataset: Any) -> dict[str, list[float]]:
+        """The columns of a set by ``compute_ref_log_probs`` of a script. Every process asks about all rows."""
+        model, columns = self.ref_model or self.model, [column_of(side) for side in _SIDES[self.kind]]
+        found: dict[str, list[float]] = {name: [] for name in columns}
+        for start in range(0, len(dataset), batch_size):
+            rows = [dataset[at] for at in range(start, min(start + batch_size, len(dataset)))]
+            answers = self.compute_ref_log_probs(model, self._prepare_inputs(self.data_collator(rows)))
+            for name, logps in zip(columns, answers, strict=True):
+                if logps is not None:
+                    found[name] += logps.tolist()
+        return {name: values for name, values in found.items() if values}
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> tuple[Tensor | None, ...]:
+        """(P,) log-probabilities of the reference: of chosen and rejected answers, or of answers and KTO's others.
+
+        Args:
+            model: the reference, or the model that trains. inputs: TRL's padded batch.
+        """
+        columns = self.objective.reference_columns(self._made, rows_of_padded(inputs, self.kind), self._engine)
+        found = (columns.get(column_of(side)) for side in _SIDES[self.kind])
+        return tuple(None if one is None else torch.tensor(one, device=self._engine.device) for one in found)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def _prepared(self, dataset: Any, name: str, args: PreferenceConfig) -> Any:
-        return preference_rows(dataset, name, args, self.kind, self.objective.encode, self.objective.template)
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        """A set with TRL's columns (``rows.py``). An override may map it before, or give such columns itself."""
+        return preference_rows(dataset, dataset_name, args, self.kind, self.objective.encode, self.objective.template)
 
-    def _prepared_evals(self, eval_dataset: Any, args: PreferenceConfig) -> Any:
-        if isinstance(eval_dataset, dict):
-            return {name: self._prepared(dataset, name, args) for name, dataset in eval_dataset.items()}
-        return None if eval_dataset is None else self._prepared(eval_dataset, "eval", args)
+    def _prepared_evals(self, evals: Any, processing_class: Any, args: PreferenceConfig) -> Any:
+        if isinstance(evals, dict):
+            return {name: self._prepare_dataset(one, processing_class, args, name) for name, one in evals.items()}
+        return None if evals is None else self._prepare_dataset(evals, processing_class, args, "eval")
 
     def _ready_evals(self, dataset: Any) -> Any:
         """A set that a script hands in, prepared as the constructor prepares its own."""
-        dataset = self._prepared_evals(dataset, self.args)
-        return self._completed(dataset) if self._asks_beforehand else dataset
+        dataset = self._prepared_evals(dataset, self.processing_class, self.args)
+        return self._completed(dataset, "eval") if self._asks_beforehand else dataset
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        if self._is_scripted:
+            return self._padded(rows)
         known = ({name: row[name] for name in row if name.startswith("reference_")} for row in rows)
         laid = zip(self._rows_of(rows), known, strict=True)
         batch: Batch = self.objective.collate([{**row, **more} for row, more in laid])
         return batch
 
+    def _padded(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """TRL's batch, with what the reference says of its rows where that is known."""
+        known = {side: column_of(side) for side in REFERENCE if column_of(side) in rows[0]}
+        numbers = {REFERENCE[side]: torch.tensor([row[name] for row in rows]) for side, name in known.items()}
+        own = [{name: row[name] for name in row if name not in known.values()} for row in rows]
+        return {**self.data_collator(own), **numbers}
+
     def _rows_of(self, rows: Sequence[Mapping[str, Any]]) -> list[Row]:
         """Rows of the objective, by ``data_collator`` where a script has given one."""
         if isinstance(self.data_collator, Padded):
             return [self._row_of(row) for row in rows]
-        return Unpadded(self.data_collator, self.kind)(rows)
+        return rows_of_padded(self.data_collator(list(rows)), self.kind)
 
     @property
     def _collate_for_loader(self) -> Callable[[list[Any]], Any]:
@@ -299,41 +410,43 @@ class PreferenceTrainer(TrlTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         numbers = [f"reference_{side}logps" for side in ("", "kl_", "chosen_", "rejected_")]
-        self._signature_columns = [*NAMES[self.kind], *numbers]
+        self._signature_columns = [*NAMES[self.kind], *numbers, *PAIR_COLUMNS, "images", "kl_images"]
 
     # --- loss ---------------------------------------------------------------------------------------------------------
 
     def _num_items(self, inputs: Batch) -> Tensor:
-        num_items: Tensor = self.objective.num_items(inputs)
+        num_items: Tensor = (self.objective if "items" in inputs else self._scripted).num_items(inputs)
         return num_items
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """() the mean loss of a micro-batch over its pairs or records, or (loss, rewards).
+        """() the mean loss of a micro-batch over its pairs or records, or (loss, outputs).
 
         Args:
-            model: the objective's module. inputs: a batch that the objective's ``prepare_step`` has seen.
+            model: the model itself. inputs: TRL's padded batch. Where no method is overridden, the objective's module
+                and a batch that its ``prepare_step`` has seen.
         """
-        found, num_items = self.objective.loss(model, inputs), self._num_items(inputs)
-        if model.training:
-            self._step.sums.update(found.sums)
-        else:
-            self._totals.add(found, num_items)
-        loss = found.total / num_items.clamp(min=1)
-        return (loss, found.outputs) if return_outputs else loss
+        if "items" in inputs:
+            return self._mean_loss(self.objective.loss(model, inputs), model, inputs, inputs, return_outputs)
+        return self._loss_of_padded(model, inputs, return_outputs)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss, rewards = self.compute_loss(model, inputs, return_outputs=True)
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         if prediction_loss_only:
             return loss.detach(), None, None
-        counts = inputs["items"] > 0
+        rewards = getattr(outputs, "rewards", outputs)
+        if not isinstance(rewards, Tensor):  # of a script's own
+            logits = getattr(outputs, "logits", None)
+            return loss.detach(), logits, None if logits is None else inputs.get("input_ids")
+        ready = inputs.ready if isinstance(inputs, ScriptedBatch) else inputs
+        counts = ready["items"] > 0
         rewards = rewards.view(len(counts), -1)[counts]
-        labels = inputs["tag"][counts] if "tag" in inputs else torch.zeros_like(rewards[:, 0])
+        labels = ready["tag"][counts] if "tag" in ready else torch.zeros_like(rewards[:, 0])
         return loss.detach(), rewards.squeeze(-1), labels
 
     def train(self, *given: Any, **named: Any) -> TrainOutput:
@@ -362,16 +475,21 @@ class PreferenceTrainer(TrlTrainer):
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> Any:  # fmt: skip
         self._totals, module = Totals(), self._model_for_evaluation()
-        ready = partial(self.objective.iter_eval, module, engine=self._engine)
+        ready = partial(self._objective().iter_eval, module, engine=self._engine)
         with torch.no_grad():
             output = super().evaluation_loop(
-                ReadyBatches(dataloader, lambda batches: ready(batches=batches), self._engine), description,
-                prediction_loss_only, ignore_keys, metric_key_prefix,
+                ReadyBatches(dataloader, lambda batches: ready(batches=batches), self._engine, self._padding_batch),
+                description, prediction_loss_only, ignore_keys, metric_key_prefix,
             )  # fmt: skip
         means = self.objective.report(self._totals.means(self._engine))
-        output.metrics.update({f"{metric_key_prefix}_{name}": v for name, v in means.items() if name != "loss"})
-        output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
+        metrics: Any = output.metrics
+        metrics.update({f"{metric_key_prefix}_{name}": v for name, v in means.items() if name != "loss"})
+        metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
         return output
+
+    def _model_for_evaluation(self) -> nn.Module:
+        model = super()._model_for_evaluation()
+        return self.model if self._is_scripted and model is self._made else model
 
 
 class DPOTrainer(PreferenceTrainer):
@@ -381,11 +499,23 @@ class DPOTrainer(PreferenceTrainer):
     config_class = DPOConfig
     objective_class = PairObjective
     tag = "dpo"
+    _loss_methods = (*PreferenceTrainer._loss_methods, "_compute_loss")
 
     beta = property(lambda self: self.args.beta)
+    f_divergence_type = property(lambda self: self.args.f_divergence_type)
+    f_alpha_divergence_coef = property(lambda self: self.args.f_alpha_divergence_coef)
+    ld_alpha = property(lambda self: self.args.ld_alpha)
+    use_weighting = property(lambda self: self.args.use_weighting)
     loss_types = property(lambda self: list(self.args.loss_type))
     loss_weights = property(lambda self: self.args.loss_weights)
     label_smoothing = property(lambda self: self.args.label_smoothing)
+
+    def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
+        return self._compute_loss(model, inputs, return_outputs)
+
+    def _compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
+        """What ``compute_loss`` returns, as in TRL."""
+        return super()._loss_of_padded(model, inputs, return_outputs)
 
 
 class KTOTrainer(PreferenceTrainer):
@@ -396,18 +526,55 @@ class KTOTrainer(PreferenceTrainer):
     objective_class = KtoObjective
     tag = "kto"
     kind = "verdicts"
+    _loss_methods = (*PreferenceTrainer._loss_methods, "_compute_loss", "_compute_kl_logps")
 
-    def _prepared(self, dataset: Any, name: str, args: PreferenceConfig) -> Any:
-        rows = super()._prepared(dataset, name, args)
-        others_come_later = name == "train" and isinstance(args, KTOConfig) and args.kl_pairing == "group"
-        return rows if others_come_later or not self.objective.has_baseline else with_kl_answers(rows, name)
+    beta = property(lambda self: self.args.beta)
+    loss_type = property(lambda self: self.args.loss_type)
+    calculate_KL = property(lambda self: self.objective.has_baseline)
+    desirable_weight = property(lambda self: self.args.desirable_weight)
+    undesirable_weight = property(lambda self: self.args.undesirable_weight)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        rows = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        others_come_later = dataset_name == "train" and args.kl_pairing == "group"
+        return rows if others_come_later or not self.objective.has_baseline else with_kl_answers(rows, dataset_name)
+
+    def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
+        return self._compute_loss(model, inputs, return_outputs)
+
+    def _compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
+        """What ``compute_loss`` returns, as in TRL."""
+        if not (self.calculate_KL and self._overrides("_compute_kl_logps")):
+            return super()._loss_of_padded(model, inputs, return_outputs)
+        ready = {**self._scripted.ready(model, inputs, self._engine), "baseline": self._baseline_of(model, inputs)}
+        return self._mean_loss(self._scripted.loss_of(model, inputs, ready), model, ready, inputs, return_outputs)
+
+    def _baseline_of(self, model: nn.Module, inputs: Any) -> Tensor:
+        """() KTO's baseline by ``_compute_kl_logps`` of a script: a mean over the micro-batch, as in TRL."""
+        policy, known = self._compute_kl_logps(model, inputs), REFERENCE["kl"]
+        if known in inputs:
+            of_reference = inputs[known]
+        else:
+            with torch.no_grad(), self.objective.reference.answering(self._over(model)) as reference:
+                of_reference = self._compute_kl_logps(reference.model, inputs)
+        ratio = (policy - of_reference).mean().detach()
+        return self.accelerator.gather_for_metrics(ratio).mean().clamp(min=0)  # type: ignore[no-any-return]
+
+    def _compute_kl_logps(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
+        """(P,) log-probabilities of the other answers of a padded batch, without a gradient."""
+        if not self.calculate_KL:
+            return None
+        labels = batch["KL_input_ids"].masked_fill(batch["KL_completion_mask"] == 0, IGNORE_INDEX)
+        given = {"input_ids": batch["KL_input_ids"], "attention_mask": batch["KL_attention_mask"], "use_cache": False}
+        with torch.no_grad():
+            return get_batch_logps(model(**given).logits[:, -labels.shape[1] :], labels)
 
     def get_train_dataloader(self) -> Any:
         """Batches of the training set, whose other answers are those of their step where ``kl_pairing`` says so."""
         if self.train_dataset is None or self.args.kl_pairing != "group" or not self.objective.has_baseline:
             return super().get_train_dataloader()
         if not is_datasets_set(self.train_dataset):
-            raise ValueError('`kl_pairing="group"` needs all rows of a step at once. Load the set, do not stream it.')
+            raise ValueError('`kl_pairing="group"` is not supported with IterableDataset. Use a map-style dataset.')
         rows = VerdictsOfSteps(self._remove_unused_columns(self.train_dataset, "Training"))
         return self._get_dataloader(rows, "Training", self._train_batch_size, self._get_train_sampler, is_training=True)
 
@@ -438,34 +605,18 @@ class RewardTrainer(PreferenceTrainer):
     def __init__(self, model: Any, args: object = None, *rest: Any, **given: Any) -> None:
         super().__init__(model, None, args, *rest, **given)
 
-    def _prepared(self, dataset: Any, name: str, args: PreferenceConfig) -> Any:
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         old = {f"{side}_input_ids": f"{side}_ids" for side in ("chosen", "rejected")}
         if old.keys() <= {*column_names(dataset)}:
-            said = ", ".join(f"`{word}` is `{today}` today" for word, today in old.items())
-            notes.warn(f"{said}; in TRL the older names will not be supported in v1.", FutureWarning, stacklevel=4)
+            renamed = ", ".join(f"`{word}` to `{today}`" for word, today in old.items())
+            notes.warn(f"Deprecated columns: rename {renamed}.", FutureWarning, stacklevel=4)
             dataset = dataset.rename_columns(old)
-        return super()._prepared(dataset, name, args)
+        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
 
     def _pad_token(self, args: PreferenceConfig) -> str | None:
         """A token that ends no answer: transformers reads the score before the first padding token of a row."""
         return str(self._tokenizer.convert_ids_to_tokens(pad_of_classifier(self._tokenizer)))
 
 
-class ORPOTrainer(PreferenceTrainer):
-    """Learn chosen answers, and by their odds to prefer them, without a reference (ORPO)."""
-
-    args: ORPOConfig
-    config_class: ClassVar[type[PreferenceConfig]] = ORPOConfig
-    objective_class = PairObjective
-    tag = "orpo"
-
-    def __init__(self, model: Any, args: object = None, *rest: Any, **given: Any) -> None:
-        super().__init__(model, None, args, *rest, **given)
-
-
-class CPOTrainer(ORPOTrainer):
-    """Learn to prefer chosen answers without a reference (CPO, SimPO, AlphaPO)."""
-
-    args: CPOConfig  # type: ignore[assignment]
-    config_class: ClassVar[type[PreferenceConfig]] = CPOConfig
-    tag = "cpo"
+_SIDES: Mapping[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "verdicts": ("", "kl"), "scores": ()}
+"""Answers of a row that a reference is asked about."""

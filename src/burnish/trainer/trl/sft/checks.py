@@ -6,7 +6,6 @@ import copy
 import sys
 from typing import Any
 
-from transformers.processing_utils import ProcessorMixin
 from transformers.utils import logging
 
 from burnish.data.sets.trl import has_turns
@@ -34,11 +33,11 @@ def with_old_arguments(args: SFTConfig, processing_class: Any, old: dict[str, An
         raise TypeError(f"SFTTrainer.__init__() got an unexpected keyword argument {unknown[0]!r}")
     if not old:
         return args, processing_class
-    today = {name: f"SFTConfig({_OLD_ARGUMENTS[name]}=...)" for name in old if name in _OLD_ARGUMENTS}
-    today |= {"tokenizer": "processing_class="} if "tokenizer" in old else {}
-    today |= {name: "nothing; it has no effect" for name in old if name in _OLD_WITHOUT_EFFECT}
+    today = {name: f"use SFTConfig({_OLD_ARGUMENTS[name]}=...)" for name in old if name in _OLD_ARGUMENTS}
+    today |= {"tokenizer": "use processing_class="} if "tokenizer" in old else {}
+    today |= {name: "has no effect" for name in old if name in _OLD_WITHOUT_EFFECT}
     notes.warn(
-        "SFTTrainer takes these under other names today: " + ", ".join(f"`{a}` is {b}" for a, b in today.items()) + ".",
+        "Deprecated arguments of SFTTrainer: " + ", ".join(f"`{a}` ({b})" for a, b in today.items()) + ".",
         FutureWarning,
         stacklevel=4,
     )
@@ -62,17 +61,6 @@ def check_sft_sets(train_dataset: Any) -> None:
         )
 
 
-def refuse_images(sample: dict[str, Any], processing_class: Any) -> None:
-    if not ("image" in sample or "images" in sample):
-        return
-    if not isinstance(processing_class, ProcessorMixin):
-        raise ValueError(
-            "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
-            "not seem to be a vision-language model. Please check your model and dataset."
-        )
-    raise ValueError("Data sets with images are not part of burnish's SFTTrainer.")
-
-
 def check_objective(
     args: SFTConfig, sample: dict[str, Any], data_collator: Any, compute_loss_func: Any, formatting_func: Any
 ) -> None:
@@ -82,7 +70,7 @@ def check_objective(
         raise ValueError("Passing a custom data collator is not supported when using padding-free.")
     if args.padding_free and args.per_device_train_batch_size == 1 and not args.packing:
         logger.warning(
-            "`padding_free` saves nothing with a per_device_train_batch_size of 1: a row alone is not padded."
+            "`padding_free` has no effect with a per_device_train_batch_size of 1, since no padding is needed."
         )
     if args.assistant_only_loss and not any(map(has_turns, sample.values())):
         raise ValueError(
@@ -98,13 +86,13 @@ def check_objective(
         raise ValueError(f"Invalid `loss_type` {args.loss_type} passed. Supported values are 'nll' and 'dft'.")
     if args.loss_type == "dft" and compute_loss_func is not None:
         raise ValueError(
-            "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`, and both say what "
-            "the loss is. Remove one of them."
+            "You passed a `compute_loss_func` together with `loss_type='dft'` to the `SFTTrainer`, but both define "
+            "the loss. Remove one of them."
         )
     if formatting_func is not None and learns_completions(args, sample) and not skips_preparation(args):
         raise ValueError(
-            "A formatting function was provided while `completion_only_loss=True`, which is incompatible: it makes one "
-            "text of a row, in which there is no completion. Apply the function before, or set "
+            "A formatting function was provided while `completion_only_loss=True`, which is incompatible: "
+            "formatted text has no separate completion. Apply the function before, or set "
             "`completion_only_loss=False`."
         )
 

@@ -11,7 +11,7 @@ from burnish.config.options import option
 from burnish.trainer.arguments.training import for_argument_parser
 from burnish.trainer.arguments.trl import TrlArguments
 
-_PACKS = "packs are filled over the whole set."
+_PACKS = "the whole dataset is packed at once."
 
 
 @dataclass
@@ -20,7 +20,7 @@ class SFTConfig(TrlArguments):
 
     renamed: ClassVar[Mapping[str, str]] = {"max_seq_length": "max_length", "use_liger": "use_liger_kernel"}
     without_effect: ClassVar[Mapping[str, str]] = {
-        "dataset_batch_size": _PACKS, "num_of_sequences": _PACKS, "chars_per_token": "packs are filled by tokens."
+        "dataset_batch_size": _PACKS, "num_of_sequences": _PACKS, "chars_per_token": "packing counts tokens."
     }  # fmt: skip
 
     learning_rate: float = option(2e-5, "Peak learning rate.", ge=0, lt=math.inf)
@@ -53,7 +53,9 @@ class SFTConfig(TrlArguments):
 
     def _lead_old_values(self) -> None:
         if self.loss_type == "chunked_nll":
-            self._warn("`loss_type='chunked_nll'` is deprecated: it is 'nll' now, which never holds all logits either.")
+            self._warn(
+                "`loss_type='chunked_nll'` is deprecated. Use 'nll', which does not materialize all logits either."
+            )
             self.loss_type = "nll"
         if self.packing_strategy == "bfd-requeue":
             self._warn('`packing_strategy="bfd-requeue"` is now "bfd_split".')

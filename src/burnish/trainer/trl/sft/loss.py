@@ -16,7 +16,7 @@ from burnish.loop.types import IGNORE_INDEX, Batch
 from burnish.losses.targets import Targets, sums_of_hidden
 from burnish.utils.patching import Reason, hooked
 
-_CAUGHT = Reason("head", "the loss is made of its hidden states, without logits")
+_CAUGHT = Reason("head", "the loss is computed from hidden states, without logits")
 
 
 def sums_without_logits(

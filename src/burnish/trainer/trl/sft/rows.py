@@ -18,6 +18,7 @@ from transformers.utils import logging
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import pack
 from burnish.data.chat.plain import PlainOptions, PlainTemplate
+from burnish.data.images.family import Family
 from burnish.data.sets.trl import trl_layout
 from burnish.loop.types import IGNORE_INDEX
 from burnish.trainer.data.loaders import is_datasets_set
@@ -29,6 +30,7 @@ from burnish.trainer.trl.prepared import (
     prepared,
     refuse_transform,
 )
+from burnish.trainer.trl.seeing import NOT_LEARNED, SIGHT, with_encoded_pictures
 
 if TYPE_CHECKING:
     from burnish.trainer.trl.sft.config import SFTConfig
@@ -49,12 +51,14 @@ class Preparation:
         args: ``SFTConfig``.
         completion_only: train completions only.
         formatting_func: row -> text, in place of the row's own columns.
+        family: of a model that sees, where the sets hold pictures.
     """
 
     tokenizer: Any
     args: SFTConfig
     completion_only: bool
     formatting_func: Callable[[Any], Any] | None = None
+    family: Family | None = None
 
     def __post_init__(self) -> None:
         args = self.args
@@ -62,7 +66,10 @@ class Preparation:
             args.max_length, args.truncation_mode, train_on_prompt=not self.completion_only,
             assistant_only=args.assistant_only_loss,
         )  # fmt: skip
-        self.template = PlainTemplate(options, self.tokenizer)
+        self.template = PlainTemplate(options, self.tokenizer, self.family)
+        self.names = _ROWS if self.family is None else (*_ROWS, "images")
+        if self.family is not None and not args.assistant_only_loss and not self.completion_only:
+            logger.warning(NOT_LEARNED)
         if args.assistant_only_loss and (note := self.template.note()) is not None:
             logger.warning(note)
 
@@ -70,8 +77,9 @@ class Preparation:
         """Prepare a set. One that holds token ids keeps them; one of packs stays as it is."""
         refuse_transform(dataset)
         self._check(packing)
+        dataset = dataset if self.family is None else with_encoded_pictures(dataset)
         columns = column_names(dataset)
-        if "seq_lengths" in columns:
+        if "seq_lengths" in columns or (self.family is not None and {*self.names} <= {*columns}):
             return dataset
         dataset = prepared(dataset, name, self._encode(dataset, name, columns, packing), self.args, self._kept(columns))
         if packing:
@@ -98,26 +106,28 @@ class Preparation:
         truncate = not packing and self.args.max_length is not None
         is_known = hashable_by_class(self.tokenizer)
         return EncodeRecords(
-            trl_layout("texts", sample, self.args.dataset_text_field),
-            partial(self.template.encode_flat, truncate=truncate), _ROWS,
+            trl_layout("texts", sample, self.args.dataset_text_field, None if self.family is None else SIGHT),
+            partial(self.template.encode_flat, truncate=truncate), self.names,
             f"{self.template.fingerprint} {truncate}" if is_known else None, formatting=formatting,
         )  # fmt: skip
 
     def _kept(self, columns: list[str]) -> list[str]:
         """The script's columns, which a collator of its own may read."""
-        return [] if self.formatting_func is not None else [c for c in columns if c not in (*_ROWS, *_MASKS)]
+        if self.formatting_func is not None or self.family is not None:
+            return []
+        return [c for c in columns if c not in (*_ROWS, *_MASKS)]
 
     def _formatting(self, dataset: Any, name: str, columns: list[str]) -> Callable[[Any], str] | None:
         if self.formatting_func is None:
             return None
         if "input_ids" in columns:
-            logger.warning(f"`formatting_func` is ignored: the {name} dataset holds token ids (input_ids) already.")
+            logger.warning(f"`formatting_func` is ignored: the {name} dataset is already tokenized (input_ids).")
             return None
         takes_batches = formats_batches(self.formatting_func, first_row(dataset))
         if takes_batches:
             logger.warning(
-                "`formatting_func` takes a batch and returns its texts, as earlier versions of TRL called it. "
-                "Today it takes a row and returns its text."
+                "`formatting_func` that takes a batch and returns a list of texts is deprecated. It should take one "
+                "example and return its text."
             )
         return Formatting(self.formatting_func, takes_batches)
 
@@ -128,7 +138,7 @@ class Preparation:
             dataset = dataset.remove_columns(drop)
         kept = limit if strategy == "bfd" else None  # of a row
         if is_datasets_set(dataset) and not any(learns_something(row["labels"][:kept]) for row in dataset):
-            raise UserError(f"No row of the {name} dataset is left to learn from. Raise `max_length`.")
+            raise UserError(f"No examples of the {name} dataset are left to train on. Increase `max_length`.")
         if self.args.shuffle_dataset:
             dataset = dataset.shuffle(seed=self.args.seed)
         more = {"num_proc": self.args.dataset_num_proc, "desc": f"Packing {name} dataset"}
@@ -149,7 +159,7 @@ class Formatting:
     def __call__(self, row: Any) -> str:
         text = self.function(_in_batch(row))[0] if self.takes_batches else self.function(row)
         if not isinstance(text, str):
-            what = f"formatting_func must return the text of the row that it is given. Received: {type(text).__name__}."
+            what = f"formatting_func must return the text of the example as a string. Received: {type(text).__name__}."
             raise UserError(what)
         return text
 

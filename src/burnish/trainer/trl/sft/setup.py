@@ -66,11 +66,11 @@ def ready_model(
     else:
         given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name in [name for name, value in given.items() if value is not None]:
-            logger.warning(f"`{name}` is ignored: the model is made already.")
+            logger.warning(f"`{name}` is ignored, because the model is already instantiated.")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
-            f"Expected a model that goes on with a text (a causal language model). Received: {type(model).__name__}, "
-            "an encoder with a decoder. burnish.Seq2SeqTrainer trains those."
+            f"Expected a causal language model. Received: {type(model).__name__}, an encoder-decoder model. "
+            "Use burnish.Seq2SeqTrainer."
         )
     if processing_class is None:
         processing_class = load_processing_class(model, args)
@@ -96,8 +96,8 @@ def load_named_model(name: str, args: TrlArguments, quantization_config: Any, sc
     if adapter.is_file() and not any(Path(name).glob("model*.safetensors*")):
         base = read_object(adapter).get("base_model_name_or_path")
         raise ValueError(
-            f"`{name}` is an adapter, not a model. Give the model that it was trained on ({base}), and the adapter "
-            "with peft's `PeftModel.from_pretrained(model, folder, is_trainable=True)`, or to `resume_from_checkpoint`."
+            f"`{name}` is an adapter, not a model. Load its base model ({base}), and load the adapter with "
+            "`PeftModel.from_pretrained(model, folder, is_trainable=True)` or `resume_from_checkpoint`."
         )
     given.setdefault("trust_remote_code", args.trust_remote_code)
     given["dtype"] = _dtype(given.pop("torch_dtype", None) if "dtype" not in given else given["dtype"])
@@ -126,9 +126,11 @@ def _dtype(asked: Any) -> Any:
 def load_processing_class(model: Any, args: TrlArguments) -> Any:
     """The tokenizer or processor that lies with the model."""
     given = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-    return AutoProcessor.from_pretrained(
-        model_id(model), revision=given.get("revision"), trust_remote_code=args.trust_remote_code
-    )
+    more = {"revision": given.get("revision"), "trust_remote_code": args.trust_remote_code}
+    if getattr(model.config, "vision_config", None) is None:
+        return AutoProcessor.from_pretrained(model_id(model), **more)
+    # The composed processor of most models that see needs torchvision; burnish takes its image processor alone.
+    return AutoTokenizer.from_pretrained(model_id(model), **more)
 
 
 def inner_tokenizer(processing_class: Any) -> Any:
@@ -183,7 +185,7 @@ def take_chat_template(model: Any, processing_class: Any, path: str) -> list[int
     """
     if path.endswith((".jinja", ".j2")):
         if not Path(path).is_file():
-            raise ValueError(f"`chat_template_path` names a file that does not exist: {Path(path).absolute()}")
+            raise ValueError(f"`chat_template_path`: the file {Path(path).absolute()} does not exist.")
         processing_class.chat_template = Path(path).read_text(encoding="utf-8")
         return []
     tokenizer, source = inner_tokenizer(processing_class), AutoTokenizer.from_pretrained(path)
@@ -234,8 +236,8 @@ def _train_added_tokens(peft_config: Any, added_tokens: list[int]) -> None:
     saved = list(peft_config.modules_to_save or [])
     if "lm_head" not in saved:
         logger.warning(
-            "The chat template brought new tokens, and 'lm_head' is not in PEFT's `modules_to_save`: it was put there, "
-            "so that the model learns to write them."
+            "The chat template added new tokens. 'lm_head' was added to PEFT's `modules_to_save`, so that the model "
+            "learns to generate them."
         )
         peft_config.modules_to_save = [*saved, "lm_head"]
 

@@ -28,11 +28,11 @@ from burnish.trainer.inspection import has_virtual_tokens, is_peft_model
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
 from burnish.trainer.trl.prepared import column_names, first_row
+from burnish.trainer.trl.seeing import SeeingCollator, family_for
 from burnish.trainer.trl.sft.checks import (
     check_objective,
     check_sft_sets,
     learns_completions,
-    refuse_images,
     skips_preparation,
     with_old_arguments,
 )
@@ -95,7 +95,7 @@ class SFTTrainer(TrlTrainer):
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
         model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
         sample = first_row(train_dataset)
-        refuse_images(sample, processing_class)
+        self.family = family_for(model, processing_class, inner_tokenizer(processing_class), sample)
         if peft_config is not None:
             model = attach_peft(model, peft_config, added)
         self.completion_only_loss = learns_completions(args, sample)
@@ -103,14 +103,22 @@ class SFTTrainer(TrlTrainer):
         self.padding_free = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
         if data_collator is None:
             data_collator = self._own_collator(model, processing_class, args)
+            if self.family is not None:
+                data_collator = SeeingCollator(
+                    model, self.family, data_collator, data_collator.pad_token_id, data_collator.pad_to_multiple_of,
+                    self.padding_free,
+                )  # fmt: skip
         self._skip_prepare_dataset = skips_preparation(args)
         tokenizer = inner_tokenizer(processing_class)
-        self._prepare = Preparation(tokenizer, args, self.completion_only_loss, formatting_func)
+        self._prepare = Preparation(tokenizer, args, self.completion_only_loss, formatting_func, self.family)
         evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset} if eval_dataset else {}
         self._refuse_masks_without_labels({"train": train_dataset, **evals}, data_collator)
         if not self._skip_prepare_dataset:
-            train_dataset = self._prepare(train_dataset, "train", args.packing)
-            eval_dataset = self._prepared_evals(eval_dataset, args)
+            self._formatting_func = formatting_func
+            train_dataset = self._prepare_dataset(
+                train_dataset, processing_class, args, args.packing, formatting_func, "train"
+            )
+            eval_dataset = self._prepared_evals(eval_dataset, processing_class, args)
         if is_peft_model(model):
             finish_peft(model, args)
         self._set_router(model, args.router_aux_loss_coef)
@@ -149,13 +157,18 @@ class SFTTrainer(TrlTrainer):
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def _prepared_evals(self, eval_dataset: Any, args: SFTConfig) -> Any:
-        if eval_dataset is None:
-            return None
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        """A set of token ids with labels (``rows.py``). An override may map it before, or give such rows itself."""
+        return self._prepare(dataset, dataset_name, packing)
+
+    def _prepared_evals(self, evals: Any, processing_class: Any, args: SFTConfig) -> Any:
         packing = args.packing if args.eval_packing is None else args.eval_packing
-        if isinstance(eval_dataset, dict):
-            return {name: self._prepare(dataset, name, packing) for name, dataset in eval_dataset.items()}
-        return self._prepare(eval_dataset, "eval", packing)
+        more = (processing_class, args, packing, self._formatting_func)
+        if isinstance(evals, dict):
+            return {name: self._prepare_dataset(dataset, *more, name) for name, dataset in evals.items()}
+        return None if evals is None else self._prepare_dataset(evals, *more, "eval")
 
     def _refuse_masks_without_labels(self, datasets: dict[str, Any], collator: Any) -> None:
         """Masks are made labels when a set is prepared; a set that is not would be learned whole."""
@@ -172,7 +185,7 @@ class SFTTrainer(TrlTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            self._signature_columns = ["input_ids", "labels", "seq_lengths"]
+            self._signature_columns = ["input_ids", "labels", "seq_lengths", "images"]
 
     def _get_dataloader(self, *given: Any, **more: Any) -> Any:
         """For a GPU, and where nothing of a subclass stands between loader and loss, batches say which positions are
@@ -195,7 +208,7 @@ class SFTTrainer(TrlTrainer):
         sums, targets, aux, _ = self._sums(model, inputs, needs_logits=False)
         num_items = self._num_items(inputs)
         total = sums.total if aux is None else sums.total + self.router_aux_loss_coef * aux * num_items
-        return Loss(total, self._metrics(sums, targets, aux, num_items))
+        return Loss(total, self._measured_in(sums, targets, aux, num_items))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -217,9 +230,9 @@ class SFTTrainer(TrlTrainer):
             if aux is not None:
                 loss = loss + self.router_aux_loss_coef * aux
         if model.training:
-            self._step.sums.update(self._metrics(sums, num_targets, aux, self._num_items(inputs)))
+            self._step.sums.update(self._measured_in(sums, num_targets, aux, self._num_items(inputs)))
         else:
-            found = {**self._metrics(sums, num_targets, aux), "items": num_targets}
+            found = {**self._measured_in(sums, num_targets, aux), "items": num_targets}
             for name, value in found.items():
                 self._eval_sums[name] = self._eval_sums.get(name, 0) + value.detach().float()
         return (loss, outputs) if return_outputs else loss
@@ -256,7 +269,7 @@ class SFTTrainer(TrlTrainer):
         softcap = head.softcap if head else None
         return TokenLoss(smoothing, softcap, accuracy=True, entropy=True, factor="dft" if is_dft else None)
 
-    def _metrics(
+    def _measured_in(
         self, sums: TokenSums, num_targets: Tensor, aux: Tensor | None, num_items: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Sums over the learned tokens, for the log.
@@ -300,7 +313,9 @@ class SFTTrainer(TrlTrainer):
 
     def _handed_in(self, dataset: Any) -> Any:
         self._refuse_masks_without_labels({"eval": dataset}, self.data_collator)
-        return dataset if self._skip_prepare_dataset else self._prepared_evals(dataset, self.args)
+        return (
+            dataset if self._skip_prepare_dataset else self._prepared_evals(dataset, self.processing_class, self.args)
+        )
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
@@ -313,8 +328,9 @@ class SFTTrainer(TrlTrainer):
             totals = self._engine.sum(torch.stack([self._eval_sums[name] for name in names])).tolist()
             means = dict(zip(names, totals, strict=True))
             items = max(means.pop("items"), 1.0)
-            output.metrics.update({f"{metric_key_prefix}_{name}": value / items for name, value in means.items()})
-            output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
+            metrics: Any = output.metrics
+            metrics.update({f"{metric_key_prefix}_{name}": value / items for name, value in means.items()})
+            metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
         return output
 
 

@@ -1,0 +1,86 @@
+"""Writes docs/recipes.md: the files of examples/recipes, and the memory that each takes on a GPU.
+
+In: the recipes; shapes of models. Out: the page, with a table made by the functions that ``burnish explain`` prints its
+memory from. ``--check`` writes nothing, and fails where the page is not what would be written.
+
+    python scripts/make_recipes_page.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from make_scaling_page import MODELS
+from transformers import Qwen2Config
+
+from burnish.adapters.base import ADAPTERS
+from burnish.config.options import build
+from burnish.models.load import meta_model
+from burnish.run.plan import resources
+from burnish.run.plan.config_files import read_config
+from burnish.run.plan.memory import GIB
+from burnish.run.plan.options import RunOptions
+from burnish.run.plan.resources import formats_of, memory_of, rows_of_batch, sizes_of
+
+ROOT = Path(__file__).parents[1]
+PAGE, RECIPES = ROOT / "docs" / "recipes.md", ROOT / "examples" / "recipes"
+ORDER = ("full", "lora", "qlora", "dora", "pissa", "badam", "pretrain", "dpo", "kto", "reward")
+SEQUENCES = {"dpo": 2, "rm": 2}
+"""Sequences of a row: both responses of a pair."""
+SEVEN = Qwen2Config(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+                    num_attention_heads=28, num_key_value_heads=4)  # fmt: skip
+SHAPES = {"0.5B": MODELS["0.5B"], "7B": SEVEN, "70B": MODELS["70B"]}
+INTRODUCTION = """# Recipes
+
+<!-- Made by scripts/make_recipes_page.py from examples/recipes; a test holds it against them. -->
+
+Complete files to start from: replace the model, the dataset and `output_dir`, look at `burnish explain`, and train. A
+test runs each for some steps on the bundled model.
+
+Memory of one GPU in GiB, estimated by the functions that `burnish explain` prints from, with rows of `cutoff_len`, for
+models of the shapes of Qwen2.5 0.5B and 7B and Llama 3 70B. **The estimates are not measured on a GPU.** More than one
+GPU has: [Scaling](scaling.md).
+
+"""
+
+
+def memory(given: dict[str, Any], config: Any) -> str:
+    """The estimate for a recipe and a model of this shape, in GiB."""
+    options, problems = build(RunOptions, given)
+    assert not problems, problems
+    config.dtype = torch.bfloat16
+    with torch.device("meta"):
+        sizes = sizes_of(ADAPTERS[options.finetuning_type](options, []), meta_model(config), options)
+    tokens = options.cutoff_len * rows_of_batch(options) * SEQUENCES.get(options.stage, 1)
+    terms = memory_of(options, config, sizes, formats_of(options, config, sizes), tokens)
+    gigabytes = sum(term.num_bytes for term in terms) / GIB
+    return f"{gigabytes:.3g}" if gigabytes < 100 else f"{gigabytes:,.0f}"
+
+
+def page() -> str:
+    resources.device_of = lambda options: torch.device("cuda")  # the table is of GPUs, wherever it is made
+    lines = [f"| Recipe | {' | '.join(SHAPES)} |", f"|---|{'---|' * len(SHAPES)}"]
+    sections = []
+    for name in ORDER:
+        text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
+        given = read_config(RECIPES / f"{name}.yaml")
+        cells = " | ".join(memory(given, config) for config in SHAPES.values())
+        lines.append(f"| [{name}](#{name}) | {cells} |")
+        head, _, body = text.removeprefix("# ").partition("\n")
+        sections.append(f"## {name}\n\n{head}\n\n```yaml\n# {name}.yaml\n{body}```\n")
+    return INTRODUCTION + "\n".join(lines) + "\n\n" + "\n".join(sections)
+
+
+def main() -> None:
+    made = page()
+    if "--check" not in sys.argv:
+        PAGE.write_text(made, encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != made:
+        sys.exit("docs/recipes.md is not what scripts/make_recipes_page.py writes. Run it.")
+
+
+if __name__ == "__main__":
+    main()

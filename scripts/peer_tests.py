@@ -1,0 +1,264 @@
+"""Runs TRL's own tests of its trainers, as they are and with the trainers led to burnish's: tables of docs/parity-*.md.
+
+    python scripts/peer_tests.py FOLDER            # prints the tables; FOLDER: a source tree of TRL, with tests/
+    python scripts/peer_tests.py FOLDER --write    # puts them into the documents
+    python scripts/peer_tests.py FOLDER dpo kto    # the tests of some trainers; failures by name
+
+In: TRL and what its tests import (pytest, parameterized), installed. The tests ask for models and sets of the hub;
+small ones are made in the working folder under the same names, so that nothing is downloaded. Names that the installed
+TRL does not have any more are stood in for, so that only the tests that use them fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- tests: made by scripts/peer_tests.py -->", "<!-- end of table -->"
+FILES = {"sft": "parity-sft.md", **dict.fromkeys(("dpo", "kto", "reward", "orpo", "cpo"), "parity-preferences.md")}
+"""Trainer -> the document with its line."""
+LED = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "orpo": "ORPO", "cpo": "CPO"}
+HUB = "trl-internal-testing"
+
+
+# --- the plugin of pytest ---------------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: Any) -> None:
+    """Prepare the process of the tests: stand-ins first, then the names."""
+    import transformers
+
+    make_models(Path(HUB))
+    make_sets(Path(HUB))
+    on_cpu(transformers.TrainingArguments)
+    transformers.logging.set_verbosity_error()
+    for file in Path(os.environ["PEER_TESTS"]).glob("tests/test*.py"):
+        for module, name in imported(file):
+            stand_in(module, name)
+    if os.environ["LED_TO"] == "burnish":
+        lead()
+
+
+def on_cpu(arguments: Any) -> None:
+    """Set ``use_cpu``, without which TRL asks for a GPU that has bfloat16."""
+    original = arguments.__post_init__
+
+    def with_cpu(self: Any) -> None:
+        self.use_cpu = True
+        original(self)
+
+    arguments.__post_init__ = with_cpu
+
+
+def imported(file: Path) -> Iterator[tuple[str, str]]:
+    """(module, name) of what a file imports from TRL and from transformers' helpers of tests."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (
+            (node.module or "").split(".")[0] == "trl" or node.module == "transformers.testing_utils"
+        ):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+class GoneType(type):
+    """Of what stands in the place of a name that the installed TRL does not have any more: a class that may be
+    inherited from, and that fails when called. Its attributes are such classes, with a ``value`` as enums have."""
+
+    def __getattr__(cls, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        return cls.__name__.lower() if attribute == "value" else gone(attribute)
+
+
+def gone(name: str) -> type:
+    def fail(self: object, *given: Any, **named: Any) -> None:
+        raise NotImplementedError(f"{name} is not in the installed TRL")
+
+    return GoneType(name, (), {"__init__": fail})
+
+
+def stand_in(module: str, name: str) -> None:
+    """Give a module a name that it does not have: from TRL's experimental part, or else one that fails; of what a test
+    requires, one that skips it."""
+    try:
+        holder: Any = importlib.import_module(module)
+    except ImportError:
+        holder = sys.modules[module] = ModuleType(module)
+    try:
+        getattr(holder, name)
+    except (AttributeError, ImportError, RuntimeError):
+        if name.startswith("require_"):
+            setattr(holder, name, unittest.skip(f"{name} is not in the installed {module}"))
+            return
+        kind = name.removesuffix("Trainer").removesuffix("Config").lower()
+        try:
+            setattr(holder, name, getattr(importlib.import_module(f"trl.experimental.{kind}"), name))
+        except (AttributeError, ImportError):
+            setattr(holder, name, gone(name))
+
+
+def lead() -> None:
+    """Lead the names of the trainers to burnish's."""
+    import trl
+
+    import burnish
+    from burnish.trainer.trl.sft.collator import DataCollatorForLanguageModeling
+
+    for kind in LED.values():
+        for name in (f"{kind}Trainer", f"{kind}Config"):
+            setattr(trl, name, getattr(burnish, name))
+    importlib.import_module("trl.trainer.sft_trainer").DataCollatorForLanguageModeling = DataCollatorForLanguageModeling  # type: ignore[attr-defined]
+
+
+def make_models(folder: Path) -> None:
+    import torch
+    import transformers
+
+    import burnish
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(Path(burnish.__file__).parent / "demo" / "model")
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": tokenizer.pad_token_id,
+             "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}  # fmt: skip
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}
+    models: dict[str, dict[str, Any]] = {
+        "Qwen2ForCausalLM-2.5": sizes, "Qwen3ForCausalLM": {**sizes, "head_dim": 4}, "LlamaForCausalLM-3.2": sizes,
+        "Qwen3MoeForCausalLM": {**sizes, **experts}, "GPTNeoXForCausalLM": sizes,
+        "GptOssForCausalLM": {**sizes, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4},
+        "T5ForConditionalGeneration": {"vocab_size": len(tokenizer), "d_model": 8, "d_ff": 16, "d_kv": 4,
+                                       "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0},
+    }  # fmt: skip
+    for name, given in models.items():
+        kind = name.split("-")[0]
+        torch.manual_seed(0)
+        config_class = getattr(transformers, kind).config_class
+        place = folder / f"tiny-{name}"
+        getattr(transformers, kind)(config_class(**given)).save_pretrained(place)
+        tokenizer.save_pretrained(place)
+
+
+def make_sets(folder: Path) -> None:
+    """The forms of TRL's set ``zen``, with the same names and numbers of rows, and two sets of conversations."""
+    others = ("ornate", "dark", "long", "wide", "loud", "dense", "late")
+    lines = [f"{word} is better than {other}" for word in ("Plain", "Clear", "Short") for other in others][:19]
+    cut = [(line[: line.index("better")], line[line.index("better") :], "worse.") for line in lines]
+
+    def said(role: str, text: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": text}]
+
+    def asked(text: str) -> list[dict[str, str]]:
+        return said("user", f"What is {text.split()[0]}?")
+
+    answers = [(asked(line), said("assistant", line), said("assistant", "No.")) for line in lines]
+    standard = {
+        "language_modeling": [{"text": line} for line in lines],
+        "prompt_only": [{"prompt": p} for p, _, _ in cut],
+        "prompt_completion": [{"prompt": p, "completion": c} for p, c, _ in cut],
+        "preference": [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in cut],
+        "implicit_prompt_preference": [{"chosen": p + c, "rejected": p + r} for p, c, r in cut],
+        "unpaired_preference": [{"prompt": p, "completion": c, "label": n % 2 == 0} for n, (p, c, _) in enumerate(cut)],
+    }
+    conversational = {
+        "language_modeling": [{"messages": p + c} for p, c, _ in answers],
+        "prompt_only": [{"prompt": p} for p, _, _ in answers],
+        "prompt_completion": [{"prompt": p, "completion": c} for p, c, _ in answers],
+        "preference": [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in answers],
+        "implicit_prompt_preference": [{"chosen": p + c, "rejected": p + r} for p, c, r in answers],
+        "unpaired_preference": [
+            {"prompt": p, "completion": c, "label": n % 2 == 0} for n, (p, c, _) in enumerate(answers)
+        ],
+    }
+    both = (("standard", standard), ("conversational", conversational))
+    zen = {f"{prefix}_{name}": rows for prefix, forms in both for name, rows in forms.items()}
+    write_set(folder / "zen", zen)
+    write_set(folder / "harmony", {name: conversational[name] for name in ("language_modeling", "prompt_completion")})
+    write_set(folder / "toolcall", {"default": [{**row, "tools": "[]"} for row in conversational["language_modeling"]]})
+
+
+def write_set(folder: Path, forms: dict[str, list[dict[str, Any]]]) -> None:
+    """A folder that ``load_dataset`` reads by the names of its forms, with two rows for tests."""
+    lines = ["---", "configs:"]
+    for name, rows in forms.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        lines += [f"- config_name: {name}", "  data_files:"]
+        for split, part in (("train", rows[:-2]), ("test", rows[-2:])):
+            (folder / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, part)))
+            lines += [f"  - split: {split}", f"    path: {name}/{split}.jsonl"]
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+
+
+# --- the two runs -----------------------------------------------------------------------------------------------------
+
+
+def outcomes(source: Path, trainer: str, led_to: str) -> dict[str, str]:
+    """Name of a test -> passed, failed or skipped."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(source / "tests", f"{folder}/tests")  # without TRL itself, of another version, beside it
+        Path(folder, "tests", "__init__.py").touch()
+        environment = {
+            **os.environ, "PEER_TESTS": str(source), "LED_TO": led_to, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled",
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT / "scripts"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+            ),
+        }  # fmt: skip
+        words = ["-p", "peer_tests", "-q", "--tb=native", "--no-header", "-p", "no:cacheprovider", "--junitxml",
+                 f"{folder}/found.xml", "-o", "addopts=", "-c", os.devnull, "--rootdir", folder]  # fmt: skip
+        file = f"tests/test_{trainer}_trainer.py"
+        subprocess.run([sys.executable, "-m", "pytest", *words, file], cwd=folder, env=environment, stdout=sys.stderr)
+        cases = ElementTree.parse(f"{folder}/found.xml").iter("testcase")  # noqa: S314 - written a line above
+        return {case.get("name", ""): next((child.tag for child in case), "passed") for case in cases}
+
+
+def line_of(source: Path, trainer: str) -> tuple[str, list[str]]:
+    """A line of the table, and the tests that pass on TRL alone."""
+    theirs, ours = (outcomes(source, trainer, led_to) for led_to in ("trl", "burnish"))
+    there = [name for name, outcome in theirs.items() if outcome != "skipped"]
+    good = [name for name in there if theirs[name] == "passed"]
+    lost = [name for name in good if ours.get(name) != "passed"]
+    more = sum(ours.get(name) == "passed" for name in there if name not in good)
+    return f"| `test_{trainer}_trainer.py` | {len(there)} | {len(good)} | {len(good) - len(lost)} | {more} |", lost
+
+
+def main(arguments: list[str]) -> str | None:
+    """Returns what is wrong."""
+    names = [word for word in arguments[1:] if word != "--write"]
+    if not arguments or not Path(arguments[0], "tests").is_dir():
+        return "Give the folder of TRL's sources, which has tests/."
+    if unknown := [name for name in names if name not in FILES]:
+        return f"Unknown trainer: {', '.join(unknown)}. Expected: {', '.join(FILES)}."
+    source, found = Path(arguments[0]).resolve(), dict[str, tuple[str, list[str]]]()
+    for trainer in names or FILES:
+        found[trainer] = line_of(source, trainer)
+        print(found[trainer][0], *found[trainer][1], sep="\n    ", flush=True)
+    if "--write" not in arguments:
+        return None
+    if names:
+        return "--write puts whole tables into the documents; leave the names out."
+    import trl
+    from parity_sft import put_into
+
+    head = "| tests | run | pass on TRL | of these on burnish | on burnish alone |\n|---|---|---|---|---|"
+    version = source.name.removeprefix("trl-")
+    for document in dict.fromkeys(FILES.values()):
+        lines = [line for trainer, (line, _) in found.items() if FILES[trainer] == document]
+        missed = [f"`{name}`" for trainer, (_, lost) in found.items() if FILES[trainer] == document for name in lost]
+        said = f"Tests of TRL {version}, on TRL {trl.__version__}."
+        told = f"Pass on TRL alone: {', '.join(missed) or 'none'}."
+        put_into(ROOT / "docs" / document, "\n".join([said, "", head, *lines, "", told]), BEGIN)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,54 @@
+"""The family of a checkpoint, among those that are known."""
+
+from __future__ import annotations
+
+from burnish.config.errors import UserError
+from burnish.data.images import grids, tiles  # noqa: F401 - their families register themselves
+from burnish.data.images.family import FAMILIES, Checkpoint, Family
+
+
+def family_of(source: Checkpoint) -> Family:
+    """The family of a checkpoint.
+
+    Raises:
+        UserError: for a model type that no family covers, with those that are covered.
+    """
+    name = family_name(source.config)
+    if name not in FAMILIES:
+        raise UserError(
+            f"Models of type {name} cannot be trained on images yet.",
+            remedy=f"Model types: {', '.join(sorted(FAMILIES.names()))}.",
+        )
+    return FAMILIES[name](source)
+
+
+def family_name(config: object) -> str:
+    """The name under which a model's family is registered: its model type, but for a LLaVA with Pixtral's tower."""
+    name = str(getattr(config, "model_type", ""))
+    tower = str(getattr(getattr(config, "vision_config", None), "model_type", ""))
+    return "pixtral" if (name, tower) == ("llava", "pixtral") else name
+
+
+_WRITTEN = {
+    "qwen2_vl qwen3_vl qwen3_vl_nothink qwen3_5 qwen3_5_nothink qwen3_6 mimo_vl keye_vl dots_ocr": "<|image_pad|>",
+    "gemma3 gemma3n": "<image_soft_token>",
+    "gemma4 gemma4n glm4v glm4_5v glm_ocr mllama": "<|image|>",
+    "llava llava_next llava_next_llama3 llava_next_mistral llava_next_qwen llava_next_yi granite3_vision yi_vl lfm2_vl "
+    "paligemma paligemma_chat": "<image>",
+    "intern_vl intern_s1": "<IMG_CONTEXT>",
+    "pixtral mistral_small ministral3": "[IMG]",
+    "llama4": "<|patch|>",
+}
+"""Named templates that LLaMA-Factory gives a way of writing pictures -> the placeholder that they write."""
+PLACEHOLDERS = {template: word for templates, word in _WRITTEN.items() for template in templates.split()}
+
+
+def check_family(template: str, family: Family) -> None:
+    """Raise UserError where a named template was made for models of another family."""
+    expected = PLACEHOLDERS.get(template)
+    if expected is not None and expected != family.placeholder:
+        raise UserError(
+            f"template {template} writes {expected}, the model {family.model_type} expects {family.placeholder}.",
+            remedy="Name the template of the model, or none: then the chat template of the tokenizer is used.",
+            option="template",
+        )

@@ -1,0 +1,186 @@
+"""Families of models that see: what stands in a row for a picture of a given size.
+
+In: a checkpoint's configuration, image processor and tokenizer. Out: a ``Family``: the text around a picture, and the
+token ids that stand for it, from its width and height alone. Refused: models of another family, a tokenizer without the
+family's control tokens.
+
+A template writes one ``mark`` for each picture, a control token; ``chat/pictures.py`` replaces its id by ``ids``.
+
+    @FAMILIES.register("llava")
+    class Llava(Family):
+        mark = "<image>"
+        def ids(self, width, height): ...
+
+Sizes and counts are those of transformers' image and composed processors (their files are named at each class).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import sqrt
+from typing import TYPE_CHECKING, Any
+
+from burnish.config.errors import UserError
+from burnish.config.registry import Registry
+from burnish.data.images.picture import Picture, upright
+from burnish.loop.types import Ids
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_ASPECT = 200
+"""Aspect ratio that Qwen's and GLM's image processors refuse beyond."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a family is built from.
+
+    Args:
+        config: the model's configuration, as transformers reads it.
+        processor: its image processor (``AutoImageProcessor``, never the composed processor).
+        tokenizer: with the control tokens.
+        settings: ``processor_config.json`` as it is in the folder; empty where there is none.
+        shrinks: pictures whose row is too long are made smaller (``image_fit``).
+    """
+
+    config: Any
+    processor: Any
+    tokenizer: Any
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    shrinks: bool = False
+
+
+class Family:
+    """A family of models over one checkpoint.
+
+    Args:
+        source: the checkpoint.
+
+    ``mark`` is the control token that stands for one picture in the text of a template, ``placeholder`` the token whose
+    embedding the model replaces by a feature of the picture. ``written`` is what a named template writes for a picture,
+    ``own`` what the mark in the text of a chat template becomes; both hold the mark once.
+    """
+
+    mark = "<image>"
+    placeholder = ""  # default: the mark
+    written = ""
+    own = ""
+    around: tuple[str, ...] = ()
+    """Control tokens directly around the mark, which a truncated row keeps with their picture."""
+    squeezes = False
+    """Whether LLaMA-Factory also raises a side below 28 pixels, and squeezes a picture beyond ``MOST_ASPECT``."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.source, self.processor, self.tokenizer = source, source.processor, source.tokenizer
+        self.model_type = str(source.config.model_type)
+        self.placeholder = self.placeholder or self.mark
+        self.written, self.own = self.written or self.mark, self.own or self.mark
+        self.mark_id, self.placeholder_id = self.token_id(self.mark), self.token_id(self.placeholder)
+        self._ids: dict[tuple[int, int], Ids] = {}
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """The control tokens of pictures, which only a template can write."""
+        return tuple(dict.fromkeys((self.mark, self.placeholder, *self.around)))
+
+    def token_id(self, word: str) -> int:
+        """The id of a control token. Raises UserError where the tokenizer lacks it."""
+        found = self.tokenizer.get_vocab().get(word)
+        if found is None:
+            what = f'the tokenizer has no token "{word}", which stands for pictures in {self.model_type}.'
+            raise UserError(what, remedy="Use the tokenizer of the checkpoint.")
+        return int(found)
+
+    def ids(self, width: int, height: int) -> Ids:
+        """The ids that replace the mark of a picture of this size, as the image processor is given it."""
+        if (width, height) not in self._ids:
+            self._ids[width, height] = self._made(width, height)
+        return self._ids[width, height]
+
+    def _made(self, width: int, height: int) -> Ids:
+        raise NotImplementedError
+
+    def of(self, picture: Picture, num_pictures: int = 1) -> Ids:
+        """The ids that replace the mark of a picture. Args: num_pictures: in its row, itself included."""
+        return self.ids(*self.given_sizes(picture)[-1])
+
+    def processed(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after the image processor's own resize, for a reader; of tiles, all of them together."""
+        return width, height
+
+    def patches(self, width: int, height: int) -> int:
+        """Patches that the tower computes for a picture of this size."""
+        return self.ids(width, height).count(self.placeholder_id)
+
+    # --- the size that the image processor is given ------------------------------------------------------------------
+
+    def given_sizes(self, picture: Picture) -> list[tuple[int, int]]:
+        """Sizes (width, height) of the resizes before the image processor, the picture's own first.
+
+        Without limits there is none. With them it is LLaMA-Factory's rule (src/llamafactory/data/mm_plugin.py): down to
+        ``max_pixels``, up to ``min_pixels``; for Qwen and GLM then both sides to at least 28 pixels, and the longer one
+        to 180 times the shorter beyond 200 to 1.
+        """
+        width, height = picture.width, picture.height
+        sizes = [(width, height)]
+        for limit, is_beyond in ((picture.max_pixels, int.__gt__), (picture.min_pixels, int.__lt__)):
+            if limit is not None and is_beyond(width * height, limit):
+                factor = sqrt(limit / (width * height))
+                width, height = int(width * factor), int(height * factor)
+                sizes.append((width, height))
+        if self.squeezes and picture.max_pixels is not None:
+            if min(width, height) < 28:
+                width, height = max(width, 28), max(height, 28)
+                sizes.append((width, height))
+            if width / height > MOST_ASPECT:
+                sizes.append((height * 180, height))
+            elif height / width > MOST_ASPECT:
+                sizes.append((width, width * 180))
+        return sizes
+
+    def prepared(self, picture: Picture) -> Image:
+        """The pixels as the image processor is given them: RGB, resized by ``given_sizes`` (bicubic).
+
+        Raises:
+            UserError: for a picture that cannot be decoded.
+        """
+        image, sizes = upright(picture), self.given_sizes(picture)[1:]
+        limits = sum(limit is not None for limit in (picture.max_pixels, picture.min_pixels))
+        for number, size in enumerate(sizes):
+            if number == limits:
+                image = image.convert("RGB")
+            image = image.resize(size)
+        return image.convert("RGB")
+
+    # --- what the processor says --------------------------------------------------------------------------------------
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A setting of the composed processor, as ``processor_config.json`` has it."""
+        found = self.source.settings.get(name)
+        return default if found is None else found
+
+    def text_ids(self, text: str) -> Ids:
+        return array("i", self.tokenizer.encode(text, add_special_tokens=False))
+
+    @cached_property
+    def identity(self) -> Any:
+        """Changes whenever the tokens of a picture would change, or its pixels."""
+        settings = self.processor.to_dict()
+        known = [type(self).__name__, type(self.processor).__name__, settings, dict(self.source.settings)]
+        return [*known, self.source.shrinks]
+
+    def check(self, picture: Picture) -> None:
+        """Raise BadPicture for a picture that the image processor refuses."""
+
+
+FAMILIES: Registry[type[Family]] = Registry("picture family")
+"""Model type (``config.model_type``) -> family."""
+
+
+def repeated(token: int, count: int) -> Ids:
+    """``count`` times one id."""
+    return array("i", [token]) * count

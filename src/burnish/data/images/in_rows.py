@@ -1,0 +1,175 @@
+"""Pictures in encoded text: the mark that a template wrote for each is replaced by the ids that stand for it.
+
+In: the tokens of a conversation with one mark per picture, and the pictures. Out: the tokens with each mark replaced by
+the family's ids, where each picture then is, and labels that hold no placeholder: a placeholder carries no information
+that a model could learn to write.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from burnish.data.images.family import Family
+from burnish.data.images.picture import BadPicture, Picture
+from burnish.loop.types import IGNORE_INDEX, PICTURE, Example, Ids, Message
+
+if TYPE_CHECKING:
+    from burnish.data.chat.labels import Segment, Turn
+
+PLAIN = "\ufffd"
+"""What a record's own ``PICTURE`` character becomes."""
+
+
+def pictures_in(example: Example) -> list[Picture]:
+    """The pictures of a conversation, in their order."""
+    return [picture for message in example.messages for picture in message.pictures]
+
+
+def cleaned(example: Example) -> Example:
+    """The example without ``PICTURE`` in the texts of its record."""
+    if not any(PICTURE in message.text for message in example.messages):
+        return example
+    return replace(example, messages=tuple(map(_clean, example.messages)))
+
+
+def _clean(message: Message) -> Message:
+    if isinstance(message.content, str):
+        return replace(message, content=message.content.replace(PICTURE, PLAIN))
+    parts = (
+        replace(part, value=part.value.replace(PICTURE, PLAIN)) if part.kind == "text" else part
+        for part in message.content
+    )
+    return replace(message, content=tuple(parts))
+
+
+class Marks:
+    """Replaces marks by the ids of a family."""
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self._around = frozenset(map(family.token_id, family.around))
+
+    def spans(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[tuple[int, Ids]]:
+        """The position of each mark in ``ids``, and the ids that replace it.
+
+        Raises:
+            BadPicture: where marks and pictures are not of the same number.
+        """
+        places = [place for place, token in enumerate(ids) if token == self.family.mark_id]
+        if len(places) != len(pictures):
+            raise BadPicture(
+                f'the template writes "{self.family.mark}" {len(places)} times for {len(pictures)} pictures'
+            )
+        return [(place, self.family.of(one, len(pictures))) for place, one in zip(places, pictures, strict=True)]
+
+    def expanded(self, ids: Ids, pictures: Sequence[Picture], mask: Sequence[int] | None = None) -> Expanded:
+        """Replace the marks in a row. Args: mask: a number per token; a mark's is repeated."""
+        return Expanded(ids, self.spans(ids, pictures), pictures, mask)
+
+    def turns(self, turns: Sequence[Turn], pictures: Sequence[Picture]) -> list[Turn]:
+        """Turns in which each mark is replaced, before they have labels."""
+        marks = iter(self.spans([token for segment in chain(*turns) for token in segment.ids], pictures))
+        left = iter(pictures)
+        return [(self._segment(before, marks, left), self._segment(after, marks, left)) for before, after in turns]
+
+    def _segment(self, segment: Segment, marks: Any, left: Any) -> Segment:
+        places = [place for place, token in enumerate(segment.ids) if token == self.family.mark_id]
+        if not places:
+            return segment
+        spans = [(place, next(marks)[1]) for place in places]
+        made = Expanded(segment.ids, spans, [next(left) for _ in places])
+        return replace(
+            segment, ids=made.ids, pictures=made.pictures, begin=made.moved(segment.begin),
+            content=self._content(segment, made),
+        )  # fmt: skip
+
+    def _content(self, segment: Segment, made: Expanded) -> Callable[[], list[bool]]:
+        """Which tokens truncation may remove: none of a picture, nor the control tokens at its sides."""
+
+        def flags() -> list[bool]:
+            old = list(segment.content())
+            for place, _ in made.spans:
+                for beside in (place - 1, place, place + 1):
+                    if beside == place or (0 <= beside < len(old) and segment.ids[beside] in self._around):
+                        old[beside] = False
+            return made.repeated(old)
+
+        return flags
+
+    def without_placeholders(self, segment: Segment) -> Segment:
+        """A labelled segment whose labels hold no placeholder."""
+        if not segment.pictures:
+            return segment
+        labels = segment.labels[:]
+        for place in chain.from_iterable(range(one.begin, one.end) for one in segment.pictures):
+            if segment.ids[place] == self.family.placeholder_id:
+                labels[place] = IGNORE_INDEX
+        return replace(segment, labels=labels)
+
+
+class Expanded:
+    """A row in which marks were replaced.
+
+    Args:
+        ids: the row with its marks.
+        spans: the position of each mark, and the ids that replace it.
+        pictures: one for each mark.
+        mask: a number per token of ``ids``.
+    """
+
+    def __init__(
+        self, ids: Ids, spans: Sequence[tuple[int, Ids]], pictures: Sequence[Picture],
+        mask: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.spans, self._places = spans, [place for place, _ in spans]
+        self._sizes = [len(new) for _, new in spans]
+        self.ids, done = array("i"), 0
+        self.pictures: list[Picture] = []
+        for (place, new), picture in zip(spans, pictures, strict=True):
+            self.ids += ids[done:place]
+            self.pictures.append(replace(picture, begin=len(self.ids), end=len(self.ids) + len(new)))
+            self.ids += new
+            done = place + 1
+        self.ids += ids[done:]
+        self.mask = None if mask is None else self.repeated(mask)
+
+    def repeated(self, values: Sequence[Any]) -> list[Any]:
+        """A value per token of the row with marks -> one per token; that of a mark for all of its picture."""
+        found: list[Any] = []
+        done = 0
+        for place, size in zip(self._places, self._sizes, strict=True):
+            found += values[done:place]
+            found += [values[place]] * size
+            done = place + 1
+        found += values[done:]
+        return found
+
+    def moved(self, place: int) -> int:
+        """Where a token of the row with marks begins."""
+        before = bisect_right(self._places, place - 1)
+        return place + sum(self._sizes[:before]) - before
+
+
+def shifted(pictures: Iterable[Picture], by: int) -> list[Picture]:
+    """The same pictures ``by`` tokens further on."""
+    return [replace(one, begin=one.begin + by, end=one.end + by) for one in pictures]
+
+
+def pictures_of_segments(segments: Iterable[Segment]) -> list[Picture]:
+    """The pictures of segments that lie end to end."""
+    found: list[Picture] = []
+    at = 0
+    for segment in segments:
+        found += shifted(segment.pictures, at)
+        at += len(segment.ids)
+    return found
+
+
+def images_column(pictures: Sequence[Picture]) -> list[dict[str, Any]]:
+    """The column ``images`` of a row."""
+    return [picture.as_json() for picture in pictures]

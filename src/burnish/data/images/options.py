@@ -1,0 +1,100 @@
+"""Options of pictures: where they are, and the size that a model is given them in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal, Protocol
+
+from burnish.config.checks import check
+from burnish.config.errors import MissingExtraError, Problem
+from burnish.config.options import option
+from burnish.data.images.sources import Sight
+
+
+@dataclass
+class ImageOptions:
+    """Pictures."""
+
+    media_dir: str | None = option(
+        None,
+        "Folder of pictures that a data set names by relative paths. Default: the folder of the data file, then "
+        "dataset_dir.",
+        aliases=("image_dir",), names_place=True,
+    )  # fmt: skip
+    image_max_pixels: int = option(
+        768 * 768, "Largest picture, in pixels; larger ones are resized before the image processor.", ge=1,
+        unit="pixels",
+    )  # fmt: skip
+    image_min_pixels: int = option(
+        32 * 32, "Smallest picture, in pixels; smaller ones are resized before the image processor.", ge=1,
+        unit="pixels",
+    )  # fmt: skip
+    image_fit: Literal["keep", "shrink"] = option(
+        "keep",
+        "What to do with a record whose pictures do not fit into cutoff_len: drop and count it (keep), or resize its "
+        "pictures until they fit (shrink).",
+    )
+    image_backend: Literal["pil", "torchvision"] = option(
+        "pil", "Backend of the image processor. Normalized pixels differ by at most one level of 255."
+    )
+    crop_to_patches: bool | None = option(
+        None, "Cut pictures into tiles (InternVL). Default: as the checkpoint's image processor has it."
+    )
+
+
+class ImageChoices(Protocol):
+    """The options that pictures depend on."""
+
+    media_dir: str | None
+    image_max_pixels: int
+    image_min_pixels: int
+    image_fit: Literal["keep", "shrink"]
+    image_backend: Literal["pil", "torchvision"]
+    crop_to_patches: bool | None
+
+
+def backend_of(options: ImageChoices | None) -> str:
+    return "pil" if options is None else options.image_backend
+
+
+def shrinks_pictures(options: ImageChoices | None) -> bool:
+    return options is not None and options.image_fit == "shrink"
+
+
+def apply_image_options(processor: Any, config: Any, options: ImageChoices) -> list[str]:
+    """Give an image processor the settings of the options.
+
+    Returns:
+        a sentence for each option that has no effect on this model.
+    """
+    notes = []
+    tiles = options.crop_to_patches
+    if tiles is not None and hasattr(processor, "crop_to_patches"):
+        processor.crop_to_patches = tiles
+    elif tiles is not None:
+        notes.append(f'"crop_to_patches" has no effect on {config.model_type}: it belongs to InternVL.')
+    most = (processor.size or {}).get("longest_edge") if str(config.model_type).startswith(("qwen", "glm")) else None
+    if most is not None and most < options.image_max_pixels != ImageOptions.image_max_pixels:
+        notes.append(
+            f"image_max_pixels ({options.image_max_pixels:,}) has no effect: the image processor's own limit is "
+            f"{most:,} pixels."
+        )
+    return notes
+
+
+@check
+def check_images(options: ImageChoices) -> list[Problem]:
+    if options.image_backend == "torchvision" and find_spec("torchvision") is None:
+        missing = MissingExtraError("torchvision", "image_backend: torchvision", option="image_backend")
+        return list(missing.problems)
+    if options.image_max_pixels < options.image_min_pixels:
+        most, least = options.image_max_pixels, options.image_min_pixels
+        what = f"image_max_pixels ({most}) is below image_min_pixels ({least})."
+        return [Problem(what, remedy="Raise the first or lower the second.", option=("image_max_pixels",))]
+    return []
+
+
+def limits_of(options: ImageChoices) -> Sight:
+    """Pictures that come with a request, within the limits of training."""
+    return Sight((), options.image_min_pixels, options.image_max_pixels)

@@ -1,0 +1,227 @@
+"""A picture: its file, its size as its header tells it, and its pixels.
+
+In: a path. Out: a ``Picture``, whose width and height come from the header, with the orientation of EXIF applied, so
+that the tokens of a row are known without decoding; ``load`` returns the pixels. Bytes of a record and data URIs are
+kept as files (``sources.py``), so that a row holds a path and never pixels.
+
+Refused: what is no picture, a picture of more than ``MOST_PIXELS`` pixels, and a file that is another one than when its
+header was read.
+
+The pixels that a model sees: upright; transparent colors are laid on white; 16-bit gray is scaled by 1/257; of an
+animation or of several pages the first. Anything else is converted as Pillow converts it to RGB.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from burnish.config.errors import MissingExtraError, UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_PIXELS = 178_956_970
+"""Pixels of the largest picture: Pillow's own bound, beyond which it takes a file for a decompression bomb."""
+_ORIENTATION = 0x0112  # of EXIF; 5 to 8 exchange width and height
+_TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
+          7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
+
+
+class BadPicture(ValueError):
+    """A file that is no picture to train on; the text continues a sentence that begins with its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture in a message, or at its place in a row.
+
+    Args:
+        path: its file, absolute.
+        width, height: in pixels, upright.
+        num_bytes, modified_ns: of the file when its header was read; they and the path are the picture's identity.
+        min_pixels, max_pixels: the limits that a picture is resized to before the image processor sees it
+            (``Family.given_sizes``); None: the processor's limits are the only ones.
+        place: the name of the picture in its record: ``images[1]``.
+        is_animated: whether its file holds several frames or pages, of which the first is the picture.
+        begin, end: in a row, the tokens [begin, end) that stand for it, with the markers between them.
+    """
+
+    path: str
+    width: int
+    height: int
+    num_bytes: int = 0
+    modified_ns: int = 0
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    place: str = ""
+    is_animated: bool = False
+    begin: int = 0
+    end: int = 0
+
+    @property
+    def identity(self) -> str:
+        """Equal for two pictures only if the model sees the same pixels."""
+        return f"{self.path}|{self.num_bytes}|{self.modified_ns}|{self.min_pixels}|{self.max_pixels}"
+
+    def shrunk(self, factor: float) -> Picture:
+        """The picture with at most ``factor`` of the pixels that it is given."""
+        given = min(self.width * self.height, self.max_pixels or self.width * self.height)
+        most = int(given * factor)
+        return replace(self, max_pixels=most, min_pixels=min(self.min_pixels or most, most))
+
+    def as_json(self) -> dict[str, Any]:
+        """What a row holds of a picture; ``Picture(**...)`` reads it."""
+        return asdict(self)
+
+
+def pictures_of(row: Mapping[str, Any], prefix: str = "") -> list[Picture]:
+    """The pictures of a row, in the order of their placeholders.
+
+    Args:
+        prefix: "kl_" for the second sequence of KTO. Both answers of a pair follow the same pictures, under "".
+    """
+    return [Picture(**one) for one in row.get(f"{prefix}images") or ()]
+
+
+def read_header(path: str | Path, **known: Any) -> Picture:
+    """A picture by the header of its file, which is not decoded: 0.1 ms. Args: known: further fields.
+
+    Raises:
+        BadPicture: for a file that is no picture, or too large.
+        FileNotFoundError: if there is none.
+    """
+    path = os.path.abspath(path)
+    status = os.stat(path)
+    with _opened(path) as image:
+        width, height = image.size
+        if orientation(image) >= 5:
+            width, height = height, width
+        # The second picture of an MPO, as phones write them, is a preview or another exposure.
+        is_animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
+    check_size(width, height)
+    return Picture(path, width, height, status.st_size, status.st_mtime_ns, is_animated=is_animated, **known)
+
+
+def check_size(width: int, height: int) -> None:
+    """Raise BadPicture for a picture that is too large, or has no pixels."""
+    if width * height > MOST_PIXELS:
+        raise BadPicture(f"has {width}x{height} pixels; the most is {MOST_PIXELS:,}.")
+    if not width * height:
+        raise BadPicture(f"has {width}x{height} pixels.")
+
+
+def load(picture: Picture) -> Image:
+    """The pixels of a picture: RGB, of the size that its header told.
+
+    Raises:
+        UserError: if the file is another one now, is no picture, or is cut off.
+    """
+    return upright(picture).convert("RGB")
+
+
+def upright(picture: Picture) -> Image:
+    """Like ``load``, before gray, palettes and CMYK are converted to RGB."""
+    path = Path(picture.path)
+    if not path.is_file():
+        raise UserError("the picture is not there any more.", where=picture.path, remedy="Put it back.")
+    size = path.stat().st_size
+    if picture.num_bytes and size != picture.num_bytes:
+        what = f"the picture is another file than when the rows were made ({size:,} bytes, was {picture.num_bytes:,})."
+        raise UserError(what, where=picture.path, remedy="Put the old one back, or start anew.")
+    try:
+        with _opened(picture.path) as image:
+            turn = orientation(image)
+            image.load()
+            return _turned(_without_alpha(image), turn)
+    except (BadPicture, OSError, SyntaxError, EOFError) as error:  # Pillow raises SyntaxError for a broken PNG
+        raise UserError(f"the picture {cut_off(error, size)}", where=picture.path, remedy="Replace the file.") from None
+
+
+def cut_off(error: BaseException, num_bytes: int) -> str:
+    """What is wrong with a picture whose header was good: the rest of a sentence."""
+    if isinstance(error, BadPicture):
+        return str(error)
+    if "truncated" in str(error):
+        return f"is cut off: its file ends after {num_bytes:,} bytes, before the last of its pixels."
+    return f"is damaged and cannot be decoded ({error})."
+
+
+def orientation(image: Image) -> int:
+    """EXIF's orientation, 1 to 8, without decoding: Pillow would decode a PNG without EXIF, to look behind its pixels.
+
+    1 for TIFF, which Pillow itself turns.
+    """
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        return 1
+    found = image.getexif().get(_ORIENTATION, 1)
+    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+
+
+def _opened(path: str) -> Image:
+    """A file as a picture whose pixels are not decoded yet."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise MissingExtraError("Pillow", "a picture", "images") from None
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # half of the bound that is held here
+        try:
+            return Image.open(path)
+        except Image.DecompressionBombError:
+            width, height = _size_of_large(path)
+            raise BadPicture(f"has {width}x{height} pixels; the most is {MOST_PIXELS:,}.") from None
+        except UnidentifiedImageError:
+            raise BadPicture(_no_picture(path)) from None
+        except (OSError, SyntaxError, ValueError) as error:
+            if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+                raise
+            raise BadPicture(f"is no picture that can be read ({error}).") from None
+
+
+def _size_of_large(path: str) -> tuple[int, int]:
+    """The size in a header that ``Image.open`` refuses for it."""
+    from PIL import Image
+
+    with open(path, "rb") as file:
+        begin = file.read(16)
+        for factory, accepts in Image.OPEN.values():
+            if accepts is not None and accepts(begin) is True:
+                file.seek(0)
+                return factory(file, path).size
+    return 0, 0
+
+
+def _no_picture(path: str) -> str:
+    with open(path, "rb") as file:
+        begin = file.read(12)
+    if not begin:
+        return "is empty: a file of zero bytes."
+    shown = begin.decode("utf-8", "replace")
+    words = f'begins "{shown}"' if shown.isprintable() else f"begins with the bytes {begin[:8].hex(' ')}"
+    return f"is no picture ({words})."
+
+
+def _without_alpha(image: Image) -> Image:
+    """Lay transparent colors on white, and scale 16-bit gray to 8 bits."""
+    import numpy
+    from PIL import Image as pil
+
+    if image.mode.startswith("I"):
+        values = numpy.asarray(image).astype(numpy.float64)
+        return pil.fromarray(numpy.clip(numpy.rint(values / 257), 0, 255).astype(numpy.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        clear = image.convert("RGBA")
+        return pil.alpha_composite(pil.new("RGBA", clear.size, "white"), clear).convert("RGB")
+    return image
+
+
+def _turned(image: Image, turn: int) -> Image:
+    from PIL import Image as pil
+
+    return image.transpose(pil.Transpose[_TURNS[turn]]) if turn in _TURNS else image

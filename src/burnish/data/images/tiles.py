@@ -1,0 +1,233 @@
+"""Families whose pictures have a fixed size, or are cut into tiles of one.
+
+Counts and texts: transformers, the ``processing_*.py`` and ``image_processing_pil_*.py`` of each family (named at the
+classes), with the settings of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from array import array
+from functools import cached_property
+from math import ceil, floor, sqrt
+from typing import Any
+
+from burnish.data.images.family import FAMILIES, Family, repeated
+from burnish.loop.types import Ids
+
+
+@FAMILIES.register("llava", "vipllava", words=("<image>",))
+class Llava(Family):
+    """The same number of ``<image>`` for any picture (processing_llava.py)."""
+
+    @cached_property
+    def _per_tile(self) -> int:
+        """Features of a tile: its patches, without the class token where the model leaves that out."""
+        vision, config = self.source.config.vision_config, self.source.config
+        patch = int(self.setting("patch_size", vision.patch_size))
+        crop = getattr(self.processor, "crop_size", None) or self.processor.size
+        side = crop["height"] if "height" in crop else crop["shortest_edge"]
+        added = int(self.setting("num_additional_image_tokens", int("clip" in str(vision.model_type))))
+        chosen = self.setting("vision_feature_select_strategy", config.vision_feature_select_strategy)
+        return (int(side) // patch) ** 2 + added - int(chosen == "default")
+
+    def _made(self, width: int, height: int) -> Ids:
+        return repeated(self.placeholder_id, self._per_tile)
+
+
+@FAMILIES.register("llava_next", words=("<image>",))
+class LlavaNext(Llava):
+    """A base tile, and the picture in the best of several resolutions, without its padding, with a token per row of
+    patches (processing_llava_next.py)."""
+
+    @cached_property
+    def _tile(self) -> tuple[int, int]:
+        """Pixels, and patches, of a tile's side."""
+        size = self.processor.size
+        pixels = int(size["shortest_edge"] if "shortest_edge" in size else size["height"])
+        return pixels, pixels // int(self.setting("patch_size", self.source.config.vision_config.patch_size))
+
+    def _made(self, width: int, height: int) -> Ids:
+        rows, columns = self._unpadded(width, height)
+        return repeated(self.placeholder_id, rows * columns + rows + self._per_tile)
+
+    def _unpadded(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of patches that hold the picture in the best resolution."""
+        pixels, patches = self._tile
+        high, wide = _best(width, height, self.processor.image_grid_pinpoints)
+        rows, columns = high // pixels * patches, wide // pixels * patches
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        return rows, columns
+
+    def processed(self, width: int, height: int) -> tuple[int, int]:
+        high, wide = _best(width, height, self.processor.image_grid_pinpoints)
+        return wide, high
+
+
+def _best(width: int, height: int, sizes: list[list[int]]) -> tuple[int, int]:
+    """The (height, width) that loses least of a picture, and then wastes least (``select_best_resolution``)."""
+    best, most, least = (0, 0), 0, float("inf")
+    for high, wide in sizes:
+        scale = min(wide / width, high / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        wasted = wide * high - kept
+        if kept > most or (kept == most and wasted < least):
+            best, most, least = (high, wide), kept, wasted
+    return best
+
+
+@FAMILIES.register("llava_onevision", words=("<image>",))
+class LlavaOnevision(LlavaNext):
+    """As LLaVA-NeXT, reduced beyond a number of tiles; a base tile alone where a row has several pictures
+    (processing_llava_onevision.py)."""
+
+    @cached_property
+    def _per_tile(self) -> int:
+        vision = self.source.config.vision_config
+        return int(self.setting("num_image_tokens", (int(vision.image_size) // int(vision.patch_size)) ** 2))
+
+    @cached_property
+    def _tile(self) -> tuple[int, int]:
+        return int(self.processor.size["height"]), int(sqrt(self._per_tile))
+
+    @cached_property
+    def _loss(self) -> int:
+        return int(self.setting("vision_feature_select_strategy", "full") == "default")
+
+    def of(self, picture: Any, num_pictures: int = 1) -> Ids:
+        if num_pictures > 1:
+            return repeated(self.placeholder_id, self._per_tile + 1 - self._loss)
+        return super().of(picture)
+
+    def _made(self, width: int, height: int) -> Ids:
+        rows, columns = self._unpadded(width, height)
+        most = int(str(self.source.config.vision_aspect_ratio).removeprefix("anyres_max_"))
+        ratio = sqrt(rows * columns / (most * self._tile[1] ** 2))
+        if ratio > 1.1:
+            rows, columns = int(rows // ratio), int(columns // ratio)
+        return repeated(self.placeholder_id, rows * columns + rows + self._per_tile - self._loss)
+
+
+@FAMILIES.register("gemma3", words=("<start_of_image>", "<image_soft_token>"))
+class Gemma3(Family):
+    """Blank lines around ``<start_of_image>``, a fixed number of placeholders, ``<end_of_image>``
+    (processing_gemma3.py)."""
+
+    mark, placeholder = "<start_of_image>", "<image_soft_token>"
+    written = own = "\n\n<start_of_image>\n\n"
+
+    def _made(self, width: int, height: int) -> Ids:
+        count = int(self.setting("image_seq_length", self.source.config.mm_tokens_per_image))
+        begin, end = array("i", [self.mark_id]), array("i", [self.token_id("<end_of_image>")])
+        return begin + repeated(self.placeholder_id, count) + end
+
+    def processed(self, width: int, height: int) -> tuple[int, int]:
+        return int(self.processor.size["width"]), int(self.processor.size["height"])
+
+
+@FAMILIES.register("gemma4", words=("<|image|>",))
+class Gemma4(Family):
+    """``<|image>``, as many placeholders as the aspect ratio gives within a budget, ``<image|>``
+    (image_processing_pil_gemma4.py, ``get_aspect_ratio_preserving_size``)."""
+
+    mark = "<|image|>"
+
+    def processed(self, width: int, height: int) -> tuple[int, int]:
+        unit, most = self._unit, int(self.processor.max_soft_tokens)
+        factor = sqrt(most * unit**2 / (width * height))
+        wide, high = (floor(side * factor / unit) * unit for side in (width, height))
+        if not high:
+            wide, high = min(width // height, most) * unit, unit
+        elif not wide:
+            wide, high = unit, min(height // width, most) * unit
+        return wide, high
+
+    @property
+    def _unit(self) -> int:
+        return int(self.processor.patch_size * self.processor.pooling_kernel_size)
+
+    def patches(self, width: int, height: int) -> int:
+        wide, high = self.processed(width, height)
+        return wide * high // int(self.processor.patch_size) ** 2
+
+    def _made(self, width: int, height: int) -> Ids:
+        wide, high = self.processed(width, height)
+        begin, end = (array("i", [self.token_id(word)]) for word in ("<|image>", "<image|>"))
+        return begin + repeated(self.placeholder_id, wide * high // self._unit**2) + end
+
+
+@FAMILIES.register("internvl", words=("<IMG_CONTEXT>",))
+class InternVL(Family):
+    """``<img>``, the placeholders of all tiles, ``</img>`` (processing_internvl.py)."""
+
+    mark = "<IMG_CONTEXT>"
+
+    def _tiles(self, width: int, height: int) -> int:
+        return int(self.processor.get_number_of_image_patches(height, width, {}))
+
+    def patches(self, width: int, height: int) -> int:
+        vision = self.source.config.vision_config
+        patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+        return self._tiles(width, height) * (int(self.processor.size["height"]) // int(patch)) ** 2
+
+    def _made(self, width: int, height: int) -> Ids:
+        count = int(self.setting("image_seq_length", self.source.config.image_seq_length))
+        begin, end = (array("i", [self.token_id(word)]) for word in ("<img>", "</img>"))
+        return begin + repeated(self.placeholder_id, count * self._tiles(width, height)) + end
+
+
+@FAMILIES.register("aya_vision", words=("<image>", "<|IMG_PATCH|>"))
+class Aya(InternVL):
+    """``TILE_1`` and its placeholders, and so on, ``TILE_GLOBAL`` and its own, between two control tokens
+    (processing_aya_vision.py)."""
+
+    mark, placeholder = "<image>", "<|IMG_PATCH|>"
+
+    def _made(self, width: int, height: int) -> Ids:
+        config = self.source.config
+        side = int(self.setting("img_size", config.vision_config.image_size))
+        patch = int(self.setting("patch_size", config.vision_config.patch_size))
+        per_tile = (side // (patch * int(self.setting("downsample_factor", config.downsample_factor)))) ** 2
+        tiles = self._tiles(width, height)
+        names = [f"TILE_{number}" for number in range(1, tiles)] + ["TILE_GLOBAL"]
+        words = "".join(name + self.placeholder * per_tile for name in names)
+        return self.text_ids(f"<|START_OF_IMG|>{words}<|END_OF_IMG|>")
+
+
+@FAMILIES.register("idefics3", "smolvlm", words=("<image>",))
+class Idefics3(Family):
+    """Tiles in rows, each behind its row and column, a blank line, and the picture as a whole
+    (processing_smolvlm.py, image_processing_pil_smolvlm.py)."""
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tiles; (0, 0) for a picture that is one tile."""
+        _, rows, columns = self.processor.get_number_of_image_patches(height, width, {})
+        return int(rows), int(columns)
+
+    def processed(self, width: int, height: int) -> tuple[int, int]:
+        rows, columns = self._grid(width, height)
+        side = int(self.processor.max_image_size["longest_edge"])
+        return max(columns, 1) * side, max(rows, 1) * side
+
+    def patches(self, width: int, height: int) -> int:
+        rows, columns = self._grid(width, height)
+        side = int(self.processor.max_image_size["longest_edge"])
+        return (rows * columns + 1) * ceil(side / int(self.source.config.vision_config.patch_size)) ** 2
+
+    def _made(self, width: int, height: int) -> Ids:
+        grid = self._grid(width, height)
+        if grid not in self._ids_of_grids:
+            config = self.source.config
+            usual = (int(config.vision_config.image_size) // int(config.vision_config.patch_size)) ** 2
+            tile = "<image>" * int(self.setting("image_seq_len", usual // int(config.scale_factor) ** 2))
+            edge = "<fake_token_around_image>"
+            rows = [[f"{edge}<row_{r + 1}_col_{c + 1}>{tile}" for c in range(grid[1])] for r in range(grid[0])]
+            text = "".join("".join(row) + "\n" for row in rows) + ("\n" if rows else "")
+            self._ids_of_grids[grid] = self.text_ids(f"{text}{edge}<global-img>{tile}{edge}")
+        return self._ids_of_grids[grid]
+
+    @cached_property
+    def _ids_of_grids(self) -> dict[tuple[int, int], Ids]:
+        return {}

@@ -1,0 +1,199 @@
+"""The pictures of a record -> parts of its messages.
+
+In: a record's messages, with parts as OpenAI, TRL and Qwen write them or with marks (``<image>``), and its column of
+pictures. Out: the messages, in which each picture is a part at its place. A part names its picture or takes the next of
+the column; a mark takes the next of the column; where there are neither, the pictures of the column are put before the
+first user message, as TRL does. Refused, as a ``BadRecord``: more or fewer places than pictures, parts and marks in one
+record, pictures in the answers of a pair, in a system message or beside a plain text, videos and sounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from burnish.data.images.picture import BadPicture
+from burnish.data.images.sources import MissingPicture, Sight
+from burnish.data.sets.records import BadRecord, Layout, Record, as_text, listed
+from burnish.loop.types import Content, ContentPart, Example, Message
+
+MARK = "<image>"
+KINDS = {"image": "image", "image_url": "image", "input_image": "image"}
+"""Types of parts that hold a picture."""
+_SOURCES = ("image", "image_url", "url", "path", "base64", "bytes")
+"""Keys of a part under which its picture is."""
+ANIMATED = "kept: a picture in it has several frames, of which the first is read"
+BEFORE = 'no "<image>" in the texts: pictures are put before the first user message'
+_OTHERS = {"video": "video", "video_url": "video", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
+
+
+def content_of(layout: Layout, content: Any, place: str) -> Content:
+    """The content of a message: a text, or where it is a list with pictures, its parts.
+
+    A part without a picture of its own is a ``ContentPart`` whose value is None until ``with_pictures`` fills it.
+    """
+    kinds = {part.get("type") for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
+    if layout.sight is None or layout.sight.model_type or not kinds & {*KINDS, *_OTHERS}:
+        return as_text(content, place)
+    return tuple(_part(layout.sight, part, f"{place}[{number}]") for number, part in enumerate(content))
+
+
+def raw_content(content: Any) -> Any:
+    """Parts as a chat template is given them: pictures without their source, and no key whose value is null."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "image"} if KINDS.get(part.get("type")) else {key: v for key, v in part.items() if v is not None}
+        for part in content
+    ]
+
+
+def _part(sight: Sight, part: Any, place: str) -> ContentPart:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        return ContentPart("text", as_text(part.get("text"), f"{place}.text"))
+    if kind in _OTHERS:
+        raise BadRecord(*_other(_OTHERS[kind], place))
+    if kind not in KINDS:
+        raise BadRecord(f'"{place}" must be a part of type "text" or "image".', received=listed([kind]))
+    source = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
+    if isinstance(source, Mapping) and "url" in source:
+        source = source["url"]
+    if source is None:
+        return ContentPart("image", None)
+    limits = {name: part[name] for name in ("min_pixels", "max_pixels") if part.get(name) is not None}
+    for name, value in limits.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise BadRecord(f'"{place}.{name}" must be a whole number of at least 1.', received=str(value))
+    return ContentPart("image", _picture(sight, source, place, limits))
+
+
+def _picture(sight: Sight, source: Any, place: str, limits: Mapping[str, int] | None = None) -> Any:
+    try:
+        return sight.picture(source, place, **(limits or {}))
+    except MissingPicture as error:
+        remedy = "Set media_dir to the folder of the pictures."
+        raise BadRecord(str(error), remedy, reason="a picture is not there", kind="a picture is not there") from None
+    except BadPicture as error:
+        raise BadRecord(str(error), reason="a picture cannot be read") from None
+
+
+def _other(kind: str, place: str) -> tuple[str, str]:
+    if kind == "video":
+        return f"it holds video ({place}); this model takes pictures.", "Give its frames as pictures."
+    return "it holds audio; burnish trains on text and pictures.", ""
+
+
+def refuse_others(record: Record) -> None:
+    """Refuse a record with videos or sounds."""
+    for column in record.layout.media:
+        if record.values.get(column) and column != record.layout.images:
+            raise BadRecord(*_other("audio" if column.startswith("audio") else "video", f"{column}[0]"))
+
+
+def with_pictures(record: Record, example: Example) -> Example:
+    """The example with the pictures of the record's column in its messages, and all of its parts filled."""
+    sight = record.layout.sight
+    assert sight is not None
+    column, given = record.layout.images, _given(record)
+    empty = sum(part.value is None for message in _all(example) for part in _images(message))
+    has_parts = any(any(_images(message)) for message in _all(example))
+    marks = sum(text.count(MARK) for text in _texts(example)) if given is not None else 0
+    if has_parts and marks:
+        raise BadRecord(f'it holds parts of type "image" and {marks} "{MARK}".', "Use one of the two.")
+    if not given and not has_parts and not marks:
+        return example
+    if not example.messages:
+        raise BadRecord("it holds pictures, and its prompt is a text, not messages.", "Write the prompt as messages.")
+    _refuse_places(example)
+    found = [_picture(sight, value, f"{column}[{number}]") for number, value in enumerate(given or ())]
+    places = empty if has_parts else marks
+    if places != len(found) and (places or has_parts):
+        _refuse_count(len(found), places, 'part of type "image"' if has_parts else f'"{MARK}"', has_parts)
+    if not has_parts and not marks:
+        record.layout.notes[BEFORE] = None
+        messages = _before_first_user(example.messages, found)
+    else:
+        left = iter(found)
+        messages = [_filled(message, left) for message in example.messages]
+    if any(picture.is_animated for message in messages for picture in message.pictures):
+        record.layout.dropped_parts.append(ANIMATED)
+    return replace(example, messages=tuple(messages))
+
+
+def _refuse_count(pictures: int, places: int, place: str, is_part: bool) -> None:
+    said = f"{pictures} picture{'s' * (pictures != 1)} and {places} {place}{'s' * (is_part and places != 1)}."
+    if is_part:
+        raise BadRecord(said, "Give each part its picture.", reason="pictures and their places differ in number")
+    remedy = f'Write "{MARK}" where each picture belongs, or remove a picture.'
+    raise BadRecord(said, remedy, reason="pictures and their places differ in number", kind="marks")
+
+
+def _given(record: Record) -> Sequence[Any] | None:
+    """The column of pictures as a list; None where the record has none."""
+    value = record.values.get(record.layout.images) if record.layout.images else None
+    if value is None:
+        return None if record.layout.images not in record.values else ()
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _all(example: Example) -> Iterator[Message]:
+    yield from example.messages
+    for answer in (example.chosen, example.rejected):
+        if isinstance(answer, tuple):
+            yield from answer
+
+
+def _images(message: Message) -> list[ContentPart]:
+    return [part for part in message.parts if part.kind == "image"]
+
+
+def _texts(example: Example) -> Iterator[str]:
+    for message in _all(example):
+        yield from (part.value for part in message.parts if part.kind == "text")
+    yield from filter(None, (example.system, example.prompt))
+
+
+def _refuse_places(example: Example) -> None:
+    """Refuse pictures where no model expects them."""
+    answers = [m for answer in (example.chosen, example.rejected) if isinstance(answer, tuple) for m in answer]
+    if any(_images(one) or MARK in one.text for one in answers):
+        raise BadRecord("an answer of the pair holds a picture.", "Put the pictures into the prompt.")
+    if example.system and MARK in example.system:
+        raise BadRecord("its system message holds a picture.", "Put it into the first message of the user.")
+
+
+def _filled(message: Message, left: Iterator[Any]) -> Message:
+    """A message in which parts and marks have their pictures, if it has any."""
+    if not isinstance(message.content, str):
+        parts = [
+            replace(part, value=next(left)) if part.kind == "image" and part.value is None else part
+            for part in message.content
+        ]
+        if any(_images(message)) or not any(MARK in part.value for part in parts):
+            return replace(message, content=tuple(parts))
+    if MARK not in message.text:
+        return message
+    first, *others = message.text.split(MARK)
+    parts = [ContentPart("text", first)]
+    for other in others:
+        parts += [ContentPart("image", next(left)), ContentPart("text", other)]
+    return with_parts(message, [part for part in parts if part.value != ""])
+
+
+def with_parts(message: Message, parts: Sequence[ContentPart]) -> Message:
+    """The message with these parts, also as a chat template is given it."""
+    raw = message.raw
+    if raw is not None:
+        content = [{"type": "image"} if p.kind == "image" else {"type": "text", "text": p.value} for p in parts]
+        raw = {**raw, "content": content}
+    return replace(message, content=tuple(parts), raw=raw)
+
+
+def _before_first_user(messages: Sequence[Message], pictures: Sequence[Any]) -> list[Message]:
+    asked = next((at for at, message in enumerate(messages) if message.role == "user"), None)
+    if asked is None:
+        raise BadRecord("it holds pictures, and no message of a user.", f'Write "{MARK}" where they belong.')
+    parts = [*(ContentPart("image", picture) for picture in pictures), *messages[asked].parts]
+    return [with_parts(one, parts) if at == asked else one for at, one in enumerate(messages)]

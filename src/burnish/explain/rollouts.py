@@ -1,0 +1,64 @@
+"""The section of ``explain`` on completions: how many are drawn and when, what rewards them, and what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from burnish.explain.view import Line, Section
+from burnish.parallel.options import device_of
+from burnish.report.pace import counted
+from burnish.rollouts.objective import RolloutObjective
+from burnish.rollouts.options import PRESETS
+from burnish.run.plan.memory import DecoderShape, shown_bytes
+from burnish.run.plan.plan import Plan
+from burnish.run.prepare import Prepared
+from burnish.run.rollouts import seats_of
+
+
+def rollouts_section(plan: Plan, prepared: Prepared) -> Iterator[Section]:
+    """The section, for a run that learns from completions of the model."""
+    if not isinstance(prepared.objective, RolloutObjective):
+        return
+    options, objective = plan.options, prepared.objective
+    group, longest = options.num_generations, options.max_completion_length
+    prompts = objective.rows_per_rank * plan.world_size
+    drawn = prompts * group
+    steps = counted(objective.inner_steps, "step")
+    passes = f", each trained on {options.num_iterations} times" if options.num_iterations > 1 else ""
+    sampling = [f"temperature {options.temperature:g}"]
+    sampling += [f"top_p {options.top_p:g}"] * (options.top_p < 1) + [f"top_k {options.top_k}"] * (options.top_k > 0)
+    lines = [
+        Line("prompts", f"{counted(prompts, 'prompt')} per generation", plan.where("steps_per_generation")),
+        Line("completions", f"x {group} = {drawn:,} for {steps}{passes}", plan.where("num_generations")),
+        Line("tokens", f"at most {longest:,} per completion, {drawn * longest:,} per generation; {', '.join(sampling)}",
+             plan.where("max_completion_length")),
+    ]  # fmt: skip
+    for function in objective.functions:
+        place = f" ({function.place})" if function.place else ""
+        lines.append(Line("reward", f"{function.name}{place}, weight {function.weight:g}", plan.where("reward_funcs")))
+    if preset := PRESETS.get(options.rl_preset or ""):
+        kept = {name: value for name, value in preset.items() if getattr(options, name) == value}
+        text = ", ".join(f"{name}: {value}" for name, value in kept.items())
+        lines.append(Line("preset", f"{options.rl_preset} sets {text}", plan.where("rl_preset")))
+    lines += [*_phases(plan, prepared, objective)]
+    yield Section("Rollouts", lines)
+
+
+def _phases(plan: Plan, prepared: Prepared, objective: RolloutObjective) -> Iterator[Line]:
+    """The phases of a generation, with what each needs beside the weights."""
+    options, shape = plan.options, DecoderShape.of(prepared.config.get_text_config())
+    seats = seats_of(objective, options, device_of(options).type)
+    longest = max(prepared.sample.lengths, default=0) + options.max_completion_length
+    num_bytes = 2 * shape.layers * shape.keys * seats * longest * prepared.formats.compute
+    text = (
+        f"{shown_bytes(int(num_bytes))} at most for keys and values of {seats} completions at once, freed before the "
+        "first backward pass"
+    )
+    yield Line("generate", text, plan.where("kept_seats"))
+    asked = ["the policy"] * objective.needs_old_logps + ["the reference"] * objective.needs_reference
+    without = "not needed: completions are trained on by the weights that drew them"
+    yield Line("log-probs", f"one pass of {' and '.join(asked)} without gradient" if asked else without)
+    tokens = objective.rows_per_rank * options.num_generations * options.max_completion_length
+    kept = shown_bytes(16 * tokens)
+    where = "in each checkpoint inside a generation" if objective.inner_steps > 1 else "in memory"
+    yield Line("buffer", f"{kept} at most, {where}")

@@ -1,0 +1,41 @@
+"""The family of a run's model, which tells what stands in a row for a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.data.images.families import family_of
+from burnish.data.images.family import Checkpoint, Family
+from burnish.data.images.options import ImageChoices, apply_image_options, backend_of, shrinks_pictures
+from burnish.models.images.processor import load_image_processor
+from burnish.models.options import ModelOptions
+from burnish.models.source import find_source
+from burnish.utils.json_files import read_object
+
+
+def load_family(
+    options: ModelOptions, config: Any, tokenizer: Any, notes: list[str] | None = None,
+    images: ImageChoices | None = None,
+) -> Family | None:  # fmt: skip
+    """The family of the model, if it sees.
+
+    Args:
+        images: the options of pictures; by default all of them are at their defaults.
+        notes: gets the reason where pictures cannot be used; the model may be trained on text all the same.
+    """
+    if getattr(config, "vision_config", None) is None:
+        return None
+    folder = find_source(options.model_name_or_path, options).folder
+    path = None if folder is None else Path(folder) / "processor_config.json"
+    settings = read_object(path) if path is not None and path.is_file() else {}
+    try:
+        processor = load_image_processor(options, backend_of(images))
+        if images is not None and notes is not None:
+            notes += apply_image_options(processor, config, images)
+        return family_of(Checkpoint(config, processor, tokenizer, settings, shrinks_pictures(images)))
+    except UserError as error:
+        if notes is not None:
+            notes.append(f"Pictures cannot be used: {error}")
+        return None

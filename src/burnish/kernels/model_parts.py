@@ -1,0 +1,64 @@
+"""The parts of a model that sees: tower, projector and language model.
+
+They are found from the modules, by no table of models: the language model is the decoder and the head; a part beside
+it that is a model of its own is a tower; what else stands between them is the projector, also where a tower holds it as
+its "merger" (the Qwen and GLM families). Parameters that stand alone, as LLaVA-NeXT's ``image_newline``, go with the
+projector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+
+from burnish.kernels.probe import causal_lm
+
+PartName: TypeAlias = Literal["vision_tower", "multi_modal_projector", "language_model"]
+"""LLaMA-Factory's names of the parts."""
+
+
+def sees(model: nn.Module) -> bool:
+    """Return whether a model has a tower for pictures."""
+    config = getattr(causal_lm(model), "config", None)
+    return getattr(config, "vision_config", None) is not None and "vision_tower" in parts_of(model).values()
+
+
+def parts_of(model: nn.Module) -> Mapping[str, PartName]:
+    """The paths of the outermost modules, and of parameters outside of them -> the part that they belong to.
+
+    A model that reads text alone is one part, "language_model", under the path "".
+    """
+    inner = causal_lm(model)
+    base: Any = inner.base_model
+    if getattr(getattr(inner, "config", None), "vision_config", None) is None or base is inner:
+        return {"": "language_model"}
+    paths = {id(module): path for path, module in model.named_modules()}
+    head, decoder = inner.get_output_embeddings(), inner.get_decoder()
+    found: dict[str, PartName] = {paths[id(decoder)]: "language_model"}
+    if head is not None:
+        found[paths[id(head)]] = "language_model"
+    for child in base.children():
+        path = paths[id(child)]
+        if path in found or any(path.startswith(f"{part}.") for part in found):
+            continue
+        if not hasattr(child, "save_pretrained"):  # which every model of transformers has
+            found[path] = "multi_modal_projector"
+            continue
+        found[path] = "vision_tower"
+        mergers = (inside for inside, _ in child.named_children() if "merger" in inside)
+        found |= {f"{path}.{inside}": "multi_modal_projector" for inside in mergers}
+    for name, _ in base.named_parameters(recurse=False):
+        found[f"{paths[id(base)]}.{name}"] = "multi_modal_projector"
+    return found
+
+
+def part_at(path: str, parts: Mapping[str, PartName]) -> PartName:
+    """The part that the module or parameter at ``path`` belongs to; that of the longest path in ``parts`` around it."""
+    around = [outer for outer in parts if _is_within(path, outer)]
+    return parts[max(around, key=len)] if around else "language_model"
+
+
+def _is_within(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")

@@ -1,0 +1,1 @@
+"""Losses of learning from the model's own completions: GRPO and its relatives, RLOO. Begin with ``loss.py``."""

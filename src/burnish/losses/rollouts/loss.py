@@ -1,0 +1,371 @@
+"""The loss of completions that the model drew, per token or per completion, as sums that a step adds up.
+
+In: for each token of a flat micro-batch the policy's log-probability, with a gradient, and its entropy; in the batch
+the numbers of the time when the completions were drawn, and of the reference. Out: a sum whose division by
+``num_items`` of the whole step gives the value of the step, so that nothing depends on how the step was cut.
+
+Letters: ℓ = log π - log π_old per token, q = e^ℓ, A the advantage of a completion, m the mask of tokens that count.
+
+Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO 2506.13585, SAPO 2511.20347,
+RLOO 2402.14740; names and constants as in TRL 1.16. The mean over all tokens or completions is one over the step, where
+TRL takes some of them per micro-batch.
+"""
+
+# S completions in a micro-batch, N tokens of completions in it
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from burnish.loop.protocols import Engine
+from burnish.loop.types import Batch, Loss, Metric, Sum
+from burnish.losses.rollouts.options import CLIPPED
+
+BATCH_KEYS = frozenset(
+    {
+        "advantages", "token_mask", "token_weights", "old_logps", "ref_logps", "sampler_logps", "entropy_mask",
+        "entropy_scale",
+    }
+)  # fmt: skip
+"""Keys of a batch that the loss reads, besides ``owner`` and ``items``; no model takes them.
+
+- ``owner``: (N,) the completion that a token belongs to.
+- ``items``: (S,) 1, or 0 for a completion that only fills a blank micro-batch.
+- ``advantages``: (S,).
+- ``token_mask``: (N,) 1 for a token that counts, 0 for one of a tool, or of a truncated completion that is masked.
+- ``token_weights``: (N,) ``RolloutLoss.token_weights``.
+- ``old_logps``: (N,) in nats, at the weights that drew the completions; absent: those are the present weights.
+- ``ref_logps``: (N,) in nats, of the reference, where β is not 0.
+- ``sampler_logps``: (N,) in nats, of whoever drew the completions, for the off-policy mask; absent: ``old_logps``.
+- ``entropy_mask``: (N,) 1 for a token among those with the highest entropy; absent: all are.
+- ``entropy_scale``: () what the sum of entropies is multiplied by for a mean over the step's tokens.
+"""
+_TOKENS_SHARE = ("dapo", "bnpo", "cispo", "vespo")
+_EACH_COMPLETION_IS_A_MEAN = ("grpo", "sapo")
+_TIE = 1e-6
+_LEAST_LOG, _MOST_LOG = math.log(1e-8), 20.0
+
+
+class RolloutLossChoices(Protocol):
+    """The options read here."""
+
+    delta: float | None
+    entropy_coef: float
+    entropy_coef_delta: float
+    entropy_coef_max: float
+    entropy_coef_min: float
+    entropy_target: float
+    epsilon: float
+    epsilon_high: float | None
+    importance_sampling_level: str
+    max_completion_length: int
+    off_policy_mask_threshold: float | None
+    rl_beta: float | None
+    rl_loss_type: str
+    sapo_temperature_neg: float
+    sapo_temperature_pos: float
+    top_entropy_quantile: float
+    use_adaptive_entropy: bool
+    use_bias_correction_kl: bool
+    vespo_k_neg: float
+    vespo_k_pos: float
+    vespo_lambda_neg: float
+    vespo_lambda_pos: float
+
+
+class _Tokens(NamedTuple):
+    """What the loss of a micro-batch is made of; (N,) each but ``advantages`` and ``lengths`` (S,)."""
+
+    logps: Tensor
+    log_ratio: Tensor  # ℓ
+    ratio: Tensor  # q, of the token or of its completion
+    advantage: Tensor  # of the token's completion
+    mask: Tensor
+    owner: Tensor
+    lengths: Tensor  # Σ m of each completion
+    advantages: Tensor
+
+
+class RolloutLoss:
+    """The loss of a run.
+
+    Args:
+        options: of the run.
+        leave_one_out: whether the loss is RLOO's: one clipped ratio per completion, no KL term (it is in the reward).
+    """
+
+    def __init__(self, options: RolloutLossChoices, leave_one_out: bool = False) -> None:
+        self.options = options
+        self.name = "rloo" if leave_one_out else options.rl_loss_type
+        self.beta = 0.0 if leave_one_out else options.rl_beta or 0.0
+        self.epsilon_high = options.epsilon if options.epsilon_high is None else options.epsilon_high
+        self.is_per_completion = leave_one_out or options.importance_sampling_level == "sequence"
+        self.entropy = EntropyController(options)
+        self.masks_entropy = not leave_one_out and options.top_entropy_quantile < 1
+        self.has_bonus = not leave_one_out and (options.use_adaptive_entropy or options.entropy_coef > 0)
+
+    # --- what shares the mean ---
+
+    def token_weights(self, mask: Tensor, owner: Tensor, num_completions: int) -> Tensor:
+        """(N,) the weight of each token in the sum, from ``token_mask`` (N,) and ``owner`` (N,)."""
+        if self.name in _EACH_COMPLETION_IS_A_MEAN:
+            return mask / _sums(mask, owner, num_completions).clamp(min=1)[owner]
+        return mask / self.options.max_completion_length if self.name == "dr_grpo" else mask
+
+    def num_items(self, batch: Batch) -> Tensor:
+        """() what shares the mean: tokens that count, or completions, masked ones included."""
+        items: Tensor = batch["token_mask"] if self.name in _TOKENS_SHARE else batch["items"]
+        return items.sum()
+
+    # --- what depends on the whole step ---
+
+    def prepare_step(
+        self, batches: Sequence[Batch], engine: Engine, entropies: Sequence[Tensor] | None = None
+    ) -> list[Batch]:
+        """Each micro-batch with its ``entropy_mask`` and ``entropy_scale``, where the loss needs them. Also ends the
+        previous step for an adaptive entropy coefficient. Collective where one of these is used.
+
+        Args:
+            entropies: (N,) of each micro-batch, in nats, at the weights that drew the completions. Needed where
+                ``masks_entropy``, unless the batches have ``entropy_mask`` already.
+        """
+        made = list(batches)
+        if self.masks_entropy and not all("entropy_mask" in batch for batch in made):
+            assert entropies is not None, "entropies are needed for top_entropy_quantile"
+            masks = high_entropy_masks(
+                entropies, [batch["token_mask"] for batch in made], self.options.top_entropy_quantile, engine
+            )
+            made = [{**batch, "entropy_mask": mask} for batch, mask in zip(made, masks, strict=True)]
+        if self.has_bonus:
+            self.entropy.end_step(engine)
+            counts = [torch.stack([self.num_items(batch).float(), _bonus_mask(batch).sum()]) for batch in made]
+            items, tokens = engine.sum(torch.stack(counts).sum(0)).unbind()
+            made = [{**batch, "entropy_scale": items / tokens.clamp(min=1)} for batch in made]
+        return made
+
+    # --- the loss of a micro-batch ---
+
+    def __call__(self, logps: Tensor, entropy: Tensor, batch: Batch, is_training: bool = True) -> Loss:
+        """The part of a micro-batch in the loss of its step.
+
+        Args:
+            logps: (N,) in nats, of the policy, with a gradient, at the run's temperature.
+            entropy: (N,) in nats; with a gradient where ``has_bonus``.
+            batch: with the keys of ``BATCH_KEYS``.
+            is_training: whether the micro-batch is one of a step; an adaptive entropy coefficient learns from those.
+        """
+        tokens = self._tokens(logps, batch)
+        metrics: dict[str, Metric] = {"entropy": _mean_of_tokens(entropy, tokens.mask)}
+        if self.name == "rloo":
+            if "ref_logps" in batch:  # as it was when the completions were drawn, and is in their reward
+                drawn = batch.get("old_logps", logps.detach())
+                metrics["kl"] = _mean_of_tokens(drawn - batch["ref_logps"], tokens.mask)
+            return Loss(self._of_completions(tokens, batch), metrics | self._clip_shares(tokens))
+        per_token = self._policy_loss(tokens, metrics)
+        if self.options.off_policy_mask_threshold is not None:
+            per_token = per_token * self._near_policy(tokens, batch)
+        if "entropy_mask" in batch:
+            per_token = per_token * batch["entropy_mask"]
+        if self.beta:
+            distance = batch["ref_logps"] - logps
+            kl = distance.exp() - distance - 1  # k3 of http://joschu.net/blog/kl-approx.html
+            kl = kl * tokens.ratio if self.options.use_bias_correction_kl else kl
+            per_token = per_token + self.beta * kl
+            metrics["kl"] = _mean_of_tokens(kl, tokens.mask)
+        # A masked token's ratio may be infinite, and infinity times 0 is no number.
+        total = torch.where(tokens.mask > 0, per_token * batch["token_weights"], 0).sum()
+        if self.has_bonus:
+            total = self._with_bonus(total, entropy, batch, metrics, is_training)
+        return Loss(total, metrics)
+
+    def _of_completions(self, tokens: _Tokens, batch: Batch) -> Tensor:
+        """() the sum of RLOO's losses: one clipped ratio per completion, 1 for one without tokens that count."""
+        log_ratio = _sums(tokens.log_ratio * tokens.mask, tokens.owner, len(tokens.lengths))
+        ratio, advantages = log_ratio.exp(), tokens.advantages
+        clipped = ratio.clamp(1 - self.options.epsilon, 1 + self.epsilon_high)
+        losses: Tensor = torch.minimum(ratio * advantages, clipped * advantages) * batch["items"]
+        return -losses.sum()
+
+    def _tokens(self, logps: Tensor, batch: Batch) -> _Tokens:
+        mask, owner, advantages = batch["token_mask"], batch["owner"], batch["advantages"].to(logps.dtype)
+        log_ratio = logps - batch.get("old_logps", logps.detach())
+        lengths = _sums(mask, owner, len(advantages))
+        log_weight = log_ratio
+        if self.is_per_completion:
+            sums = _sums(log_ratio * mask, owner, len(advantages))
+            log_weight = (sums if self.name == "rloo" else sums / lengths.clamp(min=1))[owner]
+        return _Tokens(logps, log_ratio, log_weight.exp(), advantages[owner], mask, owner, lengths, advantages)
+
+    def _policy_loss(self, tokens: _Tokens, metrics: dict[str, Metric]) -> Tensor:
+        """(N,) the loss of each token."""
+        options, ratio, advantage = self.options, tokens.ratio, tokens.advantage
+        if self.name in CLIPPED:
+            metrics |= self._clip_shares(tokens)
+            clipped = ratio.clamp(1 - options.epsilon, 1 + self.epsilon_high)
+            bounded = ratio.clamp(max=options.delta) if options.delta else ratio
+            return -torch.minimum(bounded * advantage, clipped * advantage)
+        if self.name == "cispo":
+            is_clipped = (ratio > self.epsilon_high) & (advantage > 0)
+            metrics["cispo_clip_ratio"] = self._share(is_clipped.float(), tokens)
+            return -ratio.clamp(max=self.epsilon_high).detach() * advantage * tokens.logps
+        if self.name == "sapo":
+            tau = torch.where(advantage > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+            return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
+        phi = self._vespo_factors(tokens)
+        metrics["vespo/phi_seq_mean"] = Sum(phi.sum(), torch.tensor(float(len(phi)), device=phi.device))
+        return -phi[tokens.owner] * advantage * tokens.logps
+
+    def _vespo_factors(self, tokens: _Tokens) -> Tensor:
+        """(S,) φ = exp(λ + k w - λ e^w), with w the log-ratio of the completion."""
+        options, is_good = self.options, tokens.advantages >= 0
+        clipped = tokens.log_ratio.detach().clamp(-_MOST_LOG, _MOST_LOG) * tokens.mask
+        w = _sums(clipped, tokens.owner, len(is_good)).clamp(_LEAST_LOG, _MOST_LOG)
+        k = torch.where(is_good, options.vespo_k_pos, options.vespo_k_neg)
+        decay = torch.where(is_good, options.vespo_lambda_pos, options.vespo_lambda_neg)
+        factors: Tensor = (decay + k * w - decay * w.exp()).exp().nan_to_num(0.0)
+        return factors
+
+    def _near_policy(self, tokens: _Tokens, batch: Batch) -> Tensor:
+        """(N,) 0 for tokens of a completion with A < 0 whose mean log-ratio to whoever drew it is too large."""
+        most, drawn = self.options.off_policy_mask_threshold, batch.get("sampler_logps")
+        away = -tokens.log_ratio.detach() if drawn is None else drawn - tokens.logps.detach()
+        mean = _sums(away * tokens.mask, tokens.owner, len(tokens.lengths)) / tokens.lengths.clamp(min=1)
+        is_near: Tensor = (tokens.advantages >= 0) | (mean <= (math.inf if most is None else most))
+        each: Tensor = is_near.to(away.dtype)[tokens.owner]
+        return each
+
+    def _with_bonus(
+        self, total: Tensor, entropy: Tensor, batch: Batch, metrics: dict[str, Metric], is_training: bool
+    ) -> Tensor:
+        counted = _bonus_mask(batch)
+        summed = (entropy * counted).sum()
+        if is_training:
+            self.entropy.add(summed, counted.sum())
+        one = torch.ones((), device=total.device)
+        metrics["policy_loss"] = total.detach()
+        metrics["entropy_coef"] = Sum(one * self.entropy.coefficient, one, "last")
+        scale: Tensor = batch["entropy_scale"]
+        return total - self.entropy.applied * scale * summed
+
+    def _clip_shares(self, tokens: _Tokens) -> dict[str, Metric]:
+        low = (tokens.ratio < 1 - self.options.epsilon) & (tokens.advantage < 0)
+        high = (tokens.ratio > 1 + self.epsilon_high) & (tokens.advantage > 0)
+        found: dict[str, Metric] = {
+            f"clip_ratio/{name}_mean": self._share(clipped.float(), tokens)
+            for name, clipped in (("low", low), ("high", high), ("region", low | high))
+        }
+        counts = (tokens.lengths > 0).sum().float()
+        for name, clipped, reduction in (("low_min", low, "min"), ("high_max", high, "max")):
+            shares = _sums(clipped * tokens.mask, tokens.owner, len(tokens.lengths)) / tokens.lengths.clamp(min=1)
+            shares = shares[tokens.lengths > 0] if len(shares) else shares
+            extreme = (shares.amin() if reduction == "min" else shares.amax()) if len(shares) else counts
+            found[f"clip_ratio/{name}"] = Sum(extreme.detach(), counts, reduction)  # type: ignore[arg-type]
+        return found
+
+    def _share(self, values: Tensor, tokens: _Tokens) -> Sum:
+        """Mean over tokens, or over completions where a ratio is one of a completion."""
+        if not self.is_per_completion:
+            return _mean_of_tokens(values, tokens.mask)
+        has_tokens = (tokens.lengths > 0).float()
+        shares = _sums(values * tokens.mask, tokens.owner, len(tokens.lengths)) / tokens.lengths.clamp(min=1)
+        return Sum(shares.detach().sum(), has_tokens.sum())
+
+
+@dataclass
+class EntropyController:
+    """The coefficient of the entropy bonus; with ``use_adaptive_entropy`` it follows the entropy of each step.
+
+    The sums of the last step are this rank's until ``end_step`` adds them up, so a checkpoint keeps them of each rank.
+    """
+
+    options: RolloutLossChoices
+    coefficient: float = field(init=False)
+    last: float = field(init=False, default=math.inf)  # entropy of the last finished step, in nats
+    _sums: list[float] = field(init=False, default_factory=lambda: [0.0, 0.0])
+    _pending: list[Tensor] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.coefficient = self.options.entropy_coef
+
+    @property
+    def applied(self) -> float:
+        """The coefficient in this step: an adaptive one rests while the entropy is above its target."""
+        is_active = not self.options.use_adaptive_entropy or self.last <= self.options.entropy_target
+        return self.coefficient if is_active else 0.0
+
+    def add(self, total: Tensor, count: Tensor) -> None:
+        """Args: total: () sum of entropies of a micro-batch, in nats. count: () tokens."""
+        if self.options.use_adaptive_entropy:
+            self._pending.append(torch.stack([total.detach(), count.detach()]).double())
+
+    def end_step(self, engine: Engine) -> None:
+        """Move the coefficient by the entropy of the step whose micro-batches were added. Collective."""
+        if not self.options.use_adaptive_entropy:
+            return
+        own = torch.tensor(self._collected(), dtype=torch.float64, device=engine.device)
+        total, count = engine.sum(own).tolist()  # a device read per step, in this mode alone
+        self._sums = [0.0, 0.0]
+        if count > 0:
+            options, self.last = self.options, total / count
+            change = options.entropy_coef_delta * (1 if self.last <= options.entropy_target else -1)
+            self.coefficient = min(max(self.coefficient + change, options.entropy_coef_min), options.entropy_coef_max)
+
+    def _collected(self) -> list[float]:
+        if self._pending:
+            self._sums = torch.stack([*self._pending, self._pending[0].new_tensor(self._sums)]).sum(0).tolist()
+            self._pending = []
+        return self._sums
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"coefficient": self.coefficient, "last": self.last, "sums": list(self._collected())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.coefficient, self.last, self._sums = state["coefficient"], state["last"], list(state["sums"])
+        self._pending = []
+
+
+def high_entropy_masks(
+    entropies: Sequence[Tensor], masks: Sequence[Tensor], share: float, engine: Engine
+) -> list[Tensor]:
+    """(N,) of each micro-batch: 1 for the ``share`` of the step's counted tokens that have the highest entropy.
+
+    The first tokens of a group have equal entropies, so a threshold can fall on a tie: those that lie within a relative
+    1e-6 below it are in.
+
+    Args:
+        entropies, masks: (N,) of each micro-batch of this rank. Collective.
+    """
+    own = torch.cat([entropy[mask > 0] for entropy, mask in zip(entropies, masks, strict=True)]).detach().float()
+    every = engine.gather(own)
+    threshold = linear_quantile(every, 1 - share) if len(every) else 0.0
+    least = threshold - _TIE * abs(threshold)
+    return [(entropy.detach() >= least).to(mask.dtype) * mask for entropy, mask in zip(entropies, masks, strict=True)]
+
+
+def linear_quantile(values: Tensor, quantile: float) -> float:
+    """The quantile of any number of ``values``, with linear interpolation; ``torch.quantile`` takes at most 2²⁴."""
+    place = quantile * (len(values) - 1)
+    low = int(place)
+    below = float(values.kthvalue(low + 1).values)
+    above = float(values.kthvalue(min(low + 2, len(values))).values)
+    return below + (place - low) * (above - below)
+
+
+def _bonus_mask(batch: Batch) -> Tensor:
+    mask: Tensor = batch["token_mask"]
+    return mask * batch["entropy_mask"] if "entropy_mask" in batch else mask
+
+
+def _mean_of_tokens(values: Tensor, mask: Tensor) -> Sum:
+    return Sum(torch.where(mask > 0, values.detach() * mask, 0).sum(), mask.sum())
+
+
+def _sums(values: Tensor, owner: Tensor, count: int) -> Tensor:
+    """(S,) the sum of ``values`` (N,) over each completion."""
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, owner, values)

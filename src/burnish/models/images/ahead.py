@@ -1,0 +1,115 @@
+"""Pictures are decoded and prepared ahead of the step that needs them, by threads.
+
+In:  the rows of coming micro-batches, in the order of the stream. Out: the same rows, and meanwhile the tensors of
+     their pictures. Pillow and numpy release the interpreter's lock while they decode and resize. What waits is bounded
+     in bytes. A picture that was prepared is kept for its next use; the least recently used are dropped first.
+
+The tensors of a picture depend on that picture alone, so neither threads nor what is kept change a number.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from burnish.config.options import option
+from burnish.loop.types import Row
+from burnish.models.images.collator import PicturesOf, Prepare
+from burnish.models.images.processor import Tensors
+
+
+@dataclass
+class PictureCacheOptions:
+    """Decoding of pictures."""
+
+    image_cache: str = option(
+        "memory", "Keep prepared pictures for their next use: in memory, or not (none).", choices=("memory", "none")
+    )
+    image_cache_mb: int = option(2048, "Memory for prepared pictures that are kept.", unit="MiB", ge=0)
+    image_ahead_mb: int = option(512, "Memory for pictures that are decoded ahead of their step.", unit="MiB", ge=1)
+
+
+_BYTES_PER_TOKEN = 20_000
+"""Of the tensors of a picture, until the first is made: a placeholder of Qwen2.5-VL takes 18,816."""
+
+
+class PreparedAhead:
+    """Prepares pictures; a ``Prepare``.
+
+    Args:
+        prepare: picture -> tensors.
+        pictures_of: the pictures of a row.
+        ahead_bytes: the most bytes that are prepared before they are asked for.
+        kept_bytes: the most bytes that are kept afterwards.
+    """
+
+    def __init__(
+        self, prepare: Prepare, pictures_of: PicturesOf, num_threads: int, ahead_bytes: int, kept_bytes: int
+    ) -> None:
+        self._prepare, self._pictures_of = prepare, pictures_of
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pictures")
+        self._ahead_bytes, self._kept_bytes = ahead_bytes, kept_bytes
+        self._under_way: dict[str, Future[Tensors]] = {}
+        self._kept: OrderedDict[str, Tensors] = OrderedDict()
+        self._size_of_kept = 0
+        self._per_token: float = _BYTES_PER_TOKEN
+        self.num_prepared = 0
+
+    def __call__(self, picture: Any) -> Tensors:
+        """The tensors of a picture. Raises what preparing it raised."""
+        identity = picture.identity
+        if identity in self._kept:
+            self._kept.move_to_end(identity)
+            return self._kept[identity]
+        self._begin(picture)
+        tensors = self._under_way.pop(identity).result()
+        self._keep(identity, tensors, picture.end - picture.begin)
+        return tensors
+
+    def rows(self, groups: Iterator[Sequence[Row | None]]) -> Iterator[Sequence[Row | None]]:
+        """Yield the rows of micro-batches as they come, with those behind them begun."""
+        waiting: deque[tuple[Sequence[Row | None], float]] = deque()
+        begun = 0.0
+        for rows in groups:
+            expected = sum(self._begin(picture) for row in rows if row for picture in self._pictures_of(row))
+            waiting.append((rows, expected))
+            begun += expected
+            while len(waiting) > 1 and (begun > self._ahead_bytes or len(waiting) > _MOST_WAITING):
+                done, size = waiting.popleft()
+                begun -= size
+                yield done
+        while waiting:
+            yield waiting.popleft()[0]
+
+    def _begin(self, picture: Any) -> float:
+        """Begin to prepare a picture, if it is not here. Returns the bytes that it will take."""
+        identity: str = picture.identity
+        if identity in self._kept:
+            return 0
+        if identity not in self._under_way:
+            self._under_way[identity] = self._threads.submit(self._prepare, picture)
+            self.num_prepared += 1
+        num_tokens: int = picture.end - picture.begin
+        return self._per_token * max(1, num_tokens)
+
+    def _keep(self, identity: str, tensors: Tensors, num_tokens: int) -> None:
+        size = size_of(tensors)
+        self._per_token = size / max(1, num_tokens)
+        self._kept[identity] = tensors
+        self._size_of_kept += size
+        while self._size_of_kept > self._kept_bytes and self._kept:
+            self._size_of_kept -= size_of(self._kept.popitem(last=False)[1])
+
+
+_MOST_WAITING = 64
+"""Micro-batches that wait at most, so that rows of text are not read far ahead."""
+
+
+def size_of(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

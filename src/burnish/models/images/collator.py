@@ -1,0 +1,223 @@
+"""Rows with pictures -> micro-batches: padding-free, with shared prefixes, or padded.
+
+In:  rows whose column ``images`` names their pictures and where they stand, and a collator of rows of text, which does
+     the rest. Out: its batch, with the tensors of the pictures and what the model needs to know of their places.
+
+What belongs to a token goes through the collator of text as a column, so that it stays with its token however rows are
+divided, joined or shortened: the feature in its place, the three rotary positions of the Qwen and GLM families, the row
+and the block of masks. Each picture of a micro-batch is prepared once, also where several rows hold it.
+"""
+
+# B rows, T tokens in a row, N distinct pictures, F features of all of them
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Any, Protocol
+
+import torch
+
+from burnish.config.errors import UserError
+from burnish.loop.types import IGNORE_INDEX, Batch, Row
+from burnish.models.images.features import PictureFeatures
+from burnish.models.images.masks import SEES_BOTH_WAYS
+from burnish.models.images.processor import ImageProcessor, Tensors
+
+ROPE_COLUMNS = ("rope_time", "rope_height", "rope_width")
+
+
+class PictureOfRow(Protocol):
+    """A picture of a row; ``begin`` and ``end`` are the tokens that stand for it: placeholders, and markers."""
+
+    begin: int
+    end: int
+
+    @property
+    def identity(self) -> str: ...
+
+
+Collate = Callable[[Sequence[Row]], Batch]
+PicturesOf = Callable[[Row], Sequence[Any]]
+"""A row -> its pictures (``PictureOfRow``), in the order of their placeholders."""
+Prepare = Callable[[Any], Tensors]
+"""A picture -> its tensors, which depend on it alone."""
+
+
+@dataclass(frozen=True)
+class PictureLayout:
+    """What a model needs to know of the places of pictures.
+
+    Args:
+        placeholder: the id of the token that a feature takes the place of.
+        has_grid_positions: placeholders have three rotary positions (the Qwen and GLM families).
+        merge: patches of a side that become one placeholder there.
+        both_ways: the tokens that see each other (``masks``), "" for none.
+        first_position: the position of the first token.
+        needs_row: whether features of a picture depend on whether its row holds others too (LLaVA-OneVision).
+    """
+
+    placeholder: int
+    has_grid_positions: bool = False
+    merge: int = 1
+    both_ways: str = ""
+    first_position: int = 0
+    needs_row: bool = False
+    model_type: str = ""
+
+    @property
+    def sees_in_full(self) -> bool:
+        """Whether these tokens see each other in layers of full attention too; in Gemma 4 only in sliding ones."""
+        return not self.model_type.startswith("gemma4")
+
+    @classmethod
+    def of(cls, config: Any) -> PictureLayout:
+        """Args: config: of the whole model."""
+        text = config.get_text_config()
+        names = ("image_token_id", "image_token_index")
+        placeholder = next((getattr(config, n) for n in names if getattr(config, n, None) is not None), -1)
+        rope = getattr(text, "rope_parameters", None) or {}
+        merge = getattr(config.vision_config, "spatial_merge_size", 1)
+        both_ways = SEES_BOTH_WAYS.get(config.model_type, "")
+        return cls(
+            placeholder, "mrope_section" in rope, merge, both_ways, int(config.model_type == "paligemma"),
+            config.model_type == "llava_onevision", config.model_type,
+        )  # fmt: skip
+
+
+class PictureCollator:
+    """Collates rows of which some have pictures; rows of text alone are collated as without it.
+
+    Args:
+        collate: a collator of rows of text.
+        seeing: the same for rows with pictures, which passes on columns of tokens.
+        layout, processor: of the model.
+        pictures_of: the pictures of a row.
+        prepare: makes the tensors of a picture, or has made them ahead.
+    """
+
+    def __init__(
+        self, collate: Collate, seeing: Collate, layout: PictureLayout, processor: ImageProcessor,
+        pictures_of: PicturesOf, prepare: Prepare,
+    ) -> None:  # fmt: skip
+        self.collate, self.seeing, self.layout, self.processor = collate, seeing, layout, processor
+        self.pictures_of, self.prepare = pictures_of, prepare
+
+    @property
+    def is_for_text(self) -> bool:
+        """Whether rows without pictures are collated otherwise too."""
+        return self.layout.both_ways == "prefix"
+
+    def __call__(self, rows: Sequence[Row]) -> Batch:
+        placed = [self.pictures_of(row) for row in rows]
+        rows = [{name: value for name, value in row.items() if name != "images"} for row in rows]
+        if not any(placed) and not self.is_for_text:
+            return self.collate(rows)
+        if self.layout.needs_row and any(len(of_row) > 1 for of_row in placed):
+            what = f"a row has several pictures, and {self.layout.model_type} is trained on one picture per row only."
+            raise UserError(what, remedy="Leave out records with several pictures, or use another model.")
+        distinct = {picture.identity: picture for of_row in placed for picture in of_row}
+        tensors = {identity: self.prepare(picture) for identity, picture in distinct.items()}
+        counts = dict.fromkeys(distinct, 0)
+        for row, of_row in zip(rows, placed, strict=True):
+            counts |= {picture.identity: len(self._places(row, picture)) for picture in of_row}
+        begins = dict(zip(distinct, accumulate(counts.values(), initial=0), strict=False))
+        batch = self.seeing(
+            [
+                {**row, **self._columns(number, row, of_row, begins, tensors)}
+                for number, (row, of_row) in enumerate(zip(rows, placed, strict=True))
+            ]
+        )
+        if distinct:
+            made = self.processor.joined(list(tensors.values()))
+            batch |= {**made, "pictures": PictureFeatures(tuple(made), tuple(counts.values()))}
+        else:
+            del batch["picture_features"]
+        return self._with_positions(batch)
+
+    def _places(self, row: Row, one: PictureOfRow) -> list[int]:
+        """The places of the placeholders of a picture."""
+        ids, placeholder = row["input_ids"], self.layout.placeholder
+        return [at for at in range(one.begin, one.end) if ids[at] == placeholder]
+
+    def _columns(
+        self, number: int, row: Row, placed: Sequence[PictureOfRow], begins: Mapping[str, int],
+        tensors: Mapping[str, Tensors],
+    ) -> dict[str, list[int]]:  # fmt: skip
+        """The columns of a row's tokens."""
+        length = len(row["input_ids"])
+        features = [0] * length
+        for one in placed:
+            begin = begins[one.identity]
+            for count, place in enumerate(self._places(row, one), start=1):
+                features[place] = begin + count
+        held = sum(token == self.layout.placeholder for token in row["input_ids"])
+        if held != sum(feature > 0 for feature in features):
+            what = f"a row has {held} placeholders, and its {len(placed)} pictures take {sum(map(bool, features))}."
+            raise UserError(what, remedy="Encode the data again (overwrite_cache: true).")
+        found = {"picture_features": features, "content_hashes": features}
+        if self.layout.has_grid_positions:
+            grids = [tensors[one.identity]["image_grid_thw"][0].tolist() for one in placed]
+            begins_of = [self._places(row, one) for one in placed]
+            found |= dict(zip(ROPE_COLUMNS, grid_positions(length, begins_of, grids, self.layout.merge), strict=True))
+        if self.layout.both_ways:
+            found |= {"attention_rows": [number] * length, "attention_blocks": self._blocks(number, row, features)}
+        return found
+
+    def _blocks(self, number: int, row: Row, features: Sequence[int]) -> list[int]:
+        """The block of each token, unique in the batch: of each run of placeholders, or of all before the answer."""
+        first = (number << 20) + 1
+        if self.layout.both_ways == "prefix":
+            learned = next((at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX), len(row["labels"]))
+            return [first] * learned + [0] * (len(row["labels"]) - learned)
+        blocks: list[int] = []
+        for is_picture, run in groupby(features, bool):
+            blocks += [(first + len(blocks)) * is_picture] * len(list(run))
+        return blocks
+
+    def _with_positions(self, batch: Batch) -> Batch:
+        if self.layout.has_grid_positions:
+            grid = torch.stack([batch.pop(name) for name in ROPE_COLUMNS])  # (3, B, T)
+            own = batch.get("position_ids")
+            batch["position_ids"] = grid if own is None else torch.cat([own.unsqueeze(0), grid])
+        if self.layout.first_position and "position_ids" in batch:
+            batch["position_ids"] = batch["position_ids"] + self.layout.first_position
+        if self.layout.both_ways:  # the masks say what no lengths of sequences can
+            mask = batch.pop("attention_mask", None)
+            batch["num_tokens"] = batch["input_ids"].numel() if mask is None else int(mask.sum())
+            for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+                batch.pop(name, None)
+        return batch
+
+
+def grid_positions(
+    length: int, places: Sequence[Sequence[int]], grids: Sequence[Sequence[int]], merge: int
+) -> tuple[list[int], list[int], list[int]]:
+    """The rotary positions of a row's tokens in time, height and width.
+
+    Text counts on by one. A placeholder in row i and column j of frame t of a picture that begins at position p has
+    (p + t, p + i, p + j); the next text is at p + the largest extent of the picture.
+
+    Args:
+        places: the places of the placeholders of each picture, in order.
+        grids: (frames, rows, columns) of patches of each picture.
+    Source: Wang et al. 2024, section 2.1, https://arxiv.org/abs/2409.12191
+    """
+    found: tuple[list[int], list[int], list[int]] = ([], [], [])
+    position = 0
+    for of_picture, (frames, high, wide) in zip(places, grids, strict=True):
+        text = of_picture[0] - len(found[0])
+        rows, columns = high // merge, wide // merge
+        for axis in found:
+            axis += range(position, position + text)
+        position += text
+        for t in range(frames):
+            for i in range(rows):
+                for j in range(columns):
+                    for axis, step in zip(found, (t, i, j), strict=True):
+                        axis.append(position + step)
+        position += max(frames, rows, columns)
+    for axis in found:
+        axis += range(position, position + length - len(axis))
+    return found

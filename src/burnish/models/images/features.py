@@ -1,0 +1,158 @@
+"""Features of pictures in the place of placeholders: the tower runs once for each picture of a micro-batch.
+
+In:  a loaded model that sees. Out: the same model, which takes two more inputs beside the tensors of pictures:
+     ``picture_features``, for each token 0 or 1 + the number of the feature that takes its place, counted through all
+     pictures; and ``pictures``, a ``PictureFeatures``.
+
+transformers' own forward replaces the n-th placeholder of a batch by the n-th feature, so that a picture that stands in
+several rows (both answers of a pair, several turns) would be computed for each. Here features are computed once, and
+those in the places of the batch are given to the model as ``mm_encoder_outputs``. What a frozen tower has computed is
+kept as long as the batch, so that the reference of a preference run is given the same.
+"""
+
+# N pictures, F features of all pictures, H hidden size, B rows, T tokens
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.kernels.model_parts import part_at, parts_of, sees
+from burnish.kernels.probe import causal_lm
+from burnish.loop.modes import evaluating
+from burnish.models.images.masks import masks_of
+from burnish.utils.patching import Patch, Reason, hook, patches_of
+
+SEEING = Reason("model that sees", "each picture of a micro-batch goes through the tower once")
+
+
+@dataclass
+class PictureFeatures:
+    """The pictures of a micro-batch.
+
+    Args:
+        names: the inputs of the batch that are tensors of pictures.
+        counts: features of each picture, as the rows have placeholders for them.
+        kept: what a frozen tower made of them, by the model that it belongs to.
+    """
+
+    names: Sequence[str]
+    counts: Sequence[int]
+    kept: dict[int, Any] = field(default_factory=dict, repr=False)
+
+
+def make_seeing(model: nn.Module) -> list[Patch]:
+    """Let ``model`` take the inputs above; nothing where it has no tower, or was told before."""
+    inner = causal_lm(model)
+    is_told = any(done.why is SEEING for done in patches_of(model))
+    if is_told or not sees(model) or not hasattr(inner.base_model, "get_image_features"):
+        return []
+    seeing = Seeing(inner)
+    modules = (inner, inner.base_model)  # the loss may call either
+    return [hook(module, "forward_pre", seeing.prepared, SEEING, with_kwargs=True) for module in modules]
+
+
+class Seeing:
+    """The hook of ``make_seeing``."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        parts = parts_of(model)
+        self._towers = [m for path, m in model.named_modules() if parts.get(path) == "vision_tower"]
+        self._weights = [p for name, p in model.named_parameters() if part_at(name, parts) != "language_model"]
+
+    def prepared(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace the inputs of pictures by those of transformers."""
+        pictures: PictureFeatures | None = kwargs.pop("pictures", None)
+        if "attention_rows" in kwargs:
+            rows, blocks = kwargs.pop("attention_rows"), kwargs.pop("attention_blocks")
+            kwargs["attention_mask"] = masks_of(self._model, rows, blocks)
+        if pictures is None:
+            return (args, kwargs)
+        tensors = {name: kwargs.pop(name) for name in pictures.names}
+        places = kwargs.pop("picture_features").flatten()
+        made = self._features(pictures, tensors)
+        chosen = places[places > 0] - 1
+        kwargs["mm_encoder_outputs"] = {"image": at_places(made, chosen)}
+        return args, kwargs
+
+    def _features(self, pictures: PictureFeatures, tensors: dict[str, Tensor]) -> Any:
+        """What ``get_image_features`` returns, as (N, n, H) or a list of (n, H)."""
+        key = id(self._model)
+        if key in pictures.kept:
+            return pictures.kept[key]
+        is_frozen = not any(weight.requires_grad for weight in self._weights)
+        with ExitStack() as modes:
+            for tower in self._towers if is_frozen else ():
+                modes.enter_context(evaluating(tower))
+            made = picture_features(self._model, tensors)
+        count = len(_joined(made.pooler_output))
+        if count != sum(pictures.counts):
+            raise RuntimeError(
+                f"The tower of {type(self._model).__name__} gives {count} features, and the rows have "
+                f"{sum(pictures.counts)} placeholders for them ({len(pictures.counts)} pictures)."
+            )
+        if is_frozen:
+            pictures.kept[key] = made
+        return made
+
+
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """(F, H) of (N, n, H), or of a list of (n, H) or (tiles, n, H)."""
+    if isinstance(features, Tensor):
+        return features.flatten(0, -2)
+    return torch.cat([one.flatten(0, -2) for one in features])
+
+
+def picture_features(model: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The output of the tower and the projector for the tensors of pictures, which are cast to their dtype."""
+    parts = parts_of(model)
+    weights = ((name, weight) for name, weight in model.named_parameters() if weight.is_floating_point())
+    dtype = next(weight.dtype for name, weight in weights if part_at(name, parts) != "language_model")
+    given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    return model.base_model.get_image_features(**given, return_dict=True)
+
+
+def num_features(model: nn.Module, tensors: Mapping[str, Tensor]) -> int:
+    """The number of features of the pictures whose tensors are given; the tower is asked."""
+    inner = causal_lm(model)
+    device = next(inner.parameters()).device
+    with torch.no_grad():
+        made = picture_features(inner, {name: tensor.to(device) for name, tensor in tensors.items()})
+    return len(_joined(made.pooler_output))
+
+
+def joined_features(made: Sequence[Any]) -> Any:
+    """Several outputs of the tower as one."""
+    if len(made) == 1:
+        return made[0]
+    between = getattr(made[0], "deepstack_features", None)
+    more = {}
+    if between is not None:
+        layers = range(len(between))
+        more["deepstack_features"] = [_together([one.deepstack_features[n] for one in made]) for n in layers]
+    return replace(made[0], pooler_output=_together([one.pooler_output for one in made]), **more)
+
+
+def _together(features: Sequence[Tensor | Sequence[Tensor]]) -> Tensor | tuple[Tensor]:
+    joined = torch.cat([_joined(one) for one in features])
+    return joined if isinstance(features[0], Tensor) else (joined,)
+
+
+def at_places(made: Any, chosen: Tensor) -> Any:
+    """The output of the tower with the features ``chosen`` (M,), in their order; of Qwen3-VL also those of its layers
+    between (``deepstack_features``)."""
+    between = getattr(made, "deepstack_features", None)
+    more = {} if between is None else {"deepstack_features": [_chosen(one, chosen) for one in between]}
+    return replace(made, pooler_output=_chosen(made.pooler_output, chosen), **more)
+
+
+def _chosen(features: Tensor | Sequence[Tensor], chosen: Tensor) -> Tensor | tuple[Tensor]:
+    """(M, H), as one tensor or a tuple of one, as they were given."""
+    found = _joined(features)[chosen]
+    return found if isinstance(features, Tensor) else (found,)

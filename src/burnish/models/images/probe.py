@@ -1,0 +1,136 @@
+"""A probe with pictures: does a row have the same logits beside other rows as alone?
+
+Text does not tell. Gemma 3 keeps rows of text apart in a padding-free batch, but its pictures see each other both ways
+there by the places of another row. The rows of the probe differ in where their pictures are and in how many they have,
+and one has none: with one picture at the same place of each row Gemma 3 would pass. The pictures are drawn.
+"""
+
+# T tokens of a row, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.kernels.probe import REFUSALS, asking, causal_lm, close
+from burnish.loop.types import IGNORE_INDEX, Batch, Row
+from burnish.models.images.collator import PictureCollator
+from burnish.models.images.features import num_features
+
+_SIZES = ((64, 48), (40, 56), (48, 72))
+"""Width and height of the pictures."""
+_ROWS = ((9, "0", 5, "1", 4), (3, "2", 13), (11,))
+"""Each row: numbers of random tokens, and between them the number of a picture."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A drawn picture of a row of the probe."""
+
+    identity: str
+    image: Any
+    begin: int = 0
+    end: int = 0
+
+
+def keeps_pictures_apart(model: nn.Module, collator: PictureCollator) -> bool:
+    """Return whether rows with pictures have the same logits in a batch of ``collator`` as each alone in transformers'
+    own forward pass, which makes positions and masks itself; also where the pixels of their neighbors are other ones.
+
+    Args:
+        model: one that sees, and was told to (``features.make_seeing``).
+    """
+    collator = _of_drawn(collator)
+    try:
+        with asking(model) as ask:
+            rows = list(_rows(model, collator))
+            expected = [ask(**_on(model, _native(model, collator, row)))[0] for row in rows]
+            for changed in (None, *(number for number, row in enumerate(rows) if row["images"])):
+                others = [_negated(row) if number == changed else row for number, row in enumerate(rows)]
+                found = _by_row(ask(**_on(model, collator(others))), rows)
+                if not all(close(found[n], expected[n], model) for n in range(len(rows)) if n != changed):
+                    return False
+            return True
+    except REFUSALS:
+        return False
+
+
+def _of_drawn(collator: PictureCollator) -> PictureCollator:
+    """The collator, for rows of the probe."""
+    return PictureCollator(
+        collator.collate, collator.seeing, collator.layout, collator.processor, lambda row: row.get("images", []),
+        lambda picture: collator.processor.tensors(picture.image),
+    )  # fmt: skip
+
+
+def _rows(model: nn.Module, collator: PictureCollator) -> Iterator[Row]:
+    """Rows of random text with pictures between: two, one near the beginning, none."""
+    from PIL import Image
+
+    pictures = []
+    generator = torch.Generator().manual_seed(7)
+    for number, (width, height) in enumerate(_SIZES):
+        pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
+        image = Image.fromarray(pixels.numpy())
+        pictures.append((Drawn(f"drawn {number}", image), num_features(model, collator.processor.tensors(image))))
+    words = causal_lm(model).get_input_embeddings().weight.shape[0]
+    placeholder = collator.layout.placeholder
+    for parts in _ROWS if not collator.layout.needs_row else _ROWS[1:]:
+        ids: list[int] = []
+        placed: list[Drawn] = []
+        for part in parts:
+            if isinstance(part, str):
+                picture, count = pictures[int(part)]
+                placed.append(replace(picture, begin=len(ids), end=len(ids) + count))
+                ids += [placeholder] * count
+                continue
+            drawn = torch.randint(words - 1, (part,), generator=generator).tolist()
+            ids += [token + (token >= placeholder) for token in drawn]  # every token but the placeholder
+        yield {"input_ids": ids, "labels": [IGNORE_INDEX] * (len(ids) - 1) + ids[-1:], "images": placed}
+
+
+def _native(model: nn.Module, collator: PictureCollator, row: Row) -> Batch:
+    """A row alone as transformers' own processors give it to the model: without positions or masks."""
+    ids = torch.tensor([row["input_ids"]])
+    is_picture = (ids == collator.layout.placeholder).long()
+    batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if row["images"]:
+        batch |= collator.processor.joined([collator.processor.tensors(drawn.image) for drawn in row["images"]])
+    if collator.layout.needs_row:
+        batch["batch_num_images"] = torch.tensor([len(row["images"])])
+    if collator.layout.both_ways == "prefix":
+        batch["token_type_ids"] = (torch.tensor([row["labels"]]) != IGNORE_INDEX).long()
+    else:
+        taken = signature(causal_lm(model).forward).parameters
+        batch |= {name: is_picture for name in ("token_type_ids", "mm_token_type_ids") if name in taken}
+    return batch
+
+
+def _negated(row: Row) -> Row:
+    from PIL import ImageChops
+
+    placed = [replace(p, identity=f"{p.identity} negated", image=ImageChops.invert(p.image)) for p in row["images"]]
+    return {**row, "images": placed}
+
+
+def _on(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """The inputs of the model in a batch, on its device."""
+    device = next(model.parameters()).device
+    left_out = ("labels", "num_tokens", "content_hashes", "sequence")
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+        if name not in left_out
+    }
+
+
+def _by_row(logits: Tensor, rows: Sequence[Row]) -> list[Tensor]:
+    lengths = [len(row["input_ids"]) for row in rows]
+    if len(logits) == 1:
+        return list(torch.split(logits[0], lengths))
+    return [of_row[:length] for of_row, length in zip(logits, lengths, strict=True)]

@@ -1,0 +1,153 @@
+"""The image processor of a checkpoint: pictures -> the tensors that the model's tower takes.
+
+In:  the files of the model (``preprocessor_config.json``, or ``processor_config.json``). Out: for each picture its
+     tensors, which depend on that picture alone; and the tensors of several pictures, joined in their order.
+Refuses: a model without these files, and one whose image processor needs torchvision, which burnish does not require.
+
+The backend is transformers' "pil", which needs no torchvision.
+"""
+
+# N pictures, S side of a picture or tile
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.config.errors import UNUSABLE, MissingExtraError, Problem, UserError
+from burnish.kernels.probe import causal_lm
+from burnish.models.load import said_by
+from burnish.models.options import ModelOptions
+from burnish.models.source import find_source, hub_arguments
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files with the settings of an image processor: older ones, and those of transformers 5."""
+COMPANIONS = (*FILES, "video_preprocessor_config.json")
+"""Files of a model that sees, which an adapter or a merged model needs unchanged."""
+
+Tensors = Mapping[str, Tensor]
+
+
+class ImageProcessor:
+    """The image processor of a checkpoint.
+
+    Args:
+        processor: transformers' own.
+        names: the tensors that the model's ``get_image_features`` takes.
+    """
+
+    def __init__(self, processor: Any, names: Sequence[str]) -> None:
+        self.processor, self.names = processor, frozenset(names)
+
+    @classmethod
+    def of(cls, model: nn.Module, processor: Any) -> ImageProcessor:
+        """The image processor for ``model``, which may be without weights.
+
+        Raises:
+            UserError: where features of pictures cannot be asked of the model.
+        """
+        base = causal_lm(model).base_model
+        if not hasattr(base, "get_image_features"):
+            name = type(causal_lm(model)).__name__
+            what = f"{name} cannot be trained on pictures: it has no features that take the place of tokens."
+            raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
+        return cls(processor, list(inspect.signature(base.get_image_features).parameters))
+
+    def tensors(self, picture: Any) -> dict[str, Tensor]:
+        """The tensors of one picture, with a first axis of pictures, tiles or patches. Args: picture: of Pillow."""
+        made = self.processor(images=[picture], return_tensors="pt")
+        return {name: made[name] for name in made if name in self.names}
+
+    def joined(self, each: Sequence[Tensors]) -> dict[str, Tensor]:
+        """The tensors of several pictures as one set, in their order.
+
+        Tiles that a model takes on the second axis (``pixel_attention_mask``, of (1, tiles, S, S)) are joined there.
+        Where pictures differ in size or in their number of tiles, the smaller ones are filled with zeros.
+        """
+        has_tiles_second = "pixel_attention_mask" in each[0] and each[0]["pixel_attention_mask"].ndim == 4
+        return {name: _joined([one[name] for one in each], int(has_tiles_second)) for name in each[0]}
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What the tensors of a picture depend on besides the picture."""
+        from PIL import __version__ as pillow
+
+        settings = {name: value for name, value in self.processor.to_dict().items() if not name.startswith("_")}
+        return {"class": type(self.processor).__name__, "pillow": pillow, **settings}
+
+
+def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
+    shapes = [[*tensor.shape[:axis], *tensor.shape[axis + 1 :]] for tensor in tensors]
+    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    largest.insert(axis, -1)
+    return torch.cat([_filled(tensor, largest) for tensor in tensors], axis)
+
+
+def _filled(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """``tensor`` with zeros behind it on each axis that is shorter than ``shape``; -1 there is any length."""
+    missing = [max(0, wanted - size) for wanted, size in zip(shape, tensor.shape, strict=True)]
+    return nn.functional.pad(tensor, [n for one in reversed(missing) for n in (0, one)]) if any(missing) else tensor
+
+
+def load_image_processor(options: ModelOptions, backend: str = "pil", **settings: Any) -> Any:
+    """transformers' image processor of the model.
+
+    Args:
+        backend: "pil" or "torchvision".
+        settings: in place of those of the checkpoint.
+
+    Raises:
+        UserError: where its files are missing or cannot be used.
+    """
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        raise MissingExtraError("Pillow", "reading pictures", "images", "model_name_or_path") from None
+    from transformers import AutoImageProcessor
+
+    source = find_source(options.model_name_or_path, options)
+    if source.folder is not None and not any((source.folder / name).is_file() for name in FILES):
+        raise UserError(_no_files(source.folder))
+    try:
+        return AutoImageProcessor.from_pretrained(source.name, backend=backend, **settings, **hub_arguments(options))
+    except (*UNUSABLE, ImportError) as error:
+        what = f"its image processor cannot be loaded: {said_by(error)}"
+        needs = "torchvision" in str(error).lower()
+        remedy = (
+            "This family has no image processor of Pillow; install the torchvision that fits the installed torch."
+            if needs
+            else f"Download {' or '.join(FILES)} again."
+        )
+        raise UserError(what, where=source.name, remedy=remedy) from error
+
+
+def copy_companions(config: Any, folder: Path) -> None:
+    """Copy the files of a base model's processors, byte for byte, beside an adapter or a model that was trained from
+    it. transformers would write them anew, and without torchvision leave out those of videos.
+
+    Args:
+        config: of the model, which names its base.
+    """
+    from transformers.utils import cached_file
+
+    if getattr(config, "vision_config", None) is None or not config.name_or_path:
+        return
+    for name in COMPANIONS:
+        found = cached_file(
+            config.name_or_path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        if found is not None and not (folder / name).exists():
+            shutil.copyfile(found, folder / name)
+
+
+def _no_files(folder: Path) -> Problem:
+    what = f"this folder has no {' or '.join(FILES)}, so pictures cannot be prepared for the model."
+    return Problem(what, where=str(folder), remedy="Copy them from the base model.", option="model_name_or_path")

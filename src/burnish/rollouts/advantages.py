@@ -1,0 +1,157 @@
+"""Rewards -> advantages: how much better a completion is than the others to its prompt.
+
+In: rewards of each completion by each function, NaN where a function does not apply. Out: a number per completion, and
+the statistics that a log shows. Computed in float64 on the CPU, so that equal rewards give an advantage of exactly 0.
+
+Letters: R rewards (C, K), w weights (K,), r = Σ_k w_k R_k over the functions that apply, G completions of a group.
+"""
+
+# C completions, K reward functions, P groups (one per prompt)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_SMALL = 1e-4
+"""Added to a deviation before dividing, as in TRL."""
+
+
+class AdvantageChoices(Protocol):
+    """The options read here."""
+
+    multi_objective_aggregation: str
+    normalize_advantages: bool
+    reward_clip_range: list[float] | None
+    scale_rewards: bool | str
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Advantages of a generation.
+
+    Args:
+        values: (C,) float64; 0 for a completion without a score.
+        rewards: (C,) float64, the weighted sum r; NaN for a completion without a score.
+        has_spread: (P,) bool, whether the rewards of a group differ. Only such groups are learned from.
+        groups: (C,) the group of each completion, in [0, P).
+        metrics: numbers of the log: ``reward``, ``reward_std``, ``frac_reward_zero_std``.
+    """
+
+    values: Tensor
+    rewards: Tensor
+    has_spread: Tensor
+    groups: Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def needs_all_ranks(options: AdvantageChoices, leave_one_out: bool = False) -> bool:
+    """Tell whether the completions of all ranks have to be known, and not whole groups alone."""
+    if leave_one_out:
+        return options.normalize_advantages
+    return options.multi_objective_aggregation == "normalize_then_sum" or options.scale_rewards == "batch"
+
+
+def advantages(
+    rewards: Tensor, weights: Sequence[float], groups: Tensor, options: AdvantageChoices,
+    leave_one_out: bool = False, penalties: Tensor | None = None,
+) -> Advantages:  # fmt: skip
+    """Compute the advantages of a generation.
+
+    Args:
+        rewards: (C, K) float64, NaN where a function gave none.
+        weights: of the K functions.
+        groups: (C,) the group of each completion, of any numbering.
+        options: how rewards are joined and scaled.
+        leave_one_out: RLOO's advantage, r minus the mean of the other completions of the group.
+        penalties: (C,) what is taken off the reward, β times the KL divergence of a completion (RLOO).
+    Source: Shao et al. 2024 (GRPO, section 4.1.2), Liu et al. 2026 (GDPO: normalize_then_sum), Ahmadian et al. 2024
+        (RLOO, eq. 8), with the constants of TRL 1.16.
+    """
+    rewards, groups = rewards.double().cpu(), torch.unique(groups.cpu(), return_inverse=True)[1]
+    is_scored = ~rewards.isnan().all(1)
+    weighted = (rewards * torch.tensor(list(weights), dtype=torch.float64)).nansum(1)
+    r = torch.where(is_scored, weighted, torch.nan)
+    used = r if not leave_one_out else _penalized(r, penalties, options)
+    if leave_one_out:
+        values = _left_out(used, groups)
+        values = _standardized(values) if options.normalize_advantages else values
+    elif options.multi_objective_aggregation == "normalize_then_sum":
+        each = torch.stack([_scaled_by_group(column, groups).nan_to_num(0.0) for column in rewards.unbind(1)], 1)
+        z = (each * torch.tensor(list(weights), dtype=torch.float64)).sum(1)
+        values = _standardized(torch.where(is_scored, z, torch.nan))
+    else:
+        values = _scaled(r, groups, options.scale_rewards)
+    has_spread = _has_spread(used, groups)
+    deviation = _deviation(r[is_scored])
+    metrics = {
+        "reward": float(r[is_scored].mean()) if is_scored.any() else float("nan"),
+        "reward_std": float(deviation),
+        "frac_reward_zero_std": float((~has_spread).double().mean()) if len(has_spread) else 0.0,
+    }
+    return Advantages(values.nan_to_num(0.0), r, has_spread, groups, metrics)
+
+
+def _penalized(r: Tensor, penalties: Tensor | None, options: AdvantageChoices) -> Tensor:
+    if options.reward_clip_range is not None:
+        r = r.clamp(*options.reward_clip_range)
+    return r if penalties is None else r - penalties.double().cpu()
+
+
+def _group_sums(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """(P,) sums of the values that are not NaN, and (P,) how many they are."""
+    num_groups = int(groups.max()) + 1 if len(groups) else 0
+    counts = torch.zeros(num_groups, dtype=torch.float64).index_add(0, groups, (~values.isnan()).double())
+    return torch.zeros(num_groups, dtype=torch.float64).index_add(0, groups, values.nan_to_num(0.0)), counts
+
+
+def _centered(values: Tensor, groups: Tensor) -> Tensor:
+    """(C,) values minus the mean of their group, exactly 0 where all of a group are equal."""
+    sums, counts = _group_sums(values, groups)
+    centered = values - (sums / counts)[groups]
+    return torch.where(_has_spread(values, groups)[groups] | values.isnan(), centered, 0.0)
+
+
+def _scaled_by_group(values: Tensor, groups: Tensor) -> Tensor:
+    centered = _centered(values, groups)
+    squares, counts = _group_sums(centered.square(), groups)
+    return centered / ((squares / (counts - 1).clamp(min=1)).sqrt() + _SMALL)[groups]
+
+
+def _scaled(r: Tensor, groups: Tensor, scale: bool | str) -> Tensor:
+    if scale in (True, "group"):
+        return _scaled_by_group(r, groups)
+    centered = _centered(r, groups)
+    return centered / (_deviation(r[~r.isnan()]) + _SMALL) if scale == "batch" else centered
+
+
+def _left_out(r: Tensor, groups: Tensor) -> Tensor:
+    """(C,) r minus the mean of the other scored ones of the group; 0 where there is no other."""
+    sums, counts = _group_sums(r, groups)
+    others = (counts - 1)[groups]
+    values = r - (sums[groups] - r.nan_to_num(0.0)) / others.clamp(min=1)
+    return torch.where((others > 0) | r.isnan(), values, 0.0)
+
+
+def _standardized(values: Tensor) -> Tensor:
+    known = values[~values.isnan()]
+    return (values - known.mean()) / (_deviation(known) + _SMALL) if len(known) else values
+
+
+def _deviation(values: Tensor) -> Tensor:
+    """() the sample deviation, 0 of fewer than two."""
+    return values.std() if len(values) > 1 else values.new_zeros(())
+
+
+def _has_spread(values: Tensor, groups: Tensor) -> Tensor:
+    """(P,) whether two scored completions of the group differ."""
+    num_groups = int(groups.max()) + 1 if len(groups) else 0
+    low = torch.full((num_groups,), torch.inf, dtype=torch.float64)
+    low = low.scatter_reduce(0, groups, values.nan_to_num(torch.inf), "amin")
+    high = torch.full((num_groups,), -torch.inf, dtype=torch.float64)
+    high = high.scatter_reduce(0, groups, values.nan_to_num(-torch.inf), "amax")
+    return high - low > 1e-8

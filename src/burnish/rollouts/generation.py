@@ -1,0 +1,230 @@
+"""A generation: prompts -> completions -> texts -> rewards, on this rank.
+
+In: rows of prompts, a source of completions, reward functions. Out: a ``Scored`` per completion with its rewards, and
+numbers of the log. Nothing here knows of steps or of gradients.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from burnish.config.errors import UserError
+from burnish.inference.types import NoiseKey, Sampling
+from burnish.loop.protocols import Engine
+from burnish.loop.types import Example, Ids, Message, Row
+from burnish.rollouts.completions import CompletionLimits, CompletionSource
+from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
+from burnish.rollouts.rewards.functions import RewardFunction
+from burnish.rollouts.samples import Scored
+
+NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
+"""Columns of a record that reward functions do not get: they get what was made in their place."""
+BLANK = '{"prompt": "", "columns": {}, "place": ""}'
+"""The record of a prompt that only fills a blank micro-batch."""
+_ANSWERING = ("assistant", "function")
+
+
+class GenerationChoices(Protocol):
+    """The options read here."""
+
+    eval_temperature: float | None
+    mask_truncated_completions: bool
+    max_completion_length: int
+    min_p: float | None
+    repetition_penalty: float
+    reward_timeout_s: float
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+# --- records -> rows --------------------------------------------------------------------------------------------------
+
+
+def prompt_row(example: Example, ids: Ids) -> Row:
+    """The row of a prompt: its ids, and as JSON what reward functions are given of its record."""
+    columns = {name: value for name, value in example.extra.items() if name not in NOT_COLUMNS}
+    if (answer := given_answer(example)) is not None:
+        columns.setdefault("answer", answer)
+        columns.setdefault("solution", answer)
+    record = {"prompt": shown_prompt(example), "columns": columns, "place": example.place}
+    return {"prompt_input_ids": ids, "record": json.dumps(record, ensure_ascii=False, default=str)}
+
+
+def given_answer(example: Example) -> str | None:
+    """The answer that a record of supervised fine-tuning has."""
+    if example.messages and example.messages[-1].role in _ANSWERING:
+        return example.messages[-1].text
+    return example.completion
+
+
+def shown_prompt(example: Example) -> str | list[dict[str, Any]]:
+    """The prompt as reward functions see it: a text, or messages without the answer."""
+    if not example.messages:
+        return example.text or example.prompt or ""
+    before = example.messages[:-1] if given_answer(example) is not None else example.messages
+    system = [Message("system", example.system)] if example.system else []
+    roles = {"function": "assistant", "observation": "tool"}
+    return [dict(m.raw or {"role": roles.get(m.role, m.role), "content": m.text}) for m in (*system, *before)]
+
+
+# --- rows -> samples --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Generator:
+    """Makes generations.
+
+    Args:
+        generating: the context in which the source may use the weights that train.
+        rewarding: calls the functions, as ``compute_rewards`` does.
+    """
+
+    options: GenerationChoices
+    source: CompletionSource
+    functions: Sequence[RewardFunction]
+    tokenizer: Any
+    stop_ids: frozenset[int]
+    generating: Callable[[], AbstractContextManager[Any]]
+    rewarding: Callable[..., RewardTable] = compute_rewards
+
+    def sampling(self, is_eval: bool = False) -> Sampling:
+        """How tokens are drawn."""
+        options = self.options
+        temperature = options.eval_temperature if is_eval else None
+        return Sampling(
+            options.temperature if temperature is None else temperature, options.top_k, options.top_p,
+            options.min_p or 0.0, options.repetition_penalty,
+        )  # fmt: skip
+
+    def samples(
+        self, rows: Sequence[Row], count: int, key: NoiseKey, engine: Engine, step: int, is_eval: bool = False
+    ) -> tuple[list[Scored], RewardTable, dict[str, float]]:
+        """``count`` completions of each prompt, the rewards of all, and the seconds of each phase. Collective.
+
+        Args:
+            rows: of this rank, with ``row``, their number in the set.
+            key: of which the row and the number of the completion are set here.
+        """
+        seconds = {}
+        start = time.perf_counter()
+        made = self._completed(rows, count, key, is_eval)
+        seconds["generate"], start = time.perf_counter() - start, time.perf_counter()
+        table = self._rewarded(rows, count, made, engine, step)
+        seconds["reward"] = time.perf_counter() - start
+        return made, table, seconds
+
+    def _completed(self, rows: Sequence[Row], count: int, key: NoiseKey, is_eval: bool) -> list[Scored]:
+        limits = CompletionLimits(self.options.max_completion_length, self.stop_ids, self.sampling(is_eval))
+        seen: dict[int, int] = {}
+        keys, prompts = [], []
+        for row in rows:
+            first = seen.get(row["row"], 0)  # a record that comes twice gets other completions
+            seen[row["row"]] = first + count
+            keys += [replace(key, row=row["row"], sample=first + at) for at in range(count)]
+            prompts += [list(row["prompt_input_ids"])] * count
+        records = [json.loads(row["record"]) for row in rows for _ in range(count)]
+        self.source.begin(records)
+        with self.generating():
+            completions = self.source.complete(prompts, keys, limits) if prompts else []
+        self.source.free()
+        samples = []
+        for at, (each, noise) in enumerate(zip(completions, keys, strict=True)):
+            is_masked = self.options.mask_truncated_completions and not each.is_ended
+            mask = [0] * len(each.ids) if is_masked else each.mask or [1] * len(each.ids)
+            prompt = prompts[at] if each.prompt is None else each.prompt
+            text = self.tokenizer.decode(each.ids, skip_special_tokens=True)
+            prompt_text = self.tokenizer.decode(prompt, skip_special_tokens=False)
+            samples.append(
+                Scored(
+                    noise.row, noise.sample, records[at]["place"], prompt, each.ids, mask, each.is_ended, prompt_text,
+                    text, extra=dict(each.columns), messages=each.messages,
+                )
+            )  # fmt: skip
+        return samples
+
+    def _rewarded(
+        self, rows: Sequence[Row], count: int, samples: list[Scored], engine: Engine, step: int
+    ) -> RewardTable:
+        """Call the reward functions. An error on one rank is raised on all."""
+        names = [function.name for function in self.functions]
+        table, failure = RewardTable(torch.zeros(0, len(names), dtype=torch.float64), names), None
+        try:
+            if samples:
+                table = self._table(rows, count, samples, step)
+        except UserError as error:
+            if engine.world_size == 1:
+                raise
+            failure = str(error)
+        for said in engine.gather_objects(failure) if engine.world_size > 1 else ():
+            if said is not None:
+                raise UserError(said, option="reward_funcs")
+        for sample, values in zip(samples, table.values.tolist(), strict=True):
+            sample.rewards = [None if value != value else value for value in values]
+        for name, values in table.extra.items():
+            for sample, value in zip(samples, values, strict=False):
+                sample.extra[name] = value
+        return table
+
+    def _table(self, rows: Sequence[Row], count: int, samples: Sequence[Scored], step: int) -> RewardTable:
+        records = [json.loads(row["record"]) for row in rows for _ in range(count)]
+        columns = {name: None for record in records for name in record["columns"]}
+        completions = [
+            sample.text
+            if isinstance(record["prompt"], str)
+            else sample.messages or [{"role": "assistant", "content": sample.text}]
+            for sample, record in zip(samples, records, strict=True)
+        ]
+        added = {name: [sample.extra.get(name) for sample in samples] for name in (samples[0].extra if samples else ())}
+        return self.rewarding(
+            self.functions, [record["prompt"] for record in records], completions, [s.ids for s in samples],
+            {name: [record["columns"].get(name) for record in records] for name in columns} | added,
+            places=[f"record {place.rpartition(' ')[2]}" for place in (s.place for s in samples)],
+            timeout_s=self.options.reward_timeout_s, step=step,
+        )  # fmt: skip
+
+
+def length_metrics(samples: Sequence[Scored]) -> dict[str, float]:
+    """Lengths of completions in tokens, of all and of those that ended, and the share of those that were cut."""
+    lengths = [len(sample.ids) for sample in samples]
+    ended = [len(sample.ids) for sample in samples if sample.is_ended] or [0]
+    found: dict[str, float] = {}
+    for name, values in (("length", lengths), ("terminated_length", ended)):
+        found |= {
+            f"completions/mean_{name}": sum(values) / len(values),
+            f"completions/min_{name}": min(values),
+            f"completions/max_{name}": max(values),
+        }
+    return found | {"completions/clipped_ratio": 1 - sum(s.is_ended for s in samples) / len(samples)}
+
+
+def weighted_rewards(
+    samples: Sequence[Scored], functions: Sequence[RewardFunction], eos_penalty: float | None = None
+) -> torch.Tensor:
+    """(C,) float64, the weighted sum of the rewards of each completion, less ``eos_penalty`` where it was cut. A reward
+    that does not apply counts 0."""
+    weights = [function.weight for function in functions]
+    sums = [sum(w * (r or 0.0) for w, r in zip(weights, s.rewards, strict=True)) for s in samples]
+    cut = [0.0 if s.is_ended else eos_penalty or 0.0 for s in samples]
+    return torch.tensor(sums, dtype=torch.float64) - torch.tensor(cut, dtype=torch.float64)
+
+
+def reward_metrics(samples: Sequence[Scored], names: Sequence[str]) -> dict[str, float]:
+    """Mean and deviation of the rewards of each function over all completions."""
+    values = [[float("nan") if value is None else value for value in sample.rewards] for sample in samples]
+    return RewardTable(torch.tensor(values, dtype=torch.float64), list(names)).summary()
+
+
+def metrics_of(tables: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Means of what reward functions gave to ``log_metric`` on each rank."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    joined = {name: [value for table in tables for value in table.get(name, ())] for name in names}
+    return {name: sum(values) / len(values) for name, values in joined.items() if values}

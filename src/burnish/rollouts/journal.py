@@ -1,0 +1,200 @@
+"""What a person sees of completions: ``completions.jsonl``, a table in the terminal, and notes on what goes wrong.
+
+    {"step": 12, "generation": 11, "record": "train.jsonl, record 7", "sample": 0, "prompt": "...", "completion": "...",
+     "tokens": 18, "ended": true, "rewards": {"exact": 1.0}, "extra": {}, "advantage": 0.87}
+
+``step`` is the first step that is trained on the completion. A resumed run continues the file: lines after its
+checkpoint are removed first, because those completions are drawn again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from burnish.loop.events import TrainerCallback
+from burnish.loop.state import TrainerControl, TrainerState
+from burnish.report.console import note, table
+from burnish.report.progress import Thinned
+from burnish.report.results import write_whole
+from burnish.rollouts.samples import Scored
+
+JOURNAL_NAME = "completions.jsonl"
+_TABLES = 8
+"""Most tables of a run, spread over its steps."""
+
+
+class JournalChoices(Protocol):
+    """The options read here."""
+
+    log_completions: bool
+    log_unique_prompts: bool
+    max_completion_length: int
+    num_completions_to_print: int | None
+
+
+def lines_of(samples: Sequence[Scored], names: Sequence[str], step: int, generation: int) -> list[dict[str, Any]]:
+    """A line of the file for each completion."""
+    return [
+        {
+            "step": step, "generation": generation, "record": each.place, "sample": each.number,
+            "prompt": each.prompt_text, "completion": each.text, "tokens": len(each.ids), "ended": each.is_ended,
+            "rewards": dict(zip(names, each.rewards, strict=True)), "extra": each.extra, "advantage": each.advantage,
+        }
+        for each in samples
+    ]  # fmt: skip
+
+
+class CompletionsCallback(TrainerCallback):
+    """Writes the file as generations come, and prints some completions of the newest one at logs.
+
+    Args:
+        folder: of the file; None writes none.
+    """
+
+    def __init__(self, options: JournalChoices, folder: Path | None) -> None:
+        self.options, self.path = options, None if folder is None else folder / JOURNAL_NAME
+        self.newest: list[dict[str, Any]] = []
+        self._tables = Thinned(_TABLES)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.path is None or not state.is_world_process_zero:
+            return
+        kept = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        kept = [line for line in kept if _step_of(line) <= state.global_step] if state.global_step else []
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, "".join(f"{line}\n" for line in kept))
+
+    def add(self, samples: Sequence[Scored], names: Sequence[str], step: int, generation: int) -> None:
+        """Add a generation. Called on the main process."""
+        self.newest = lines_of(samples, names, step, generation)
+        if self.path is not None:
+            text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in self.newest)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" not in (logs or {}) or not self.newest or not state.is_world_process_zero:
+            return
+        if self._tables.is_due(state.global_step, state.max_steps):
+            self.print_newest()
+        self.newest = []
+
+    def print_newest(self) -> None:
+        """Print a table of completions of the newest generation."""
+        lines = self.newest
+        if self.options.log_unique_prompts:
+            lines = [line for line in lines if line["sample"] == lines[0]["sample"]]
+        most = self.options.num_completions_to_print
+        if not (chosen := _spread(lines, most)):
+            return
+        names = list(chosen[0]["rewards"])
+        rows = [
+            [line["prompt"], line["completion"], *(_shown(line["rewards"][name]) for name in names),
+             f"{line['advantage']:+.2f}"]
+            for line in chosen
+        ]  # fmt: skip
+        title = f"Completions for step {chosen[0]['step']}"
+        table(title, ["prompt", "completion", *names, "advantage"], rows)
+
+
+def _step_of(line: str) -> int:
+    """The step of a line; beyond all steps for one that was cut."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 1 << 60
+
+
+def _spread(lines: list[dict[str, Any]], most: int | None) -> list[dict[str, Any]]:
+    """Up to ``most`` lines, first the best and the worst of a prompt whose completions differ in reward."""
+    if most is None or most >= len(lines):
+        return lines
+    shown = next((line["record"] for line in lines if line["advantage"]), lines[0]["record"])
+    of_first = [line for line in lines if line["record"] == shown]
+    by_advantage = sorted(of_first, key=lambda line: -line["advantage"])
+    ends = [by_advantage[0], by_advantage[-1]] if len(by_advantage) > 1 else by_advantage
+    rest = [line for line in lines if all(line is not end for end in ends)]
+    return [*ends, *rest][:most]
+
+
+def _shown(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:.2f}"
+
+
+# --- notes ------------------------------------------------------------------------------------------------------------
+
+_IN_A_ROW = 10
+"""Generations in which all groups are alike before it is said."""
+_MANY, _FAR, _LITTLE = 0.9, 10.0, 0.1
+_FALLEN = 5
+"""Logs in a row whose reward lies below that of the first."""
+
+
+class RolloutNotesCallback(TrainerCallback):
+    """Says once each what people ask most about such runs, with the numbers."""
+
+    def __init__(self, options: JournalChoices) -> None:
+        self.options = options
+        self._said: set[str] = set()
+        self._alike = self._below = 0
+        self._first: dict[str, float] = {}
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs or not state.is_world_process_zero:
+            return
+        for name in ("reward", "entropy"):
+            if name in logs and not math.isnan(logs[name]):
+                self._first.setdefault(name, logs[name])
+        for name, sentence in self._found(logs).items():
+            if sentence and name not in self._said:
+                self._said.add(name)
+                note(sentence)
+
+    def _found(self, logs: Mapping[str, float]) -> dict[str, str]:
+        """Name of a note -> its sentence, "" where it does not apply."""
+        found: dict[str, str] = {}
+        zero_std, longest = logs.get("frac_reward_zero_std"), self.options.max_completion_length
+        if "reward" in logs:
+            found["loss"] = (
+                "The loss stays near 0 by construction, because the advantages of a group sum to 0. Watch reward "
+                "instead."
+            )
+            self._alike = self._alike + 1 if zero_std == 1 else 0
+            self._below = self._below + 1 if logs["reward"] < self._first.get("reward", 0.0) else 0
+        if self._alike >= _IN_A_ROW:
+            means = ", ".join(f"{name} {value:.2f}" for name, value in logs.items() if name.endswith("/mean"))
+            found["alike"] = (
+                f"In the last {_IN_A_ROW} logs all completions of each prompt had the same reward: nothing is learned. "
+                f"{means}. Use easier or harder prompts, a reward with more values, or a higher temperature."
+            )
+        if logs.get("grad_norm") == 0 and zero_std == 1 and logs.get("reward_std", 0.0) > 0:
+            found["between"] = (
+                f"grad_norm is 0 although reward_std is {logs['reward_std']:.2f}: rewards differ between prompts, and "
+                "not between the completions of one prompt, which alone are compared."
+            )
+        if (cut := logs.get("completions/clipped_ratio", 0.0)) >= _MANY:
+            found["cut"] = (
+                f"{cut:.0%} of the completions end at max_completion_length {longest}. Raise it, or check that the "
+                "model and the template have an end token."
+            )
+        if (kl := logs.get("kl", 0.0)) > _FAR:
+            found["kl"] = (
+                f"The KL divergence from the reference is {kl:.1f} per token: the policy has moved far away. Raise "
+                "beta, or lower learning_rate."
+            )
+        entropy, first = logs.get("entropy", math.inf), self._first.get("entropy", 0.0)
+        if entropy < _LITTLE * first:
+            found["entropy"] = (
+                f"The entropy has fallen from {first:.3g} to {entropy:.3g}: completions hardly differ any more. Set "
+                "epsilon_high: 0.28 or entropy_coef, or lower learning_rate."
+            )
+        if self._below >= _FALLEN:
+            found["reward"] = (
+                f"The reward {logs['reward']:.3g} has been below its first value {self._first['reward']:.3g} for "
+                f"{_FALLEN} logs. Lower learning_rate, or use more completions per step."
+            )
+        return found

@@ -1,0 +1,454 @@
+"""``stage: grpo`` and ``stage: rloo``: learning from completions that the model itself writes.
+
+In: prompts, with columns for reward functions. A step batch of prompts becomes a generation: several completions of
+each, their rewards and advantages (``rollout``), and from it one or several step batches of completions, which may be
+trained on several times. Out: the loss of ``losses/rollouts`` over the whole step.
+
+A generation lies in a checkpoint until its last step batch was used, so a run that stops inside it goes on with the
+same completions.
+"""
+
+# C completions of a generation, S completions in a micro-batch, N tokens of completions in it
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from burnish.checkpoint.parts import Part, Stateful
+from burnish.config.errors import UserError
+from burnish.inference.types import DEAL, EVALUATION, ROLLOUT, NoiseKey
+from burnish.kernels.philox import permutation
+from burnish.kernels.probe import Capabilities, causal_lm, find_head, makes_some_logits
+from burnish.kernels.token_logps import LogpRules
+from burnish.loop.modes import evaluating
+from burnish.loop.protocols import Engine
+from burnish.loop.types import Batch, Example, Loss, Metric, Row, StepBatch, Sum
+from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
+from burnish.losses.lm import aux_coefficient
+from burnish.losses.pairs import AnswersObjective, PairChoices, asking
+from burnish.losses.preference_options import ReferenceOptions
+from burnish.losses.rollouts.loss import BATCH_KEYS, RolloutLoss, RolloutLossChoices
+from burnish.losses.rollouts.options import OPTION_NAMES
+from burnish.losses.sequence_logps import SequenceModel
+from burnish.models.generate import GenerationOptions
+from burnish.rollouts.advantages import AdvantageChoices, advantages
+from burnish.rollouts.completions import CompletionSource
+from burnish.rollouts.generation import (
+    BLANK,
+    GenerationChoices,
+    Generator,
+    length_metrics,
+    metrics_of,
+    prompt_row,
+    reward_metrics,
+)
+from burnish.rollouts.options import RolloutOptions, stage_defaults
+from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
+from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, missing_columns
+from burnish.rollouts.samples import PLACE, Scored, collated, dealt, packed
+
+PASSES = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of completions of which at least one is to be right."""
+
+
+class ObjectiveChoices(RolloutLossChoices, AdvantageChoices, GenerationChoices, PairChoices, Protocol):
+    """The options read here."""
+
+    disable_dropout: bool
+    generation_batch_size: int | None
+    gradient_accumulation_steps: int
+    missing_eos_penalty: float | None
+    num_generations: int
+    num_generations_eval: int | None
+    num_iterations: int
+    per_device_train_batch_size: int
+    reward_funcs: list[Any] | None
+    reward_weights: list[float] | None
+    steps_per_generation: int | None
+
+    @property
+    def drop_zero_variance_groups(self) -> bool | str: ...
+
+
+@OBJECTIVES.register("grpo", reads=(RolloutOptions, ReferenceOptions, GenerationOptions, "disable_dropout"))
+class RolloutObjective(AnswersObjective):
+    """Completions by the model itself, compared with others to their prompt (GRPO and its relatives)."""
+
+    records = "prompts"
+    record_columns = ("*",)
+    row_columns: ClassVar[Mapping[str, Any]] = {"prompt_input_ids": (0,), "record": BLANK}
+    token_columns: ClassVar[Mapping[str, float]] = {PLACE: 0}
+    batch_keys = BATCH_KEYS | {"places", "entropies"}
+    option_names = OPTION_NAMES
+    learning_rates = (1e-6, 1e-5)
+    logs_rewards = False
+    leaves_one_out = False
+    compares_completions = True
+    """Whether the advantage of a completion comes from others to its prompt."""
+    least_generations = 2
+
+    def __init__(self, options: ObjectiveChoices, template: RowEncoder, tokenizer: Any = None) -> None:
+        super().__init__(options, template, tokenizer)
+        self.choices, self.tokenizer = options, tokenizer
+        self.token_loss = RolloutLoss(options, self.leaves_one_out)
+        self.needs_reference = bool(options.rl_beta)
+        self.functions: list[RewardFunction] = load_rewards(options.reward_funcs, options.reward_weights)
+        self.source: CompletionSource | None = None
+        self.rewarding: Callable[..., RewardTable] = compute_rewards
+        self.value_head: nn.Module | None = None
+        self.on_generation: Callable[[Sequence[Scored], Sequence[str], int, int], None] | None = None
+
+    @classmethod
+    def default_options(cls, choices: Any, /) -> Mapping[str, Any]:
+        decides = choices.load_best_model_at_end or choices.save_strategy == "best"
+        return {**stage_defaults(choices), **({"metric_for_best_model": "reward"} if decides else {})}
+
+    # --- sizes of a generation ----------------------------------------------------------------------------------------
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a rank that a generation makes, each used ``num_iterations`` times."""
+        options = self.choices
+        if options.generation_batch_size is None:
+            return options.steps_per_generation or options.gradient_accumulation_steps
+        of_all_ranks = options.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
+        return max(1, options.generation_batch_size // of_all_ranks)
+
+    @property
+    def steps_per_pass(self) -> int:
+        """Steps in which all completions of a generation are used once."""
+        return max(1, self.micro_batches // self.choices.gradient_accumulation_steps)
+
+    @property
+    def inner_steps(self) -> int:
+        return self.steps_per_pass * self.choices.num_iterations
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Prompts of a rank in a step batch of the stream."""
+        most = max(self.micro_batches, self.choices.gradient_accumulation_steps)
+        return max(1, self.choices.per_device_train_batch_size * most // self.choices.num_generations)
+
+    @property
+    def needs_old_logps(self) -> bool:
+        """Whether log-probabilities at the time of the generation differ from those of the step, or are asked for."""
+        has_dropout = not self.choices.disable_dropout
+        asks_kl_reward = self.leaves_one_out and self.needs_reference
+        return self.inner_steps > 1 or has_dropout or asks_kl_reward
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
+        """Args: truncate: without effect: no prompt is cut."""
+        for example in examples:
+            refuse_answered(example)
+        ids = self.template.encode_prompts(examples, stats)
+        return [None if one is None else prompt_row(example, one) for example, one in zip(examples, ids, strict=True)]
+
+    def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
+        """Raises UserError where a reward function reads a column that the records do not have."""
+        columns = {name for row in rows[:100] for name in json.loads(row["record"])["columns"]}
+        if problems := missing_columns(self.functions, columns, "The data"):
+            raise UserError(problems)
+        if not self.template.stop_token_ids():
+            longest = self.choices.max_completion_length
+            what = f"Every completion would run to {longest} tokens: the template and the tokenizer have no end token."
+            raise UserError(what, remedy="Set template or stop_words.", option="template")
+        filters = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+        changed = [name for name, neutral in filters.items() if getattr(self.choices, name) not in (neutral, None)]
+        if not changed:
+            return []
+        names = ", ".join(f"{name} {getattr(self.choices, name):g}" for name in changed)
+        return [
+            f"With {names}, completions are drawn from another distribution than the one that is trained, so the "
+            "gradient is not that of the expected reward."
+        ]
+
+    def sequence_title(self, row: Row, name: str) -> str:
+        return f"the prompt, {self.choices.num_generations} completions; "
+
+    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
+        self.collate_samples = collate
+        return super().fit(capabilities, collate)
+
+    def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
+        """Prompts of a micro-batch of the stream: rows as they are; of a blank one ``items`` is 0."""
+        return {"rows": list(rows), "labels": torch.zeros(len(rows), 1), "items": torch.ones(len(rows))}
+
+    @property
+    def contents(self) -> Mapping[str, Any]:
+        """The source code of the reward functions, and what decides on the draws."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "infer_exact")
+        sampling = {name: getattr(self.choices, name, None) for name in names}
+        return {"reward functions": {each.name: each.digest for each in self.functions}, "sampling": sampling}
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics of an evaluation that are there whatever the reward functions are."""
+        names = [f"rewards/{function.name}/mean" for function in self.functions]
+        lengths = [f"completions/{end}_length" for end in ("mean", "min", "max")]
+        return ["loss", "reward", "reward_std", "entropy", *names, *lengths, *(f"pass@{k}" for k in PASSES)]
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    def module(self, model: nn.Module) -> SequenceModel:
+        rules = LogpRules(
+            self.head.softcap if self.head else None, entropy=True, temperature=self.choices.temperature,
+            entropy_gradient=self.token_loss.has_bonus,
+        )  # fmt: skip
+        self.aux_coefficient = aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
+        return SequenceModel(
+            model,
+            self.head,
+            self.makes_some_logits,
+            rules,
+            bool(self.aux_coefficient),
+            self.options,
+            self.batch_keys,
+            self.value_head,
+        )
+
+    def module_of_reference(self, model: nn.Module) -> SequenceModel:
+        head = None if self.options.fused_loss is False else find_head(model)
+        rules = LogpRules(head.softcap if head else None, temperature=self.choices.temperature)
+        makes_some = head is None and makes_some_logits(model)
+        return SequenceModel(model, head, makes_some, rules, False, self.options, self.batch_keys)
+
+    @property
+    def parts(self) -> Mapping[str, Stateful | Part]:
+        own = {"controllers": Part(self.token_loss.entropy, "controllers", on_each_rank=True)}
+        return {**super().parts, **(own if self.choices.use_adaptive_entropy else {})}
+
+    # --- a generation -------------------------------------------------------------------------------------------------
+
+    def rollout(self, module: nn.Module, step_batch: StepBatch, engine: Engine, step: int) -> Sequence[StepBatch]:
+        generation = step // self.inner_steps
+        rows = [row for batch in step_batch.batches for row in real_rows(batch)]
+        generator = self.generator(module, engine)
+        key = NoiseKey(self.choices.seed, ROLLOUT, generation)
+        own, table, seconds = generator.samples(rows, self.choices.num_generations, key, engine, step + 1)
+        start = time.perf_counter()
+        self._ask_models(module, own, engine)
+        seconds["logps"] = time.perf_counter() - start
+        found = engine.gather_objects((own, table.metrics))
+        every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
+        metrics = self.give_advantages(every) | metrics_of([given for _, given in found]) | length_metrics(every)
+        metrics |= {f"time/{name}": value for name, value in seconds.items()}
+        if self.on_generation is not None and engine.rank == 0:
+            self.on_generation(every, table.names, step + 1, generation)
+        if self.choices.drop_zero_variance_groups == "drop":
+            kept = [sample for sample in every if sample.is_compared]
+            metrics["frac_groups_dropped"] = 1 - len(kept) / max(len(every), 1)
+            every = kept
+        return self._step_batches(every, metrics, step_batch, generation, engine)
+
+    def count(self, is_eval: bool = False) -> int:
+        """Completions of a prompt."""
+        options = self.choices
+        return (options.num_generations_eval if is_eval else None) or options.num_generations
+
+    def generator(self, module: nn.Module, engine: Engine) -> Generator:
+        assert self.source is not None, "whoever assembles the run sets the source of completions"
+
+        @contextmanager
+        def generating() -> Iterator[None]:
+            with evaluating(module), engine.generating(module):
+                yield
+
+        stops = frozenset(self.template.stop_token_ids())
+        return Generator(self.choices, self.source, self.functions, self.tokenizer, stops, generating, self.rewarding)
+
+    def give_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
+        """Set the advantage of each completion of a generation; numbers of the log."""
+        groups = groups_of(samples, self.count(is_eval))
+        weights = [function.weight for function in self.functions]
+        values = torch.tensor([[float("nan") if r is None else r for r in s.rewards] for s in samples])
+        found = advantages(
+            values.double().view(len(samples), -1), weights, groups, self.choices, self.leaves_one_out,
+            self._penalties(samples),
+        )  # fmt: skip
+        spread = found.has_spread[found.groups].tolist()
+        for sample, advantage, is_compared in zip(samples, found.values.tolist(), spread, strict=True):
+            sample.advantage, sample.is_compared = advantage, is_compared
+        return found.metrics | reward_metrics(samples, [function.name for function in self.functions])
+
+    def _penalties(self, samples: Sequence[Scored]) -> Tensor | None:
+        """(C,) β Σ m (π_old - ρ), which RLOO takes off the reward."""
+        if not (self.leaves_one_out and self.needs_reference):
+            return None
+        sums = [
+            sum(m * (old - ref) for m, old, ref in zip(s.mask, s.old_logps or (), s.ref_logps or (), strict=True))
+            for s in samples
+        ]
+        return (self.choices.rl_beta or 0.0) * torch.tensor(sums, dtype=torch.float64)
+
+    def number_of_deal(self, generation: int, number_of_pass: int) -> int:
+        """The number that the order of completions in a pass depends on: one order in all passes, as in TRL."""
+        return generation
+
+    def _step_batches(
+        self,
+        samples: Sequence[Scored],
+        metrics: dict[str, float],
+        source: StepBatch,
+        generation: int,
+        engine: Engine,
+    ) -> list[StepBatch]:
+        passes = []
+        for number in range(self.inner_steps // self.steps_per_pass):
+            order = permutation(len(samples), (self.choices.seed, DEAL), self.number_of_deal(generation, number))
+            size = self.choices.per_device_train_batch_size
+            passes += dealt(samples, order, self.steps_per_pass, size, engine.rank, engine.world_size)
+        made = []
+        for number, micro_batches in enumerate(passes):
+            batches: list[Batch] = [{"pack": packed(part)} for part in micro_batches]
+            batches[0]["metrics"] = metrics if number == 0 else {}
+            used = [sample for part in micro_batches for sample in part]
+            tokens = sum(len(sample.prompt) + len(sample.ids) for sample in used)
+            epoch = source.epoch
+            made.append(replace(source, batches=batches, num_rows=len(used), num_tokens=tokens, epoch=epoch))
+        return made
+
+    # --- passes without a gradient ------------------------------------------------------------------------------------
+
+    def _ask_models(self, module: nn.Module, samples: Sequence[Scored], engine: Engine) -> None:
+        """Log-probabilities of the completions under the policy and the reference, where they are needed."""
+        if self.needs_old_logps or self.token_loss.masks_entropy:
+            with asking(module, engine):
+                for sample, (logps, entropies, *values) in self._asked(module, samples, engine):
+                    sample.old_logps = logps if self.needs_old_logps else None
+                    sample.entropies = entropies if self.token_loss.masks_entropy else None
+                    sample.old_values = values[0] if values else None
+        if self.needs_reference:
+            assert self.reference is not None
+            with self.reference.answering(module) as answering, engine.other_modules(), asking(answering, engine):
+                for sample, (logps, *_) in self._asked(answering, samples, engine):
+                    sample.ref_logps = logps
+
+    def _asked(
+        self, module: nn.Module, samples: Sequence[Scored], engine: Engine
+    ) -> Iterator[tuple[Scored, list[list[float]]]]:
+        """Yield each completion with the log-probability, the entropy and, of a value head, the value of each of its
+        tokens. Collective where ranks hold pieces of the weights."""
+        size = self.choices.per_device_train_batch_size
+        passes = max(len(part) for part in engine.gather_objects(range(0, len(samples), size)))
+        for at in range(passes):
+            part = samples[at * size : (at + 1) * size]
+            batch = engine.to_device(collated(self.collate_samples, packed(part)))
+            values = module(batch)
+            number = sum(len(sample.ids) for sample in part)
+            given = [values.token_logps, values.token_entropy]
+            given += [] if values.token_values is None else [values.token_values]
+            found = torch.zeros(len(given), max(number, 1), device=values.token_logps.device)
+            found[:, batch["places"]] = torch.stack([each.float() for each in given])
+            columns = found.tolist()
+            begin = 0
+            for sample in part:
+                end = begin + len(sample.ids)
+                yield sample, [column[begin:end] for column in columns]
+                begin = end
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+        self.step_begins(module)
+        made = []
+        for batch in batches:
+            found = engine.to_device(collated(self.collate_samples, batch["pack"]))
+            weights = self.token_loss.token_weights(found["token_mask"], found["owner"], len(found["items"]))
+            made.append({**found, "token_weights": weights, "metrics": batch.get("metrics", {})})
+        entropies = [batch["entropies"] for batch in made] if self.token_loss.masks_entropy else None
+        return self.token_loss.prepare_step(made, engine, entropies)
+
+    def num_items(self, batch: Batch) -> Tensor:
+        return self.token_loss.num_items(batch)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        values = module({name: value for name, value in batch.items() if name != "metrics"})
+        loss = self.token_loss(values.token_logps, values.token_entropy, batch, module.training)
+        one = torch.ones((), device=loss.total.device)
+        metrics: dict[str, Metric] = {name: Sum(one * value, one) for name, value in batch["metrics"].items()}
+        kept = {name: value for name, value in loss.sums.items() if module.training or "clip" not in name}
+        return replace(loss, sums={**kept, **metrics})
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+        """Complete the prompts of the set, with the same noise each time."""
+        rows = [row for batch in batches for row in real_rows(batch)]
+        count = self.count(is_eval=True)
+        generator = self.generator(module, engine)
+        key = NoiseKey(self.choices.seed, EVALUATION)
+        own, table, _ = generator.samples(rows, count, key, engine, 0, is_eval=True)
+        self._ask_models(module, own, engine)
+        found = engine.gather_objects((own, table.metrics))
+        every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
+        metrics = self.give_advantages(every, is_eval=True) | metrics_of([given for _, given in found])
+        metrics |= length_metrics(every) | pass_at_k(every, count)
+        size = self.choices.per_device_train_batch_size
+        steps = dealt(every, range(len(every)), 1, size, engine.rank, engine.world_size)
+        for number, part in enumerate(steps[0]):
+            batch: Batch = {"pack": packed(part), "metrics": metrics if number == 0 else {}}
+            yield from self.prepare_step(module, [batch], engine)
+
+
+@OBJECTIVES.register("rloo", reads=(RolloutOptions, ReferenceOptions, GenerationOptions, "disable_dropout"))
+class LeaveOneOutObjective(RolloutObjective):
+    """Completions by the model itself, each compared with the mean of the others to its prompt (RLOO)."""
+
+    leaves_one_out = True
+
+
+# --- small parts ------------------------------------------------------------------------------------------------------
+
+
+def real_rows(batch: Batch) -> list[Row]:
+    """The rows of a micro-batch of the stream that are prompts: of a blank one none."""
+    return [row for row, item in zip(batch["rows"], batch["items"].tolist(), strict=True) if item]
+
+
+def refuse_answered(example: Example) -> None:
+    """Refuse a prompt that ends with an answer. Raises UserError."""
+    prompt: Any = example.extra.get("prompt")
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    if isinstance(last, Mapping) and last.get("role") == "assistant" and not example.extra.get("completion"):
+        what = f"{example.place}: a prompt ends with a user's message. Received: one that ends with an assistant's."
+        raise UserError(what, remedy="Give the answer in a column of its own.")
+
+
+def groups_of(samples: Sequence[Scored], count: int) -> Tensor:
+    """(C,) the group of each completion: those of one prompt, in the order of ``samples``."""
+    return torch.arange(len(samples)) // count
+
+
+def pass_at_k(samples: Sequence[Scored], count: int) -> dict[str, float]:
+    """The share of prompts of which at least one of k completions is right, where every reward is 0 or 1.
+
+    Source: Chen et al. 2021, eq. 1, https://arxiv.org/abs/2107.03374
+    """
+    values = [sample.rewards[0] for sample in samples if sample.rewards]
+    if not samples or len(samples[0].rewards) != 1 or not set(values) <= {0.0, 1.0}:
+        return {}
+    right = [sum(v or 0 for v in values[at : at + count]) for at in range(0, len(values), count)]
+    found = {}
+    for k in [k for k in PASSES if k <= count]:
+        missed = [_none_of(count, int(c), k) for c in right]
+        found[f"pass@{k}"] = 1 - sum(missed) / len(missed)
+    return found
+
+
+def _none_of(count: int, right: int, k: int) -> float:
+    """The probability that k of ``count`` completions, of which ``right`` are right, are all wrong."""
+    product = 1.0
+    for at in range(count - right + 1, count + 1):
+        product *= max(0.0, 1 - k / at)
+    return product

@@ -1,0 +1,176 @@
+"""``stage: dpo`` with ``online: true``: pairs of the model's own completions, learned as DPO learns them.
+
+In: prompts, rewards. Each step draws ``num_generations`` completions of each prompt and takes the best and the worst of
+them, by reward, as a pair (https://arxiv.org/abs/2402.04792). Out: the losses of ``losses/pairs.py``. A prompt whose
+completions all have one reward gives no pair, and is counted.
+"""
+
+# C completions of a step, P pairs in a micro-batch
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from burnish.checkpoint.parts import Part, Stateful
+from burnish.inference.types import EVALUATION, NoiseKey
+from burnish.kernels.probe import Capabilities
+from burnish.loop.protocols import Engine
+from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Metric, Row, StepBatch, Sum
+from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
+from burnish.losses.pairs import PAIR_COLUMNS, AnswersObjective, PairObjective
+from burnish.losses.preference_options import PairOptions, PreferenceOptions, ReferenceOptions
+from burnish.losses.sequence_logps import SequenceModel
+from burnish.models.generate import GenerationOptions
+from burnish.rollouts.generation import length_metrics, metrics_of, reward_metrics, weighted_rewards
+from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective, real_rows
+from burnish.rollouts.options import RolloutOptions
+from burnish.rollouts.samples import Scored
+
+_BLANK: Row = {name: list(value) for name, value in PAIR_COLUMNS.items()}
+
+
+@OBJECTIVES.register(
+    "online_dpo",
+    reads=(RolloutOptions, PairOptions, PreferenceOptions, ReferenceOptions, GenerationOptions, "disable_dropout"),
+)
+class OnlinePairObjective(RolloutObjective, PairObjective):
+    """Pairs of the model's own completions, the better one by reward (online DPO)."""
+
+    row_columns: ClassVar[Mapping[str, Any]] = RolloutObjective.row_columns
+    batch_keys = PairObjective.batch_keys
+    option_names: ClassVar[dict[str, str]] = {}
+    variants: ClassVar[dict[str, str]] = {}
+    learning_rates = PairObjective.learning_rates
+    logs_rewards = True
+    compares_completions = False
+
+    def __init__(self, options: ObjectiveChoices, template: RowEncoder, tokenizer: Any = None) -> None:
+        super().__init__(options, template, tokenizer)
+        self.needs_reference = any(loss.needs_reference for loss in self.losses) or bool(options.pref_bco_weight)
+
+    @classmethod
+    def default_options(cls, choices: Any, /) -> Mapping[str, Any]:
+        return {**super().default_options(choices), "num_generations": 2, "max_completion_length": 64}
+
+    @property
+    def micro_batches(self) -> int:
+        return self.choices.gradient_accumulation_steps
+
+    @property
+    def inner_steps(self) -> int:
+        return 1
+
+    @property
+    def rows_per_rank(self) -> int:
+        return self.choices.per_device_train_batch_size * self.choices.gradient_accumulation_steps
+
+    @property
+    def metrics(self) -> list[str]:
+        return [*PairObjective.metrics.__get__(self), "reward"]
+
+    @property
+    def parts(self) -> Mapping[str, Stateful | Part]:
+        found: Mapping[str, Stateful | Part] = PairObjective.parts.__get__(self)
+        return found
+
+    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
+        self.collate_pairs = partial(PairObjective._collated, self, collate)
+        return super().fit(capabilities, collate)
+
+    def module(self, model: nn.Module) -> SequenceModel:
+        return AnswersObjective.module(self, model)
+
+    def module_of_reference(self, model: nn.Module) -> SequenceModel:
+        return AnswersObjective.module_of_reference(self, model)
+
+    # --- completions -> pairs -----------------------------------------------------------------------------------------
+
+    def _ask_models(self, module: nn.Module, samples: Sequence[Scored], engine: Engine) -> None:
+        """Nothing: a pair is compared with the reference in ``prepare_step``."""
+
+    def give_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
+        scores = self._scores(samples)
+        tied = sum(not pair for pair in self._pairs_of(samples, self.count(is_eval)))
+        return {
+            "reward": float(scores.mean()), "reward_std": float(scores.std()),
+            "frac_reward_zero_std": tied * self.count(is_eval) / len(samples),
+            **reward_metrics(samples, [function.name for function in self.functions]),
+        }  # fmt: skip
+
+    def _scores(self, samples: Sequence[Scored]) -> Tensor:
+        return weighted_rewards(samples, self.functions, self.choices.missing_eos_penalty)
+
+    def _pairs_of(self, samples: Sequence[Scored], count: int) -> Iterator[Row | None]:
+        """Yield a row for each prompt: its best completion and its worst; None where they are equally good."""
+        scores = self._scores(samples).tolist()
+        for at in range(0, len(samples), count):
+            numbers = range(at, at + count)
+            best, worst = max(numbers, key=scores.__getitem__), min(numbers, key=scores.__getitem__)
+            if scores[best] == scores[worst]:
+                yield None
+                continue
+            row: Row = {}
+            for side, sample in (("chosen", samples[best]), ("rejected", samples[worst])):
+                row[f"{side}_input_ids"] = [*sample.prompt, *sample.ids]
+                row[f"{side}_labels"] = [IGNORE_INDEX] * len(sample.prompt) + sample.ids
+            yield row
+
+    def _step_batches(
+        self, samples: Sequence[Scored], metrics: dict[str, float], source: StepBatch, generation: int, engine: Engine
+    ) -> list[StepBatch]:
+        batches = self._micro_batches(samples, metrics, self.count(), engine)
+        rows = [row for batch in batches for row in batch["pairs"]]
+        tokens = sum(len(row["chosen_input_ids"]) + len(row["rejected_input_ids"]) for row in rows)
+        return [replace(source, batches=batches, num_rows=len(rows), num_tokens=tokens)]
+
+    def _micro_batches(
+        self, samples: Sequence[Scored], metrics: dict[str, float], count: int, engine: Engine
+    ) -> list[Batch]:
+        """This rank's pairs in micro-batches, as many on all ranks; one without pairs is blank."""
+        pairs = [row for row in self._pairs_of(samples, count) if row is not None]
+        size, world = self.choices.per_device_train_batch_size, engine.world_size
+        own = pairs[len(pairs) * engine.rank // world : len(pairs) * (engine.rank + 1) // world]
+        most = max(1, -(-len(pairs) // (size * world)))
+        found: list[Batch] = [{"pairs": own[at * size : (at + 1) * size], "metrics": {}} for at in range(most)]
+        found[0]["metrics"] = metrics
+        return found
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+        collated = [engine.to_device(self._collated_pairs(batch["pairs"])) for batch in batches]
+        made = PairObjective.prepare_step(self, module, collated, engine)
+        return [{**each, "metrics": batch["metrics"]} for each, batch in zip(made, batches, strict=True)]
+
+    def _collated_pairs(self, pairs: Sequence[Row]) -> Batch:
+        if pairs:
+            return self.collate_pairs(pairs)
+        batch = self.collate_pairs([_BLANK])
+        return {**batch, "items": torch.zeros_like(batch["items"])}
+
+    def num_items(self, batch: Batch) -> Tensor:
+        return PairObjective.num_items(self, batch)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        batch = dict(batch)
+        numbers = batch.pop("metrics")
+        loss = PairObjective.loss(self, module, batch)
+        one = torch.ones((), device=loss.total.device)
+        metrics: dict[str, Metric] = {name: Sum(one * value, one) for name, value in numbers.items()}
+        return replace(loss, sums={**loss.sums, **metrics})
+
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+        rows = [row for batch in batches for row in real_rows(batch)]
+        count, key = self.count(is_eval=True), NoiseKey(self.choices.seed, EVALUATION)
+        own, table, _ = self.generator(module, engine).samples(rows, count, key, engine, 0, is_eval=True)
+        found = engine.gather_objects((own, table.metrics))
+        every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
+        metrics = self.give_advantages(every, is_eval=True) | metrics_of([given for _, given in found])
+        for batch in self._micro_batches(every, metrics | length_metrics(every), count, engine):
+            yield from self.prepare_step(module, [batch], engine)

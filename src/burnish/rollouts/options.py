@@ -1,0 +1,354 @@
+"""The options of stages that learn from the model's own completions, and what can be found wrong with them beforehand.
+
+Names and defaults are those of TRL 1.16's ``GRPOConfig`` and ``RLOOConfig``, and LLaMA-Factory's where it has the
+option. What a draw needs besides (``temperature``, ``top_p``, ``top_k``, ``repetition_penalty``) is declared with
+generation, and the reference model with preference learning; ``stage_defaults`` has their defaults under these stages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from burnish.config.checks import check, notes
+from burnish.config.errors import Problem
+from burnish.config.options import changed_options, option
+from burnish.losses.base import OBJECTIVES
+from burnish.losses.rollouts.options import CLIPPED, RolloutLossOptions
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"rl_loss_type": "grpo", "rl_beta": 0.04},
+    "dapo": {"rl_loss_type": "dapo", "epsilon_high": 0.28, "mask_truncated_completions": True},
+    "dr_grpo": {"rl_loss_type": "dr_grpo", "scale_rewards": "none"},
+    "gspo": {
+        "rl_loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4,
+    },
+    "cispo": {"rl_loss_type": "cispo", "epsilon_high": 5.0},
+}  # fmt: skip
+"""The values of a preset, each of which an option overrides."""
+
+
+@dataclass
+class RolloutOptions(RolloutLossOptions):
+    """Learning from the model's own completions."""
+
+    online: bool = option(
+        False, "With stage: dpo, learn from pairs of the model's own completions: the best and the worst by reward."
+    )
+    # --- rewards ---
+    reward_funcs: list[Any] | None = option(
+        None, "Reward functions: a built-in, file.py:name, package.module.name, or {name: {arguments}}.",
+        names_place=True, risky="it runs Python code",
+    )  # fmt: skip
+    reward_weights: list[float] | None = option(None, "Weights of the reward functions. Default: 1 each.")
+    reward_timeout_s: float = option(
+        120.0, "The run stops if a reward function has not returned after this time.", gt=0, unit="s"
+    )
+    on_changed_reward: str = option(
+        "stop", "Whether a run may be resumed with other reward functions.", choices=("stop", "accept")
+    )
+    reward_model: str | None = option(
+        None, "Reward model: a folder of stage: rm, a sequence classifier, or an address with reward_model_type: api.",
+        names_place=True,
+    )  # fmt: skip
+    reward_model_type: str = option(
+        "full", "Kind of the reward model: a model (full), an adapter (lora), or an HTTP server (api).",
+        choices=("lora", "full", "api"),
+    )  # fmt: skip
+    reward_model_adapters: list[str] | None = option(
+        None, "Adapters to merge into the reward model, in order.", names_place=True
+    )
+    reward_model_quantization_bit: int | None = option(
+        None, "Number of bits to quantize the reward model to.", choices=(4, 8)
+    )
+    # --- advantages ---
+    multi_objective_aggregation: str = option(
+        "sum_then_normalize", "Whether rewards are summed before they are normalized, or after (GDPO).",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )  # fmt: skip
+    scale_rewards: bool | str = option(
+        "group", "Divide the advantages by the standard deviation of the rewards of the group, or of all groups of a "
+        "generation (batch). true and false mean group and none.", choices=("group", "batch", "none", True, False),
+    )  # fmt: skip
+    normalize_advantages: bool = option(
+        False, "Normalize the advantages of RLOO over a generation to mean 0 and deviation 1."
+    )
+    reward_clip_range: list[float] | None = option(
+        None, "Lower and upper bound of the reward of a completion, for RLOO."
+    )
+    missing_eos_penalty: float | None = option(
+        None, "Subtracted from the reward of a completion that did not end by itself, for PPO and online DPO.", ge=0
+    )
+    drop_zero_variance_groups: bool | str = option(
+        False, "Groups in which all rewards are equal: keep them (false), or leave them out of the step (drop).",
+        choices=(False, "drop"),
+    )  # fmt: skip
+    # --- completions ---
+    rl_preset: str | None = option(
+        None, "Values for the options of a published method; each can be overridden.", choices=tuple(PRESETS)
+    )
+    num_generations: int = option(8, "Number of completions per prompt. Default with stage: rloo: 2.", ge=1)
+    num_generations_eval: int | None = option(
+        None, "Number of completions per prompt in an evaluation. Default: num_generations.", ge=1
+    )
+    max_completion_length: int = option(
+        512, "Maximum number of tokens of a completion.", ge=1, unit="tokens", aliases=("response_length",)
+    )
+    generation_batch_size: int | None = option(
+        None, "Number of completions that are drawn at once, over all processes. Default: those of one step.", ge=1
+    )
+    steps_per_generation: int | None = option(
+        None, "Number of micro-batches that the completions drawn at once make. Default: gradient_accumulation_steps.",
+        ge=1, unit="micro-batches",
+    )  # fmt: skip
+    num_iterations: int = option(1, "Number of times that the completions of a generation are trained on.", ge=1)
+    min_p: float | None = option(
+        None, "Sample only tokens with at least this share of the probability of the most likely token.", ge=0, le=1
+    )
+    eval_temperature: float | None = option(None, "Sampling temperature of an evaluation. Default: temperature.", ge=0)
+    mask_truncated_completions: bool = option(
+        False, "Leave completions that were cut at max_completion_length out of the loss."
+    )
+    kept_seats: int | None = option(
+        None, "Number of completions that are generated side by side. Default: as many as fit into memory, at most 64 "
+        "on a CPU and 256 on a GPU.", ge=1,
+    )  # fmt: skip
+    log_completions: bool = option(True, "Print completions with their rewards, and write them to completions.jsonl.")
+    num_completions_to_print: int | None = option(2, "Number of completions to print. None: all of a generation.", ge=0)
+    log_unique_prompts: bool = option(False, "Print one completion of each prompt only.")
+
+
+class PresetChoices(Protocol):
+    """The options that defaults depend on."""
+
+    rl_preset: str | None
+    stage: str
+
+
+def stage_defaults(options: PresetChoices) -> dict[str, Any]:
+    """Defaults of options that differ under ``stage: grpo`` or ``stage: rloo``, those of a preset included."""
+    found: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "rl_beta": 0.0}
+    if options.stage == "rloo":
+        found |= {"rl_beta": 0.05, "num_generations": 2}
+    return found | PRESETS.get(options.rl_preset or "", {})
+
+
+class LossShapeChoices(Protocol):
+    """The options that say what a generation and its loss are."""
+
+    entropy_coef_max: float
+    entropy_coef_min: float
+    epsilon_high: float | None
+    generation_batch_size: int | None
+    gradient_accumulation_steps: int
+    multi_objective_aggregation: str
+    num_generations: int
+    num_iterations: int
+    per_device_train_batch_size: int
+    reward_clip_range: list[float] | None
+    rl_beta: float | None
+    rl_loss_type: str
+    stage: str
+    steps_per_generation: int | None
+    sync_ref_model: bool
+
+
+class RolloutStageChoices(LossShapeChoices, Protocol):
+    """The options read here."""
+
+    finetuning_type: str
+    infer_backend: str
+    learning_rate: float
+    reward_funcs: list[Any] | None
+    reward_model: str | None
+    reward_weights: list[float] | None
+    rl_preset: str | None
+
+
+_OTHER_ENGINES = ("vllm", "sglang")
+_OF_ANSWERS = (
+    "train_on_prompt", "mask_history", "neat_packing", "packing", "predict_with_generate", "precompute_ref_log_probs",
+    "max_tokens_per_batch", "streaming",
+)  # fmt: skip
+_OF_RLOO = ("normalize_advantages", "reward_clip_range")
+_OF_GROUPS = (
+    "num_generations_eval", "num_iterations", "generation_batch_size", "steps_per_generation", "epsilon",
+    "epsilon_high", "drop_zero_variance_groups",
+)  # fmt: skip
+_OF_GRPO = (
+    "rl_loss_type", "delta", "importance_sampling_level", "multi_objective_aggregation", "scale_rewards",
+    "use_bias_correction_kl", "off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef",
+    "use_adaptive_entropy", "rl_preset",
+)  # fmt: skip
+
+
+def draws_completions(stage: str) -> bool:
+    """Tell whether a stage learns from the model's own completions, by the records that it declares."""
+    return stage in OBJECTIVES and OBJECTIVES[stage].records == "prompts"
+
+
+def compares_completions(stage: str) -> bool:
+    """Tell whether a stage compares completions of one prompt with each other."""
+    return draws_completions(stage) and getattr(OBJECTIVES[stage], "compares_completions", False)
+
+
+@check
+def check_rollouts(options: RolloutStageChoices) -> list[Problem]:
+    """Find what can be found without data. Empty under other stages."""
+    if not draws_completions(options.stage):
+        return []
+    of_groups = (
+        [*check_sizes(options), *check_loss(options)] if compares_completions(options.stage) else _count(options)
+    )
+    return [*_rewards(options), *of_groups, *_of_other_stages(options)]
+
+
+def _rewards(options: RolloutStageChoices) -> list[Problem]:
+    functions = options.reward_funcs or []
+    if not functions and options.reward_model is None:
+        what = f"stage: {options.stage} needs a reward."
+        remedy = (
+            "Set reward_funcs: [my_rewards.py:exact], a built-in (accuracy_reward, think_format_reward, "
+            "exact_match_reward, ...), or reward_model: <folder>."
+        )
+        return [Problem(what, remedy=remedy, option="reward_funcs")]
+    count, weights = len(functions) + (options.reward_model is not None), options.reward_weights
+    if weights is not None and len(weights) != count:
+        what = f"reward_weights must have one weight for each reward. Received: {len(weights)} for {count}."
+        return [Problem(what, option="reward_weights")]
+    return []
+
+
+def _count(options: RolloutStageChoices) -> list[Problem]:
+    """For stages that do not compare all completions of a prompt."""
+    least, given = getattr(OBJECTIVES[options.stage], "least_generations", 1), options.num_generations
+    if given == 1 < least or given > 1 == least:
+        wanted = "1" if least == 1 else f"at least {least}"
+        what = f'"num_generations" must be {wanted} with stage: {options.stage}. Received: {given}.'
+        return [Problem(what, option="num_generations")]
+    return []
+
+
+def check_sizes(options: LossShapeChoices) -> list[Problem]:
+    found, group = [], options.num_generations
+    if group < 2:
+        what = f"num_generations must be at least 2: completions of a prompt are compared. Received: {group}."
+        found.append(Problem(what, option="num_generations"))
+    if options.generation_batch_size is not None and options.steps_per_generation is not None:
+        names = ("generation_batch_size", "steps_per_generation")
+        what = '"generation_batch_size" and "steps_per_generation" set the same number.'
+        return [*found, Problem(what, remedy="Set only one of them.", option=names)]
+    per_device, world = options.per_device_train_batch_size, int(os.environ.get("WORLD_SIZE", "1"))
+    if options.generation_batch_size is not None:
+        size, part = options.generation_batch_size, per_device * world
+        if size % part:
+            what = f"generation_batch_size {size} is no multiple of per_device_train_batch_size × processes = {part}."
+            return [*found, Problem(what, remedy=_nearest(size, part), option="generation_batch_size")]
+        steps = size // part
+    else:
+        steps = options.steps_per_generation or options.gradient_accumulation_steps
+    accumulated = options.gradient_accumulation_steps
+    if accumulated % steps and (steps * options.num_iterations) % accumulated:
+        what = (
+            f"A generation of {steps} micro-batches, trained on {options.num_iterations} times, does not fit into "
+            f"steps of gradient_accumulation_steps {accumulated}: one must be a multiple of the other."
+        )
+        found.append(Problem(what, option=("steps_per_generation", "gradient_accumulation_steps")))
+    own = per_device * steps
+    if group >= 2 and own % group:
+        what = f"{per_device} × {steps} = {own} completions per generation are no multiple of num_generations {group}."
+        found.append(
+            Problem(what, remedy=_nearest(own, group), option=("num_generations", "per_device_train_batch_size"))
+        )
+    return found
+
+
+def _nearest(number: int, factor: int) -> str:
+    near = [value for value in (number // factor * factor, -(-number // factor) * factor) if value]
+    return f"Nearest: {', '.join(map(str, near))}."
+
+
+def check_loss(options: LossShapeChoices) -> list[Problem]:
+    found = []
+    if options.stage != "rloo" and options.rl_loss_type == "cispo" and options.epsilon_high is None:
+        what = "loss_type cispo needs epsilon_high, which is the largest ratio itself there."
+        found.append(Problem(what, remedy="The paper uses epsilon_high: 5.0.", option=("rl_loss_type",)))
+    if options.entropy_coef_min > options.entropy_coef_max:
+        low, high = options.entropy_coef_min, options.entropy_coef_max
+        what = f"entropy_coef_min {low:g} is above entropy_coef_max {high:g}."
+        found.append(Problem(what, option=("entropy_coef_min", "entropy_coef_max")))
+    if options.sync_ref_model and not options.rl_beta:
+        what = "beta is 0: there is no reference model to update."
+        found.append(Problem(what, remedy="Set beta, or remove sync_ref_model.", option=("sync_ref_model", "rl_beta")))
+    bounds = options.reward_clip_range
+    if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+        what = f"reward_clip_range must be a lower and a higher bound. Received: {bounds}."
+        found.append(Problem(what, option="reward_clip_range"))
+    return found
+
+
+def _of_other_stages(options: RolloutStageChoices) -> list[Problem]:
+    found = []
+    if options.infer_backend in _OTHER_ENGINES:
+        what = f'"infer_backend" {options.infer_backend} writes no completions for stage: {options.stage}.'
+        remedy = "Completions are generated in this process, by the weights that train. Leave it out."
+        found = [Problem(what, remedy=remedy, option="infer_backend")]
+    return found + [
+        Problem(f'"{name}" has no meaning under stage: {options.stage}: the model learns from its own completions.',
+                remedy="Leave it out.", option=name)
+        for name in _OF_ANSWERS if getattr(options, name)
+    ]  # fmt: skip
+
+
+@notes
+def rollout_notes(options: RolloutStageChoices) -> list[str]:
+    """Notes on options without effect, on what a preset sets, and on a learning rate of another stage."""
+    said = changed_options(options)
+    if not draws_completions(options.stage):
+        names = [name for name in RolloutOptions.__dataclass_fields__ if name in said]
+        return [f'"{name}" has no effect: stage is {options.stage}.' for name in names]
+    found = [f'"{name}" has no effect: {why}.' for name, why in without_effect(options).items() if name in said]
+    if options.rl_preset:
+        values = ", ".join(f"{name}: {value}" for name, value in PRESETS[options.rl_preset].items())
+        found.append(f"rl_preset {options.rl_preset} stands for {values}.")
+    found += _of_another_law(options)
+    usual, most = ("1e-6 to 5e-6", 2e-5) if options.finetuning_type == "full" else ("1e-5 to 1e-4", 5e-4)
+    if options.learning_rate >= most:
+        found.append(
+            f"learning_rate {options.learning_rate:g} is high for learning from rewards (typically {usual}); the "
+            "model may degenerate."
+        )
+    return found
+
+
+def _of_another_law(options: RolloutStageChoices) -> list[str]:
+    """A note on options under which completions are not drawn from the distribution that is trained."""
+    neutral = {"top_p": (1.0,), "top_k": (0,), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+    given = [f'"{name}" {getattr(options, name):g}' for name, values in neutral.items()
+             if getattr(options, name) not in values]  # fmt: skip
+    if not given:
+        return []
+    return [
+        f"With {', '.join(given)} completions are not drawn from the distribution of the policy, so the gradient is "
+        "not that of the expected reward."
+    ]
+
+
+def without_effect(options: LossShapeChoices) -> Mapping[str, str]:
+    """Option -> the reason why it has no effect beside the others."""
+    if not compares_completions(options.stage):
+        return dict.fromkeys((*_OF_GRPO, *_OF_RLOO, *_OF_GROUPS), f"stage is {options.stage}")
+    if options.stage == "rloo":
+        return dict.fromkeys((*_OF_GRPO, "missing_eos_penalty"), "stage is rloo")
+    loss, found = options.rl_loss_type, dict.fromkeys((*_OF_RLOO, "missing_eos_penalty"), "stage is grpo")
+    of_losses = {
+        "delta": CLIPPED, "epsilon": CLIPPED, "epsilon_high": (*CLIPPED, "cispo"),
+        "sapo_temperature_pos": ("sapo",), "sapo_temperature_neg": ("sapo",), "vespo_k_pos": ("vespo",),
+        "vespo_k_neg": ("vespo",), "vespo_lambda_pos": ("vespo",), "vespo_lambda_neg": ("vespo",),
+    }  # fmt: skip
+    found |= {name: f"loss_type is {loss}" for name, losses in of_losses.items() if loss not in losses}
+    if options.multi_objective_aggregation == "normalize_then_sum":
+        found["scale_rewards"] = "multi_objective_aggregation is normalize_then_sum"
+    return found

@@ -1,0 +1,218 @@
+"""``stage: ppo``: learning from rewards with a value head, which says before each token what is still to come.
+
+In: prompts, a reward per completion. A step batch of prompts becomes a rollout of one completion each; a policy and a
+value head train on it ``ppo_epochs`` times, in steps of ``per_device_train_batch_size`` x
+``gradient_accumulation_steps`` completions. The arithmetic is in ``losses/rollouts/ppo.py``.
+
+The keys are LLaMA-Factory's, whose PPO cannot be started with the versions of its libraries of today; its means per
+micro-batch are means over the step here.
+"""
+
+# C completions of a rollout, N tokens of completions
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from burnish.checkpoint.parts import Part, Stateful
+from burnish.config.errors import UserError
+from burnish.config.options import option
+from burnish.kernels.probe import Capabilities, causal_lm
+from burnish.loop.modes import evaluating
+from burnish.loop.protocols import Engine
+from burnish.loop.types import Batch, Loss, Metric, Sum
+from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
+from burnish.losses.lm import aux_coefficient
+from burnish.losses.preference_options import ReferenceOptions
+from burnish.losses.reward import HeadState, ValueHead
+from burnish.losses.rollouts.ppo import KlController, PpoChoices, PpoLossOptions, ScoreMoments, estimates, ppo_loss
+from burnish.models.generate import GenerationOptions
+from burnish.rollouts.generation import reward_metrics, weighted_rewards
+from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective
+from burnish.rollouts.options import RolloutOptions
+from burnish.rollouts.samples import Scored
+
+_LONGEST = 1024  # tokens of a completion by default; LLaMA-Factory's max_new_tokens
+
+
+@dataclass
+class PpoOptions(PpoLossOptions):
+    """Proximal policy optimization."""
+
+    ppo_buffer_size: int = option(
+        1, "Number of steps whose completions are drawn at once: a rollout has this many times "
+        "per_device_train_batch_size x gradient_accumulation_steps prompts.", ge=1,
+    )  # fmt: skip
+    ppo_epochs: int = option(4, "Number of times that each rollout is trained on.", ge=1, aliases=("num_ppo_epochs",))
+    ppo_score_norm: bool = option(False, "Normalize scores by the mean and deviation of all scores so far.")
+    ppo_ratio_threshold: float | None = option(
+        10.0, "A step whose mean probability ratio is above this has no loss. none: not computed, which saves a "
+        "forward pass per step.", gt=1,
+    )  # fmt: skip
+
+
+class PpoRunChoices(ObjectiveChoices, PpoChoices, Protocol):
+    """The options read here."""
+
+    kl_coef: float | None
+    max_new_tokens: int | None
+    ppo_buffer_size: int
+    ppo_epochs: int
+    ppo_ratio_threshold: float | None
+    ppo_score_norm: bool
+    stage: str
+
+
+@OBJECTIVES.register(
+    "ppo", options=PpoOptions, reads=(RolloutOptions, ReferenceOptions, GenerationOptions, "disable_dropout")
+)
+class PpoObjective(RolloutObjective):
+    """Completions by the model itself, with a reward each (proximal policy optimization)."""
+
+    batch_keys = RolloutObjective.batch_keys | {"old_values", "returns", "token_advantages"}
+    compares_completions = False
+    least_generations = 1
+    choices: PpoRunChoices
+
+    def __init__(self, options: PpoRunChoices, template: RowEncoder, tokenizer: Any = None) -> None:
+        super().__init__(options, template, tokenizer)
+        self.needs_reference = options.kl_coef != 0
+        self.coefficient = KlController(options)
+        self.scores = ScoreMoments()
+        self.value_head: ValueHead | None = None
+
+    @classmethod
+    def default_options(cls, choices: Any, /) -> Mapping[str, Any]:
+        longest = choices.max_new_tokens or _LONGEST
+        return {"temperature": 0.95, "top_p": 0.7, "top_k": 50, "rl_beta": 0.0, "num_generations": 1,
+                "max_completion_length": longest}  # fmt: skip
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    @property
+    def micro_batches(self) -> int:
+        return self.choices.gradient_accumulation_steps * self.choices.ppo_buffer_size
+
+    @property
+    def inner_steps(self) -> int:
+        return self.steps_per_pass * self.choices.ppo_epochs
+
+    @property
+    def needs_old_logps(self) -> bool:
+        return True
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
+        notes, inner = super().fit(capabilities, collate), causal_lm(capabilities.model)
+        if self.head is None or aux_coefficient(inner, self.options.router_aux_loss_coef):
+            what = "stage: ppo needs a model whose output layer can be called by itself, without a router's loss."
+            raise UserError(what, remedy="Set fused_loss: auto and router_aux_loss_coef: 0.", option="stage")
+        embedding = inner.get_input_embeddings().weight
+        self.value_head = ValueHead(embedding.shape[1]).to(embedding.device)
+        return [*notes, "The value head is newly initialized: random weights, bias 0."]
+
+    def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        assert self.value_head is not None
+        return [(f"v_head.{name}", parameter) for name, parameter in self.value_head.named_parameters()]
+
+    @property
+    def parts(self) -> Mapping[str, Stateful | Part]:
+        assert self.value_head is not None
+        own: dict[str, Stateful | Part] = {
+            "value_head": HeadState(self.value_head),
+            "kl_coefficient": self.coefficient,
+            "scores": self.scores,
+        }
+        return {**super().parts, **own}
+
+    # --- a rollout ----------------------------------------------------------------------------------------------------
+
+    def give_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
+        """Set the advantage and the return of each token of a rollout, and adapt the KL coefficient."""
+        if is_eval:
+            return {**self._score_metrics(weighted_rewards(samples, self.functions)), **self._function_metrics(samples)}
+        scores, lengths = self._scores(samples), torch.tensor([len(sample.ids) for sample in samples])
+        old, values = (_joined([getattr(s, name) for s in samples]) for name in ("old_logps", "old_values"))
+        ref = _joined([s.ref_logps for s in samples]) if self.needs_reference else old
+        coefficient = self.coefficient.coefficient
+        found = estimates(old, ref, values, scores, lengths, coefficient, self.choices)
+        sizes = lengths.tolist()
+        for sample, advantages, returns in zip(
+            samples, torch.split(found.advantages, sizes), torch.split(found.returns, sizes), strict=True
+        ):
+            sample.token_advantages, sample.returns = advantages.tolist(), returns.tolist()
+        kl = float((old.double() - ref.double()).sum()) / len(samples)
+        self.coefficient.update(kl, len(samples))
+        metrics = {"objective/kl": kl, "kl_coef": coefficient}
+        return (
+            metrics | self._score_metrics(weighted_rewards(samples, self.functions)) | self._function_metrics(samples)
+        )
+
+    def _score_metrics(self, scores: Tensor) -> dict[str, float]:
+        return {"reward": float(scores.mean()), "reward_std": float(scores.std()) if len(scores) > 1 else 0.0}
+
+    def _function_metrics(self, samples: Sequence[Scored]) -> dict[str, float]:
+        return reward_metrics(samples, [function.name for function in self.functions])
+
+    def _scores(self, samples: Sequence[Scored]) -> Tensor:
+        """(C,) the scores that a rollout is trained on."""
+        found = weighted_rewards(samples, self.functions)
+        if self.choices.ppo_score_norm:
+            found = self.scores.normalize(found)
+        if self.choices.missing_eos_penalty is not None:
+            found -= self.choices.missing_eos_penalty * torch.tensor([not s.is_ended for s in samples]).double()
+        return found
+
+    def number_of_deal(self, generation: int, number_of_pass: int) -> int:
+        return generation * self.choices.ppo_epochs + number_of_pass
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+        made = super().prepare_step(module, batches, engine)
+        threshold = self.choices.ppo_ratio_threshold
+        is_first = any(batch["metrics"] for batch in made)  # of a rollout: the ratio of each token is 1
+        if threshold is None or is_first or not module.training:
+            return made
+        sums = torch.zeros(2, device=engine.device)
+        with torch.no_grad(), evaluating(module), engine.precision():
+            for batch in made:
+                ratio = (module(_inputs(batch)).token_logps - batch["old_logps"]).exp()
+                sums += torch.stack([(ratio * batch["token_mask"]).sum(), batch["token_mask"].sum()])
+        total, count = engine.sum(sums).tolist()
+        if total <= threshold * count:
+            return made
+        return [{**batch, "token_weights": torch.zeros_like(batch["token_weights"])} for batch in made]
+
+    def num_items(self, batch: Batch) -> Tensor:
+        """() tokens of completions."""
+        items: Tensor = batch["token_mask"].sum()
+        return items
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        values = module(_inputs(batch))
+        if "token_advantages" in batch:
+            loss = ppo_loss(values.token_logps, values.token_values, batch, self.choices)
+        else:  # of an evaluation, which has no advantages
+            loss = Loss(values.token_logps.sum() * 0)
+        one, mask = torch.ones((), device=loss.total.device), batch["token_mask"]
+        metrics: dict[str, Metric] = {name: Sum(one * value, one) for name, value in batch["metrics"].items()}
+        metrics["ppo/entropy"] = Sum((values.token_entropy.detach() * mask).sum(), mask.sum())
+        is_skipped = (batch["token_weights"] == 0).all() & mask.any()
+        metrics["ppo/skipped"] = Sum(is_skipped.float(), one)
+        return replace(loss, sums={**loss.sums, **metrics})
+
+
+def _inputs(batch: Batch) -> Batch:
+    return {name: value for name, value in batch.items() if name != "metrics"}
+
+
+def _joined(columns: Sequence[list[float] | None]) -> Tensor:
+    """(N,) the values of all tokens."""
+    return torch.tensor([value for column in columns for value in column or ()], dtype=torch.float64)

@@ -1,0 +1,266 @@
+"""The built-in reward functions, with the names, arguments and results of TRL 1.16's; and three of burnish's own.
+
+A completion is a text, or a list of messages whose first is the assistant's. Ids of a completion have its end token.
+Nothing here needs torch; math-verify is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from burnish.config.errors import MissingExtraError, UserError
+
+EXTRA = "rewards"
+Completion: TypeAlias = "str | list[dict[str, Any]]"
+Scores: TypeAlias = "list[float | None]"
+LogExtra: TypeAlias = "Callable[[str, list[Any]], None] | None"
+
+_PARSE_S, _VERIFY_S = 10, 5
+
+
+def text_of(completion: Completion) -> str:
+    """The text of a completion: itself, or the content of its first message."""
+    return completion if isinstance(completion, str) else str(completion[0].get("content") or "")
+
+
+# --- mathematics ------------------------------------------------------------------------------------------------------
+
+
+def accuracy_reward(
+    completions: Sequence[Completion], solution: Sequence[str], log_extra: LogExtra = None, **kwargs: Any
+) -> Scores:
+    """1 where the answer of a completion equals ``solution`` mathematically, else 0; None where the solution cannot be
+    parsed. Needs math-verify. The answer must be in LaTeX; a boxed one comes first."""
+    return _compared([text_of(completion) for completion in completions], solution, log_extra)
+
+
+def reasoning_accuracy_reward(
+    completions: Sequence[Completion], solution: Sequence[str], reasoning_delimiters: Sequence[str] | None = None,
+    log_extra: LogExtra = None, **kwargs: Any,
+) -> Scores:  # fmt: skip
+    """As ``accuracy_reward`` of the text behind the last delimiter (default: ``</think>``); 0 without one."""
+    return _compared(
+        [_behind(text_of(completion), reasoning_delimiters or ["</think>"]) for completion in completions],
+        solution,
+        log_extra,
+    )
+
+
+def _behind(text: str, delimiters: Sequence[str]) -> str | None:
+    found = next((delimiter for delimiter in delimiters if delimiter in text), None)
+    return None if found is None else text.split(found)[-1]
+
+
+def _compared(texts: Sequence[str | None], solutions: Sequence[str], log_extra: LogExtra) -> Scores:
+    """Compare each text with its solution; a text of None is an unfinished reasoning."""
+    scores: Scores = []
+    golds, answers = [], []
+    for text, solution in zip(texts, solutions, strict=True):
+        score, gold, answer = _verified(text, solution)
+        scores.append(score)
+        golds.append(gold)
+        answers.append(answer)
+    if log_extra is not None:
+        log_extra("solution", list(solutions))
+        log_extra("gold_parsed", golds)
+        log_extra("answer_parsed", answers)
+    return scores
+
+
+def _verified(text: str | None, solution: str) -> tuple[float | None, str, str]:
+    """The score, and what was parsed of the solution and of the text."""
+    try:
+        from latex2sympy2_extended import NormalizationConfig
+        from math_verify import LatexExtractionConfig, parse, verify
+    except ImportError:
+        raise MissingExtraError("math_verify", "accuracy_reward", EXTRA, option="reward_funcs") from None
+    if text is None:
+        return 0.0, "[incomplete reasoning]", "[incomplete reasoning]"
+    # Its time limits use SIGALRM, which the main thread alone can receive.
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main:
+        for name in ("math_verify.parser", "math_verify.grader"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+    gold = parse(solution, parsing_timeout=_PARSE_S if is_main else None)
+    if not gold:
+        return None, "[unparseable]", "[skipped]"
+    rules = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
+    )
+    limit = _PARSE_S if is_main else None
+    answer = parse(text, extraction_config=[rules], extraction_mode="first_match", parsing_timeout=limit)
+    score = float(verify(gold, answer, timeout_seconds=_VERIFY_S if is_main else None))
+    return score, str(gold), str(answer) if answer else "[unparseable]"
+
+
+class CosineScaledReward:
+    """Correctness, scaled by the length of the completion: a short right answer is worth more than a long one, and a
+    long wrong answer costs less than a short one.
+
+    Args:
+        max_len: the length, in tokens, at which the cosine reaches its end.
+        min_value_wrong, max_value_wrong: of a wrong answer of length 0, and of ``max_len``.
+        min_value_correct, max_value_correct: of a right answer of ``max_len``, and of length 0.
+    Source: Yeo et al. 2025, appendix C.1, https://arxiv.org/abs/2502.03373
+    """
+
+    __name__ = "cosine_scaled_reward"
+
+    def __init__(
+        self, max_len: int, min_value_wrong: float = -1.0, max_value_wrong: float = -0.5,
+        min_value_correct: float = 0.5, max_value_correct: float = 1.0,
+    ) -> None:  # fmt: skip
+        self.max_len = max_len
+        self.wrong, self.right = (max_value_wrong, min_value_wrong), (min_value_correct, max_value_correct)
+
+    def __call__(
+        self, completions: Sequence[Completion], solution: Sequence[str], completion_ids: Sequence[Sequence[int]],
+        **kwargs: Any,
+    ) -> Scores:  # fmt: skip
+        each = zip(accuracy_reward(completions, solution), completion_ids, strict=True)
+        return [None if is_right is None else self._scaled(bool(is_right), len(ids)) for is_right, ids in each]
+
+    def _scaled(self, is_right: bool, length: int) -> float:
+        low, high = self.right if is_right else self.wrong
+        return low + 0.5 * (high - low) * (1 + math.cos(math.pi * min(length / self.max_len, 1.0)))
+
+
+# --- form and length --------------------------------------------------------------------------------------------------
+
+_THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
+
+
+def think_format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    """1 where a completion begins with ``<think>``, has no second one, and has a ``</think>``; else 0."""
+    return [float(_THINK.match(text_of(completion)) is not None) for completion in completions]
+
+
+class RepetitionPenaltyReward:
+    """The share of repeated n-grams of a completion's ids, times a penalty; 0 below n ids.
+
+    Source: Yeo et al. 2025, appendix C.2, https://arxiv.org/abs/2502.03373
+    """
+
+    __name__ = "repetition_penalty_reward"
+
+    def __init__(self, ngram_size: int = 3, max_penalty: float = -1.0) -> None:
+        if max_penalty > 0:
+            raise UserError(f"max_penalty must be at most 0. Received: {max_penalty}.", option="reward_funcs")
+        self.ngram_size, self.max_penalty = ngram_size, max_penalty
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
+        return [self._penalty(ids) for ids in completion_ids]
+
+    def _penalty(self, ids: Sequence[int]) -> float:
+        ngrams = [tuple(ids[at : at + self.ngram_size]) for at in range(len(ids) - self.ngram_size + 1)]
+        repeated = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+        return repeated * self.max_penalty if repeated else 0.0
+
+
+class SoftOverlongPunishment:
+    """0 up to L - C tokens, falling to -1 at L, and -1 beyond.
+
+    Args:
+        max_completion_len: L. soft_punish_cache: C.
+    Source: Yu et al. 2025 (DAPO), eq. 13, https://arxiv.org/abs/2503.14476
+    """
+
+    __name__ = "soft_overlong_punishment_reward"
+
+    def __init__(self, max_completion_len: int, soft_punish_cache: int) -> None:
+        self.longest, self.cache = max_completion_len, soft_punish_cache
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
+        return [self._punishment(len(ids)) for ids in completion_ids]
+
+    def _punishment(self, length: int) -> float:
+        over = length - (self.longest - self.cache)
+        if over <= 0:
+            return 0.0
+        return -over / self.cache if length <= self.longest else -1.0
+
+
+# --- burnish's own ----------------------------------------------------------------------------------------------------
+
+
+def exact_match_reward(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> Scores:
+    """1 where a completion equals ``answer``, both without the white space around them; else 0."""
+    each = zip(completions, answer, strict=True)
+    return [None if right is None else float(text_of(given).strip() == str(right).strip()) for given, right in each]
+
+
+def contains_answer_reward(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> Scores:
+    """1 where ``answer`` stands somewhere in a completion; else 0."""
+    each = zip(completions, answer, strict=True)
+    return [None if right is None else float(str(right).strip() in text_of(given)) for given, right in each]
+
+
+class JsonSchemaReward:
+    """1 where a completion is one JSON value with the type and the properties that a schema requires; else 0.
+
+    Args:
+        schema: a JSON schema, of which ``type``, ``required``, ``properties``, ``items`` and ``enum`` are checked.
+    """
+
+    __name__ = "json_schema_reward"
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self.schema = schema
+
+    def __call__(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+        return [float(self._holds(text_of(completion))) for completion in completions]
+
+    def _holds(self, text: str) -> bool:
+        try:
+            return _fits(json.loads(text), self.schema)
+        except (ValueError, RecursionError):
+            return False
+
+
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float),
+    "boolean": (bool,), "null": (type(None),),
+}  # fmt: skip
+
+
+def _fits(value: Any, schema: dict[str, Any]) -> bool:
+    kinds = schema.get("type")
+    names = [kinds] if isinstance(kinds, str) else kinds or []
+    is_flag = isinstance(value, bool)
+    if names and not any(isinstance(value, _JSON_TYPES[n]) and (not is_flag or n == "boolean") for n in names):
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    if isinstance(value, list):
+        return all(_fits(item, schema.get("items", {})) for item in value)
+    if not isinstance(value, dict):
+        return True
+    properties = schema.get("properties", {})
+    return set(schema.get("required", ())) <= value.keys() and all(
+        _fits(value[name], part) for name, part in properties.items() if name in value
+    )
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "accuracy_reward": accuracy_reward,
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
+    "think_format_reward": think_format_reward,
+    "exact_match_reward": exact_match_reward,
+    "contains_answer_reward": contains_answer_reward,
+}
+"""Built-in functions that are called as they are; given arguments are fixed."""
+
+FACTORIES: dict[str, Callable[..., Any]] = {
+    "cosine_scaled_reward": CosineScaledReward,
+    "repetition_penalty_reward": RepetitionPenaltyReward,
+    "soft_overlong_punishment": SoftOverlongPunishment,
+    "json_schema_reward": JsonSchemaReward,
+}
+"""Built-in functions that are made from their arguments."""
+FACTORIES |= {f"get_{name}": factory for name, factory in FACTORIES.items()}

@@ -1,0 +1,299 @@
+"""Calls the reward functions of a run on the completions of a generation.
+
+In: prompts, completions, ids and columns, a value per completion each. Out: a ``RewardTable``. Refuses a wrong count,
+an infinite score, an exception, a function that does not return in time, and a generation without any score.
+
+Functions are called one after another in the thread of the caller, since some (math-verify) set time limits that the
+main thread alone can have. Coroutines run all at once.
+"""
+
+# C completions, K reward functions
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotDoneError
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.config.errors import UserError, first_line
+from burnish.rollouts.rewards.functions import GIVEN, RewardFunction
+
+_SEARCH_S = 10.0
+"""How long the completion that a function fails on is looked for."""
+_SHOWN = 80
+
+
+@dataclass
+class RewardTable:
+    """The rewards of a generation.
+
+    Args:
+        values: (C, K) float64, NaN where a function gave no score.
+        names: of the K functions.
+        extra: column -> a value per completion, of ``log_extra``.
+        metrics: name -> values of ``log_metric``.
+        seconds: function -> how long its call took; coroutines ran together.
+    """
+
+    values: Tensor
+    names: list[str]
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, float]:
+        """Numbers of the log: mean and deviation of each function's scores, how many it did not give, and the means of
+        ``log_metric``."""
+        found: dict[str, float] = {}
+        for name, column in zip(self.names, self.values.unbind(1), strict=True):
+            known = column[~column.isnan()]
+            if len(known):
+                found[f"rewards/{name}/mean"] = float(known.mean())
+                found[f"rewards/{name}/std"] = float(known.std()) if len(known) > 1 else 0.0
+            if len(known) < len(column):
+                found[f"rewards/{name}/none"] = float(len(column) - len(known))
+        return found | {name: sum(values) / len(values) for name, values in self.metrics.items() if values}
+
+
+def compute_rewards(
+    functions: Sequence[RewardFunction], prompts: Sequence[Any], completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]], *,
+    places: Sequence[str] = (), timeout_s: float = 120.0, step: int = 0, given: Mapping[str, Any] | None = None,
+) -> RewardTable:  # fmt: skip
+    """Call every function once on the C completions.
+
+    Args:
+        prompts, completions: texts, or lists of messages; completions of one prompt lie next to each other.
+        completion_ids: ids of each completion, with its end token.
+        columns: further columns of the records, repeated for each completion.
+        places: of each completion, what an error calls its record: ``record 12``.
+        timeout_s: of each function.
+        step: the step that the completions are for, in messages.
+        given: further arguments: ``trainer_state``, ``environments``.
+    Raises:
+        UserError: see above, with the function's name and place.
+    """
+    table = RewardTable(torch.full((len(completions), len(functions)), torch.nan, dtype=torch.float64),
+                        [function.name for function in functions])  # fmt: skip
+    arguments = {
+        **{name: values for name, values in columns.items() if name not in GIVEN},
+        "prompts": list(prompts), "completions": list(completions), "completion_ids": [list(c) for c in completion_ids],
+        **(given or {}),
+        "log_extra": table.extra.__setitem__,
+        "log_metric": lambda name, value: table.metrics.setdefault(name, []).append(float(value)),
+    }  # fmt: skip
+    job = _Job(arguments, list(places) or [f"completion {at + 1}" for at in range(len(completions))], timeout_s, step)
+    waiting = {}
+    for at, function in enumerate(functions):
+        if function.is_async:
+            waiting[at] = function
+        else:
+            start = time.monotonic()
+            table.values[:, at] = job.checked(function, job.called(function))
+            table.seconds[function.name] = time.monotonic() - start
+    start = time.monotonic()
+    for (at, function), scores in zip(waiting.items(), job.called_together(list(waiting.values())), strict=True):
+        table.values[:, at] = job.checked(function, scores)
+        table.seconds[function.name] = time.monotonic() - start
+    if functions and completions and bool(table.values.isnan().all()):
+        names = ", ".join(function.name for function in functions)
+        what = f"No completion of step {step} has a score: {names} returned None for all {len(completions)} of them."
+        raise UserError(
+            what, remedy="None means that a function does not apply to a completion.", option="reward_funcs"
+        )
+    return table
+
+
+@dataclass
+class _Job:
+    arguments: dict[str, Any]
+    places: list[str]
+    timeout_s: float
+    step: int
+
+    def called(self, function: RewardFunction) -> Any:
+        try:
+            with _time_limit(self.timeout_s):
+                if threading.current_thread() is threading.main_thread():
+                    return function.call(**self._taken(function))
+                return _in_another_thread(lambda: function.call(**self._taken(function)), self.timeout_s)
+        except (_TimeUp, NotDoneError, TimeoutError) as error:
+            if not isinstance(error, _TimeUp | NotDoneError):
+                raise self._failed(function, error) from error
+            raise self._late(function) from None
+        except Exception as error:  # the user's code may raise anything
+            if isinstance(error, UserError):
+                raise
+            raise self._failed(function, error) from error
+
+    def called_together(self, functions: Sequence[RewardFunction]) -> list[Any]:
+        """What the coroutines return, in their order."""
+        if not functions:
+            return []
+
+        async def one(function: RewardFunction) -> Any:
+            made: Awaitable[Any] = function.call(**self._taken(function))
+            return await asyncio.wait_for(made, self.timeout_s)
+
+        async def every() -> list[Any]:
+            return await asyncio.gather(*(one(function) for function in functions), return_exceptions=True)
+
+        results = _run(every)
+        for function, result in zip(functions, results, strict=True):
+            if isinstance(result, TimeoutError):
+                raise self._late(function) from None
+            if isinstance(result, UserError):
+                raise result
+            if isinstance(result, BaseException):
+                raise self._failed(function, result) from result
+        return results
+
+    def checked(self, function: RewardFunction, scores: Any) -> Tensor:
+        """(C,) float64 of what a function returned."""
+        name, expected = _shown_name(function), len(self.places)
+        values = scores.tolist() if isinstance(scores, Tensor) or hasattr(scores, "dtype") else scores
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            kind = "nothing" if values is None else type(values).__name__
+            what = f"{name} must return a list with one reward for each completion. Received: {kind}."
+            raise UserError(what, option="reward_funcs")
+        if len(values) != expected:
+            many = f"{len(values)} reward{'' if len(values) == 1 else 's'}"
+            raise UserError(f"{name} returned {many} for {expected} completions.", option="reward_funcs")
+        return torch.tensor([self._number(name, at, v) for at, v in enumerate(values)], dtype=torch.float64)
+
+    def _number(self, name: str, at: int, value: Any) -> float:
+        if value is None:
+            return math.nan
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            what = f"{name} returned {value!r} for {self.places[at]}; a reward is a number or None."
+            raise UserError(what, option="reward_funcs") from None
+        if math.isinf(number):
+            what = f"{name} returned {number} for {self.places[at]}; a completion without a score is None."
+            raise UserError(what, option="reward_funcs")
+        return number
+
+    def _taken(self, function: RewardFunction) -> dict[str, Any]:
+        known = function.parameters
+        return {name: value for name, value in self.arguments.items() if known is None or name in known}
+
+    def _failed(self, function: RewardFunction, error: BaseException) -> UserError:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "burnish" not in frame.filename] or frames
+        at = f", line {own[-1].lineno}" if own else ""
+        message = first_line(error)
+        kind = type(error).__name__
+        said = kind if message == kind else f"{kind}: {message}"
+        where = self._culprit(function)
+        what = f"{_shown_name(function)}{at}: {said.removesuffix('.')}.{where} Stopped at step {self.step}."
+        return UserError(what, remedy="Return None for a completion that cannot be judged.", option="reward_funcs")
+
+    def _culprit(self, function: RewardFunction) -> str:
+        """`` Record 12, completion "...".``: the first completion on which the function fails alone, if one is found
+        in time."""
+        if function.is_async or inspect.isgeneratorfunction(function.call):
+            return ""
+        deadline = time.monotonic() + min(_SEARCH_S, self.timeout_s)
+        taken, count = self._taken(function), len(self.places)
+        for at in range(count):
+            if time.monotonic() > deadline:
+                break
+            one = {n: [v[at]] if isinstance(v, list) and len(v) == count else v for n, v in taken.items()}
+            one |= dict.fromkeys(one.keys() & {"log_extra", "log_metric"}, _ignored)
+            try:
+                with _time_limit(max(0.1, deadline - time.monotonic())):
+                    function.call(**one)
+            except _TimeUp:
+                break
+            except Exception:  # the failure that is looked for
+                completion = str(self.arguments["completions"][at])
+                cut = completion if len(completion) <= _SHOWN else completion[:_SHOWN] + " ..."
+                place = self.places[at]
+                return f' {place[:1].upper()}{place[1:]}, completion "{cut}".'
+        return ""
+
+    def _late(self, function: RewardFunction) -> UserError:
+        what = (
+            f"{_shown_name(function)} has not returned for {self.timeout_s:g} s (reward_timeout_s), on "
+            f"{len(self.places)} completions of step {self.step}."
+        )
+        remedy = "Give the function a time limit of its own, or raise reward_timeout_s."
+        return UserError(what, remedy=remedy, option=("reward_timeout_s", "reward_funcs"))
+
+
+def _ignored(*_: Any) -> None:
+    return None
+
+
+def _shown_name(function: RewardFunction) -> str:
+    file = function.place.partition(",")[0]
+    return f"{file}:{function.name}" if file.endswith(".py") else function.name
+
+
+def _run(every: Callable[[], Any]) -> list[Any]:
+    """Run a coroutine to its end; in another thread where a loop runs in this one (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        results: list[Any] = asyncio.run(every())
+        return results
+    with ThreadPoolExecutor(1) as pool:
+        results = pool.submit(asyncio.run, every()).result()
+        return results
+
+
+def _in_another_thread(call: Callable[[], Any], timeout_s: float) -> Any:
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(call).result(timeout_s)
+    finally:
+        pool.shutdown(wait=False)
+
+
+class _TimeUp(BaseException):
+    """Not an ``Exception``, so that a function that catches all exceptions does not go on."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise ``_TimeUp`` inside the block after that time, in the main thread of a system with this signal.
+
+    SIGVTALRM, sent by a timer's thread: SIGALRM belongs to the functions, and math-verify sets it.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_kill"):
+        yield
+        return
+
+    def raise_it(*_: Any) -> None:
+        raise _TimeUp
+
+    before = signal.signal(signal.SIGVTALRM, raise_it)
+    main = threading.get_ident()
+    is_done = threading.Event()
+
+    def watch() -> None:
+        if not is_done.wait(seconds):
+            signal.pthread_kill(main, signal.SIGVTALRM)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        watcher.join()
+        signal.signal(signal.SIGVTALRM, before)

@@ -1,0 +1,276 @@
+"""``reward_funcs`` -> reward functions, ready to be called.
+
+An entry is a function, the name of a built-in one, ``file.py:name``, ``package.module.name``, or
+``{name: {arguments}}`` with one of these names: a factory is called with the arguments, another function gets them with
+each call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from burnish.config.errors import Problem, UserError, did_you_mean, few, first_line
+from burnish.rollouts.rewards.builtin import FACTORIES, FUNCTIONS
+
+GIVEN = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
+)
+"""Arguments that a reward function is given besides the columns of the records."""
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function of a run.
+
+    Args:
+        name: in the log; unique in a run.
+        call: ``(prompts, completions, completion_ids, **columns, ...) -> list[float | None]``; may be a coroutine.
+        weight: of its reward in the sum.
+        place: file and line, or the name of the module.
+        parameters: the names that it takes; None where it takes any (``**kwargs``).
+        required: columns of the records that it cannot do without.
+        digest: changes with the source code of the function's file, for the fingerprint of a run.
+    """
+
+    name: str
+    call: Callable[..., Any] = field(repr=False)
+    weight: float = 1.0
+    place: str = ""
+    parameters: frozenset[str] | None = None
+    required: frozenset[str] = frozenset()
+    digest: str = ""
+
+    @property
+    def is_async(self) -> bool:
+        function = self.call.func if isinstance(self.call, partial) else self.call
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def load_rewards(
+    functions: Sequence[Any] | None, weights: Sequence[float] | None = None, folders: Iterable[Path] = ()
+) -> list[RewardFunction]:
+    """The reward functions of a run.
+
+    Args:
+        functions: as ``reward_funcs`` has them, see above.
+        weights: of the functions, and of what stands behind them; None: 1 each.
+        folders: where a file is looked for, besides the working folder.
+    Raises:
+        UserError: with every entry that is unknown, cannot be imported, or lacks arguments.
+    """
+    made: list[RewardFunction] = []
+    problems: list[Problem] = []
+    names: dict[str, int] = {}
+    for at, entry in enumerate(functions or []):
+        try:
+            call, name, place, digest = _resolved(entry, [Path.cwd(), *folders])
+        except UserError as error:
+            problems += error.problems
+            continue
+        names[name] = names.get(name, 0) + 1
+        name = name if names[name] == 1 else f"{name}_{names[name]}"
+        taken, required = _parameters(call)
+        weight = weights[at] if weights is not None and at < len(weights) else 1.0
+        made.append(RewardFunction(name, call, weight, place, taken, required, digest))
+    if problems:
+        raise UserError(problems)
+    return made
+
+
+def missing_columns(functions: Iterable[RewardFunction], columns: Iterable[str], source: str) -> list[Problem]:
+    """A problem for each function that needs a column which the records do not have. Args: source: of the records."""
+    known = sorted(columns)
+    found = []
+    for function in functions:
+        if missing := sorted(function.required - set(known)):
+            near = next((name for name in known if name in ("answer", "solution", "response", "label")), None)
+            remedy = f"Set columns: {{{missing[0]}: {near or '<name>'}}}."
+            what = f'{function.name} reads "{missing[0]}"; {source} has {", ".join(known) or "no further columns"}.'
+            found.append(Problem(what, remedy=remedy, option="reward_funcs"))
+    return found
+
+
+# --- one entry --------------------------------------------------------------------------------------------------------
+
+
+def _resolved(entry: Any, folders: Sequence[Path]) -> tuple[Callable[..., Any], str, str, str]:
+    """(function, name for the log, place, digest of its source)"""
+    if isinstance(entry, Mapping):
+        if len(entry) != 1 or not isinstance(next(iter(entry.values())), Mapping | None):
+            what = f"an entry of reward_funcs with arguments must be {{name: {{arguments}}}}. Received: {dict(entry)}."
+            raise UserError(what, option="reward_funcs")
+        ((name, arguments),) = entry.items()
+        return _with_arguments(str(name), dict(arguments or {}), folders)
+    if callable(entry):
+        return entry, name_of(entry), _place(entry), _digest(entry)
+    if not isinstance(entry, str):
+        what = f"an entry of reward_funcs must be a name or a function. Received: {entry!r}."
+        raise UserError(what, option="reward_funcs")
+    return _with_arguments(entry, None, folders)
+
+
+def _with_arguments(
+    name: str, arguments: dict[str, Any] | None, folders: Sequence[Path]
+) -> tuple[Callable[..., Any], str, str, str]:
+    if name in FACTORIES:
+        made = _called(FACTORIES[name], name, arguments or {})
+        return made, name_of(made), f"burnish.rewards.{name}", ""
+    function = _found(name, folders)
+    shown = name.rpartition(":")[2] if ":" in name else name.rpartition(".")[2]
+    if arguments is None:
+        return function, shown, _place(function), _digest(function)
+    is_factory = not inspect.signature(function).parameters.keys() & GIVEN
+    call = _called(function, name, arguments) if is_factory else partial(function, **arguments)
+    return call, name_of(call) if is_factory else shown, _place(function), _digest(function) + repr(arguments)
+
+
+def _called(factory: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
+    signature = inspect.signature(factory)
+    needed = [
+        p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    if missing := [each for each in needed if each not in arguments]:
+        example = _EXAMPLES.get(name.removeprefix("get_"), ", ".join(f"{each}: ..." for each in needed))
+        remedy = f"Write {{{name}: {{{example}}}}}."
+        raise UserError(f"{name} needs {' and '.join(missing)}.", remedy=remedy, option="reward_funcs")
+    if unknown := [each for each in arguments if each not in signature.parameters]:
+        known = list(signature.parameters)
+        what = f'{name} has no argument "{unknown[0]}".{did_you_mean(unknown[0], known)}'
+        raise UserError(what, remedy=f"Known: {', '.join(known)}.", option="reward_funcs")
+    made = factory(**arguments)
+    if not callable(made):
+        raise UserError(f"{name} returned no function. Received: {made!r}.", option="reward_funcs")
+    function: Callable[..., Any] = made
+    return function
+
+
+_EXAMPLES = {
+    "soft_overlong_punishment": "max_completion_len: 512, soft_punish_cache: 128",
+    "cosine_scaled_reward": "max_len: 512",
+    "json_schema_reward": "schema: {type: object, required: [answer]}",
+}
+
+
+def _found(name: str, folders: Sequence[Path]) -> Callable[..., Any]:
+    if name in FUNCTIONS:
+        return FUNCTIONS[name]
+    if ":" in name:
+        file, _, attribute = name.rpartition(":")
+        return _attribute(_module_of_file(file, folders), attribute, file)
+    module, _, attribute = name.rpartition(".")
+    known = [*FUNCTIONS, *(each for each in FACTORIES if not each.startswith("get_"))]
+    if not module:
+        what = f'There is no reward function "{name}".{did_you_mean(name, known)}'
+        remedy = f"Built-in: {', '.join(known)}. Your own: file.py:name, or package.module.name."
+        raise UserError(what, remedy=remedy, option="reward_funcs")
+    try:
+        return _attribute(importlib.import_module(module), attribute, module)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            what = f'There is no module "{error.name}" for the reward function {name}.'
+            remedy = "Write file.py:name for a function in a file, or install the package."
+            raise UserError(what, remedy=remedy, option="reward_funcs") from None
+        raise _not_imported(module, error) from error
+    except (ImportError, SyntaxError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise _not_imported(module, error) from error
+
+
+def _module_of_file(name: str, folders: Sequence[Path]) -> ModuleType:
+    path = next((each for folder in folders if (each := folder / name).is_file()), None)
+    if path is None:
+        files = sorted({each.name for folder in folders if folder.is_dir() for each in folder.glob("*.py")})
+        where = few([str(folder) for folder in dict.fromkeys(folders)])
+        what = f"The file {name} of reward_funcs was not found in {where}.{did_you_mean(name, files)}"
+        raise UserError(what, option="reward_funcs")
+    spec = importlib.util.spec_from_file_location(f"burnish_reward_{path.stem}_{_hash(str(path))[:8]}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's code may raise anything
+        raise _not_imported(str(name), error, path) from error
+    return module
+
+
+def _attribute(module: ModuleType, name: str, shown: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if callable(function):
+        found: Callable[..., Any] = function
+        return found
+    known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+    what = f'{shown} has no function "{name}".{did_you_mean(name, known)}'
+    remedy = f"It has: {few(known, 8)}." if known else ""
+    raise UserError(what, remedy=remedy, option="reward_funcs")
+
+
+def _not_imported(name: str, error: BaseException, path: Path | None = None) -> UserError:
+    line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else _line_of(error, path)
+    at = f", line {line}" if line else ""
+    what = f"{name}{at} of reward_funcs cannot be imported: {type(error).__name__}: {first_line(error)}."
+    return UserError(what, option="reward_funcs")
+
+
+def _line_of(error: BaseException, path: Path | None) -> int | None:
+    """The last line of a file that an exception passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if path is None or frame.filename == str(path)), None)
+
+
+# --- what is known of a function --------------------------------------------------------------------------------------
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function in the log."""
+    inner = function.func if isinstance(function, partial) else function
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str] | None, frozenset[str]]:
+    """(names that it takes, or None for any; columns that it cannot do without)"""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None, frozenset()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = frozenset(p.name for p in named if p.default is p.empty) - GIVEN
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return None if takes_any else frozenset(p.name for p in named), required
+
+
+def _code_of(function: Callable[..., Any]) -> Any:
+    inner = inspect.unwrap(function.func if isinstance(function, partial) else function)
+    return inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
+
+
+def _place(function: Callable[..., Any]) -> str:
+    try:
+        file = inspect.getsourcefile(_code_of(function))
+        return f"{Path(file).name}, line {inspect.getsourcelines(_code_of(function))[1]}" if file else ""
+    except (OSError, TypeError):
+        return ""
+
+
+def _digest(function: Callable[..., Any]) -> str:
+    """Of the whole file: a function may call others of it."""
+    try:
+        file = inspect.getsourcefile(_code_of(function))
+        return _hash(Path(file).read_text(encoding="utf-8")) if file else ""
+    except (OSError, TypeError, UnicodeDecodeError):
+        return ""
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

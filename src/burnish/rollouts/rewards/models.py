@@ -1,0 +1,150 @@
+"""Reward models as reward functions: prompts and completions -> scores.
+
+A reward model is a language model with a value head (stage: rm), a sequence classifier with one label, an adapter of
+either, or a server. What it reads is prompt and completion by its own chat template; the score is the one at the last
+token, found by length and never by looking for padding.
+"""
+
+# B sequences in a pass, T tokens of the longest, H hidden size
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burnish.config.errors import UserError, first_line
+from burnish.losses.reward import ValueHead
+from burnish.models.reward_files import WEIGHT, load_reward_model
+
+_AT_ONCE = 8
+_TRIES, _TIMEOUT_S = 3, 30.0
+
+
+class RewardModel:
+    """A reward function over a model.
+
+    Args:
+        model: a sequence classifier of transformers with one label, or a language model if there is a ``head``.
+        tokenizer: of that model; its chat template renders conversations.
+        head: (N, H) -> (N,) scores of hidden states; None: the classifier's own.
+        name: in the log.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, head: nn.Module | None = None, name: str = "") -> None:
+        labels = getattr(model.config, "num_labels", 1)
+        if head is None and (labels != 1 or not hasattr(model, "score")):
+            kind = type(model).__name__
+            what = f"A reward model must be a sequence classifier with one label. Received: {kind}, {labels} labels."
+            raise UserError(what, remedy="Give the folder of a reward model, or a function.", option="reward_funcs")
+        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+        self.head: nn.Module = model.score if head is None else head
+        self.__name__ = name or Path(str(getattr(model.config, "_name_or_path", "") or "reward_model")).name
+
+    def to(self, device: torch.device) -> RewardModel:
+        """Move the weights to a device. Returns the function itself."""
+        self.model.to(device)
+        self.head.to(device)
+        return self
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
+        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        order = sorted(range(len(ids)), key=lambda at: len(ids[at]))
+        scores = [0.0] * len(ids)
+        for start in range(0, len(order), _AT_ONCE):
+            part = order[start : start + _AT_ONCE]
+            for at, score in zip(part, self._scores([ids[at] for at in part]).tolist(), strict=True):
+                scores[at] = score
+        return scores
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if isinstance(completion, str):
+            return f"{prompt}{completion}"
+        if not self.tokenizer.chat_template:
+            what = f"The reward model {self.__name__} has no chat template, but the prompts are conversations."
+            raise UserError(what, remedy="Save a tokenizer with a chat template beside it.", option="reward_model")
+        text: str = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+        return text
+
+    @torch.no_grad()
+    def _scores(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        """(B,) float32. Padding stands behind the tokens, where no token before it sees it."""
+        device = next(self.model.parameters()).device
+        lengths = torch.tensor([len(each) for each in ids])
+        width = int(lengths.max())
+        tokens = torch.tensor([[*each, *[0] * (width - len(each))] for each in ids], device=device)
+        mask = (torch.arange(width)[None] < lengths[:, None]).long().to(device)
+        hidden = self.model.base_model(input_ids=tokens, attention_mask=mask)[0]  # (B, T, H)
+        last = hidden[torch.arange(len(ids), device=device), (lengths - 1).to(device)]
+        dtype = next(self.head.parameters()).dtype
+        scores: Tensor = self.head(last.to(dtype)).float().flatten()
+        return scores
+
+
+def reward_model_of(folder: str, adapters: Sequence[str] = (), quantization_bit: int | None = None) -> RewardModel:
+    """The reward model in a folder, or of a hub id.
+
+    Args:
+        adapters: folders of adapters on it, the last of which may hold the head.
+    Raises:
+        UserError: where there is no head: a new one would give random scores.
+    """
+    model, tokenizer, weights = load_reward_model(folder, adapters, quantization_bit)
+    head = None
+    if weights is not None:
+        head = ValueHead(weights[WEIGHT].shape[-1])
+        head.take(weights)
+    return RewardModel(model, tokenizer, head, Path(folder).name)
+
+
+class RewardServer:
+    """A reward function behind HTTP, as LLaMA-Factory asks it: POST {"model": ..., "messages": [texts]} gives
+    {"scores": [...]}.
+
+    Args:
+        url: of the server.
+    """
+
+    __name__ = "reward_model"
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
+        texts = [_plain_text(prompt) + _plain_text(answer) for prompt, answer in zip(prompts, completions, strict=True)]
+        answer = self._asked(json.dumps({"model": "model", "messages": texts}).encode())
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        if not isinstance(scores, list) or len(scores) != len(texts):
+            count = len(scores) if isinstance(scores, list) else "no"
+            what = f'The reward server {self.url} must answer with "scores", one for each of {len(texts)} texts.'
+            raise UserError(f"{what} Received: {count}.", option="reward_model")
+        return [float(score) for score in scores]
+
+    def _asked(self, body: bytes) -> Any:
+        if not self.url.startswith(("http://", "https://")):
+            what = f"reward_model must be an address that begins with http:// here. Received: {self.url}."
+            raise UserError(what, option="reward_model")
+        headers = {"Content-Type": "application/json"}
+        for attempt in range(_TRIES):
+            request = urllib.request.Request(self.url, body, headers)  # noqa: S310
+            try:
+                with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:  # noqa: S310
+                    return json.loads(reply.read())
+            except (urllib.error.URLError, TimeoutError, ValueError) as error:
+                if attempt == _TRIES - 1:
+                    what = f"The reward server {self.url} failed {_TRIES} times: {first_line(error)}."
+                    raise UserError(what, option="reward_model") from error
+                time.sleep(1 + attempt)
+        raise AssertionError("unreachable")
+
+
+def _plain_text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(str(message.get("content") or "") for message in value)

@@ -1,0 +1,142 @@
+"""Completions on their way into steps: one ``Scored`` each, packed as tensors for the buffer, dealt to steps and ranks.
+
+A checkpoint inside a generation holds packed samples: token ids, masks, advantages and log-probabilities, some 16 bytes
+a token. What a micro-batch needs besides follows from them.
+"""
+
+# S completions in a pack, N tokens of completions in it
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.loop.types import IGNORE_INDEX, Batch, Row
+from burnish.losses.base import Collate
+from burnish.losses.sequence_logps import collate_sequences
+
+PLACE = "completion_place"
+"""Column of a row, with a value per token: its place among the tokens of completions of the pack."""
+_PER_TOKEN = ("old_logps", "ref_logps", "entropies", "old_values", "token_advantages", "returns")
+
+
+@dataclass
+class Scored:
+    """One completion.
+
+    Args:
+        row: the number of its prompt in the set.
+        number: which of the completions of the prompt.
+        place: its record, for people: ``train.jsonl, record 12``.
+        mask: 1 for a token that counts, 0 for one of a tool, or of a completion that is masked.
+        rewards: of each function; None where it does not apply.
+        extra: columns of the source of completions, and what reward functions gave to ``log_extra``.
+        messages: the completion as messages, where it has turns of tools.
+        is_compared: whether the completions of its prompt differ in reward.
+        old_logps, ref_logps, entropies: of its tokens, in nats, where they were asked for.
+        old_values, token_advantages, returns: of its tokens, with a value head.
+    """
+
+    row: int
+    number: int
+    place: str
+    prompt: list[int]
+    ids: list[int]
+    mask: list[int]
+    is_ended: bool
+    prompt_text: str = ""
+    text: str = ""
+    rewards: list[float | None] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    advantage: float = 0.0
+    is_compared: bool = True
+    old_logps: list[float] | None = None
+    ref_logps: list[float] | None = None
+    entropies: list[float] | None = None
+    old_values: list[float] | None = None
+    token_advantages: list[float] | None = None
+    returns: list[float] | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+def packed(samples: Sequence[Scored]) -> dict[str, Tensor]:
+    """Samples as tensors. The inverse of ``rows_of``, with numbers of tokens and completions besides."""
+    found = {
+        "ids": torch.tensor([token for s in samples for token in (*s.prompt, *s.ids)], dtype=torch.int32),
+        "prompts": torch.tensor([len(s.prompt) for s in samples], dtype=torch.int32),
+        "completions": torch.tensor([len(s.ids) for s in samples], dtype=torch.int32),
+        "mask": torch.tensor([value for s in samples for value in s.mask], dtype=torch.uint8),
+        "advantages": torch.tensor([s.advantage for s in samples], dtype=torch.float64),
+    }
+    for name in _PER_TOKEN:
+        if samples and all(getattr(s, name) is not None for s in samples):
+            found[name] = torch.tensor([value for s in samples for value in getattr(s, name)], dtype=torch.float32)
+    return found
+
+
+def rows_of(pack: dict[str, Tensor]) -> list[Row]:
+    """A row for each completion of a pack: its prompt, which is not learned, and its tokens."""
+    ids, prompts, completions = (pack[name].tolist() for name in ("ids", "prompts", "completions"))
+    rows, begin = [], 0
+    firsts = accumulate(completions, initial=0)
+    for prompt, length, first in zip(prompts, completions, firsts, strict=False):
+        whole = ids[begin : begin + prompt + length]
+        begin += prompt + length
+        labels = [IGNORE_INDEX] * prompt + whole[prompt:]
+        rows.append({"input_ids": whole, "labels": labels, PLACE: [0] * prompt + [*range(first, first + length)]})
+    return rows
+
+
+def collated(collate: Collate, pack: dict[str, Tensor]) -> Batch:
+    """The micro-batch of a pack.
+
+    Returns:
+        as ``collate_sequences``, and besides ``items`` (S,), ``advantages`` (S,), ``token_mask`` (N,), ``places`` (N,)
+        of each token in the pack, and (N,) ``old_logps``, ``ref_logps`` and ``entropies`` where the pack has them. Of
+        an empty pack a blank micro-batch, whose ``items`` and ``token_mask`` are 0.
+    """
+    rows = rows_of(pack)
+    if not rows:
+        blank: Row = {"input_ids": [0, 0], "labels": [IGNORE_INDEX, 0], PLACE: [0, 0]}
+        batch = collate_sequences(collate, [blank])
+        places, zero = batch.pop(PLACE), torch.zeros(1)
+        none = dict.fromkeys(_PER_TOKEN, zero)
+        return {**batch, **none, "items": zero, "advantages": zero, "token_mask": zero, "places": places.flatten()[1:]}
+    batch = collate_sequences(collate, rows)
+    places = batch.pop(PLACE).flatten()[batch["target_positions"] + 1]
+    batch |= {"items": torch.ones(len(rows)), "advantages": pack["advantages"].float(), "places": places}
+    batch["token_mask"] = pack["mask"][places].float()
+    return batch | {name: pack[name][places] for name in _PER_TOKEN if name in pack}
+
+
+def dealt(
+    samples: Sequence[Scored],
+    order: Sequence[int],
+    num_steps: int,
+    micro_batch: int,
+    rank: int,
+    world_size: int,
+) -> list[list[list[Scored]]]:
+    """This rank's micro-batches of each step.
+
+    Args:
+        samples: of all ranks, the completions of a prompt next to each other.
+        order: a permutation of their numbers, which says what each step has; within a step the completions of a prompt
+            lie next to each other again, so that their prompt is computed once.
+    Returns:
+        ``num_steps`` lists of micro-batches of up to ``micro_batch`` samples; as many on all ranks, some may be empty.
+    """
+    bounds = [round(len(order) * step / num_steps) for step in range(num_steps + 1)]
+    steps = []
+    for begin, end in pairwise(bounds):
+        chosen = sorted(order[begin:end])
+        shares = [len(chosen) * at // world_size for at in range(world_size + 1)]
+        most = max(1, max(-(-(b - a) // micro_batch) for a, b in pairwise(shares)))
+        mine = [samples[at] for at in chosen[shares[rank] : shares[rank + 1]]]
+        steps.append([mine[at * micro_batch : (at + 1) * micro_batch] for at in range(most)])
+    return steps

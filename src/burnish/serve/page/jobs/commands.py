@@ -1,0 +1,179 @@
+"""Exports, evaluations and predictions from the web UI: each is a ``burnish`` process of its own, and its log is shown
+while it runs.
+
+In: a folder with a model or an adapter, an output folder, and what is to be done. Out: the state of the process, and
+when it has finished, commands that serve an exported model or the numbers of an evaluation.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from burnish.serve.http.errors import APIError
+from burnish.serve.page.runs.files import object_in
+from burnish.serve.page.site import Site
+
+FORMATS: Mapping[str, tuple[str, ...]] = {
+    "safetensors": (),
+    **{f"gguf {kind}": ("export_format=gguf", f"export_gguf_type={kind}") for kind in ("f16", "bf16", "q8_0", "q4_0")},
+}
+"""Format, as the form names it -> words of the command."""
+_TEXT = 8000
+_SHARE: Mapping[str, float] = {"gguf q8_0": 0.53, "gguf q4_0": 0.28}
+"""Size of an export beside the same weights in 16 bits."""
+_WEIGHTS = (".safetensors", ".gguf", ".bin")
+KINDS = ("predict", "loss", "task")
+_NAME = re.compile(r"[\w][\w./ -]{0,200}")
+
+
+@dataclass
+class StartedCommand:
+    """A process that was started here.
+
+    Args:
+        expected: bytes of weights that it writes, as far as they are known; 0 otherwise.
+    """
+
+    id: str
+    kind: str
+    name: str
+    folder: Path
+    child: subprocess.Popen[bytes]
+    expected: int = 0
+    began: float = field(default_factory=time.time)
+    ended: float | None = None
+
+
+class Commands:
+    """All jobs of this server, the newest last."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self._jobs: dict[str, StartedCommand] = {}
+
+    def export(self, path: Path, name: str, folder: Path, form: str) -> str:
+        """Start an export. Returns its id.
+
+        Raises:
+            APIError: 409 if the folder is not empty, 422 for an unknown format.
+        """
+        if form not in FORMATS:
+            raise APIError(422, "invalid_value", f'"format" must be one of {", ".join(FORMATS)}.', param="format")
+        _check_empty(folder)
+        adapter = path / "adapter_config.json"
+        words = ["export", f"export_dir={folder}", *FORMATS[form]]
+        base = str(object_in(adapter).get("base_model_name_or_path")) if adapter.is_file() else ""
+        words += (
+            [f"adapter_name_or_path={path}", f"model_name_or_path={base}"] if base else [f"model_name_or_path={path}"]
+        )
+        expected = _weights(self.site.places.first / base if base else path) * _SHARE.get(form, 1.0)
+        return self._begin(StartedCommand("", "export", name, folder, _NONE, int(expected)), words)
+
+    def evaluate(self, path: Path, name: str, folder: Path, kind: str, given: Mapping[str, Any]) -> str:
+        """Start an evaluation: ``predict`` writes answers to a data set, ``loss`` measures it, ``task`` asks the
+        questions of a benchmark. Returns its id.
+
+        Args:
+            given: ``dataset`` and ``dataset_dir``, or ``task`` and ``task_dir``; checked already.
+        Raises:
+            APIError: 409 if the folder is not empty, 422 for a missing or invalid part.
+        """
+        if kind not in KINDS:
+            raise APIError(422, "invalid_value", f'"kind" must be one of {", ".join(KINDS)}.', param="kind")
+        _check_empty(folder)
+        names = (
+            {"task": "task", "task_dir": "task_dir"}
+            if kind == "task"
+            else {"dataset": "eval_dataset", "dataset_dir": "dataset_dir"}
+        )
+        values = {option: str(given.get(part) or "") for part, option in names.items()}
+        needed = "task" if kind == "task" else "eval_dataset"
+        if not _NAME.fullmatch(values[needed]):
+            raise APIError(422, "missing", f'"{needed}" must name what to evaluate.', param=next(iter(names)))
+        words = ["predict" if kind == "predict" else "eval", str(path), f"save_dir={folder}"]
+        words += [f"{option}={value}" for option, value in values.items() if value]
+        return self._begin(StartedCommand("", kind, name, folder, _NONE), words)
+
+    def _begin(self, job: StartedCommand, words: Sequence[str]) -> str:
+        job.id = f"{job.kind}-{int(time.time() * 1000):x}"
+        job.child = self.site.starter.started(list(words), self._log(job.id))
+        self._jobs[job.id] = job
+        return job.id
+
+    def all(self) -> list[dict[str, Any]]:
+        """What was started here, the newest first."""
+        return [self._facts(job) for job in reversed(self._jobs.values())]
+
+    def state(self, id: str) -> dict[str, Any]:
+        """State of a job, the end of its log, and what came out when it is done."""
+        if id not in self._jobs:
+            raise APIError(404, "no_job", "The job does not exist.")
+        job, log = self._jobs[id], self._log(id)
+        text = log.read_text(encoding="utf-8", errors="replace")[-_TEXT:] if log.is_file() else ""
+        shown = self.site.places.shown(job.folder)
+        facts = self._facts(job)
+        is_done = facts["state"] == "done"
+        return {
+            **facts, "text": text, "folder": shown,
+            "written": _weights(job.folder) if job.expected else 0, "expected": job.expected,
+            "lines": _serving_lines(shown, job.folder) if is_done and job.kind == "export" else [],
+            "metrics": _metrics(job.folder) if is_done and job.kind != "export" else {},
+        }  # fmt: skip
+
+    def _facts(self, job: StartedCommand) -> dict[str, Any]:
+        status = job.child.poll()
+        if status is not None and job.ended is None:
+            job.ended = time.time()
+        state = "running" if status is None else "done" if status == 0 else "failed"
+        seconds = (job.ended or time.time()) - job.began
+        return {
+            "id": job.id,
+            "kind": job.kind,
+            "name": job.name,
+            "state": state,
+            "began": job.began,
+            "seconds": seconds,
+        }
+
+    def _log(self, name: str) -> Path:
+        return self.site.home.folder / f"{name}.log"
+
+
+_NONE: Any = None
+
+
+def _check_empty(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise APIError(409, "folder_not_empty", "The folder is not empty.", param="folder")
+
+
+def _weights(folder: Path) -> int:
+    """Bytes of the weights in a folder; 0 where there is none."""
+    try:
+        return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.name.endswith(_WEIGHTS))
+    except OSError:
+        return 0
+
+
+def _metrics(folder: Path) -> dict[str, float]:
+    found = {k: v for name in ("eval", "predict") for k, v in object_in(folder / f"{name}_results.json").items()}
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+
+def _serving_lines(shown: str, folder: Path) -> list[str]:
+    file = next(folder.glob("*.gguf"), None)
+    return [
+        f"burnish api {shown}",
+        f"burnish chat {shown}",
+        f"vllm serve {shown}",
+        f"python -m sglang.launch_server --model-path {shown}",
+        *([f"llama-server -m {shown}/{file.name}"] if file is not None else []),
+        f"cd {shown} && ollama create my-model -f Modelfile",
+    ]

@@ -1,0 +1,167 @@
+"""API of the pickers: models and data below the roots, the hub's search, and uploads of data.
+
+The hub is asked only when a person searches it. An upload comes in pieces, is written below the first root, and never
+replaces a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from burnish.data.sets.dataset_info import INFO_NAME
+from burnish.serve.http.bodies import whole_body
+from burnish.serve.http.errors import APIError
+from burnish.serve.http.json_response import ShownJson
+from burnish.serve.page.form import whole_number
+from burnish.serve.page.runs.files import object_in
+from burnish.serve.page.runs.runs import DEPTH, run_folders
+from burnish.serve.page.site import Answer, Site
+from burnish.utils.files import regular
+
+MOST_FOUND, MOST_UPLOAD_BYTES = 200, 2**30
+UPLOADS, _SUFFIXES = "data", (".jsonl", ".json", ".csv", ".parquet")
+_UPLOAD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+
+class Picking:
+    """One method per route."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    def routes(self) -> Iterator[tuple[str, str, Answer]]:
+        """Method, path, and what answers."""
+        yield "GET", "/api/models", self.models
+        yield "GET", "/api/datasets", self.datasets
+        yield "GET", "/api/hub", self.hub
+        yield "PUT", "/api/uploads/{name}", self.upload
+
+    async def models(self, request: Request) -> Response:
+        """Models, adapters and finished runs below the roots, and the model that the command named."""
+        named = self.site.named
+        return ShownJson({"models": await asyncio.to_thread(self._models), "named": named and named.name})
+
+    def _models(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for root in self.site.places.roots:
+            for name, kind in (("config.json", "model"), ("adapter_config.json", "adapter")):
+                for depth in range(DEPTH):
+                    for path in root.glob("/".join(["*"] * (depth + 1)) + "/" + name):
+                        if not any(part.startswith(".") for part in path.relative_to(root).parts):
+                            found.append({"path": self.site.places.shown(path.parent), "kind": kind, **_facts_of(path)})
+                        if len(found) >= MOST_FOUND:
+                            return found
+        return sorted(found, key=lambda one: str(one["path"]))
+
+    async def datasets(self, request: Request) -> Response:
+        """Names in the ``dataset_info.json`` of folders below the roots, and files of records that have no name."""
+        return ShownJson({"datasets": await asyncio.to_thread(self._datasets)})
+
+    def _datasets(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        named: set[Path] = set()
+        for root in self.site.places.roots:
+            for pattern in (INFO_NAME, f"*/{INFO_NAME}", f"*/*/{INFO_NAME}"):
+                for path in list(root.glob(pattern))[:20]:
+                    try:
+                        with regular(path) as file:
+                            entries = json.load(file)
+                    except (OSError, ValueError):
+                        continue
+                    folder = self.site.places.shown(path.parent)
+                    for name, entry in list(entries.items())[:MOST_FOUND] if isinstance(entries, dict) else []:
+                        file_name = entry.get("file_name") if isinstance(entry, dict) else None
+                        local = path.parent / file_name if isinstance(file_name, str) else None
+                        named |= {local.resolve()} if local else set()
+                        is_file = local is not None and local.is_file()
+                        found.append({"name": str(name), "folder": folder, **(self._file(local) if is_file else {})})
+        return found + [one for root in self.site.places.roots for one in self._unnamed(root, named)]
+
+    def _unnamed(self, root: Path, named: set[Path]) -> Iterator[dict[str, Any]]:
+        runs = set(run_folders(root))
+        for pattern in ("*", "*/*"):
+            for path in sorted(root.glob(pattern))[: 10 * MOST_FOUND]:
+                is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+                if path.suffix not in (".jsonl", ".csv", ".parquet") or is_hidden or not path.is_file():
+                    continue
+                if path.resolve() not in named and not runs & {path.parent, path.parent.parent}:
+                    yield {"name": self.site.places.shown(path), "folder": "", **self._file(path)}
+
+    def _file(self, path: Path | None) -> dict[str, Any]:
+        assert path is not None
+        return {"file": self.site.places.shown(path), "bytes": path.stat().st_size}
+
+    async def hub(self, request: Request) -> Response:
+        """Models or data sets of the Hugging Face Hub whose name matches, the most downloaded first."""
+        asked, kind = request.query_params.get("q", "").strip()[:100], request.query_params.get("kind", "model")
+        if not asked:
+            raise APIError(422, "missing", '"q" must be the text to search for.', param="q")
+        return ShownJson({"found": await asyncio.to_thread(search_hub, asked, kind)})
+
+    async def upload(self, request: Request) -> Response:
+        """A piece of a file of records, which begins at ``offset``; ``last=1`` with the last one gives it its name."""
+        name, offset = request.path_params["name"], whole_number(request.query_params.get("offset"), "offset", 0)
+        if not _UPLOAD_NAME.fullmatch(name) or not name.endswith(_SUFFIXES):
+            kinds = ", ".join(_SUFFIXES)
+            message = f"The name of a file must have only letters, digits, -, _ and ., and end in one of {kinds}."
+            raise APIError(422, "invalid_value", message, param="name")
+        piece, is_last = await whole_body(request), request.query_params.get("last") == "1"
+        target = self.site.places.within(f"{UPLOADS}/{name}", "name")
+        await asyncio.to_thread(_append, target, piece, offset, is_last)
+        return ShownJson({"file": self.site.places.shown(target)}, 201 if is_last else 202)
+
+
+def search_hub(asked: str, kind: str) -> list[dict[str, Any]]:
+    """Ask the hub.
+
+    Raises:
+        APIError: 502 where it cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    list_all: Any = hub.list_datasets if kind == "dataset" else hub.list_models
+    try:
+        found = list(list_all(search=asked, sort="downloads", limit=20))
+    except Exception as error:  # requests, httpx and the hub's own errors, by version
+        message = (
+            f"The Hugging Face Hub cannot be reached: {str(error).splitlines()[0][:200] if str(error) else error!r}"
+        )
+        raise APIError(502, "hub_unreachable", message) from error
+    return [{"name": one.id, "downloads": getattr(one, "downloads", None)} for one in found]
+
+
+def _facts_of(config: Path) -> dict[str, Any]:
+    """Architecture and bytes of the weights beside a ``config.json``."""
+    kind = object_in(config).get("model_type")
+    sizes = (
+        entry.stat().st_size for entry in os.scandir(config.parent) if entry.name.endswith((".safetensors", ".bin"))
+    )
+    return {"type": kind if isinstance(kind, str) else "", "bytes": sum(sizes)}
+
+
+def _append(target: Path, piece: bytes, offset: int, is_last: bool) -> None:
+    """Raises APIError 409 for a taken name or a piece that does not follow, 413 for a file that is too large."""
+    part = target.with_name(f".{target.name}.part")
+    if target.exists():
+        raise APIError(409, "name_taken", f"{target.name} already exists. Rename the file.", param="name")
+    if offset + len(piece) > MOST_UPLOAD_BYTES:
+        raise APIError(413, "body_too_large", f"A file must not be larger than {MOST_UPLOAD_BYTES:,} bytes.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if offset == 0 else os.O_APPEND)
+    with os.fdopen(os.open(part, flags, 0o644), "ab") as file:
+        if file.tell() != offset:
+            raise APIError(409, "wrong_offset", f"The next piece begins at {file.tell()}. Received: {offset}.")
+        file.write(piece)
+    if is_last:
+        os.link(part, target)
+        part.unlink()

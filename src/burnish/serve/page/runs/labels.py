@@ -1,0 +1,57 @@
+"""Names, tags and notes that a person gives to runs. They are kept in the state folder of the web UI, not in the runs'
+folders, so that folders of other programs stay as they are.
+
+In: ``labels.json``. Out: id of a run -> ``{"name", "tags", "notes"}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from burnish.serve.http.errors import APIError
+from burnish.serve.page.home import Home
+
+FILE = "labels.json"
+LONGEST = {"name": 120, "notes": 8000}
+MOST_TAGS, LONGEST_TAG = 12, 40
+Label = dict[str, Any]
+
+
+def labels(home: Home) -> dict[str, Label]:
+    found = home.read(FILE)
+    if not isinstance(found, dict):
+        return {}
+    return {id: _label(one) for id, one in found.items() if isinstance(one, dict)}
+
+
+def _label(one: Mapping[str, Any]) -> Label:
+    name, tags, notes = (one.get(part) for part in ("name", "tags", "notes"))
+    return {
+        "name": name if isinstance(name, str) else "",
+        "tags": [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else [],
+        "notes": notes if isinstance(notes, str) else "",
+    }
+
+
+def keep_label(home: Home, id: str, given: Mapping[str, Any]) -> Label:
+    """Update the given fields of a label.
+
+    Raises:
+        APIError: 422 with the part.
+    """
+    for part, most in LONGEST.items():
+        if not isinstance(given.get(part, ""), str) or len(given.get(part, "")) > most:
+            raise APIError(422, "invalid_value", f'"{part}" must be a string of at most {most} characters.', param=part)
+    tags = given.get("tags", [])
+    is_text = isinstance(tags, list) and all(isinstance(tag, str) and 0 < len(tag) <= LONGEST_TAG for tag in tags)
+    if not is_text or len(tags) > MOST_TAGS:
+        message = f'"tags" must be a list of at most {MOST_TAGS} texts of at most {LONGEST_TAG} characters.'
+        raise APIError(422, "invalid_value", message, param="tags")
+    known = labels(home)
+    new = _label({**known.get(id, {}), **{part: given[part] for part in ("name", "tags", "notes") if part in given}})
+    new["name"] = new["name"].strip()
+    known[id] = new
+    home.write(FILE, json.dumps({key: one for key, one in known.items() if any(one.values())}, ensure_ascii=False))
+    return new

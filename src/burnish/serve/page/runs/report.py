@@ -1,0 +1,65 @@
+"""A report of one run as a single HTML file without scripts, to be sent to somebody.
+
+In: a run and its columns. Out: the values of ``pages/report.html``: figures, curves as SVG, options, remarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.serve.page.runs.log_columns import Columns
+
+WIDTH, HEIGHT, LEFT, BOTTOM = 640, 220, 56, 24
+_MOST_POINTS = 400
+_CURVES = ("loss", "reward", "eval_loss", "rewards/accuracies", "rewards/margins", "kl", "lr", "grad_norm")
+
+
+@dataclass(frozen=True)
+class ReportCurve:
+    """One chart: the points of its line in a box of ``WIDTH`` x ``HEIGHT``, and the marks of its axes."""
+
+    name: str
+    points: str
+    y_marks: Sequence[tuple[float, str]]
+    x_marks: Sequence[tuple[float, str]]
+
+
+def curves(columns: Columns) -> Iterator[ReportCurve]:
+    """The charts of a report, for the columns that a run has."""
+    for name in _CURVES:
+        steps = columns["step"]
+        pairs = [
+            (step, value)
+            for step, value in zip(steps, columns.get(name, ()), strict=False)
+            if isinstance(value, int | float) and isinstance(step, int | float)
+        ]
+        if len(pairs) > 1:
+            yield _curve(name, pairs)
+
+
+def _curve(name: str, pairs: Sequence[tuple[float, float]]) -> ReportCurve:
+    every = max(1, len(pairs) // _MOST_POINTS)
+    shown = [*pairs[::every], pairs[-1]]
+    values = [value for _, value in shown]
+    low, high = min(values), max(values)
+    span = max(high - low, 0.25 * max(abs(low), abs(high))) or 1.0
+    low -= (span - (high - low)) / 2
+    first, last = shown[0][0], shown[-1][0]
+    across = (WIDTH - LEFT - 8) / ((last - first) or 1)
+    up = (HEIGHT - BOTTOM - 8) / span
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        return LEFT + (step - first) * across, HEIGHT - BOTTOM - (value - low) * up
+
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*pair) for pair in shown))
+    y_marks = [(place(first, low + span * part / 4)[1], f"{low + span * part / 4:.3g}") for part in range(5)]
+    x_marks = [(place(s, low)[0], f"{s:g}") for s in (first, round((first + last) / 2), last)]
+    return ReportCurve(name, points, y_marks, x_marks)
+
+
+def table(given: str) -> list[tuple[str, Any]]:
+    """The options of a ``run.yaml`` as pairs, where a line has one."""
+    lines = (line.partition(": ") for line in given.splitlines() if not line.startswith(("#", " ", "-")))
+    return [(name, value.partition("  # ")[0].strip('"')) for name, colon, value in lines if colon]

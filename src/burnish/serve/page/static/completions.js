@@ -1,0 +1,107 @@
+// @ts-check
+// What a run of rollouts wrote and how it was rewarded: by step and record, two steps of one prompt side by side.
+import { el } from "./dom.js";
+import { short, visible } from "./format.js";
+import { get } from "./net.js";
+import { language, t } from "./words.js";
+
+/** @param {any} row */
+function completion(row) {
+  const total = Object.values(row.rewards ?? {}).reduce((/** @type {number} */ sum, value) => sum + Number(value), 0);
+  const reward = Object.entries(row.rewards ?? {}).map(([name, value]) =>
+    el("span", { class: "tag" }, `${visible(name)} ${short(value, language)}`),
+  );
+  const kind = row.advantage > 0 ? "good" : row.advantage < 0 ? "low" : "";
+  return el(
+    "div",
+    { class: "completion" },
+    el(
+      "div",
+      { class: "row" },
+      el("b", {}, `${t("reward")} ${short(total, language)}`),
+      el("span", { class: kind }, `${t("advantage")} ${short(row.advantage, language)}`),
+      el(
+        "small",
+        { class: "grow" },
+        t("tokens_count", { count: row.tokens ?? "–" }),
+        row.ended === false ? ` · ${t("cut_off")}` : "",
+      ),
+      reward,
+    ),
+    el("pre", {}, visible(row.completion ?? "")),
+  );
+}
+/** @param {any} place @param {string} id */
+export async function showCompletions(place, id) {
+  const found = await get(`api/runs/${id}/completions`);
+  if (!found.steps.length) {
+    place.replaceChildren(el("p", { class: "hint" }, t("nothing_yet")));
+    return;
+  }
+  const choose = (
+    /** @type {string} */ label,
+    /** @type {any[]} */ values,
+    /** @type {any} */ chosen,
+    /** @type {string} */ none,
+  ) =>
+    el(
+      "label",
+      {},
+      `${label} `,
+      el(
+        "select",
+        { onchange: show },
+        none ? el("option", { value: "" }, none) : null,
+        values.map((value) => el("option", { value, selected: value === chosen }, value)),
+      ),
+    );
+  const record = choose(t("record"), found.records, found.records[0], "");
+  const step = choose(t("step"), found.steps, found.steps[0], ""),
+    other = choose(t("beside_step"), found.steps, "", t("none"));
+  const order = el(
+    "label",
+    {},
+    `${t("sort_by")} `,
+    el(
+      "select",
+      { onchange: show },
+      el("option", { value: "sample" }, t("sample")),
+      el("option", { value: "best" }, t("best_first")),
+      el("option", { value: "worst" }, t("worst_first")),
+    ),
+  );
+  const shown = el("div");
+  place.replaceChildren(el("div", { class: "row controls" }, step, other, record, order), shown);
+  const of = (/** @type {any} */ label) => label.querySelector("select").value;
+  async function show() {
+    const steps = [of(step), of(other)].filter(Boolean);
+    const columns = await Promise.all(
+      steps.map((one) => get(`api/runs/${id}/completions?step=${one}&record=${encodeURIComponent(of(record))}`)),
+    );
+    const sign = { sample: 0, best: -1, worst: 1 }[/** @type {"sample" | "best" | "worst"} */ (of(order))];
+    const prompt = columns.flatMap((one) => one.rows)[0]?.prompt;
+    shown.replaceChildren(
+      ...(prompt
+        ? [el("h3", {}, t("prompt")), el("pre", { class: "prompt" }, visible(prompt))]
+        : [el("p", { class: "hint" }, t("no_completions_here"))]),
+      el(
+        "div",
+        { class: "pair" },
+        columns.map((one, place) =>
+          el(
+            "section",
+            { "aria-label": `${t("step")} ${steps[place]}` },
+            el("h3", {}, `${t("step")} ${steps[place]}`),
+            one.rows
+              .toSorted(
+                (/** @type {any} */ a, /** @type {any} */ b) =>
+                  sign * (a.advantage - b.advantage) || a.sample - b.sample,
+              )
+              .map(completion),
+          ),
+        ),
+      ),
+    );
+  }
+  await show();
+}

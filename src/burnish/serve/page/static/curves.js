@@ -1,0 +1,155 @@
+// @ts-check
+// The arithmetic of charts: smoothing, ranges, rates, groups of columns. Nothing here touches the page.
+
+/** @typedef {Record<string, any[]>} Columns */
+/** @typedef {{name: string, columns: string[], points?: string, smooth?: boolean, zero?: boolean, unit?: string}} Group */
+
+/** @param {any[]} values @returns {(number | null)[]} */
+export const numbers = (values) => values.map((value) => (typeof value === "number" ? value : null));
+/** How many values are NaN or infinite; these travel as texts. @param {any[]} values */
+export const odd = (values) => values.filter((value) => typeof value === "string").length;
+
+/**
+ * An exponential mean that begins at the first value: Kingma & Ba 2015, section 3, for its correction of the start.
+ * @param {any[]} values @param {number} weight
+ */
+export function smoothed(values, weight) {
+  let mean = 0,
+    mass = 0;
+  return values.map((value) => {
+    if (typeof value !== "number") return null;
+    mean = weight * mean + (1 - weight) * value;
+    mass = weight * mass + (1 - weight);
+    return mean / mass;
+  });
+}
+/** What stands on the x axis: steps, tokens, or seconds since the first row. @param {Columns} columns @param {string} kind */
+export function across(columns, kind) {
+  if (kind === "tokens" && columns.tokens) return numbers(columns.tokens);
+  if (kind === "time" && columns.time) return columns.time.map((time) => time - columns.time[0]);
+  return columns.step;
+}
+/**
+ * The range of a y axis. It spans at least a quarter of the size of the values, so that noise on a level curve stays
+ * small; and it begins at zero where a quantity does.
+ * @param {(number | null)[]} values @param {{zero?: boolean, clip?: boolean}} options @returns {[number, number]}
+ */
+export function rangeOf(values, { zero = false, clip = false } = {}) {
+  const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);
+  if (!sorted.length) return [0, 1];
+  const at = (/** @type {number} */ share) => sorted[Math.round(share * (sorted.length - 1))];
+  let low = clip ? at(0.02) : sorted[0],
+    high = clip ? at(0.98) : /** @type {number} */ (sorted.at(-1));
+  if (zero && low >= 0) low = 0;
+  const middle = (low + high) / 2,
+    least = 0.25 * Math.max(Math.abs(low), Math.abs(high)) || 1;
+  if (high - low < least) [low, high] = [middle - least / 2, middle + least / 2];
+  const room = 0.06 * (high - low);
+  return [zero && low === 0 ? 0 : low - room, high + room];
+}
+/** Tokens per second between two logs; the log's own figure counts from the start. @param {Columns} columns */
+export function rates(columns) {
+  const { tokens, time, tokens_per_s: mean = [] } = columns;
+  if (!tokens || !time) return mean;
+  let before = -1;
+  return columns.step.map((_, place) => {
+    if (typeof tokens[place] !== "number" || typeof time[place] !== "number" || columns.loss?.[place] === null)
+      return null;
+    const last = before;
+    before = place;
+    const seconds = last < 0 ? 0 : time[place] - time[last],
+      count = last < 0 ? 0 : tokens[place] - tokens[last];
+    return seconds > 0 && count > 0 ? count / seconds : (mean[place] ?? null);
+  });
+}
+/** Two pieces of one log behind each other. @param {Columns} columns @param {Columns} more @returns {Columns} */
+export function joined(columns, more) {
+  const before = columns.step.length,
+    added = more.step.length,
+    names = new Set([...Object.keys(columns), ...Object.keys(more)]);
+  return Object.fromEntries(
+    [...names].map((name) => [
+      name,
+      [...(columns[name] ?? new Array(before).fill(null)), ...(more[name] ?? new Array(added).fill(null))],
+    ]),
+  );
+}
+/** The rows of a column that say something. @param {any[]} x @param {any[]} values */
+export function pairs(x, values) {
+  const kept = values.map((_, place) => place).filter((place) => values[place] !== null && values[place] !== undefined);
+  return { x: kept.map((place) => x[place]), y: kept.map((place) => values[place]) };
+}
+/** @param {Columns} columns */
+export const csv = (columns) => {
+  const names = Object.keys(columns);
+  return [
+    names.join(","),
+    ...columns.step.map((_, place) => names.map((name) => columns[name][place] ?? "").join(",")),
+  ].join("\n");
+};
+const OWN = [
+  "step",
+  "loss",
+  "eval_loss",
+  "lr",
+  "grad_norm",
+  "tokens_per_s",
+  "memory_bytes",
+  "epoch",
+  "time",
+  "tokens",
+  "rate",
+];
+const METHODS = ["reward", "chosen_rejected", "margins", "accuracies", "functions", "lengths", "kl", "entropy"];
+
+/**
+ * The charts of a run, the important one first: the reward where a run has one, else the loss.
+ * @param {Columns} columns @returns {Group[]}
+ */
+export function groups(columns) {
+  const has = (/** @type {string} */ name) => columns[name]?.some((value) => value !== null);
+  const like = (/** @type {RegExp} */ pattern) =>
+    Object.keys(columns).filter((name) => pattern.test(name) && has(name));
+  const loss = {
+    name: "loss",
+    columns: like(/^loss$/),
+    points: has("eval_loss") ? "eval_loss" : undefined,
+    smooth: true,
+  };
+  if (!loss.columns.length && loss.points) loss.columns = ["eval_loss"];
+  /** @type {Group[]} */
+  const methods = [
+    { name: "reward", columns: like(/^reward$/), smooth: true },
+    { name: "chosen_rejected", columns: like(/^rewards\/(chosen|rejected)$/), smooth: true },
+    { name: "margins", columns: like(/^rewards\/margins$/), smooth: true },
+    { name: "accuracies", columns: like(/^rewards\/accuracies$/), smooth: true },
+    { name: "functions", columns: like(/^rewards\/.+\/mean$/), smooth: true },
+    { name: "lengths", columns: like(/^completions\/.*(mean_|max_|min_)?length$/), zero: true },
+    { name: "kl", columns: like(/^kl$/), zero: true },
+    { name: "entropy", columns: like(/^entropy$/), zero: true },
+  ];
+  const shown = new Set([...OWN, ...methods.flatMap((group) => group.columns)]);
+  const rest = Object.keys(columns)
+    .filter((name) => !shown.has(name) && has(name))
+    .map((name) => ({ name, columns: [name], smooth: false }));
+  const machine = [
+    { name: "lr", columns: like(/^lr$/), zero: true },
+    { name: "grad_norm", columns: like(/^grad_norm$/), smooth: true, zero: true },
+    {
+      name: "rate",
+      columns: like(/^tokens_per_s$|^tokens$/)
+        .slice(0, 1)
+        .map(() => "rate"),
+      zero: true,
+    },
+    { name: "memory_bytes", columns: like(/^memory_bytes$/), zero: true, unit: "bytes" },
+  ];
+  const first = has("reward") ? [methods[0], loss, ...methods.slice(1)] : [loss, ...methods];
+  /** @type {Group[]} */
+  const all = [...first, ...machine, ...rest].filter((group) => group.columns.length);
+  for (const group of all)
+    if (group.columns.length === 1 && has(`eval_${group.columns[0]}`)) group.points = `eval_${group.columns[0]}`;
+  return all.filter((group) => !all.some((other) => other !== group && other.points === group.name));
+}
+/** Whether a name of a chart has a text of its own. @param {string} name */
+export const isNamed = (name) => METHODS.includes(name) || OWN.includes(name);

@@ -1,0 +1,147 @@
+// @ts-check
+// Nodes. Nothing here makes HTML of text: nodes are built, and text is text.
+import { t } from "./words.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/**
+ * A node: tag, attributes (on… are listeners), children that are nodes or text.
+ * @param {string} tag @param {Record<string, any>} attributes @param {any[]} children @returns {any}
+ */
+export function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, String(value));
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+/** A node of SVG. @param {string} tag @param {Record<string, any>} attributes @param {any[]} children */
+export function svg(tag, attributes = {}, ...children) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, String(value));
+  node.append(...children);
+  return node;
+}
+/** @param {string} name */
+export const icon = (name) => svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `#i-${name}` }));
+
+/** @param {string} selector @param {ParentNode} within @returns {any} */
+export const $ = (selector, within = document) => within.querySelector(selector);
+/** @param {string} selector @param {ParentNode} within @returns {any[]} */
+export const $$ = (selector, within = document) => [...within.querySelectorAll(selector)];
+
+/** @type {ReturnType<typeof setTimeout> | undefined} */
+let said;
+/** Say something once to whoever looks or listens. @param {string} text @param {[string, () => void]} [action] */
+export function say(text, action) {
+  const place = $("#said"),
+    button =
+      action &&
+      el(
+        "button",
+        {
+          type: "button",
+          onclick: () => {
+            place.replaceChildren();
+            action[1]();
+          },
+        },
+        action[0],
+      );
+  place.replaceChildren(text, ...(button ? [button] : []));
+  clearTimeout(said);
+  said = setTimeout(() => place.replaceChildren(), action ? 12000 : 5000);
+}
+/** Copy, also where the page is not served over https. @param {string} text */
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = el("textarea", { class: "hidden" });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  say(t("copied"));
+}
+/** Offer a text or a picture as a file. @param {Blob} blob @param {string} name */
+export function download(blob, name) {
+  const link = el("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+/** A menu behind three dots. @param {string} label @param {any[]} items */
+export function menu(label, items) {
+  const node = el(
+    "details",
+    { class: "menu" },
+    el("summary", { class: "button quiet square", "aria-label": label, title: label }, icon("more")),
+    el("div", { class: "items" }, items),
+  );
+  node.addEventListener("click", (/** @type {any} */ event) => {
+    if (event.target.closest(".items > *")) node.open = false;
+  });
+  return node;
+}
+document.addEventListener("click", (event) => {
+  for (const open of $$("details.menu[open]")) if (!open.contains(event.target)) open.open = false;
+});
+document.addEventListener("keydown", (event) => {
+  const open = event.key === "Escape" && $("details.menu[open]");
+  if (open) {
+    open.open = false;
+    $("summary", open).focus();
+  }
+});
+/** Tabs by arrow keys. @param {any[]} tabs @param {(tab: any) => void} chosen */
+export function tabs(tabs, chosen) {
+  /** @param {any} tab */
+  const choose = (tab) => {
+    for (const one of tabs) {
+      one.setAttribute("aria-selected", String(one === tab));
+      one.tabIndex = one === tab ? 0 : -1;
+      $(`#${one.getAttribute("aria-controls")}`).hidden = one !== tab;
+    }
+    chosen(tab);
+  };
+  for (const tab of tabs) {
+    tab.addEventListener("click", () => choose(tab));
+    tab.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+      const move = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
+      const shown = tabs.filter((one) => !one.hidden),
+        next = shown[(shown.indexOf(tab) + move + shown.length) % shown.length];
+      if (move) {
+        choose(next);
+        next.focus();
+      }
+    });
+  }
+  return choose;
+}
+/** A question that stands in the page, answered by true or false. @param {string} text @param {string} yes */
+export function confirmed(text, yes) {
+  return new Promise((resolve) => {
+    const dialog = el(
+      "dialog",
+      { "aria-label": text },
+      el("div", { class: "body" }, el("p", {}, text)),
+      el(
+        "footer",
+        {},
+        el("button", { type: "button", onclick: () => dialog.close() }, t("cancel")),
+        el("button", { type: "button", class: "main", onclick: () => dialog.close("yes") }, yes),
+      ),
+    );
+    document.body.append(dialog);
+    dialog.addEventListener("close", () => {
+      resolve(dialog.returnValue === "yes");
+      dialog.remove();
+    });
+    dialog.showModal();
+  });
+}

@@ -1,0 +1,83 @@
+// @ts-check
+// The models that answer: loaded, with the time it takes and how far it is, and unloaded.
+import { $, el } from "./dom.js";
+import { visible } from "./format.js";
+import { Failed, get, pause, send } from "./net.js";
+import { t } from "./words.js";
+
+export class Engines {
+  /** @param {Map<string, import("./targets.js").Target>} targets @param {() => void} changed */
+  constructor(targets, changed) {
+    this.targets = targets;
+    this.changed = changed;
+    /** @type {(string | null)[]} */
+    this.chosen = [null, null];
+    /** @type {any[]} */
+    this.running = [null, null];
+  }
+  /** @param {number} side */
+  isReady(side) {
+    return this.running[side]?.state === "ready";
+  }
+  /** @param {number} side @param {string} value */
+  async load(side, value) {
+    this.chosen[side] = value || null;
+    this.running[side] = null;
+    this.say(side, null);
+    this.changed();
+    if (!value) return;
+    try {
+      const began = performance.now();
+      this.running[side] = await send("POST", "api/engines", this.targets.get(value)?.body);
+      await this.until(side, this.running[side], began);
+    } catch (failed) {
+      this.say(side, el("p", { class: "problem" }, failed instanceof Failed ? failed.message : String(failed)));
+    }
+    this.changed();
+  }
+  /** @param {number} side @param {any} engine @param {number} began */
+  async until(side, engine, began) {
+    while (this.running[side] === engine) {
+      const state = (await get("api/engines")).engines.find((/** @type {any} */ one) => one.id === engine.id);
+      if (this.running[side] !== engine) return;
+      if (!state || state.state === "ended") {
+        this.say(
+          side,
+          el(
+            "div",
+            { class: "notice bad" },
+            el("p", {}, t("engine_ended", { name: engine.name })),
+            el("pre", {}, visible(state?.said ?? "")),
+          ),
+        );
+        this.running[side] = null;
+        return;
+      }
+      if (state.state === "ready") {
+        engine.state = "ready";
+        this.say(side, el("span", { class: "loaded" }, `${engine.name} ✓`));
+        return;
+      }
+      const share = /^(\d+)%$/.exec(state.said),
+        seconds = Math.floor((performance.now() - began) / 1000);
+      this.say(
+        side,
+        el(
+          "div",
+          { class: "loading" },
+          el("span", {}, t("loading_engine", { name: engine.name, seconds })),
+          el("progress", { max: 100, value: share ? share[1] : null, "aria-label": t("progress") }),
+          share ? el("small", {}, state.said) : null,
+        ),
+      );
+      await pause(400);
+    }
+  }
+  /** @param {number} side @param {any} node */
+  say(side, node) {
+    $(`#engine-states [data-side="${side}"]`).replaceChildren(...(node ? [node] : []));
+  }
+  async unload() {
+    for (const engine of this.running) if (engine) await send("DELETE", `api/engines/${engine.id}`);
+  }
+}

@@ -1,0 +1,91 @@
+// @ts-check
+// Fields of a form from the options' declarations: a label for people, the key beside it, a control by type.
+import { el } from "./dom.js";
+import { humanized } from "./format.js";
+import { language, maybe, t } from "./words.js";
+
+/** @typedef {Record<string, any>} Field */
+const NEEDED = new Set(["model_name_or_path", "dataset", "output_dir"]);
+
+/** @param {Field} field */
+export const labelOf = (field) => maybe(`label_${field.name}`) ?? humanized(field.name);
+/** A value as text of a control. @param {any} value */
+export function textOf(value) {
+  if (value === undefined || value === null) return "";
+  if (Array.isArray(value) && value.every((item) => typeof item === "string")) return value.join(", ");
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+/** @param {Field} field @param {string} id @param {boolean} isOff */
+function control(field, id, isOff) {
+  const common = { id, name: field.name, "aria-describedby": `${id}-hint ${id}-problem`, disabled: isOff };
+  const usual = NEEDED.has(field.name)
+    ? t("required")
+    : field.default === null || field.default === undefined
+      ? t("automatic")
+      : textOf(field.default);
+  if (field.control === "switch" || field.control === "choice") {
+    const choices = field.control === "switch" ? ["true", "false"] : field.choices;
+    const name = (/** @type {string} */ choice) =>
+      maybe(`choice_${field.name}_${choice}`) ??
+      (field.control === "switch" ? t(choice === "true" ? "on" : "off") : choice);
+    const shown =
+      field.control === "switch" && typeof field.default === "boolean"
+        ? t(field.default ? "on" : "off")
+        : (maybe(`choice_${field.name}_${usual}`) ?? usual);
+    return el(
+      "select",
+      common,
+      el("option", { value: "" }, `${t("default")}: ${shown}`),
+      choices.map((/** @type {string} */ choice) => el("option", { value: choice }, name(choice))),
+    );
+  }
+  const list = field.choices.length ? `${id}-choices` : null;
+  const input = el("input", {
+    ...common,
+    type: "text",
+    inputmode: field.control === "number" ? "decimal" : null,
+    placeholder: usual,
+    list,
+    spellcheck: "false",
+    autocomplete: "off",
+  });
+  return list
+    ? [
+        input,
+        el(
+          "datalist",
+          { id: list },
+          field.choices.map((/** @type {string} */ choice) => el("option", { value: choice })),
+        ),
+      ]
+    : input;
+}
+/** @param {Field} field @param {{risk?: string, browse?: () => void}} how */
+export function fieldOf(field, { risk, browse } = {}) {
+  const id = `box-${field.name}`,
+    help = maybe(`help_${field.name}`);
+  const hint = risk
+    ? t("not_from_page", { why: risk })
+    : (help ?? `${field.help}${field.unit ? ` (${field.unit})` : ""}${field.ignored ? ` ${field.ignored}` : ""}`);
+  const input = control(field, id, Boolean(risk));
+  return el(
+    "div",
+    { class: `field${browse ? " whole" : ""}`, "data-option": field.name },
+    el("div", { class: "name" }, el("label", { for: id }, labelOf(field)), el("code", {}, field.name)),
+    browse
+      ? el("div", { class: "browse" }, input, el("button", { type: "button", onclick: browse }, t("browse")))
+      : input,
+    el("p", { class: "hint", id: `${id}-hint`, lang: help || language === "en" ? null : "en" }, hint),
+    el("p", { class: "problem", id: `${id}-problem`, lang: language === "en" ? null : "en" }),
+  );
+}
+/** Whether a search finds a field: all its words, in label, key, help or aliases. @param {Field} field @param {string} text */
+export function isFound(field, text) {
+  const whole = [field.name, field.name.replaceAll("_", " "), labelOf(field), field.help, ...field.aliases]
+    .join(" ")
+    .toLowerCase();
+  return text
+    .toLowerCase()
+    .split(/\s+/)
+    .every((word) => whole.includes(word));
+}

@@ -1,0 +1,63 @@
+// @ts-check
+// Figures and texts as a person reads them. Nothing here touches the page, so that tests can run it without one.
+
+/** @param {any} value @param {string} [language] */
+export const short = (value, language = "en") => {
+  if (value === null || value === undefined) return "–";
+  if (typeof value === "string") return value;
+  const size = Math.abs(value);
+  if (size >= 1000) return Intl.NumberFormat(language, { notation: "compact", maximumFractionDigits: 1 }).format(value);
+  if (size > 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
+  return String(Number(value.toPrecision(4)));
+};
+/** @param {number} value */
+export const bytes = (value) => {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let unit = 0;
+  for (; value >= 1000 && unit < 4; unit += 1) value /= 1000;
+  return `${Number(value.toPrecision(3))} ${units[unit]}`;
+};
+/** @param {number | null | undefined} seconds */
+export const duration = (seconds) => {
+  if (seconds === null || seconds === undefined) return "–";
+  const whole = Math.max(0, Math.round(seconds)),
+    pad = (/** @type {number} */ n) => String(n).padStart(2, "0");
+  const hours = Math.floor(whole / 3600);
+  return hours
+    ? `${hours}:${pad(Math.floor(whole / 60) % 60)}:${pad(whole % 60)}`
+    : `${Math.floor(whole / 60)}:${pad(whole % 60)}`;
+};
+/** @param {number} seconds @param {string} [language] */
+export const clock = (seconds, language) => new Date(seconds * 1000).toLocaleTimeString(language);
+/** "3 hours ago". @param {number} seconds since 1970 @param {string} [language] @param {number} [now] */
+export function ago(seconds, language = "en", now = Date.now() / 1000) {
+  const passed = Math.max(0, now - seconds),
+    format = new Intl.RelativeTimeFormat(language, { numeric: "auto" });
+  if (passed < 60) return format.format(0, "second");
+  if (passed < 3600) return format.format(-Math.floor(passed / 60), "minute");
+  if (passed < 86400) return format.format(-Math.floor(passed / 3600), "hour");
+  return format.format(-Math.floor(passed / 86400), "day");
+}
+/** Text with what cannot be seen, or would turn the line around, made visible. @param {string} text */
+export function visible(text) {
+  return text.replace(
+    /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
+    (letter) => `⟨U+${(letter.codePointAt(0) ?? 0).toString(16).padStart(4, "0").toUpperCase()}⟩`,
+  );
+}
+/** What a terminal's colors would be is left out, and what a carriage return has overwritten. @param {string} text */
+export const plain = (text) => visible(text.replace(/\u001b\[[0-9;?]*[A-Za-z]/g, "").replace(/[^\n]*\r(?!\n)/g, ""));
+/** The lines of a run's YAML as name -> value. @param {string} text @returns {Record<string, string>} */
+export const given = (text) =>
+  Object.fromEntries(
+    text
+      .split("\n")
+      .map((line) => /^(\w+): (.*?)(?: {2}# .*)?$/.exec(line))
+      .filter((match) => match !== null)
+      .map((match) => [match[1], match[2].replace(/^"(.*)"$/, "$1")]),
+  );
+/** "per_device_train_batch_size" -> "Per device train batch size". @param {string} key */
+export const humanized = (key) => {
+  const text = key.replaceAll("_", " ").trim();
+  return text.charAt(0).toUpperCase() + text.slice(1);
+};

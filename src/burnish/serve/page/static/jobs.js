@@ -1,0 +1,147 @@
+// @ts-check
+// Exports, predictions and evaluations: a form, and what became of those that were started.
+import { $, copy, el } from "./dom.js";
+import { bytes, duration, plain, short } from "./format.js";
+import { Failed, get, pause, send } from "./net.js";
+import { choices, findTargets } from "./targets.js";
+import { language, ready, t } from "./words.js";
+
+await ready;
+const form = $("#job-form"),
+  isExport = form.dataset.kind === "export",
+  source = $("#source");
+const targets = await findTargets();
+source.replaceChildren(...choices(targets, form.dataset.target));
+$("#no-models").hidden = targets.size > 0;
+form.hidden = !targets.size;
+
+function propose() {
+  const name = (targets.get(source.value)?.label ?? "model").replace(/[^\w.-]+/g, "-");
+  const kind = isExport ? "exports" : `evaluations/${$("input[name=kind]:checked").value}`;
+  $("#folder").value = `${kind}/${name}`;
+}
+source.addEventListener("change", propose);
+propose();
+if (!isExport) {
+  const { datasets } = await get("api/datasets");
+  $("#dataset").append(
+    ...datasets.map((/** @type {any} */ one, /** @type {number} */ place) =>
+      el("option", { value: place }, one.name, one.folder === "." ? "" : ` · ${one.folder}`),
+    ),
+  );
+  const settle = () => {
+    const isTask = $("input[name=kind]:checked").value === "task";
+    $("#for-task").hidden = !isTask;
+    $("#for-data").hidden = isTask;
+    propose();
+  };
+  for (const one of form.elements.kind) one.addEventListener("change", settle);
+  settle();
+  form.body = () => {
+    const one = datasets[Number($("#dataset").value)] ?? {};
+    return {
+      kind: $("input[name=kind]:checked").value,
+      dataset: one.name,
+      dataset_dir: one.folder,
+      task: $("#task").value,
+      task_dir: $("#task-dir").value,
+    };
+  };
+} else form.body = () => ({ format: $("#format").value });
+$("button.main", form).disabled = false;
+
+form.addEventListener("submit", async (/** @type {Event} */ event) => {
+  event.preventDefault();
+  $("#job-problem").textContent = "";
+  try {
+    const { id } = await send("POST", isExport ? "api/exports" : "api/evaluations", {
+      ...targets.get(source.value)?.body,
+      folder: $("#folder").value,
+      ...form.body(),
+    });
+    await watch(id);
+  } catch (failed) {
+    if (!(failed instanceof Failed)) throw failed;
+    $("#job-problem").textContent = failed.message;
+    const field = $("#folder");
+    field.setAttribute("aria-invalid", "true");
+    field.focus();
+  }
+});
+/** @param {any} job */
+function card(job) {
+  const share = job.expected
+    ? Math.min(job.state === "done" ? 1 : 0.99, job.written / job.expected)
+    : job.state === "done"
+      ? 1
+      : undefined;
+  const bar = el("progress", { max: 1, value: share, "aria-label": t("progress") });
+  const size =
+    job.expected && job.state === "running"
+      ? ` · ${t("of_about", { done: bytes(job.written), all: bytes(job.expected) })}`
+      : "";
+  const line = (/** @type {string} */ text) =>
+    el(
+      "p",
+      { class: "row line" },
+      el("code", { class: "grow" }, text),
+      el("button", { type: "button", onclick: () => copy(text) }, t("copy")),
+    );
+  const metrics = Object.entries(job.metrics).slice(0, 12);
+  return el(
+    "section",
+    { class: "card stack job", "data-job": job.id },
+    el(
+      "div",
+      { class: "row" },
+      el("b", {}, job.name),
+      el("span", { class: "tag" }, t(`job_${job.kind}`)),
+      el("span", { class: "grow" }),
+      el("small", { role: "status" }, `${duration(job.seconds)}${size}`),
+      el("span", { class: `state ${job.state}` }, t(`state_${job.state}`)),
+    ),
+    job.state === "failed" ? null : bar,
+    metrics.length
+      ? el(
+          "dl",
+          { class: "tiles" },
+          metrics.map(([name, value]) =>
+            el(
+              "div",
+              { class: "tile" },
+              el("dt", {}, name.replace(/^(eval|predict)_/, "")),
+              el("dd", {}, short(value, language)),
+            ),
+          ),
+        )
+      : null,
+    job.lines.length ? el("div", { class: "job-lines" }, el("p", {}, t("export_done")), job.lines.map(line)) : null,
+    el("small", { class: "mono" }, job.folder),
+    el(
+      "details",
+      { open: job.state !== "done" },
+      el("summary", {}, t("tab_log")),
+      el("pre", { class: "job-log", tabindex: 0 }, plain(job.text) || t("nothing_yet")),
+    ),
+  );
+}
+/** @param {string} id */
+async function watch(id) {
+  for (;;) {
+    const job = await get(`api/jobs/${id}`),
+      shown = $(`[data-job="${id}"]`),
+      node = card(job);
+    if (shown) {
+      const details = $("details", shown);
+      if (job.state === "running") $("details", node).open = details.open;
+      shown.replaceWith(node);
+    } else $("#jobs").prepend(node);
+    $(".job-log", node).scrollTop = 1e6;
+    $("#no-jobs").hidden = true;
+    if (job.state !== "running") return;
+    await pause(1000);
+  }
+}
+const { jobs } = await get("api/jobs");
+for (const job of jobs.filter((/** @type {any} */ one) => (one.kind === "export") === isExport).toReversed())
+  void watch(job.id);

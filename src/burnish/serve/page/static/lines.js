@@ -1,0 +1,102 @@
+// @ts-check
+// What a chart is drawn with: the colors of the theme, lines of a curve, and a table of the same numbers.
+import { isNamed, numbers, smoothed } from "./curves.js";
+import { el } from "./dom.js";
+import { bytes, short } from "./format.js";
+import { language, t } from "./words.js";
+
+export const COLORS = 8;
+const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [4, 4], [12, 4], [6, 2, 2, 2], [3, 6]];
+/** The color that a token has in the theme of now. @param {string} name */
+export function resolved(name) {
+  const probe = el("span", { class: `ink-${name}` }); // light-dark() is resolved by a color, not by a variable
+  document.body.append(probe);
+  const { color } = getComputedStyle(probe);
+  probe.remove();
+  return color;
+}
+/** @param {string} color @param {number} alpha */
+const faint = (color, alpha) =>
+  color.replace(
+    /^rgba?\(([^)]*)\)$/,
+    (_, parts) =>
+      `rgba(${parts
+        .split(/[ ,/]+/)
+        .slice(0, 3)
+        .join(", ")}, ${alpha})`,
+  );
+/** The value at a place, or the last before it. @param {any[]} values @param {number} place */
+export function near(values, place) {
+  for (let at = place; at >= Math.max(0, place - 50); at -= 1)
+    if (values[at] !== null && values[at] !== undefined) return values[at];
+  return null;
+}
+/** One or two lines of a curve: raw and smooth. @param {import("./chart.js").Curve} curve @param {number} color @returns {any[]} */
+export function linesOf(curve, color) {
+  const stroke = resolved(`c${color % COLORS}`),
+    dash = DASHES[(curve.color ?? 0) % DASHES.length],
+    none = { show: false };
+  const raw = { ...curve, color, y: numbers(curve.y), stroke, width: 1.75, dash, dots: none };
+  if (curve.points) return [{ ...raw, width: 0, dots: { show: true, size: 8, fill: stroke } }];
+  if (curve.smoothing)
+    return [
+      { ...raw, label: "", stroke: faint(stroke, 0.28), width: 1 },
+      { ...raw, y: smoothed(curve.y, curve.smoothing) },
+    ];
+  return [{ ...raw, dots: { show: curve.y.length < 3, size: 6 } }];
+}
+/** Columns as a table that reads without a picture: at most some hundred rows. @param {any} columns */
+export function table(columns) {
+  const names = Object.keys(columns),
+    step = Math.max(1, Math.ceil(columns.step.length / 300));
+  const body = columns.step
+    .map((/** @type {any} */ _, /** @type {number} */ place) => place)
+    .filter((/** @type {number} */ place) => place % step === 0 || place === columns.step.length - 1);
+  const cell = (/** @type {string} */ name, /** @type {any} */ value) =>
+    name === "memory_bytes" && value ? bytes(value) : short(value, language);
+  return el(
+    "table",
+    {},
+    el(
+      "thead",
+      {},
+      el(
+        "tr",
+        {},
+        names.map((name) => el("th", { scope: "col", class: "number" }, t(name))),
+      ),
+    ),
+    el(
+      "tbody",
+      {},
+      body.map((/** @type {number} */ place) =>
+        el(
+          "tr",
+          {},
+          names.map((name) => el("td", { class: "number" }, cell(name, columns[name][place]))),
+        ),
+      ),
+    ),
+  );
+}
+/** Draw again when the colors or the width change. @param {() => void} draw */
+export const redrawn = (draw) => {
+  document.addEventListener("theme", draw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  let width = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth !== width) {
+      width = innerWidth;
+      draw();
+    }
+  });
+};
+/** What a chart is called. @param {string} name */
+export const titleOf = (name) => (name === "rate" ? t("tokens_per_s") : isNamed(name) ? t(name) : name);
+/** What a column is called in a legend. @param {string} name */
+export const nameOf = (name) =>
+  name === "rate"
+    ? t("tokens_per_s")
+    : isNamed(name)
+      ? t(name)
+      : name.replace(/^rewards\/|^completions\/|\/mean$/g, "");

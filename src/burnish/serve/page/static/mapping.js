@@ -1,0 +1,134 @@
+// @ts-check
+// Which column of a file is which, where dataset_info.json has no entry of it.
+import { $, el, say } from "./dom.js";
+import { visible } from "./format.js";
+import { Failed, get, send } from "./net.js";
+import { t } from "./words.js";
+
+/**
+ * Selects for the format and for the column of each of its parts; what is chosen are the options formatting and columns.
+ * @param {string} file @param {any} found of api/datasets/columns @param {Map<string, any>} values
+ * @param {(values: Record<string, any>) => void} tell @param {(kept: {name: string, folder: string}) => Promise<void>} kept
+ */
+function mapping(file, { columns, formats, known, proposed }, values, tell, kept) {
+  const parts = el("div", { class: "grid" });
+  /** @type {Record<string, string>} */
+  const chosen = typeof values.get("columns") === "object" ? { ...values.get("columns") } : {};
+  const partsOf = (/** @type {string} */ name) =>
+    formats.find((/** @type {any[]} */ one) => one[0] === name)?.[1] ?? [];
+  const format = el(
+    "select",
+    { id: "columns-format" },
+    el("option", { value: "" }, known ? t("columns_known", { format: known }) : "–"),
+    formats.map((/** @type {any[]} */ [name]) =>
+      el("option", { value: name, selected: name === values.get("formatting") }, name),
+    ),
+  );
+  const told = () =>
+    tell({ formatting: format.value, columns: format.value && Object.keys(chosen).length ? { ...chosen } : "" });
+  /** @param {string} part */
+  function row(part) {
+    const first = el("p", { class: "hint" }),
+      id = `columns-${part}`;
+    const select = el(
+      "select",
+      { id },
+      el("option", { value: "" }, "–"),
+      columns.map((/** @type {any[]} */ [name]) =>
+        el("option", { value: name, selected: chosen[part] === name }, visible(name)),
+      ),
+    );
+    const show = () => {
+      first.textContent = visible(
+        (columns.find((/** @type {any[]} */ [name]) => name === select.value)?.[1] ?? []).join(" · "),
+      );
+    };
+    select.addEventListener("change", () => {
+      if (select.value) chosen[part] = select.value;
+      else delete chosen[part];
+      show();
+      told();
+    });
+    show();
+    return el("div", { class: "field" }, el("label", { for: id }, part), select, first);
+  }
+  const fill = () => parts.replaceChildren(...partsOf(format.value).map(row));
+  format.addEventListener("change", () => {
+    for (const part of Object.keys(chosen)) delete chosen[part];
+    for (const [part, column] of Object.entries(proposed))
+      if (partsOf(format.value).includes(part)) chosen[part] = /** @type {string} */ (column);
+    fill();
+    told();
+  });
+  fill();
+  const name = el("input", {
+    id: "columns-name",
+    value: file
+      .replace(/^.*\//, "")
+      .replace(/\.\w+$/, "")
+      .replace(/[^\w-]/g, "_"),
+  });
+  const keep = async () => {
+    try {
+      await kept(
+        await send("PUT", `api/datasets/${encodeURIComponent(name.value)}`, {
+          file,
+          formatting: format.value || known,
+          columns: chosen,
+        }),
+      );
+      say(t("columns_kept", { name: name.value }));
+    } catch (failed) {
+      if (failed instanceof Failed) say(failed.message);
+      else throw failed;
+    }
+  };
+  return el(
+    "details",
+    { id: "columns", class: "whole", open: !known },
+    el("summary", {}, t("columns")),
+    el(
+      "p",
+      { class: "hint" },
+      t("columns_found", { names: visible(columns.map((/** @type {any[]} */ [one]) => one).join(", ")) }),
+    ),
+    el("div", { class: "field" }, el("label", { for: "columns-format" }, t("format")), format),
+    parts,
+    el(
+      "div",
+      { class: "field" },
+      el("label", { for: "columns-name" }, t("name")),
+      el(
+        "div",
+        { class: "browse" },
+        name,
+        el("button", { type: "button", id: "columns-keep", onclick: keep }, t("columns_keep")),
+      ),
+    ),
+  );
+}
+
+/** The mapping below the field of the data set, for a file that has no entry. */
+export class Columns {
+  /** @param {(values: Record<string, any>) => void} change @param {() => Promise<void>} described */
+  constructor(change, described) {
+    this.change = change;
+    this.described = described;
+    this.file = "";
+  }
+  /** @param {Map<string, any>} values @param {any[]} datasets */
+  async ask(values, datasets) {
+    const file = String(values.get("dataset") ?? "").trim();
+    if (file === this.file) return;
+    this.file = file;
+    $("#columns")?.remove();
+    if (!/\.\w+$/.test(file) || datasets.some((one) => one.name === file && one.folder)) return;
+    const found = await get(`api/datasets/columns?file=${encodeURIComponent(file)}`).catch(() => null);
+    if (!found || file !== this.file) return;
+    const kept = async (/** @type {{name: string, folder: string}} */ one) => {
+      await this.described();
+      this.change({ dataset: one.name, dataset_dir: one.folder, formatting: "", columns: "" });
+    };
+    $("#essentials [data-option=dataset]").after(mapping(file, found, values, this.change, kept));
+  }
+}

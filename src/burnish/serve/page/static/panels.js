@@ -1,0 +1,76 @@
+// @ts-check
+// What stands below the curves of a run: its log, events, options, checkpoints and files.
+import { $, el } from "./dom.js";
+import { bytes, clock, plain, visible } from "./format.js";
+import { get, up } from "./net.js";
+import { language, t } from "./words.js";
+
+/** @param {string} name */
+export const panel = (name) => $(`#panel-${name}`);
+/** @param {any} event */
+export const eventLine = (event) =>
+  el("li", {}, el("small", {}, `${clock(event.time, language)} · ${t("step")} ${event.step}`), visible(event.text));
+/** @param {any} run */
+export function fillPanels(run) {
+  const id = run.id;
+  panel("events").replaceChildren(el("ul", { class: "timeline" }, run.events.map(eventLine).reverse()));
+  panel("options").replaceChildren(
+    el("pre", {}, visible(run.given) || "–"),
+    el("p", { class: "hint" }, (run.launch.argv ?? []).join(" ")),
+    el("p", { class: "hint" }, [run.launch.host, run.launch.user, run.launch.burnish].filter(Boolean).join(" · ")),
+  );
+  const file = (/** @type {any} */ one) =>
+    el(
+      "li",
+      {},
+      el("a", { href: `${up}api/runs/${id}/download/${encodeURIComponent(one.name)}`, download: one.name }, one.name),
+      " ",
+      el("small", {}, bytes(one.bytes)),
+    );
+  panel("files").replaceChildren(
+    run.files.length ? el("ul", {}, run.files.map(file)) : el("p", { class: "hint" }, t("nothing_yet")),
+  );
+  const checkpoint = (/** @type {number} */ step) =>
+    el(
+      "li",
+      { class: "row" },
+      el("b", { class: "grow" }, `checkpoint-${step}`),
+      el("a", { class: "button", href: `${up}talk?target=${id}/${step}` }, t("nav_talk")),
+      el("a", { class: "button", href: `${up}export?target=${id}/${step}` }, t("nav_export")),
+    );
+  panel("checkpoints").replaceChildren(
+    run.checkpoints.length
+      ? el("ul", { class: "timeline" }, run.checkpoints.toReversed().map(checkpoint))
+      : el("p", { class: "hint" }, t("nothing_yet")),
+  );
+  if (run.outcome.traceback)
+    panel("events").append(
+      el("details", {}, el("summary", {}, "Traceback"), el("pre", {}, visible(run.outcome.traceback))),
+    );
+}
+
+/** The console of a run, which is followed to its end as long as a reader is there. */
+export class LiveLog {
+  /** @param {any} place @param {string} id */
+  constructor(place, id) {
+    this.place = place;
+    this.id = id;
+    this.text = "";
+  }
+  async fill() {
+    this.text = (await get(`api/runs/${this.id}/log`)).text;
+    this.show();
+  }
+  /** @param {string} text */
+  add(text) {
+    this.text = (this.text + text).slice(-262144);
+    this.show();
+  }
+  show() {
+    const place = this.place,
+      follows = place.scrollHeight - place.scrollTop - place.clientHeight < 40;
+    if (!$("#log-text", place)) place.replaceChildren(el("pre", { id: "log-text", tabindex: 0 }));
+    $("#log-text", place).textContent = plain(this.text) || t("nothing_yet");
+    if (follows || place.scrollTop === 0) place.scrollTop = place.scrollHeight;
+  }
+}

@@ -1,0 +1,226 @@
+// @ts-check
+// Choosing a model or data: what is found here, the hub's search, an upload, and the first rows before choosing.
+import { $, el, icon, tabs } from "./dom.js";
+import { bytes, short, visible } from "./format.js";
+import { Failed, api, get } from "./net.js";
+import { language, t } from "./words.js";
+
+const PIECE = 512 * 1024;
+
+/** @param {any} data of api/datasets/columns */
+export function preview({ columns }) {
+  const count = Math.max(0, ...columns.map((/** @type {any[]} */ [, values]) => values.length));
+  return el(
+    "div",
+    { class: "scroll", tabindex: 0, role: "region", "aria-label": t("first_rows") },
+    el(
+      "table",
+      { class: "preview" },
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          columns.map((/** @type {any[]} */ [name]) => el("th", { scope: "col" }, visible(name))),
+        ),
+      ),
+      el(
+        "tbody",
+        {},
+        Array.from({ length: count }, (_, row) =>
+          el(
+            "tr",
+            {},
+            columns.map((/** @type {any[]} */ [, values]) => el("td", {}, visible(String(values[row] ?? "")))),
+          ),
+        ),
+      ),
+    ),
+  );
+}
+/**
+ * A dialog to choose from.
+ * @param {{kind: "model" | "dataset", items: {name: string, detail: string, file?: string, value: any}[], chosen: (value: any) => void, uploaded?: (file: string) => void}} options
+ */
+export function pick({ kind, items, chosen, uploaded }) {
+  const title = t(`pick_${kind}`),
+    done = (/** @type {any} */ value) => {
+      dialog.close();
+      chosen(value);
+    };
+  const shown = el("div", { class: "peek" }, el("p", { class: "hint" }, t(`pick_${kind}_hint`)));
+  const use = el("button", { type: "button", class: "main", disabled: true }, t("use_it"));
+  /** @type {any} */ let selected = null;
+  use.addEventListener("click", () => done(selected.value));
+  /** @param {any} item */
+  async function look(item) {
+    selected = item;
+    use.disabled = false;
+    for (const one of list.children) one.setAttribute("aria-pressed", String(one.item === item));
+    shown.replaceChildren(el("h3", {}, visible(item.name)), el("p", { class: "hint" }, item.detail));
+    if (!item.file) return;
+    const waiting = el("span", { class: "skeleton chart" });
+    shown.append(waiting);
+    try {
+      waiting.replaceWith(preview(await get(`api/datasets/columns?file=${encodeURIComponent(item.file)}`)));
+    } catch (failed) {
+      waiting.replaceWith(el("p", { class: "problem" }, failed instanceof Failed ? failed.message : String(failed)));
+    }
+  }
+  const row = (/** @type {any} */ item) => {
+    const node = el(
+      "button",
+      {
+        type: "button",
+        class: "item",
+        "aria-pressed": "false",
+        onclick: () => look(item),
+        ondblclick: () => done(item.value),
+      },
+      icon(kind === "model" ? "evaluate" : "folder"),
+      el("span", { class: "grow" }, visible(item.name)),
+      el("small", {}, item.detail),
+    );
+    return Object.assign(node, { item });
+  };
+  const list = el("div", { class: "items-list", role: "group", "aria-label": title }, items.map(row));
+  if (!items.length) list.append(el("p", { class: "hint" }, t("nothing_yet")));
+  const search = el("input", { type: "search", placeholder: t("search"), "aria-label": t("search") });
+  search.addEventListener("input", () => {
+    for (const one of list.children) one.hidden = !one.textContent.toLowerCase().includes(search.value.toLowerCase());
+  });
+  const panels = [
+    ["here", el("div", { class: "stack" }, search, list)],
+    ["hub", hubPanel(kind, row)],
+    ...(kind === "dataset"
+      ? [
+          [
+            "upload",
+            uploadPanel((file) => {
+              dialog.close();
+              uploaded?.(file);
+            }),
+          ],
+        ]
+      : []),
+  ];
+  const buttons = panels.map(([name], place) =>
+    el(
+      "button",
+      {
+        type: "button",
+        role: "tab",
+        id: `pick-tab-${name}`,
+        "aria-controls": `pick-${name}`,
+        "aria-selected": String(place === 0),
+        tabindex: place ? -1 : 0,
+      },
+      t(`pick_from_${name}`),
+    ),
+  );
+  const dialog = el(
+    "dialog",
+    { class: "picker", "aria-label": title },
+    el("header", {}, el("h2", { class: "grow" }, title)),
+    el(
+      "div",
+      { class: "body" },
+      el("div", { class: "tabs", role: "tablist", "aria-label": title }, buttons),
+      el(
+        "div",
+        { class: "halves" },
+        el(
+          "div",
+          {},
+          panels.map(([name, node], place) =>
+            el(
+              "div",
+              { id: `pick-${name}`, role: "tabpanel", "aria-labelledby": `pick-tab-${name}`, hidden: place > 0 },
+              node,
+            ),
+          ),
+        ),
+        shown,
+      ),
+    ),
+    el("footer", {}, el("button", { type: "button", onclick: () => dialog.close() }, t("cancel")), use),
+  );
+  tabs(buttons, () => {});
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+}
+/** @param {string} kind @param {(item: any) => any} row */
+function hubPanel(kind, row) {
+  const asked = el("input", {
+      type: "search",
+      placeholder: kind === "model" ? "Qwen2.5-0.5B" : "alpaca",
+      "aria-label": t("search_hub"),
+    }),
+    found = el("div", { class: "items-list" });
+  const search = async (/** @type {Event} */ event) => {
+    event.preventDefault();
+    found.replaceChildren(el("span", { class: "skeleton chart" }));
+    try {
+      const answer = await get(`api/hub?kind=${kind}&q=${encodeURIComponent(asked.value)}`);
+      const items = answer.found.map((/** @type {any} */ one) =>
+        row({
+          name: one.name,
+          detail: one.downloads ? t("downloads", { count: short(one.downloads, language) }) : "",
+          value: { name: one.name, folder: "", hub: true },
+        }),
+      );
+      found.replaceChildren(...(items.length ? items : [el("p", { class: "hint" }, t("nothing_found"))]));
+    } catch (failed) {
+      found.replaceChildren(el("p", { class: "problem" }, failed instanceof Failed ? failed.message : String(failed)));
+    }
+  };
+  return el(
+    "form",
+    { class: "stack", onsubmit: search },
+    el("div", { class: "browse" }, asked, el("button", {}, t("search"))),
+    el("p", { class: "hint" }, t("hub_hint")),
+    found,
+  );
+}
+/** @param {(file: string) => void} done */
+function uploadPanel(done) {
+  const input = el("input", { type: "file", accept: ".jsonl,.json,.csv,.parquet", id: "upload" }),
+    said = el("p", { class: "problem", role: "alert" }),
+    bar = el("progress", { max: 1, value: 0, hidden: true, "aria-label": t("progress") });
+  input.addEventListener("change", async () => {
+    const file = input.files[0],
+      name = file.name.replace(/[^A-Za-z0-9_.-]/g, "_");
+    bar.hidden = false;
+    said.textContent = "";
+    try {
+      for (let offset = 0; offset === 0 || offset < file.size; offset += PIECE) {
+        const isLast = offset + PIECE >= file.size;
+        const answer = await api(
+          "PUT",
+          `api/uploads/${encodeURIComponent(name)}?offset=${offset}${isLast ? "&last=1" : ""}`,
+          file.slice(offset, offset + PIECE),
+        );
+        bar.value = Math.min(1, (offset + PIECE) / file.size);
+        if (isLast) done((await answer.json()).file);
+      }
+    } catch (failed) {
+      said.textContent = failed instanceof Failed ? failed.message : String(failed);
+    }
+  });
+  return el("div", { class: "stack" }, el("label", { for: "upload" }, t("upload_hint")), input, bar, said);
+}
+/** @param {any} one of api/models */
+export const modelItem = (one) => ({
+  name: one.path,
+  detail: [one.type, one.bytes ? bytes(one.bytes) : "", t(`kind_of_${one.kind}`)].filter(Boolean).join(" · "),
+  value: one.path,
+});
+/** @param {any} one of api/datasets */
+export const dataItem = (one) => ({
+  name: one.name,
+  detail: [one.folder === "." ? "" : one.folder, one.bytes ? bytes(one.bytes) : ""].filter(Boolean).join(" · "),
+  file: one.file,
+  value: one,
+});

@@ -1,0 +1,140 @@
+// @ts-check
+// What a run will do, as facts, a bar of memory, notes, and examples with their trained tokens.
+import { $, el, svg } from "./dom.js";
+import { bytes, short, visible } from "./format.js";
+import { language, t } from "./words.js";
+
+/** @param {any} memory */
+function memoryBar(memory) {
+  const share = memory.available ? memory.total / memory.available : 0,
+    isTooMuch = share > 1;
+  const parts = memory.terms.filter((/** @type {any} */ term) => term.bytes > 0);
+  const whole = Math.max(memory.total, memory.available || memory.total);
+  let at = 0;
+  const bar = svg("svg", {
+    class: "memory-bar",
+    viewBox: "0 0 1000 10",
+    preserveAspectRatio: "none",
+    "aria-hidden": "true",
+  });
+  for (const [place, term] of parts.entries()) {
+    const width = (1000 * term.bytes) / whole;
+    bar.append(svg("rect", { x: at, y: 0, width, height: 10, class: `fill-c${place % 8}` }));
+    at += width;
+  }
+  return el(
+    "div",
+    { class: "memory" },
+    el(
+      "div",
+      { class: "row" },
+      el("span", { class: "dim grow" }, t("plan_memory")),
+      el(
+        "span",
+        {},
+        t("of_free", { needed: bytes(memory.total), free: bytes(memory.available) }),
+        " ",
+        el("b", { class: isTooMuch ? "problem" : "fits" }, isTooMuch ? t("too_much") : t("fits")),
+      ),
+    ),
+    bar,
+    el(
+      "ul",
+      { class: "terms" },
+      parts.map((/** @type {any} */ term, /** @type {number} */ place) =>
+        el("li", {}, el("span", { class: `swatch ink-c${place % 8}` }), `${term.name} ${bytes(term.bytes)}`),
+      ),
+    ),
+  );
+}
+/** @param {any} answer */
+export function planNodes(answer) {
+  const { steps, memory, disk } = answer,
+    tiles = el("dl", { class: "tiles" });
+  const add = (/** @type {string} */ name, /** @type {string} */ value, /** @type {any} */ under = "") =>
+    tiles.append(
+      el("div", { class: "tile" }, el("dt", {}, t(name)), el("dd", {}, value), el("dd", { class: "under" }, under)),
+    );
+  add("plan_steps", String(steps.total), t("steps_text", { total: steps.total, per_epoch: steps.per_epoch }));
+  if (steps.rows) add("plan_rows", short(steps.rows, language));
+  if (disk) add("plan_disk", bytes(disk.needed), t("disk_free", { free: bytes(disk.free) }));
+  if (steps.curve?.length) {
+    const high = Math.max(...steps.curve) || 1;
+    const points = steps.curve
+      .map(
+        (/** @type {number} */ value, /** @type {number} */ place) =>
+          `${(place * 120) / (steps.curve.length - 1)},${26 - (24 * value) / high}`,
+      )
+      .join(" ");
+    add(
+      "plan_rate",
+      short(high),
+      svg(
+        "svg",
+        { viewBox: "0 0 120 28", class: "spark", preserveAspectRatio: "none", "aria-hidden": "true" },
+        svg("polyline", { points }),
+      ),
+    );
+  }
+  return [tiles, ...(memory ? [memoryBar(memory)] : [])];
+}
+/** @param {any} answer */
+export function noteNodes(answer) {
+  const notes = [...(answer.dropped ?? []), ...(answer.notes ?? [])],
+    lang = language === "en" ? null : "en";
+  return notes.length
+    ? el(
+        "ul",
+        { class: "notes", lang },
+        notes.map((note) => el("li", {}, note)),
+      )
+    : el("p", { class: "hint" }, t("no_notes"));
+}
+/** @param {any} answer */
+export function detailNodes(answer) {
+  const lang = language === "en" ? null : "en";
+  return (answer.sections ?? []).flatMap((/** @type {any} */ section) => [
+    el("h3", { lang }, section.title),
+    el(
+      "dl",
+      { class: "facts", lang },
+      section.lines.map((/** @type {any[]} */ [name, text, where]) => [
+        el("dt", {}, name),
+        el("dd", {}, visible(text), where ? el("small", {}, ` ${where}`) : null),
+      ]),
+    ),
+  ]);
+}
+/** Examples, one at a time. */
+export class Examples {
+  constructor() {
+    this.place = 0;
+    /** @type {any[]} */
+    this.rows = [];
+    for (const [id, move] of /** @type {[string, number][]} */ ([
+      ["#row-before", -1],
+      ["#row-after", 1],
+    ]))
+      $(id).addEventListener("click", () => {
+        this.place += move;
+        this.show();
+      });
+    for (const box of ["#row-ids", "#row-brackets"]) $(box).addEventListener("input", () => this.show());
+  }
+  /** @param {any[]} [rows] */
+  show(rows = this.rows) {
+    this.rows = rows;
+    if (!rows.length) return;
+    this.place = (this.place + rows.length) % rows.length;
+    const row = rows[this.place],
+      ids = $("#row-ids").checked,
+      brackets = $("#row-brackets").checked;
+    $("#row-title").textContent = t("row_of", row).replace(/^\d+(: |：)/, ""); // a row that was drawn has no other title
+    $("#sample").replaceChildren(
+      ...row.pieces.map((/** @type {any[]} */ [text, trained, tokens]) => {
+        const shown = ids ? ` ${tokens.join(" ")} ` : visible(text);
+        return trained ? el("mark", {}, brackets ? `⟦${shown}⟧` : shown) : document.createTextNode(shown);
+      }),
+    );
+  }
+}

@@ -1,0 +1,87 @@
+// @ts-check
+// Presets of a form, and YAML that is pasted into it.
+import { $, el, say } from "./dom.js";
+import { Failed, send } from "./net.js";
+import { t } from "./words.js";
+
+const KEPT_ASIDE = /^(output_dir|overwrite_output_dir|resume_from_checkpoint):/; // of one run, and of no other
+
+/** @param {any} found of api/form @param {(values: Record<string, any>) => void} take */
+export function presets(found, take) {
+  const own = new Set(Object.keys(found.own_presets)),
+    kept = { ...found.presets, ...found.own_presets };
+  /** @param {string} chosen */
+  function show(chosen) {
+    const listed = (/** @type {string[]} */ names, /** @type {string} */ label) =>
+      names.length
+        ? [
+            el(
+              "optgroup",
+              { label },
+              names.map((name) => el("option", { value: name, selected: name === chosen }, name)),
+            ),
+          ]
+        : [];
+    $("#preset").replaceChildren(
+      el("option", { value: "" }, "–"),
+      ...listed(Object.keys(found.presets), t("presets_carried")),
+      ...listed([...own], t("presets_own")),
+    );
+    $("#drop-preset").hidden = !own.has(chosen);
+  }
+  show("");
+  $("#preset").addEventListener("change", (/** @type {any} */ { target }) => {
+    $("#drop-preset").hidden = !own.has(target.value);
+    take(kept[target.value] ?? {});
+  });
+  const dialog = $("#preset-dialog");
+  $("#save-preset").addEventListener("click", () => {
+    $("#preset-name").value = own.has($("#preset").value) ? $("#preset").value : "";
+    $("#preset-problem").textContent = "";
+    dialog.showModal();
+  });
+  $("#preset-cancel").addEventListener("click", () => dialog.close());
+  const keep = async () => {
+    const name = $("#preset-name").value,
+      text = $("#yaml")
+        .textContent.split("\n")
+        .filter((/** @type {string} */ line) => !KEPT_ASIDE.test(line))
+        .join("\n");
+    try {
+      await send("PUT", `api/presets/${encodeURIComponent(name)}`, { text });
+      own.add(name);
+      kept[name] = (await send("POST", "api/yaml", { text })).values;
+      show(name);
+      dialog.close();
+      say(t("preset_kept", { name }));
+    } catch (failed) {
+      if (failed instanceof Failed) $("#preset-problem").textContent = failed.message;
+      else throw failed;
+    }
+  };
+  $("#preset-keep").addEventListener("click", keep);
+  $("form", dialog).addEventListener("submit", (/** @type {Event} */ event) => {
+    event.preventDefault();
+    void keep();
+  });
+  $("#drop-preset").addEventListener("click", async () => {
+    const name = $("#preset").value;
+    await send("DELETE", `api/presets/${encodeURIComponent(name)}`);
+    own.delete(name);
+    show("");
+  });
+  $("#load-yaml").addEventListener("click", () => $("#yaml-dialog").showModal());
+  $("#yaml-cancel").addEventListener("click", () => $("#yaml-dialog").close());
+  $("#yaml-take").addEventListener("click", async () => {
+    const { values, problems } = await send("POST", "api/yaml", { text: $("#yaml-text").value });
+    $("#yaml-problems").replaceChildren(
+      ...problems.map((/** @type {string} */ sentence) => el("p", { lang: "en" }, sentence)),
+    );
+    if (problems.length) {
+      $("#yaml-text").focus();
+      return;
+    }
+    $("#yaml-dialog").close();
+    take(values);
+  });
+}

@@ -1,0 +1,61 @@
+// @ts-check
+// The models that can be asked, evaluated or exported: runs, their checkpoints, and folders.
+import { el } from "./dom.js";
+import { get } from "./net.js";
+import { t } from "./words.js";
+
+/** @typedef {{label: string, group: string, body: Record<string, any>, folder: string}} Target */
+
+/** @param {boolean} withModels folders that are no run too @returns {Promise<Map<string, Target>>} */
+export async function findTargets(withModels = true) {
+  const [{ runs }, { models, named }] = await Promise.all([get("api/runs"), get("api/models")]);
+  /** @type {Map<string, Target>} */
+  const found = new Map();
+  if (named) found.set("named", { label: named, group: t("models"), body: { named: true }, folder: "" });
+  const usable = runs
+    .filter(
+      (/** @type {any} */ run) =>
+        run.kind === "train" && (run.maker === "burnish" || run.checkpoint) && run.state !== "unreadable",
+    )
+    .slice(0, 40);
+  const details = await Promise.all(
+    usable.map((/** @type {any} */ run) => (run.checkpoint ? get(`api/runs/${run.id}`).catch(() => null) : null)),
+  );
+  for (const [place, run] of usable.entries()) {
+    found.set(run.id, { label: run.title, group: t("runs_title"), body: { run: run.id }, folder: run.folder });
+    for (const step of (details[place]?.checkpoints ?? []).toReversed().slice(0, 8)) {
+      found.set(`${run.id}/${step}`, {
+        label: `${run.title} / checkpoint-${step}`,
+        group: t("runs_title"),
+        body: { run: run.id, checkpoint: step },
+        folder: `${run.folder}/checkpoint-${step}`,
+      });
+    }
+  }
+  if (withModels)
+    for (const model of models)
+      if (model.kind === "model")
+        found.set(`path:${model.path}`, {
+          label: model.path,
+          group: t("models"),
+          body: { path: model.path },
+          folder: model.path,
+        });
+  return found;
+}
+/** Options of a select in their groups. @param {Map<string, Target>} targets @param {string} chosen @param {string} [none] */
+export function choices(targets, chosen, none) {
+  const groups = [...new Set([...targets.values()].map((one) => one.group))];
+  return [
+    ...(none === undefined ? [] : [el("option", { value: "" }, none)]),
+    ...groups.map((label) =>
+      el(
+        "optgroup",
+        { label },
+        [...targets]
+          .filter(([, one]) => one.group === label)
+          .map(([value, one]) => el("option", { value, selected: value === chosen }, one.label)),
+      ),
+    ),
+  ];
+}

@@ -1,0 +1,121 @@
+// @ts-check
+// A conversation as nodes: questions and answers, thoughts, calls and their results, tokens.
+import { $, copy, el, icon } from "./dom.js";
+import { visible } from "./format.js";
+import { nodes } from "./md.js";
+import { chain } from "./messages.js";
+import { t } from "./words.js";
+
+/** @param {any} one */
+export const waits = (one) =>
+  chain(one).some((part) => part.figures && part.calls?.some((/** @type {any} */ call) => call.result === undefined));
+
+/** A button of one picture. @param {string} name @param {string} label @param {() => void} onclick */
+export const small = (name, label, onclick) =>
+  el("button", { type: "button", class: "quiet square", "aria-label": label, title: label, onclick }, icon(name));
+
+/** @param {string} role @param {number | string} side @param {string} name */
+export function turnNode(role, side, name) {
+  const text = el("div", { class: "text" }),
+    thought = el(
+      "details",
+      { class: "thought", hidden: true },
+      el("summary", {}, t("thought")),
+      el("div", { class: "thought-text" }),
+    );
+  const figures = el("div", { class: "figures" }),
+    tools = el("div", { class: "turn-tools" });
+  const node = el(
+    "article",
+    { class: `turn ${role}` },
+    el("h2", {}, name),
+    thought,
+    el("div", { class: "bubble" }, text),
+    el("div", { class: "row under" }, figures, tools),
+  );
+  $(`.side[data-side="${side}"]`).append(node);
+  return { node, text, thought, figures, tools };
+}
+/** A call, with what it came back with, or a field for that. @param {any} call @param {any} one @param {(() => void) | undefined} told */
+function callNode(call, one, told) {
+  const shown = el("pre", { class: "call" }, visible(`${call.name}(${call.arguments})`));
+  if (call.result !== undefined) return [shown, el("pre", { class: "result" }, visible(call.result))];
+  if (!one.figures || !told) return [shown]; // it is still being written
+  const field = el("textarea", {
+    rows: 2,
+    "aria-label": t("result_of", { name: call.name }),
+    placeholder: t("result_of", { name: call.name }),
+  });
+  const give = (/** @type {Event} */ event) => {
+    event.preventDefault();
+    call.result = field.value;
+    told();
+  };
+  return [shown, el("form", { class: "row result-form", onsubmit: give }, field, el("button", {}, t("give_result")))];
+}
+/** @param {any} node of turnNode @param {any} one the answer @param {() => void} [told] after a result was given */
+export function fill(node, one, told) {
+  node.text.replaceChildren(...nodes(one.text));
+  if (!one.figures && !one.text && !one.thought)
+    node.text.append(el("span", { class: "typing", role: "img", "aria-label": t("writing") }));
+  for (const call of one.calls ?? []) node.text.append(...callNode(call, one, told));
+  node.thought.hidden = !one.thought;
+  $(".thought-text", node.thought).textContent = visible(one.thought ?? "");
+  const tokens = one.pieces?.length
+    ? el(
+        "details",
+        { class: "tokens" },
+        el("summary", {}, t("pieces")),
+        one.pieces.map((/** @type {any[]} */ [piece, logprob]) =>
+          el("span", { class: "piece", title: `${(100 * Math.exp(logprob)).toFixed(1)} %` }, visible(piece)),
+        ),
+      )
+    : null;
+  node.figures.replaceChildren(...(one.figures ? [el("span", {}, one.figures)] : []), ...(tokens ? [tokens] : []));
+}
+/** The question of a turn, and what stood before it in its record. @param {any} turn @param {number} side @param {((text: string) => void) | undefined} edited */
+export function asked(turn, side, edited) {
+  for (const { role, content, tool_calls: calls } of turn.before ?? [])
+    turnNode(role, side, role).text.replaceChildren(
+      ...nodes(
+        content ||
+          calls.map((/** @type {any} */ call) => `${call.function.name}(${call.function.arguments})`).join("\n"),
+      ),
+    );
+  const node = turnNode("user", side, t("you"));
+  node.text.replaceChildren(...nodes(turn.user));
+  node.tools.append(small("copy", t("copy"), () => copy(turn.user)));
+  if (edited) node.tools.append(small("edit", t("edit"), () => edit(node, turn.user, edited)));
+}
+/** @param {any} node @param {string} text @param {(text: string) => void} edited */
+function edit(node, text, edited) {
+  const field = el("textarea", { rows: 3, "aria-label": t("edit") });
+  field.value = text;
+  const cancel = el(
+    "button",
+    {
+      type: "button",
+      onclick: () => {
+        node.text.replaceChildren(...nodes(text));
+        node.tools.hidden = false;
+      },
+    },
+    t("cancel"),
+  );
+  node.tools.hidden = true;
+  node.text.replaceChildren(
+    el(
+      "form",
+      {
+        class: "edit",
+        onsubmit: (/** @type {Event} */ event) => {
+          event.preventDefault();
+          if (field.value.trim()) edited(field.value);
+        },
+      },
+      field,
+      el("div", { class: "row" }, cancel, el("button", { class: "main" }, t("send"))),
+    ),
+  );
+  field.focus();
+}

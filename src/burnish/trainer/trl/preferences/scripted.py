@@ -1,0 +1,215 @@
+"""Training by methods of a script, as TRL calls them: its padded batches, and the model itself.
+
+Where a subclass overrides ``compute_loss`` or another method that is handed a batch or a model, the loader gives TRL's
+padded batches and the engine wraps the model alone. What burnish's objective needs of the whole step (the numbers of
+the reference, KTO's baseline, ranks) is computed as without the override, and travels with the padded batch, so that
+an override that calls the original changes nothing.
+"""
+
+# P pairs or records in a micro-batch, S sequences
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from burnish.checkpoint.parts import Stateful
+from burnish.loop.protocols import Engine, Objective
+from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row
+from burnish.losses.sequence_logps import SequenceModel
+from burnish.trainer.data.stream import PaddingBatch
+from burnish.trainer.trl.preferences.objective import padding_batch
+
+
+@dataclass
+class PreferenceOutput(ModelOutput):
+    """What ``compute_loss(..., return_outputs=True)`` gives beside the loss. TRL: the model's output.
+
+    Args:
+        logits: (S, T, V), the chosen answers before the rejected ones. rewards: of burnish, in the order of its rows.
+    """
+
+    logits: Tensor | None = None
+    rewards: Tensor | None = None
+
+
+class ScriptedBatch(dict[str, Any]):
+    """TRL's padded batch, and the same micro-batch as the objective reads it. Args: ready: the latter."""
+
+    def __init__(self, values: Mapping[str, Any], ready: Batch) -> None:
+        super().__init__(values)
+        self.ready = ready
+        self._versions = {name: (value, value._version) for name, value in tensors_in(values)}
+
+    @property
+    def is_as_made(self) -> bool:
+        """Whether the tensors are the ones that ``ready`` was made of, and none was written to."""
+        now = dict(tensors_in(self))
+        return now.keys() == self._versions.keys() and all(
+            now[name] is value and value._version == version for name, (value, version) in self._versions.items()
+        )
+
+
+def tensors_in(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, value) for name, value in values.items() if isinstance(value, Tensor))
+
+
+class Scripted(Objective):
+    """An objective over padded batches and the model itself.
+
+    Args:
+        objective: the trainer's. rows_of: a padded batch -> the objective's rows.
+        over: a model -> the objective's module around it.
+    """
+
+    def __init__(
+        self, objective: Any, rows_of: Callable[[Mapping[str, Any]], list[Row]], over: Callable[[nn.Module], nn.Module]
+    ) -> None:
+        self.objective, self.rows_of, self.over = objective, rows_of, over
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        parts: Mapping[str, Stateful] = self.objective.parts
+        return parts
+
+    def setup(self, module: nn.Module) -> None:
+        self.objective.setup(self.over(module))
+
+    def collated(self, batch: Mapping[str, Any]) -> Batch:
+        """The objective's micro-batch of a padded one, without what depends on its whole step."""
+        made: Batch = self.objective.collate(self.rows_of(batch))
+        return padding_batch(made) if isinstance(batch, PaddingBatch) else made
+
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+        laid = [engine.to_device(self.collated(batch)) for batch in batches]
+        ready = self.objective.prepare_step(self.over(module), laid, engine)
+        return [ScriptedBatch(batch, made) for batch, made in zip(batches, ready, strict=True)]
+
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+        seen = _Seen(batches, self.collated, engine)
+        for ready in self.objective.iter_eval(self.over(module), seen, engine):
+            yield ScriptedBatch(seen.padded.popleft(), ready)
+
+    def ready(self, module: nn.Module, batch: Batch, engine: Engine) -> Batch:
+        """The objective's micro-batch of a padded one: as it was prepared, or anew where a script has changed it."""
+        if isinstance(batch, ScriptedBatch) and batch.is_as_made:
+            return batch.ready
+        (made,) = self.objective.prepare_step(self.over(module), [engine.to_device(self.collated(batch))], engine)
+        return made  # type: ignore[no-any-return]
+
+    def num_items(self, batch: Batch) -> Tensor:
+        num_items: Tensor = self.objective.num_items(
+            batch.ready if isinstance(batch, ScriptedBatch) else self.collated(batch)
+        )
+        return num_items
+
+    def loss_of(self, module: nn.Module, batch: Batch, ready: Batch) -> Loss:
+        """The loss of a padded batch, a sum over its items. Args: ready: as ``ready`` gives it."""
+        over = self.over(module)
+        if isinstance(over, PaddedScores):
+            ready = {**ready, "padded": {name: batch[name] for name in ("input_ids", "attention_mask")}}
+        loss: Loss = self.objective.loss(over, ready)
+        return loss
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        return self.loss_of(module, batch, cast(ScriptedBatch, batch).ready)
+
+    def report(self, values: dict[str, float]) -> dict[str, float]:
+        reported: dict[str, float] = self.objective.report(values)
+        return reported
+
+
+@dataclass
+class _Seen:
+    """The objective's batches of a loader, which may be gone through twice. ``padded``: those of the last time."""
+
+    batches: Iterable[Batch]
+    collated: Callable[[Batch], Batch]
+    engine: Engine
+    padded: deque[Batch] = field(default_factory=deque)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.padded.clear()
+        for batch in self.batches:
+            self.padded.append(self.engine.to_device(batch))
+            yield self.collated(batch)
+
+    __hash__ = object.__hash__
+
+
+class PaddedScores(nn.Module):
+    """The scores that a wrapped sequence classifier gives itself. Args: model: as the engine wrapped it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Tensor:
+        """(S,) the scores of ``batch["padded"]``, alternating between chosen and rejected."""
+        logits: Tensor = self.model(**batch["padded"], use_cache=False).logits
+        return logits.squeeze(-1).float().view(2, -1).t().flatten()
+
+
+def module_over(made: nn.Module, bare: nn.Module, model: nn.Module) -> nn.Module:
+    """The objective's module around ``model``.
+
+    Args:
+        made: the one around ``bare``, which serves where no engine has wrapped the model. A wrapper has to be called
+            itself, so that gradients are synced: logits are made, and scores are read from the model's output.
+    """
+    if model is bare:
+        made.training = model.training
+        return made
+    if isinstance(made, SequenceModel):
+        return made.without_head(model)
+    return PaddedScores(model).train(model.training)
+
+
+def get_batch_logps(
+    logits: Tensor, labels: Tensor, average_log_prob: bool = False, is_encoder_decoder: bool = False
+) -> Tensor:
+    """(S,) log-probabilities of the labels, summed over each sequence or their mean.
+
+    Args:
+        logits: (S, T, V). labels: (S, T), ``IGNORE_INDEX`` where nothing is learned.
+        is_encoder_decoder: whether position t predicts label t, not t + 1.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"logits (S, T, V) and labels (S, T) must agree. Received: {tuple(logits.shape)}, {tuple(labels.shape)}."
+        )
+    if not is_encoder_decoder:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    learned = labels != IGNORE_INDEX
+    chosen = F.log_softmax(logits.float(), -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    sums = (chosen * learned).sum(-1)
+    return sums / learned.sum(-1) if average_log_prob else sums
+
+
+def concatenated_inputs(
+    batch: Mapping[str, Any], is_encoder_decoder: bool = False, padding_value: int = 0, device: Any = None
+) -> dict[str, Tensor]:
+    """(2P, T) ``concatenated_input_ids``, ``concatenated_attention_mask``, ``concatenated_labels``: the chosen answers
+    before the rejected ones."""
+    fillers, found = {"input_ids": padding_value, "attention_mask": 0, "labels": IGNORE_INDEX}, {}
+    for name, filler in fillers.items():
+        sides = [batch[f"{side}_{name}"] for side in ("chosen", "rejected")]
+        longest = max(side.shape[1] for side in sides)
+        padded = [F.pad(side, (0, longest - side.shape[1]), value=filler) for side in sides]
+        found[f"concatenated_{name}"] = torch.cat(padded).to(device)
+    return found
+
+
+def model_inputs_of(batch: Mapping[str, Any], padding_value: int) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask`` of all answers of a padded batch."""
+    laid, prefix = batch, ""
+    if "chosen_input_ids" in batch:
+        laid, prefix = concatenated_inputs(batch, padding_value=padding_value), "concatenated_"
+    return {name: laid[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}

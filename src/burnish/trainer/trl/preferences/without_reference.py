@@ -1,0 +1,210 @@
+"""``ORPOTrainer`` and ``CPOTrainer``, with the constructors and behavior of TRL's classes.
+
+Their methods (``tokenize_row``, ``concatenated_forward``, ``odds_ratio_loss``, ...) are called where a script overrides
+one of them; else burnish's objective computes the same. In: TRL's batch (``PaddedBySide``) and the model itself.
+"""
+
+# P pairs in a micro-batch, T tokens, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from burnish.loop.types import IGNORE_INDEX
+from burnish.losses.pairs import PairObjective
+from burnish.losses.preference_losses import Pairs, Side, log_odds
+from burnish.trainer.trl.preferences.collator import PaddedBySide
+from burnish.trainer.trl.preferences.config import CPOConfig, ORPOConfig, PreferenceConfig
+from burnish.trainer.trl.preferences.rows import pair_texts
+from burnish.trainer.trl.preferences.scripted import ScriptedBatch, concatenated_inputs, get_batch_logps
+from burnish.trainer.trl.preferences.trainer import PreferenceTrainer
+from burnish.trainer.trl.prepared import column_names, first_row
+
+PAIR_METHODS = (
+    "get_batch_loss_metrics", "concatenated_forward", "concatenated_inputs", "get_batch_logps", "store_metrics"
+)  # fmt: skip
+
+
+class ORPOTrainer(PreferenceTrainer):
+    """Learn chosen answers, and by their odds to prefer them, without a reference (ORPO)."""
+
+    args: ORPOConfig
+    config_class: ClassVar[type[PreferenceConfig]] = ORPOConfig
+    objective_class = PairObjective
+    padding_class = PaddedBySide
+    tag = "orpo"
+    _pair_methods: ClassVar[tuple[str, ...]] = (*PAIR_METHODS, "odds_ratio_loss")  # by which the loss is computed then
+    _loss_methods = (*PreferenceTrainer._loss_methods, *_pair_methods)
+
+    is_encoder_decoder = False
+    _is_rendered = False  # whether texts come of a chat template
+    get_batch_logps = staticmethod(get_batch_logps)
+    concatenated_inputs = staticmethod(concatenated_inputs)
+
+    beta = property(lambda self: self.args.beta)
+    padding_value = property(lambda self: self._pad)
+    pad_token_id = property(lambda self: self._pad)
+    max_length = property(lambda self: self.args.max_length)
+    aux_loss_coef = property(lambda self: self.objective.aux_coefficient)
+
+    def __init__(self, model: Any, args: object = None, *rest: Any, **given: Any) -> None:
+        super().__init__(model, None, args, *rest, **given)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        if not (self._overrides("tokenize_row") or self._overrides("build_tokenized_answer")):
+            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        self.args, self.processing_class = args, processing_class  # which tokenize_row reads
+        self._is_rendered = not isinstance(first_row(dataset)["chosen"], str)
+        texts = dataset.map(partial(pair_texts, tokenizer=self._tokenizer))
+        return texts.map(self.tokenize_row, remove_columns=column_names(texts))
+
+    def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
+        """By TRL's methods where a script overrides one of them."""
+        if not any(map(self._overrides, self._pair_methods)):
+            return super()._loss_of_padded(model, inputs, return_outputs)
+        train_eval = "train" if model.training else "eval"
+        loss, metrics = self.get_batch_loss_metrics(model, inputs, train_eval=train_eval)
+        self.store_metrics(metrics, train_eval=train_eval)
+        return (loss, metrics) if return_outputs else loss
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def build_tokenized_answer(self, prompt: str, answer: str) -> dict[str, list[int]]:
+        """Ids of a prompt and of the answer behind it, cut where the prompt's own ids end.
+
+        Where the last token of the prompt merges with the answer, that token belongs to the answer.
+        """
+        ids = self.processing_class(prompt + answer, add_special_tokens=False)["input_ids"]
+        own = self.processing_class(prompt, add_special_tokens=False)["input_ids"]
+        at = len(own) if ids[: len(own)] == own else len(own) - 1
+        parts = {"prompt_": ids[:at], "": ids[at:]}
+        return {f"{name}input_ids": of for name, of in parts.items()} | {
+            f"{name}attention_mask": [1] * len(of) for name, of in parts.items()
+        }
+
+    def tokenize_row(self, feature: Mapping[str, Any], model: Any = None) -> dict[str, list[int]]:
+        """Ids, masks and labels of a pair. A chat template ends answers itself; others get the end token.
+
+        Args:
+            feature: texts ``prompt``, ``chosen``, ``rejected``.
+        """
+        begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        row: dict[str, list[int]] = {}
+        for side in ("rejected", "chosen"):
+            parts = self.build_tokenized_answer(feature["prompt"], feature[side])
+            prompt, answer = list(parts["prompt_input_ids"]), list(parts["input_ids"])
+            prompt = [begin, *prompt] if begin is not None and prompt[:1] != [begin] else prompt
+            answer = answer if self._is_rendered or answer[-1:] == [end] else [*answer, end]
+            answer = answer if self.max_length is None else answer[: max(0, self.max_length - len(prompt))]
+            row |= {
+                f"{side}_input_ids": prompt + answer, f"{side}_attention_mask": [1] * len(prompt + answer),
+                f"{side}_labels": [IGNORE_INDEX] * len(prompt) + answer,
+            }  # fmt: skip
+        return row | {"prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
+
+    # --- loss ---------------------------------------------------------------------------------------------------------
+
+    def concatenated_forward(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """One forward pass over both answers of each pair.
+
+        Returns:
+            (P,) log-probabilities of the chosen answers, and of the rejected; (P, T, V) logits of both; () the negative
+            log-likelihood that the loss has beside; of a mixture of experts () the loss of its router.
+        """
+        laid = self.concatenated_inputs(batch, self.is_encoder_decoder, self.padding_value, self.accelerator.device)
+        labels, more = laid["concatenated_labels"], {"output_router_logits": True} if self.aux_loss_enabled else {}
+        outputs = model(
+            laid["concatenated_input_ids"], attention_mask=laid["concatenated_attention_mask"], use_cache=False, **more
+        )
+        logits = outputs.logits[:, -labels.shape[1] :]
+        chosen, rejected = self.get_batch_logps(logits, labels, average_log_prob=self.objective.averages).chunk(2)
+        half = len(labels) // 2
+        both = (chosen, rejected, *logits.chunk(2), self._nll(logits[:half], labels[:half], batch))
+        return (*both, outputs.aux_loss) if self.aux_loss_enabled else both
+
+    def _nll(self, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """() of chosen answers, for the loss: the mean over pairs of each one's mean."""
+        return -get_batch_logps(logits, labels, average_log_prob=True).mean()
+
+    def odds_ratio_loss(self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor) -> tuple[Tensor, ...]:
+        """(P,) β ln σ(log odds), (P,) rewards of both answers, () means of ln σ(log odds) and of the log odds."""
+        pairs = self._pairs(policy_chosen_logps.float(), policy_rejected_logps.float())
+        odds = log_odds(pairs)
+        ratio = F.logsigmoid(odds)
+        return self.beta * ratio, *self._rewards(pairs), ratio.mean(), odds.mean()
+
+    @staticmethod
+    def _pairs(chosen: Tensor, rejected: Tensor) -> Pairs:
+        """Log-probabilities that may be means already."""
+        both = [Side(logps, torch.zeros_like(logps), torch.ones_like(logps)) for logps in (chosen, rejected)]
+        return Pairs(both[0], both[1])
+
+    def _rewards(self, pairs: Pairs) -> list[Tensor]:
+        return [self.objective._reward(side).detach() for side in pairs[:2]]
+
+    def get_batch_loss_metrics(
+        self, model: nn.Module, batch: Mapping[str, Any], train_eval: str = "train"
+    ) -> tuple[Tensor, dict[str, float]]:
+        """() the loss of a micro-batch, and its metrics by name; those of an evaluation begin with ``eval_``."""
+        chosen, rejected, *logits, nll = (found := self.concatenated_forward(model, batch))[:5]
+        loss, rewards, more = self._mean(chosen, rejected, nll)
+        more |= {
+            "rewards/chosen": rewards[0], "rewards/rejected": rewards[1],
+            "rewards/accuracies": (rewards[0] > rewards[1]).float(), "rewards/margins": rewards[0] - rewards[1],
+            "logps/chosen": chosen, "logps/rejected": rejected, "logits/chosen": logits[0].mean(),
+            "logits/rejected": logits[1].mean(), "nll_loss": nll,
+        }  # fmt: skip
+        if self.aux_loss_enabled:
+            loss = loss + self.aux_loss_coef * found[5]
+        prefix = "eval_" if train_eval == "eval" else ""
+        gather = self.accelerator.gather_for_metrics
+        return loss, {f"{prefix}{name}": gather(value.detach().float()).mean().item() for name, value in more.items()}
+
+    def _mean(self, chosen: Tensor, rejected: Tensor, nll: Tensor) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        """() the mean loss, (P,) rewards of both answers, further metrics."""
+        losses, *rewards, ratio, odds = self.odds_ratio_loss(chosen, rejected)
+        return nll - losses.mean(), rewards, {"log_odds_ratio": ratio, "log_odds_chosen": odds}
+
+    def store_metrics(self, metrics: Mapping[str, float], train_eval: str = "train") -> None:
+        """Keep metrics of a micro-batch for the next log, which has their means."""
+        for name, value in metrics.items():
+            self._metrics[train_eval][name].append(value)
+
+
+class CPOTrainer(ORPOTrainer):
+    """Learn to prefer chosen answers without a reference (CPO, SimPO, AlphaPO)."""
+
+    args: CPOConfig  # type: ignore[assignment]
+    config_class: ClassVar[type[PreferenceConfig]] = CPOConfig
+    tag = "cpo"
+    _pair_methods = (*PAIR_METHODS, "cpo_loss")
+    _loss_methods = (*PreferenceTrainer._loss_methods, *_pair_methods)
+
+    label_smoothing = property(lambda self: self.args.label_smoothing)
+    loss_type = property(lambda self: self.args.loss_type)
+    cpo_alpha = property(lambda self: self.args.cpo_alpha)
+    simpo_gamma = property(lambda self: self.args.simpo_gamma)
+    alpha = property(lambda self: self.args.alpha)
+
+    def _mean(self, chosen: Tensor, rejected: Tensor, nll: Tensor) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        losses, *rewards = self.cpo_loss(chosen, rejected)
+        return losses.mean() + self.cpo_alpha * nll, rewards, {}
+
+    def _nll(self, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """() the mean over the tokens of the chosen answers: of the step, where its number is known."""
+        logps, learned = get_batch_logps(logits, labels), (labels[:, 1:] != IGNORE_INDEX).sum()
+        ready = batch.ready if isinstance(batch, ScriptedBatch) else {}
+        share = ready.get("pairs_per_token", len(labels) / learned.clamp(min=1))
+        nll: Tensor = -(logps * share).mean()
+        return nll
+
+    def cpo_loss(self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor) -> tuple[Tensor, ...]:
+        """(P,) the loss without the likelihood of the chosen answers, (P,) rewards of both answers."""
+        pairs, (loss,) = self._pairs(policy_chosen_logps, policy_rejected_logps), self.objective.losses
+        return loss.of(pairs, self.objective.shape), *self._rewards(pairs)

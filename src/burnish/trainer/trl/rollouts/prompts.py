@@ -1,0 +1,107 @@
+"""Sets of the ``datasets`` library with a column ``prompt`` -> rows of prompts, for the trainers of this room.
+
+In: texts, or messages that end with a user's or a tool's turn; all other columns go to the reward functions. Out: rows
+with the ids of the prompt, its record, and its number in the set. A prompt that is empty or too long is left out, and
+counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset
+from transformers.utils import logging
+
+from burnish.config.errors import UserError
+from burnish.data.chat.plain import PlainOptions, PlainTemplate
+from burnish.data.sets.trl import has_turns
+from burnish.data.stats import DataStats
+from burnish.loop.types import Example, Message, RoleName, Row
+from burnish.losses.base import StageObjective
+from burnish.trainer.data.loaders import is_datasets_set
+
+logger = logging.get_logger("transformers.trainer")
+
+_ROLES: Mapping[str, RoleName] = {"assistant": "assistant", "tool": "observation", "system": "system"}
+
+
+class PromptTemplate(PlainTemplate):
+    """The tokenizer's chat template. Args: limit: the longest prompt in tokens. stops: ids that end a completion."""
+
+    def __init__(self, tokenizer: Any, limit: int | None, stops: Sequence[int]) -> None:
+        super().__init__(PlainOptions(limit, "keep_start"), tokenizer)
+        self.stops = list(dict.fromkeys([*super().stop_token_ids(), *stops]))
+
+    def stop_token_ids(self) -> list[int]:
+        return self.stops
+
+
+class PromptRows(Dataset[Row]):
+    """The rows of a set. Args: rows: each with ``row``, its number in the set."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+
+def prompt_rows(
+    dataset: Any, name: str, objective: StageObjective, variables: Mapping[str, Any] | None = None, tools: str = ""
+) -> PromptRows:
+    """The rows of a set.
+
+    Args:
+        name: "train" or "eval", in messages.
+        variables: arguments of the chat template for all records.
+        tools: JSON text of the schemas of the tools that the model may call.
+    Raises:
+        UserError: where a record has no prompt, or one that ends with an assistant's message.
+    """
+    if isinstance(dataset, PromptRows):
+        return dataset
+    is_list = isinstance(dataset, list)
+    if not is_list and not (is_datasets_set(dataset) and hasattr(dataset, "__len__")):
+        kind = type(dataset).__name__
+        raise NotImplementedError(
+            f"The {name} dataset must be a datasets.Dataset: its prompts are known by their numbers. Received: {kind}."
+        )
+    if not is_list and "prompt" not in dataset.column_names:
+        columns = ", ".join(dataset.column_names)
+        raise UserError(f'The {name} dataset needs a column "prompt". Received the columns: {columns}.')
+    stats = DataStats()
+    examples = [
+        _example(record, f"{name} dataset", at + 1, variables or {}, tools) for at, record in enumerate(dataset)
+    ]
+    stats.seen += len(examples)
+    rows = objective.encode(examples, stats)
+    kept: list[Row] = [{**row, "row": at} for at, row in enumerate(rows) if row is not None]
+    if not kept:
+        raise UserError(f"The {name} dataset has no prompt that could be answered.")
+    if len(kept) < len(rows):
+        logger.warning(f"{len(rows) - len(kept)} of {len(rows)} prompts of the {name} dataset are empty or too long.")
+    return PromptRows(kept)
+
+
+def _example(record: Mapping[str, Any], source: str, number: int, variables: Mapping[str, Any], tools: str) -> Example:
+    prompt, extra = record["prompt"], dict(record)
+    if own := {**variables, **(record.get("chat_template_kwargs") or {})}:
+        extra["chat_template_kwargs"] = own
+    if isinstance(prompt, str):
+        return Example(prompt=prompt, source=source, number=number, extra=extra)
+    if not has_turns(prompt):
+        what = f'{source}, record {number}: "prompt" must be a text or a list of messages. Received: {prompt!r:.100}.'
+        raise UserError(what)
+    messages = tuple(
+        Message(_ROLES.get(one["role"], "user"), one.get("content") or "", raw=_without_none(one)) for one in prompt
+    )
+    return Example(messages, tools=tools, source=source, number=number, extra=extra)
+
+
+def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without the keys that another message of the set has: ``datasets`` fills them with None."""
+    return {name: value for name, value in message.items() if value is not None or name == "content"}

@@ -1,0 +1,335 @@
+"""Tools, environments, and rollouts of a script's own, as sources of completions.
+
+A completion with tools is drawn in turns: the model's, then the results of the tools that it called, whose tokens are
+not learned, then the model's again. Ids are never made anew from text: the ids of results are the chat template's
+rendering of them behind a conversation of two messages, without the ids of those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from burnish.config.errors import UserError
+from burnish.data.chat.chat_template import JinjaFormat
+from burnish.data.chat.choose import TemplateOptions
+from burnish.data.chat.truncate import EncodingOptions
+from burnish.inference.replies.replies import read_whole
+from burnish.inference.replies.reply_forms import ReplyForm, form_of_jinja, opens_thought, schemas_of
+from burnish.inference.types import NoiseKey
+from burnish.rollouts.completions import Completion, CompletionLimits, CompletionSource
+from burnish.rollouts.rewards.functions import RewardFunction
+
+Tool = Callable[..., Any]
+_LONGEST_RUN = 1 << 30
+
+
+def schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The JSON schemas of functions, from their signatures and docstrings."""
+    return [get_json_schema(tool) for tool in tools]
+
+
+class _AnyName(dict[str, Any]):
+    """Schemas by name. A call of an unknown name is parsed as a call, and fails when it is run."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        return {}
+
+
+class _Plain(TemplateOptions, EncodingOptions):
+    """The options of a chat template that is taken as it is."""
+
+
+class ToolDialogue:
+    """How a chat template writes tools, calls and results.
+
+    Args:
+        tokenizer: with its chat template.
+        tools: schemas of all tools.
+        variables: further arguments of the template.
+    Raises:
+        UserError: where calls cannot be read, or where an earlier turn is written otherwise once others follow it.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
+        self.tokenizer, self.tools, self.variables = tokenizer, list(tools), dict(variables)
+        if not tokenizer.chat_template:
+            raise UserError("Tools need a chat template, and the tokenizer has none.", option="tools")
+        self.form: ReplyForm = form_of_jinja(JinjaFormat(tokenizer.chat_template, _Plain(), tokenizer, "own"))
+        if self.form.reader is None:
+            what = "The chat template has no tool calls, or an unknown format of tool calls."
+            raise UserError(what, remedy="Set the chat template of a model that calls tools.", option="tools")
+        self.offered = _AnyName(schemas_of(self.tools))
+        self.results_of([{"role": "tool", "name": next(iter(self.offered), "tool"), "content": "1"}])
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids of a prompt."""
+        return self._ids(messages, add_generation_prompt=True, tools=list(tools) or None)
+
+    def results_of(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids of messages of tools behind the end token of a turn, up to where the model goes on."""
+        call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
+        dummy = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        before = self._ids(dummy, add_generation_prompt=False)
+        whole = self._ids([*dummy, *messages], add_generation_prompt=True)
+        eos = self.tokenizer.eos_token_id
+        if eos in before:
+            before = before[: len(before) - before[::-1].index(eos)]
+        if whole[: len(before)] != before:
+            what = "The chat template writes a turn otherwise once a tool's result follows it, so a completion of "
+            what += "several turns would not be the conversation that the model saw."
+            raise UserError(what, remedy="Set a chat template that keeps earlier turns as they are.", option="tools")
+        return whole[len(before) :]
+
+    def message_of(self, prompt: Sequence[int], ids: Sequence[int], stops: frozenset[int]) -> dict[str, Any]:
+        """The message of an assistant, with ``tool_calls`` where it has any. Args: prompt: the ids before it."""
+        in_thought = opens_thought(prompt, self.form, self.tokenizer)
+        whole = read_whole(ids, self.form, self.tokenizer, offered=self.offered, stop_ids=stops, in_thought=in_thought)
+        if not whole.calls:
+            return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
+        calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in whole.calls]
+        return {"role": "assistant", "content": whole.content, "tool_calls": calls}
+
+    def _ids(self, messages: Sequence[Any], **more: Any) -> list[int]:
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=False, **more, **self.variables
+        )
+        return ids
+
+
+@dataclass
+class _Run:
+    """A completion on its way."""
+
+    prompt: list[int]
+    key: NoiseKey
+    tools: Mapping[str, Tool]
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    is_ended: bool = False
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    changed_prompt: list[int] | None = None
+
+
+class ToolSource(CompletionSource):
+    """Completions with calls of tools.
+
+    Args:
+        inner: draws the model's turns.
+        form: of the chat template.
+        tools: functions, by name; coroutines run together.
+        most: rounds of calls in a completion; None for any number.
+        context: the longest prompt and completion together.
+        environments: of each completion, or None.
+    """
+
+    def __init__(
+        self, inner: CompletionSource, form: ToolDialogue, tools: Mapping[str, Tool], most: int | None, context: int,
+        environments: Environments | None = None,
+    ) -> None:  # fmt: skip
+        self.inner, self.form, self.tools, self.context = inner, form, tools, context
+        self.most = _LONGEST_RUN if most is None else most
+        self.environments = environments
+        self.records: Sequence[Mapping[str, Any]] = ()
+        self.num_calls = self.num_failures = 0  # of the last call of ``complete``
+
+    def begin(self, records: Sequence[Mapping[str, Any]]) -> None:
+        self.records = records
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
+    ) -> list[Completion]:
+        self.num_calls = self.num_failures = 0
+        runs = [_Run(list(prompt), key, self.tools) for prompt, key in zip(prompts, keys, strict=True)]
+        if self.environments is not None:
+            self.environments.reset(self.records, runs, self.form)
+            prompts = [run.prompt for run in runs]
+        self._turn(runs, prompts, limits)
+        calling = [run for run in runs if run.messages[-1].get("tool_calls")]
+        rounds = 0
+        while calling and rounds < self.most:
+            rounds += 1
+            going_on = [run for run in calling if self._with_results(run, limits.max_new_tokens)]
+            self._turn(going_on, [run.prompt + run.ids for run in going_on], limits)
+            calling = [run for run in going_on if run.messages[-1].get("tool_calls")]
+        return [Completion(r.ids, r.is_ended, r.mask, messages=r.messages, prompt=r.changed_prompt) for r in runs]
+
+    def free(self) -> None:
+        self.inner.free()
+
+    def _turn(self, runs: Sequence[_Run], prompts: Sequence[Sequence[int]], limits: CompletionLimits) -> None:
+        """Draw the next turn of each completion, and read it."""
+        if not runs:
+            return
+        left = [limits.max_new_tokens - len(run.ids) for run in runs]
+        keys = [replace(run.key, start=len(run.ids)) for run in runs]
+        made = self.inner.complete(prompts, keys, replace(limits, max_new_tokens=max(left)))
+        for run, prompt, room, each in zip(runs, prompts, left, made, strict=True):
+            ids = each.ids[:room]
+            run.is_ended = each.is_ended and len(ids) == len(each.ids)
+            run.messages.append(self.form.message_of(prompt, ids, limits.stop_ids))
+            run.ids += ids
+            run.mask += [1] * len(ids)
+
+    def _with_results(self, run: _Run, longest: int) -> bool:
+        """Run the calls of the last turn. Whether their results fit into the completion, and it goes on."""
+        if not run.is_ended:
+            run.messages[-1].pop("tool_calls")
+            return False
+        results = self._called(run, [call["function"] for call in run.messages[-1]["tool_calls"]])
+        ids = self.form.results_of(results)
+        length = len(run.ids) + len(ids)
+        if length >= longest or len(run.prompt) + length >= self.context:
+            return False
+        run.messages += results
+        run.ids += ids
+        run.mask += [0] * len(ids)
+        return True
+
+    def _called(self, run: _Run, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with the results of calls, in their order; a failure is a result too."""
+
+        async def one(call: Mapping[str, Any]) -> Any:
+            if call["name"] not in run.tools:
+                raise ValueError(f"Tool {call['name']} not found.")
+            result = run.tools[call["name"]](**call["arguments"])
+            return await result if inspect.isawaitable(result) else result
+
+        async def every() -> list[Any]:
+            return await asyncio.gather(*map(one, calls), return_exceptions=True)
+
+        results = asyncio.run(every())
+        self.num_calls += len(calls)
+        self.num_failures += sum(isinstance(result, Exception) for result in results)
+        shown = [{"error": str(result)} if isinstance(result, Exception) else result for result in results]
+        return [
+            {"role": "tool", "name": call["name"], "content": str(result)}
+            for call, result in zip(calls, shown, strict=True)
+        ]
+
+
+class Environments:
+    """Environments of completions: one object for each, kept for later generations.
+
+    Args:
+        factories: a callable, or several by the name that the column ``environment`` of a record has.
+        tools: further functions that every completion may call.
+    """
+
+    def __init__(self, factories: Any, tools: Sequence[Tool]) -> None:
+        self.is_named = isinstance(factories, Mapping)
+        self.factories: dict[Any, Callable[[], Any]] = dict(factories) if self.is_named else {None: factories}
+        self.shared = list(tools)
+        self.pools: dict[Any, list[Any]] = {name: [self._made(name)] for name in self.factories}
+        self.of_completions: list[Any] = []
+
+    def _made(self, name: Any) -> Any:
+        made = self.factories[name]()
+        if not callable(getattr(made, "reset", None)):
+            raise ValueError(
+                "Each environment instance returned by `environment_factory` must define a callable `reset`."
+            )
+        return made
+
+    def tools_of(self, environment: Any) -> list[Tool]:
+        """The functions that a completion in this environment may call: its public methods, and those of all."""
+        names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+        own = [n for n in names if not n.startswith("_") and n not in ("reset", "get_reward")]
+        return [*self.shared, *(getattr(environment, name) for name in own)]
+
+    def every_tool(self) -> list[Tool]:
+        """The functions of all environments, each name once."""
+        found = {tool.__name__: tool for pool in self.pools.values() for tool in self.tools_of(pool[0])}
+        return list(found.values())
+
+    def rewards(self) -> list[RewardFunction]:
+        """A reward function for each class of environment with ``get_reward``."""
+        kinds = dict.fromkeys(type(p[0]) for p in self.pools.values() if callable(getattr(p[0], "get_reward", None)))
+        return [
+            RewardFunction(kind.__name__, _reward_of(kind), 1.0, parameters=frozenset({"environments"}))
+            for kind in kinds
+        ]
+
+    def reset(self, records: Sequence[Mapping[str, Any]], runs: Sequence[_Run], form: ToolDialogue) -> None:
+        """Give each completion its environment, its tools, and the prompt with what ``reset`` returned behind it."""
+        used: dict[Any, int] = {}
+        self.of_completions = []
+        for record, run in zip(records, runs, strict=True):
+            name = record["columns"].get("environment") if self.is_named else None
+            if name not in self.pools:
+                raise UserError(f'There is no environment "{name}". Known: {", ".join(map(str, self.pools))}.')
+            place = used[name] = used.get(name, -1) + 1
+            if place == len(self.pools[name]):
+                self.pools[name].append(self._made(name))
+            environment = self.pools[name][place]
+            self.of_completions.append(environment)
+            observed = environment.reset(**{"prompt": record["prompt"], **record["columns"]})
+            tools = self.tools_of(environment)
+            run.tools = {tool.__name__: tool for tool in tools}
+            messages = [dict(message) for message in record["prompt"]]
+            if observed is not None:
+                messages[-1]["content"] = f"{messages[-1].get('content') or ''}{observed}"
+            run.prompt = run.changed_prompt = form.prompt_ids(messages, schemas(tools))
+
+
+def _reward_of(kind: Any) -> Callable[..., Any]:
+    """The reward of environments of a class, None for those of others."""
+    if inspect.iscoroutinefunction(kind.get_reward):
+
+        async def get_reward(environments: Sequence[Any]) -> list[Any]:
+            return [await each.get_reward() if type(each) is kind else None for each in environments]
+
+        return get_reward
+    return lambda environments: [each.get_reward() if type(each) is kind else None for each in environments]
+
+
+class ScriptSource(CompletionSource):
+    """Completions of a script's own function: ``(prompts, trainer) -> {"prompt_ids": ..., "completion_ids": ...,
+    "logprobs": ...}``. Further keys become columns for the reward functions; ``env_mask`` is 1 for tokens of the model.
+    """
+
+    def __init__(self, function: Callable[..., Mapping[str, Any]], trainer: Any) -> None:
+        self.function, self.trainer = function, trainer
+        self.records: Sequence[Mapping[str, Any]] = ()
+
+    def begin(self, records: Sequence[Mapping[str, Any]]) -> None:
+        self.records = records
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
+    ) -> list[Completion]:
+        made = dict(self.function([record["prompt"] for record in self.records], self.trainer))
+        needed = ("prompt_ids", "completion_ids", "logprobs")
+        if missing := [name for name in needed if name not in made]:
+            raise ValueError(f"rollout_func must return keys {set(needed)}, missing {set(missing)}")
+        wrong = {n: len(v) for n, v in made.items() if v is not None and len(v) != len(prompts)}
+        if wrong:
+            name, count = next(iter(wrong.items()))
+            raise UserError(f'rollout_func returned {count} values of "{name}" for {len(prompts)} prompts.')
+        columns = {name: values for name, values in made.items() if name not in (*needed, "env_mask")}
+        masks, logps = made.get("env_mask"), made["logprobs"]
+        return [
+            Completion(
+                list(ids), bool(ids) and ids[-1] in limits.stop_ids, None if masks is None else list(masks[at]),
+                None if logps is None else list(logps[at]), {name: values[at] for name, values in columns.items()},
+                prompt=list(made["prompt_ids"][at]),
+            )
+            for at, ids in enumerate(made["completion_ids"])
+        ]  # fmt: skip
+
+    def free(self) -> None:
+        return None
+
+
+def tools_text(tools: Sequence[Tool]) -> str:
+    """The schemas of tools as JSON text, as examples have them; "" for none."""
+    return json.dumps(schemas(tools)) if tools else ""

@@ -1,0 +1,426 @@
+"""``GRPOTrainer`` and ``RLOOTrainer``, with the constructors and behavior of TRL's classes, on burnish's ``Trainer``
+and the objective of ``rollouts/``.
+
+In: a model or its name, reward functions, a config, data sets of prompts. Out: the trained model. What becomes of the
+prompts is in ``prompts.py``; completions, rewards and advantages are in ``rollouts/``, the loss in ``losses/rollouts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
+
+from burnish.config.errors import UserError
+from burnish.data.batches.stream import num_tokens
+from burnish.loop.meter import Totals
+from burnish.loop.protocols import Objective
+from burnish.loop.types import Batch
+from burnish.losses.reference import Following, StartOfRun
+from burnish.models.dropout import switch_off_dropout
+from burnish.models.load import context_length
+from burnish.parallel.single import set_seed
+from burnish.rollouts.completions import SEATS_CPU, SEATS_GPU, SlotSource
+from burnish.rollouts.journal import CompletionsCallback
+from burnish.rollouts.objective import LeaveOneOutObjective, RolloutObjective
+from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
+from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
+from burnish.rollouts.rewards.models import RewardModel, reward_model_of
+from burnish.trainer.data.in_step import in_step
+from burnish.trainer.data.stream import PaddingBatch
+from burnish.trainer.inspection import is_peft_model
+from burnish.trainer.reporting import Count
+from burnish.trainer.trl.base import TrlTrainer
+from burnish.trainer.trl.preferences.objective import fitted, padding_batch, reference_for
+from burnish.trainer.trl.rollouts.config import GRPOConfig, RLOOConfig, RolloutConfig
+from burnish.trainer.trl.rollouts.prompts import PromptRows, PromptTemplate, prompt_rows
+from burnish.trainer.trl.rollouts.tools import (
+    Environments,
+    ScriptSource,
+    Tool,
+    ToolDialogue,
+    ToolSource,
+    schemas,
+    tools_text,
+)
+from burnish.trainer.trl.sft.setup import (
+    attach_peft,
+    finish_peft,
+    inner_tokenizer,
+    own_config,
+    ready_model,
+    set_pad,
+)
+
+logger = logging.get_logger("transformers.trainer")
+_LONGEST = 1 << 20
+
+
+class CountPrompts(Count):
+    """Prompts of a step batch of the stream, or completions of one that was made of it."""
+
+    def __call__(self, batch: Batch) -> tuple[int, int]:
+        return len(batch["items"]), num_tokens(batch) if "input_ids" in batch else 0
+
+
+class RolloutTrainer(TrlTrainer):
+    """The common part of the trainers of this room.
+
+    Args:
+        model: the model, a peft model, or the name or folder of one.
+        reward_funcs: a function, a sequence classifier, the path or id of a reward model, or a list of these. A
+            function is called with ``prompts``, ``completions``, ``completion_ids``, the columns of the records, and
+            ``trainer_state``, ``log_extra``, ``log_metric``.
+        args: the config of this trainer.
+        train_dataset, eval_dataset: ``datasets.Dataset`` with a column ``prompt``; the latter may be a dict of them.
+        processing_class: the tokenizer; by default what lies with the model.
+        reward_processing_classes: tokenizers of reward models, one for each of ``reward_funcs``; None for functions.
+        peft_config: a config of the peft library; the adapter is trained and the model frozen.
+        tools: functions that the model may call, with type hints and docstrings; their results are not learned.
+        rollout_func: makes the completions itself, see ``ScriptSource``.
+        environment_factory: makes an object for each completion, or several such callables by the name in the column
+            ``environment``: its public methods are tools, ``reset(**record)`` begins, ``get_reward()`` is a reward.
+
+    A subclass may override ``_calculate_rewards``, with TRL's signature. A micro-batch has no padding: an override of
+    ``compute_loss`` gets completions one behind the other, with ``owner`` for the completion of each token.
+    """
+
+    args: RolloutConfig
+    config_class: ClassVar[type[RolloutConfig]]
+    objective_class: ClassVar[type[RolloutObjective]]
+    tag: ClassVar[str]
+    _counter = CountPrompts
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: object = None, train_dataset: Any = None,
+        eval_dataset: Any = None, processing_class: Any = None, reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None, optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None, peft_config: Any = None, tools: list[Tool] | None = None,
+        rollout_func: Callable[..., Mapping[str, Any]] | None = None, environment_factory: Any = None,
+    ) -> None:  # fmt: skip
+        args = own_config(self.config_class, args, model)
+        self.environments = None if environment_factory is None else Environments(environment_factory, tools or [])
+        self.tools = self.environments.every_tool() if self.environments is not None else list(tools or [])
+        self.rollout_func = rollout_func
+        if train_dataset is None:
+            train_dataset = blank_prompts(args, self.environments)
+        set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
+        model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
+        if peft_config is not None:
+            model = attach_peft(model, peft_config, added)
+        if args.disable_dropout:
+            switch_off_dropout(model)
+        self._tokenizer = inner_tokenizer(processing_class)
+        self._pad = set_pad(model, processing_class, None)
+        if hasattr(model, "peft_config"):
+            finish_peft(model, args)
+        choices = args.choices()
+        self._set_router(model, args.router_aux_loss_coef)
+        choices.router_aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
+        for note in args.notes():
+            logger.warning(note)
+        room = context_length(model.config)
+        template = PromptTemplate(
+            self._tokenizer, None if room is None else room - args.max_completion_length, end_tokens(model)
+        )
+        self.objective = self.objective_class(choices, template, self._tokenizer)
+        self.reward_funcs = reward_list(reward_funcs, reward_processing_classes)
+        self.reward_processing_classes = [getattr(one, "tokenizer", None) for one in self.reward_funcs]
+        self.objective.functions = self._functions(args)
+        self.objective.rewarding = self._rewarding
+        self._logged_extra: dict[str, list[Any]] = {}
+        self._logged_metrics: dict[str, list[float]] = {}
+        super().__init__(
+            model=model, args=args, data_collator=self._collate, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
+        )  # fmt: skip
+        if args.log_completions:
+            seen = CompletionsCallback(choices, Path(args.output_dir))
+            self.objective.on_generation = seen.add
+            self.add_callback(seen)
+        self._prompts = self._rows_of(train_dataset, "train")
+        self._fit(peft_config)
+        if rollout_func is None:  # it may add columns
+            for note in self.objective.inspect(self._prompts.rows, self.objective.rows_per_rank):
+                logger.warning(note)
+        tag: Any = getattr(self.model, "add_model_tags", None)
+        if tag is not None:
+            tag(self._tag_names)
+
+    @property
+    def _tag_names(self) -> list[str]:
+        """Tags of the model's page; TRL's trainers have this name for theirs."""
+        return ["burnish", self.tag]
+
+    # --- rewards ------------------------------------------------------------------------------------------------------
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """Names of the reward functions in the log."""
+        return [function.name for function in self.objective.functions]
+
+    @property
+    def reward_weights(self) -> Tensor:
+        """(K,) of the reward functions."""
+        return torch.tensor([function.weight for function in self.objective.functions])
+
+    def _functions(self, args: RolloutConfig) -> list[RewardFunction]:
+        weights = args.reward_weights
+        if weights is not None and len(weights) != len(self.reward_funcs):
+            raise ValueError(
+                f"Number of reward weights ({len(weights)}) must match number of reward functions "
+                f"({len(self.reward_funcs)})"
+            )
+        functions = load_rewards(self.reward_funcs, weights)
+        functions += self.environments.rewards() if self.environments is not None else []
+        if not functions:
+            raise ValueError(
+                "No reward source provided. Pass `reward_funcs`, or an `environment_factory` whose environment defines "
+                "a `get_reward` method."
+            )
+        return functions
+
+    def _rewarding(
+        self, functions: Sequence[RewardFunction], prompts: Sequence[Any], completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]], **told: Any,
+    ) -> RewardTable:  # fmt: skip
+        """The rewards of this rank's completions, by the method that a script may override."""
+        inputs = [
+            {"prompt": prompt, **{name: values[at] for name, values in columns.items()}}
+            for at, prompt in enumerate(prompts)
+        ]
+        self._told, self._logged_extra, self._logged_metrics = told, {}, {}
+        values = self._calculate_rewards(
+            inputs, list(prompts), list(completions), [list(ids) for ids in completion_ids]
+        )
+        values = torch.as_tensor(values, dtype=torch.float64).cpu()
+        count, first = len(prompts), self._engine.rank * len(prompts)
+        values = values[first : first + count] if len(values) > count else values
+        if values.shape != (count, len(functions)):
+            expected = f"({count}, {len(functions)})"
+            what = f"_calculate_rewards must return a tensor {expected}, completions by functions."
+            raise UserError(f"{what} Received: {tuple(values.shape)}.")
+        metrics = {**self._logged_metrics, **self._tool_metrics(count)}
+        return RewardTable(values, self.reward_func_names, self._logged_extra, metrics)
+
+    def _tool_metrics(self, count: int) -> dict[str, list[float]]:
+        """Calls per completion, and failures per call. Args: count: of the completions."""
+        source = self.objective.source
+        if not isinstance(source, ToolSource):
+            return {}
+        failed = source.num_failures / source.num_calls if source.num_calls else 0.0
+        return {"tools/call_frequency": [source.num_calls / max(count, 1)], "tools/failure_frequency": [failed]}
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
+    ) -> Tensor:
+        """(C, K) float64 the rewards of this rank's completions, NaN where a function does not apply. To be overridden.
+
+        Args:
+            inputs: the record of each completion, with its prompt. prompts, completions: texts, or lists of messages.
+            completion_ids_list: ids of each completion, with its end token.
+        """
+        for function in self.objective.functions:
+            if isinstance(function.call, RewardModel):
+                function.call.to(self._engine.device)
+        names = dict.fromkeys(name for record in inputs for name in record if name != "prompt")
+        columns = {name: [record.get(name) for record in inputs] for name in names}
+        table = compute_rewards(
+            self.objective.functions, prompts, completions, completion_ids_list, columns,
+            given={"trainer_state": self.state, **self._environments_given()}, **self._told,
+        )  # fmt: skip
+        self._logged_extra, self._logged_metrics = table.extra, table.metrics
+        return table.values
+
+    def _environments_given(self) -> dict[str, Any]:
+        return {} if self.environments is None else {"environments": self.environments.of_completions}
+
+    # --- the objective ------------------------------------------------------------------------------------------------
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference as a model; None where β is 0, or it is the model without its adapter."""
+        reference = self.objective.reference
+        start = reference.start if isinstance(reference, Following) else reference
+        return start.as_model(self.model) if isinstance(start, StartOfRun) and not is_peft_model(self.model) else None
+
+    def _fit(self, peft_config: Any) -> None:
+        objective, model, engine = self.objective, self.model, self._engine
+        leaves_out = self._leaves_tokens_out and objective.allows_prefix_sharing(model)
+        found, collate = fitted(model, None, self.args, self._pad, leaves_out, False)
+        for note in objective.fit(found, collate):
+            logger.warning(note)
+        choices: Any = objective.choices
+        objective.reference = reference_for(objective, choices, model, None, peft_config, engine)
+        self._asked = replace(found, model=model)
+        self.model_wrapped = self._made = objective.module(model)
+        seats = SEATS_CPU if engine.device.type == "cpu" else SEATS_GPU
+        seats = choices.kept_seats or min(seats, objective.rows_per_rank * choices.num_generations)
+        context = context_length(model.config) or _LONGEST
+        objective.source = SlotSource(model, seats, context, engine.precision)
+        if self.tools or self.environments is not None:
+            variables: Any = self.args.chat_template_kwargs
+            form = ToolDialogue(self._tokenizer, schemas(self.tools), variables or {})
+            by_name = {tool.__name__: tool for tool in self.tools}
+            most = self.args.max_tool_calling_iterations
+            objective.source = ToolSource(objective.source, form, by_name, most, context, self.environments)
+        if self.rollout_func is not None:
+            objective.source = ScriptSource(self.rollout_func, self)
+
+    def _objective(self) -> Objective:
+        return self.objective
+
+    def _module(self) -> nn.Module:
+        module: nn.Module = self._made
+        return module
+
+    def _padding_batch(self, batch: Batch) -> PaddingBatch:
+        return padding_batch(batch)
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _rows_of(self, dataset: Any, name: str) -> PromptRows:
+        kwargs: Any = self.args.chat_template_kwargs
+        return prompt_rows(dataset, name, self.objective, kwargs, tools_text(self.tools))
+
+    @property
+    def _accumulation(self) -> int:
+        """A step batch of the stream is one micro-batch of prompts, of which a generation is made."""
+        return 1
+
+    @property
+    def _inner_steps(self) -> int:  # type: ignore[override]
+        return self.objective.inner_steps
+
+    @property
+    def _collate_for_loader(self) -> Callable[[list[Any]], Any]:
+        return self._collate
+
+    def _collate(self, rows: Sequence[Any]) -> Batch:
+        batch: Batch = self.objective.collate(rows)
+        return batch
+
+    def get_train_dataloader(self) -> Any:
+        """Prompts, as many as a generation of this rank has."""
+        return self._get_dataloader(
+            self._prompts, "Training", self.objective.rows_per_rank, self._get_train_sampler, is_training=True
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        strategy = "random" if self.args.shuffle_dataset else "sequential"
+        dataset = self._prompts if train_dataset is None else train_dataset
+        return self._order(dataset, strategy, self.objective.rows_per_rank, 1)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Prompts of an evaluation set."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        return super().get_eval_dataloader(self._rows_of(dataset, "eval"))
+
+    # --- loss and evaluation ------------------------------------------------------------------------------------------
+
+    def _num_items(self, inputs: Batch) -> Tensor:
+        return self.objective.num_items(inputs) if "token_mask" in inputs else inputs["items"].sum()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """() the mean loss of a micro-batch over its tokens or completions.
+
+        Args:
+            model: the objective's module. inputs: a batch that the objective's ``prepare_step`` has seen.
+        """
+        if return_outputs:
+            raise ValueError(f"The {type(self).__name__} does not support returning outputs")
+        found = self.objective.loss(model, inputs)
+        self._step.sums.update(found.sums)
+        return found.total / self._num_items(inputs).clamp(min=1)
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
+        """Complete the prompts of a set, and measure rewards and lengths. The noise is the same each time."""
+        module, totals = self._model_for_evaluation(), Totals()
+        prompts = (batch for batch, is_own in in_step(dataloader, self._engine) if is_own)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            for batch in self.objective.iter_eval(module, prompts, self._engine):
+                totals.add(self.objective.loss(module, batch), self.objective.num_items(batch))
+                self._tell("on_prediction_step")
+        means = self.objective.report(totals.means(self._engine))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
+        if self.is_in_train:
+            module.train()
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))  # type: ignore[arg-type]
+
+
+class GRPOTrainer(RolloutTrainer):
+    """Learn from completions that the model draws, each compared with the others to its prompt (GRPO and its
+    relatives)."""
+
+    args: GRPOConfig
+    config_class = GRPOConfig
+    objective_class = RolloutObjective
+    tag = "grpo"
+
+
+class RLOOTrainer(RolloutTrainer):
+    """Learn from completions that the model draws, each compared with the mean of the others (RLOO)."""
+
+    args: RLOOConfig
+    config_class = RLOOConfig
+    objective_class = LeaveOneOutObjective
+    tag = "rloo"
+
+
+def blank_prompts(args: RolloutConfig, environments: Environments | None) -> Any:
+    """Empty prompts for environments that write the prompt themselves. Raises ValueError where there are none."""
+    if environments is None:
+        raise ValueError("`train_dataset` is required")
+    if args.max_steps <= 0:
+        raise ValueError("`max_steps` must be set where there is no `train_dataset`.")
+    count = max(1, (args.generation_batch_size or 1) // args.num_generations)
+    return [{"prompt": [{"role": "user", "content": ""}]}] * count
+
+
+def reward_list(functions: Any, tokenizers: Any) -> list[Any]:
+    """Reward functions as a new list, models as functions. The given list stays as it is.
+
+    Args:
+        functions: one or several: callables, sequence classifiers, paths or ids of reward models.
+        tokenizers: of the models, one or one for each function; by default what lies with the model.
+    """
+    given = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
+    beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * max(1, len(given))
+    if len(given) > 1 and tokenizers is not None and len(beside) != len(given):
+        raise ValueError(
+            f"The number of reward processing classes ({len(beside)}) must match the number of reward functions "
+            f"({len(given)})."
+        )
+    return [_as_function(one, tokenizer) for one, tokenizer in zip(given, beside, strict=False)]
+
+
+def _as_function(function: Any, tokenizer: Any) -> Any:
+    if isinstance(function, str):
+        function = reward_model_of(function)
+        function.tokenizer = tokenizer or function.tokenizer
+        return function
+    if not isinstance(function, nn.Module):
+        return function
+    if tokenizer is None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(function.config._name_or_path)  # type: ignore[union-attr]
+    return RewardModel(function, tokenizer)
+
+
+def end_tokens(model: Any) -> list[int]:
+    """The ids that end a completion, as the generation config of a model has them."""
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

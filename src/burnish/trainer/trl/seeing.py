@@ -1,0 +1,132 @@
+"""Pictures under TRL's trainers: the family of a model that sees, and batches of rows with pictures.
+
+In: a model, its processor or tokenizer, the first row of a set. Out: a ``Family``; None where the set holds no
+pictures. Refused: pictures for a model that reads text alone.
+
+The composed processor of transformers is not needed, only the image processor; it is read from the model's folder where
+the script gives a tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from burnish.data.batches.batching import collate_padded, collate_padding_free
+from burnish.data.images.families import family_of
+from burnish.data.images.family import Checkpoint, Family
+from burnish.data.images.picture import pictures_of
+from burnish.data.images.sources import Sight
+from burnish.data.sets.pictures import KINDS
+from burnish.loop.types import TOKEN_COLUMNS, Batch, Row
+from burnish.models.images.collator import PictureCollator, PictureLayout
+from burnish.models.images.features import make_seeing
+from burnish.models.images.probe import keeps_pictures_apart
+from burnish.models.images.processor import ImageProcessor, load_image_processor
+from burnish.models.options import ModelOptions
+from burnish.utils.json_files import read_object
+
+SIGHT = Sight()
+"""Pictures of a script: relative paths belong to the working folder, and the processor's limits are the only ones."""
+NOT_LEARNED = "Placeholders of pictures are not learned (TRL learns them)."
+
+
+def family_for(model: Any, processing_class: Any, tokenizer: Any, sample: Mapping[str, Any]) -> Family | None:
+    """The family of a model whose set holds pictures; None for a set of text.
+
+    Raises:
+        ValueError: where the model reads text alone.
+    """
+    if not holds_pictures(sample):
+        return None
+    config = model.config
+    if getattr(config, "vision_config", None) is None:
+        raise ValueError(
+            "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
+            "not seem to be a vision-language model. Please check your model and dataset."
+        )
+    name = str(getattr(config, "_name_or_path", "") or getattr(processing_class, "name_or_path", ""))
+    own = getattr(processing_class, "image_processor", None)
+    processor = own if own is not None else load_image_processor(ModelOptions(model_name_or_path=name))
+    file = Path(name) / "processor_config.json"
+    settings = dict(read_object(file)) if file.is_file() else _settings_of(processing_class)
+    return family_of(Checkpoint(config, processor, tokenizer, settings))
+
+
+def _settings_of(processing_class: Any) -> dict[str, Any]:
+    """The settings of a composed processor that were given to it in memory."""
+    return {key: value for key, value in vars(processing_class).items() if isinstance(value, int | str)}
+
+
+def holds_pictures(sample: Mapping[str, Any]) -> bool:
+    """Return whether a row has a column of pictures, or messages with parts that are pictures."""
+    if "image" in sample or "images" in sample:
+        return True
+    turns = (turn for value in sample.values() if isinstance(value, list) for turn in value)
+    contents = (turn.get("content") for turn in turns if isinstance(turn, Mapping))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") in KINDS for part in parts)
+
+
+def with_encoded_pictures(dataset: Any) -> Any:
+    """The set with its pictures as bytes and paths: ``datasets`` would decode each of them when a row is read."""
+    columns = getattr(dataset, "features", None) or {}
+    pictures = [name for name, kind in columns.items() if "Image(" in repr(kind)]
+    for name in pictures:
+        dataset = dataset.cast_column(name, _undecoded(columns[name]))
+    return dataset
+
+
+def _undecoded(kind: Any) -> Any:
+    """A feature of ``datasets`` whose pictures stay as they are."""
+    if type(kind).__name__ == "Image":
+        return type(kind)(decode=False)
+    if isinstance(kind, Mapping):
+        return {name: _undecoded(of) for name, of in kind.items()}
+    if hasattr(kind, "feature"):
+        return type(kind)(_undecoded(kind.feature))
+    return [_undecoded(kind[0])] if isinstance(kind, list) else kind
+
+
+class SeeingCollator:
+    """Collates rows of which some have pictures: padded, or flat where the model keeps rows with pictures apart.
+
+    Args:
+        text: collates rows of text alone.
+        pad_id, multiple: of padded rows.
+        is_flat: flat batches are wanted.
+    """
+
+    def __init__(
+        self, model: Any, family: Family, text: Callable[[Sequence[Any]], Batch], pad_id: int,
+        multiple: int | None = None, is_flat: bool = False,
+    ) -> None:  # fmt: skip
+        make_seeing(model)
+        self.text, self.family = text, family
+        layout, processor = PictureLayout.of(model.config), ImageProcessor.of(model, family.processor)
+
+        def collator(flat: bool) -> PictureCollator:
+            padded = partial(collate_padded, pad_id=pad_id, pad_to_multiple_of=multiple)
+            rows: Any = collate_padding_free if flat else padded
+            return PictureCollator(
+                text, rows, layout, processor, pictures_of, lambda one: processor.tensors(family.prepared(one))
+            )
+
+        flat = collator(flat=True) if is_flat else None
+        self.pictures = flat if flat is not None and keeps_pictures_apart(model, flat) else collator(flat=False)
+
+    def __call__(self, examples: Sequence[Any]) -> Batch:
+        rows: list[Row] = [{**example} for example in examples]
+        if not any(row.get("images") for row in rows) and not self.pictures.is_for_text:
+            if any(self.family.placeholder_id in row["input_ids"] for row in rows):
+                raise ValueError("Rows have placeholders of pictures, and no column `images`. Do not remove it.")
+            return self.text(rows)
+        return self.pictures([_plain(row) for row in rows])
+
+
+def _plain(row: Row) -> Row:
+    """A row with lists, and without columns that a script keeps beside."""
+    lists = {name: list(row[name]) for name in ("input_ids", "labels", *TOKEN_COLUMNS) if name in row}
+    return {**lists, "images": list(row.get("images") or ())}

@@ -1,0 +1,182 @@
+"""Runs with pictures, from a YAML file to a model that transformers loads."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from burnish.adapters.base import ADAPTERS
+from burnish.cli import main
+from burnish.run.pictures.batches import check_processes
+from burnish.run.plan.options import RunOptions
+from runs import history, same_weights
+from seeing import golden, image_models
+
+TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "gemma3": "gemma3", "llava": "llava", "internvl": "intern_vl"}
+RECORDS = ("one", "two", "turns", "text")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with models, pictures and data sets of answers, pairs and verdicts."""
+    folder = tmp_path_factory.mktemp("pictures")
+    models = image_models()
+    for family in TEMPLATES:
+        model, processor = models.build(family)
+        model.save_pretrained(folder / family)
+        models.save_processor(processor, folder / family)
+    records = [golden()["records"][name] for name in RECORDS]
+    models.write_pictures(folder / "data", {name for record in records for name in record["images"]})
+    write_sets(folder / "data", records)
+    return folder
+
+
+def write_sets(folder, records):
+    answers = [{"messages": record["messages"], "images": record["images"]} for record in records]
+    pairs, verdicts = [], []
+    for record in answers:
+        *prompt, answer = record["messages"]
+        other = {"role": "assistant", "content": "Nothing of that kind."}
+        pairs.append({**record, "messages": prompt, "chosen": answer, "rejected": other})
+        verdicts += [{**record, "label": True}, {**record, "messages": [*prompt, other], "label": False}]
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
+            "system_tag": "system"}  # fmt: skip
+    columns = {"messages": "messages", "images": "images"}
+    entries = {
+        "answers": {"columns": columns},
+        "pairs": {"ranking": True, "columns": {**columns, "chosen": "chosen", "rejected": "rejected"}},
+        "verdicts": {"columns": {**columns, "kto_tag": "label"}},
+    }
+    for name, rows in (("answers", answers), ("pairs", pairs), ("verdicts", verdicts)):
+        (folder / f"{name}.json").write_text(json.dumps(rows))
+        entries[name] |= {"file_name": f"{name}.json", "formatting": "sharegpt", "tags": tags}
+    (folder / "dataset_info.json").write_text(json.dumps(entries))
+
+
+def train(workplace, out, family="qwen2_5_vl", **changes):
+    """A run; returns its folder."""
+    folder = workplace / out
+    options = {
+        "model_name_or_path": str(workplace / family), "template": TEMPLATES[family], "stage": "sft",
+        "finetuning_type": "full", "dataset_dir": str(workplace / "data"), "dataset": "answers", "cutoff_len": 512,
+        "output_dir": str(folder), "overwrite_output_dir": "resume_from_checkpoint" not in changes,
+        "max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3,
+        "logging_steps": 1, "use_cpu": True, "save_strategy": "no", "plot_loss": False, "lr_scheduler_type": "constant",
+        **changes,
+    }  # fmt: skip
+    given = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
+    assert main(["train", *(f"{name}={value}" for name, value in given.items())]) == 0
+    return folder
+
+
+def losses(folder):
+    return [entry["loss"] for entry in history(folder) if "loss" in entry]
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_the_first_loss_is_that_of_transformers(workplace, family):
+    rows = [row for row in golden()["llamafactory"] if row["family"] == family and not row["options"]]
+    chosen = [row for row in rows if row["record"] in RECORDS]
+    expected = sum(row["loss"] * row["items"] for row in chosen) / sum(row["items"] for row in chosen)
+    found = losses(train(workplace, f"first-{family}", family, max_steps=1))
+    assert found == [pytest.approx(expected, abs=1e-4)]
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [{"padding_free": False}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+     {"max_tokens_per_batch": 130}, {"packing": True, "per_device_train_batch_size": 1,
+      "gradient_accumulation_steps": 1, "cutoff_len": 1024}, {"image_cache": "none"}, {"dataloader_num_workers": 1}],
+    ids=lambda cut: next(iter(cut)),
+)  # fmt: skip
+def test_the_update_does_not_depend_on_how_a_step_is_cut(workplace, cut):
+    whole = losses(train(workplace, "whole", finetuning_type="lora"))
+    parts = losses(train(workplace, f"cut-{next(iter(cut))}", finetuning_type="lora", **cut))
+    assert parts == pytest.approx(whole, abs=2e-5)
+
+
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+def test_preferences_with_pictures_begin_where_the_reference_is(workplace, stage):
+    dataset = {"dpo": "pairs", "kto": "verdicts"}[stage]
+    size = {"dpo": 4, "kto": 8}[stage]
+    options = {"stage": stage, "dataset": dataset, "finetuning_type": "lora", "learning_rate": 1e-2}
+    flat = losses(train(workplace, f"{stage}-flat", per_device_train_batch_size=size, **options))
+    assert flat[0] == pytest.approx({"dpo": 0.6931, "kto": 0.5}[stage], abs=1e-3)
+    assert flat[1] < flat[0]
+    cut = train(
+        workplace, f"{stage}-cut", per_device_train_batch_size=2, gradient_accumulation_steps=size // 2,
+        padding_free=False, **options,
+    )  # fmt: skip
+    assert losses(cut) == pytest.approx(flat, abs=2e-5)
+    before = train(workplace, f"{stage}-before", per_device_train_batch_size=size, precompute_ref_log_probs=True,
+                   **options)  # fmt: skip
+    assert losses(before) == pytest.approx(flat, abs=2e-5)
+
+
+def test_a_resumed_run_has_the_same_bits(workplace):
+    options = {"finetuning_type": "lora", "per_device_train_batch_size": 1, "lr_scheduler_type": "linear"}
+    whole = train(workplace, "whole-6", max_steps=6, **options)
+    train(workplace, "resumed", max_steps=6, save_steps=3, save_strategy="steps", **options)
+    newest = sorted((workplace / "resumed").glob("checkpoint-6"))
+    for path in newest[0].iterdir():
+        path.unlink()
+    newest[0].rmdir()
+    for name in ("all_results.json", "adapter_model.safetensors"):
+        (workplace / "resumed" / name).unlink(missing_ok=True)
+    resumed = train(workplace, "resumed", max_steps=6, save_steps=3, save_strategy="steps",
+                    resume_from_checkpoint=str(workplace / "resumed" / "checkpoint-3"), **options)  # fmt: skip
+    assert same_weights(whole, resumed)
+
+
+def test_what_is_saved_loads_in_transformers_with_the_files_of_the_base(workplace, tmp_path):
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+    adapter = train(workplace, "to-export", finetuning_type="lora", save_strategy="steps", save_steps=2)
+    merged = tmp_path / "merged"
+    assert main(["export", f"model_name_or_path={workplace / 'qwen2_5_vl'}", f"adapter_name_or_path={adapter}",
+                 "template=qwen2_vl", f"export_dir={merged}"]) == 0  # fmt: skip
+    model = AutoModelForImageTextToText.from_pretrained(merged)
+    assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
+    assert AutoImageProcessor.from_pretrained(merged, backend="pil").merge_size == 2
+    for folder in (merged, adapter, adapter / "checkpoint-2"):
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            assert (folder / name).read_bytes() == (workplace / "qwen2_5_vl" / name).read_bytes()
+    before = image_models().build("qwen2_5_vl")[0]
+    for (name, old), (_, new) in zip(before.named_parameters(), model.named_parameters(), strict=True):
+        if "visual" in name:
+            assert torch.equal(old, new)
+
+
+def test_gguf_of_a_model_that_sees_is_refused(workplace, tmp_path, capsys):
+    given = [f"model_name_or_path={workplace / 'qwen2_5_vl'}", "template=qwen2_vl", "export_format=gguf"]
+    assert main(["export", *given, f"export_dir={tmp_path / 'out'}"]) == 2
+    assert "mmproj" in capsys.readouterr().err
+
+
+def test_a_picture_that_is_cut_off_is_named(workplace, tmp_path, capsys):
+    data = tmp_path / "data"
+    data.mkdir()
+    record = golden()["records"]["one"]
+    image_models().write_pictures(data, record["images"])
+    path = data / record["images"][0]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    write_sets(data, [record])
+    options = {"model_name_or_path": str(workplace / "qwen2_5_vl"), "template": "qwen2_vl", "dataset": "answers",
+               "dataset_dir": str(data), "output_dir": str(tmp_path / "out"), "max_steps": 1}  # fmt: skip
+    assert main(["train", *(f"{name}={value}" for name, value in options.items())]) == 2
+    assert str(path.name) in capsys.readouterr().err
+    assert Path(path).is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "splits", "said"),
+    [({}, True, "split across processes"), ({"freeze_vision_tower": False}, False, "ddp_find_unused_parameters"),
+     ({"freeze_vision_tower": False, "ddp_find_unused_parameters": True}, False, ""), ({}, False, "")],
+)  # fmt: skip
+def test_several_processes_that_would_wait_for_each_other_are_refused(options, splits, said):
+    chosen = RunOptions(finetuning_type="full", **options)
+    model = ADAPTERS["full"](chosen, []).attach(image_models().build("llava")[0])
+    found = check_processes(chosen, model, 2, splits)
+    assert said in str(found[0]) if said else not found
+    assert not check_processes(chosen, model, 1, splits)

@@ -1,0 +1,97 @@
+"""A picture: its size from the header, and the pixels that a model sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import pytest
+from PIL import Image
+
+from burnish.config.errors import UserError
+from burnish.data.images.picture import BadPicture, load, read_header
+
+
+def drawn(width: int = 6, height: int = 4, mode: str = "RGB") -> Image.Image:
+    values = numpy.arange(width * height * 3, dtype=numpy.uint8).reshape(height, width, 3)
+    return Image.fromarray(values).convert(mode)
+
+
+def saved(folder: Path, image: Image.Image, name: str, **options: object) -> Path:
+    image.save(folder / name, **options)
+    return folder / name
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tiff"])
+def test_header_and_pixels_follow_exif(tmp_path, turn, kind):
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    path = saved(tmp_path, drawn(), f"p.{kind}", exif=exif)
+    picture = read_header(path)
+    assert (picture.width, picture.height) == ((4, 6) if turn >= 5 else (6, 4))
+    image = load(picture)
+    assert image.size == (picture.width, picture.height)
+    if kind == "png" and turn == 6:  # a quarter turn to the right: the first row becomes the last column
+        assert (numpy.asarray(image)[:, -1] == numpy.asarray(drawn())[0]).all()
+
+
+def test_transparent_colors_lie_on_white(tmp_path):
+    for mode in ("RGBA", "LA"):
+        clear = drawn(mode=mode)
+        clear.putalpha(0)
+        assert (numpy.asarray(load(read_header(saved(tmp_path, clear, f"{mode}.png")))) == 255).all()
+    palette = drawn(mode="P")
+    path = saved(tmp_path, palette, "p.png", transparency=palette.getpixel((0, 0)))
+    assert load(read_header(path)).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_gray_of_16_bits_is_scaled(tmp_path):
+    ramp = numpy.linspace(0, 65535, 24).round().astype(numpy.uint16).reshape(4, 6)
+    image = load(read_header(saved(tmp_path, Image.fromarray(ramp), "deep.png")))
+    assert (numpy.asarray(image)[..., 0] == numpy.rint(ramp / 257)).all()
+
+
+def test_first_frame_of_an_animation(tmp_path):
+    first, second = (Image.new("RGB", (5, 5), color) for color in ("red", "blue"))
+    path = saved(tmp_path, first, "a.gif", save_all=True, append_images=[second])
+    assert read_header(path).is_animated
+    assert load(read_header(path)).getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"<!DOCTYPE html><html>", 'begins "<!DOCTYPE ht"'),
+        (b"\x00\x01\x02\x03", "begins with the bytes 00 01 02 03"),
+    ],
+)
+def test_a_file_that_is_no_picture_is_refused_by_what_it_begins_with(tmp_path, content, said):
+    (tmp_path / "x.jpg").write_bytes(content)
+    with pytest.raises(BadPicture, match=said):
+        read_header(tmp_path / "x.jpg")
+
+
+def test_a_picture_with_too_many_pixels_is_refused_from_its_header(tmp_path):
+    path = saved(tmp_path, Image.new("1", (10, 10)), "large.png")
+    content = bytearray(path.read_bytes())
+    content[16:24] = (30000).to_bytes(4, "big") + (20000).to_bytes(4, "big")
+    import zlib
+
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
+    path.write_bytes(content)
+    with pytest.raises(BadPicture, match="30000x20000 pixels; the most is 178,956,970"):
+        read_header(path)
+
+
+def test_a_picture_that_is_cut_off_or_another_one_is_refused_when_it_is_decoded(tmp_path):
+    path = saved(tmp_path, drawn(300, 200), "p.jpg")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="is cut off"):
+        load(read_header(path))
+    picture = read_header(path)
+    path.write_bytes(whole)
+    with pytest.raises(UserError, match="another file than when the rows were made"):
+        load(picture)

@@ -1,0 +1,231 @@
+"""Rows with pictures: those of LLaMA-Factory and of TRL, from the sizes in the headers of files.
+
+The numbers come from ``golden/images.json``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from burnish.config.errors import UserError
+from burnish.data.chat.choose import TemplateOptions, fit_tokenizer, load_template
+from burnish.data.chat.plain import PlainOptions, PlainTemplate
+from burnish.data.chat.truncate import EncodingOptions
+from burnish.data.images.families import check_family, family_of
+from burnish.data.images.family import Checkpoint, Family
+from burnish.data.images.picture import Picture, load, pictures_of, read_header
+from burnish.data.stats import DataStats
+from burnish.explain.explain import pieces_of
+from burnish.loop.types import IGNORE_INDEX, ContentPart, Example, Message
+from seeing import golden, image_models
+
+GOLDEN = golden()
+
+
+@dataclass
+class Options(TemplateOptions, EncodingOptions):
+    """The options of rows."""
+
+
+@cache
+def parts(name: str) -> Any:
+    model, composed = image_models().FAMILIES[name]()
+    return model.config, composed
+
+
+def family(name: str, shrinks: bool = False) -> Family:
+    config, composed = parts(name)
+    settings = getattr(composed, "golden_config", {})
+    composed.tokenizer.chat_template = composed.chat_template
+    return family_of(Checkpoint(config, composed.image_processor, composed.tokenizer, settings, shrinks))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    image_models().write_pictures(folder, [n for record in GOLDEN["records"].values() for n in record["images"]])
+    return folder
+
+
+def example(folder: Path, name: str, most: int | None = 589824, least: int | None = 1024, raw: bool = False) -> Example:
+    record = GOLDEN["records"][name]
+    left = iter(
+        read_header(folder / one, place=f"images[{at}]", max_pixels=most, min_pixels=least)
+        for at, one in enumerate(record["images"])
+    )
+    messages = []
+    for message in record["messages"]:
+        first, *others = message["content"].split("<image>")
+        found = [ContentPart("text", first)]
+        for other in others:
+            found += [ContentPart("image", next(left)), ContentPart("text", other)]
+        content = tuple(p for p in found if p.value != "")
+        shown = [{"type": "image"} if p.kind == "image" else {"type": "text", "text": p.value} for p in content]
+        given = {"role": message["role"], "content": shown if others else message["content"]} if raw else None
+        messages.append(Message(message["role"], content if others else message["content"], raw=given))
+    system = None if raw or messages[0].role != "system" else messages.pop(0).text
+    return Example(messages=tuple(messages), system=system, source="v.json", number=7)
+
+
+def encoded(case: dict[str, Any], folder: Path, **more: Any) -> tuple[Any, Family, DataStats]:
+    found, options = family(case["family"]), dict(case["options"]) | more
+    most, stats = options.pop("image_max_pixels", 589824), DataStats()
+    template = load_template(Options(template=case["template"], **options), found.tokenizer, family=found)
+    fit_tokenizer(template, found.tokenizer)
+    (row,) = template.encode([example(folder, case["record"], most)], stats)
+    return row, found, stats
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return f"{case['family']}-{case['record']}-{case.get('mode', '')}{len(case.get('options') or '')}"
+
+
+@pytest.mark.parametrize("case", [*GOLDEN["llamafactory"], *GOLDEN["upright_on_white"]], ids=name_of)
+def test_rows_of_llamafactory(case, folder):
+    row, found, _ = encoded(case, folder)
+    assert row["input_ids"] == case["input_ids"]
+    assert row["labels"] == case["labels"]
+    pictures = pictures_of(row)
+    sizes = [list(found.given_sizes(picture)[-1]) for picture in pictures]
+    assert sizes == case.get("sizes_given_to_the_processor", [])
+    assert [found.prepared(picture).size for picture in pictures] == [tuple(size) for size in sizes]
+    held = [at for picture in pictures for at in range(picture.begin, picture.end)]
+    placeholders = [at for at, token in enumerate(row["input_ids"]) if token == found.placeholder_id]
+    assert set(placeholders) <= set(held)
+    assert len(placeholders) == case["image_tokens"]
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in (*GOLDEN["llamafactory"], *GOLDEN["upright_on_white"]) if c["tensors"]], ids=name_of
+)
+def test_pixels_of_llamafactory_upright_and_on_white(case, folder):
+    row, found, _ = encoded(case, folder)
+    images = [found.prepared(picture) for picture in pictures_of(row)]
+    pixels = np.asarray(found.processor(images=images, return_tensors="np")["pixel_values"], np.float64).ravel()
+    ramp = (7919 * np.arange(len(pixels)) % 1009) / 1009 - 0.5
+    expected = case["tensors"]["pixel_values"]
+    given = [pixels.mean(), np.abs(pixels).mean(), (pixels * ramp).mean()]
+    assert given == pytest.approx([expected["mean"], expected["abs"], expected["ramp"]], abs=2e-6)
+
+
+@pytest.mark.parametrize("case", GOLDEN["trl"], ids=name_of)
+def test_rows_of_trl_but_for_learned_placeholders(case, folder):
+    found = family(case["family"])
+    options = PlainOptions(None, "keep_start", assistant_only=case["mode"] == "assistant")
+    template, asked = (
+        PlainTemplate(options, found.tokenizer, found),
+        example(folder, case["record"], None, None, raw=True),
+    )
+    if case["mode"] == "completion":
+        before = [replace(message, train=False) for message in asked.messages[:-1]]
+        asked = replace(asked, messages=(*before, asked.messages[-1]))
+    (row,) = template.encode([asked], DataStats())
+    assert row["input_ids"] == case["input_ids"]
+    pairs = zip(case["input_ids"], case["labels"], strict=True)
+    assert row["labels"] == [IGNORE_INDEX if token == found.placeholder_id else label for token, label in pairs]
+    assert case["mode"] != "all" or row["labels"] != case["labels"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["counts"], ids=lambda case: case["family"])
+def test_placeholders_by_the_size_alone_are_those_of_the_processor(case):
+    found = family(case["family"])
+    for width, height, count in case["width_height_placeholders"]:
+        assert found.ids(width, height).count(found.placeholder_id) == count, (width, height)
+
+
+def test_placeholders_are_never_learned(folder):
+    for case in GOLDEN["not_to_match"]:
+        if case["record"] in ("one", "in_answer"):
+            row, found, _ = encoded(case, folder)
+            assert row["input_ids"] == case["input_ids"]
+            assert row["labels"] != case["labels"]
+            assert found.placeholder_id in case["labels"]
+            assert found.placeholder_id not in row["labels"]
+
+
+def test_a_picture_is_never_cut(folder):
+    for case in GOLDEN["not_to_match"]:
+        if "cutoff_len" in (case.get("options") or {}):
+            row, found, stats = encoded(case, folder)
+            if row is None:
+                assert any("cut through a picture" in reason for reason in stats.records)
+                continue
+            whole = sum(picture.end - picture.begin for picture in pictures_of(row))
+            assert row["input_ids"].count(found.placeholder_id) == whole
+
+
+def test_text_is_given_up_before_a_picture(folder):
+    case = {"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "large", "options": {}}
+    row, _, _ = encoded(case, folder)
+    (picture,) = pictures_of(row)
+    shorter, _, _ = encoded(case, folder, cutoff_len=len(row["input_ids"]) - 4)
+    assert len(shorter["input_ids"]) == len(row["input_ids"]) - 4
+    assert pictures_of(shorter)[0].end - pictures_of(shorter)[0].begin == picture.end - picture.begin
+
+
+def test_pictures_shrink_until_their_row_fits(folder):
+    found = family("qwen2_5_vl", shrinks=True)
+    options, stats = Options(template="qwen2_vl", cutoff_len=54), DataStats()
+    template = load_template(options, found.tokenizer, family=found)
+    (row,) = template.encode([example(folder, "large")], stats)
+    (picture,) = pictures_of(row)
+    assert len(row["input_ids"]) <= 54
+    assert picture.max_pixels < 300 * 200
+    assert found.of(picture).count(found.placeholder_id) == row["input_ids"].count(found.placeholder_id) > 0
+    assert any("made smaller" in reason for reason in stats.records)
+
+
+def test_a_control_token_in_a_text_is_text(folder):
+    found = family("qwen2_5_vl")
+    template = load_template(Options(template="qwen2_vl"), found.tokenizer, family=found)
+    (row,) = template.encode([example(folder, "marks")], DataStats())
+    assert row["input_ids"].count(found.placeholder_id) == 4
+    plain = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found)
+    (row,) = plain.encode([example(folder, "marks", raw=True)], DataStats())
+    assert row["input_ids"].count(found.placeholder_id) == sum(len(found.of(one)) for one in pictures_of(row))
+
+
+def test_a_template_of_another_family_is_refused_by_both_tokens():
+    with pytest.raises(
+        UserError, match=r"template qwen2_vl writes <\|image_pad\|>, the model gemma3 expects <image_so"
+    ):
+        check_family("qwen2_vl", family("gemma3"))
+
+
+def test_a_prompt_ends_where_the_answer_begins(folder):
+    found = family("qwen2_5_vl")
+    template = load_template(Options(template="qwen2_vl"), found.tokenizer, family=found)
+    (row,) = template.encode([example(folder, "two")], DataStats())
+    asked = template.prompt_row(example(folder, "two"))
+    first = next(at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX)
+    assert asked["input_ids"] == row["input_ids"][:first]
+    assert asked["images"] == row["images"]
+
+
+def test_pictures_are_upright_and_on_white(folder):
+    turned, clear = (read_header(folder / name) for name in ("p12_84x42_turned.jpg", "p11_64x64_clear.png"))
+    assert (turned.width, turned.height) == load(turned).size == (42, 84)
+    assert load(clear).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_the_identity_of_a_picture_changes_with_its_file_and_limits(folder):
+    one = read_header(folder / "p1_64x48.png")
+    others = [read_header(folder / "p4_48x48.png"), replace(one, modified_ns=1), replace(one, max_pixels=9)]
+    assert len({one.identity, *(other.identity for other in others)}) == 4
+    assert Picture(**one.as_json()) == one
+
+
+def test_explain_describes_a_picture_in_its_place(folder):
+    row, found, _ = encoded({"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "two", "options": {}}, folder)
+    pieces = pieces_of(row, found.tokenizer, found)
+    described = [text for text, _, _ in pieces if text.startswith("[picture")]
+    assert [text.split("/")[-1] for text in described] == [
+        "p2_100x40.png 100x40 -> 112x28, 4 tokens]", "p3_30x70.png 30x70 -> 28x56, 2 tokens]",
+    ]  # fmt: skip
+    assert [token for _, _, ids in pieces for token in ids] == row["input_ids"]

@@ -1,0 +1,94 @@
+"""TRL's trainers with pictures: the rows and losses of TRL, without its composed processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as pil
+
+from burnish import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from burnish.loop.types import IGNORE_INDEX
+from seeing import golden, image_models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model that sees as it lies in a folder, and the pictures of two records."""
+    folder = tmp_path_factory.mktemp("seeing")
+    model, composed = image_models().build("qwen2_5_vl")
+    model.save_pretrained(folder / "model")
+    image_models().save_processor(composed, folder / "model")
+    image_models().write_pictures(folder, ["p1_64x48.png", "p4_48x48.png"])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+
+
+def options(kind: Any, tmp_path: Path, **more: Any) -> Any:
+    return kind(
+        output_dir=str(tmp_path / "out"), report_to="none", max_steps=2, per_device_train_batch_size=2,
+        save_strategy="no", use_cpu=True, bf16=False, logging_steps=1, learning_rate=1e-3, **more,
+    )  # fmt: skip
+
+
+USER, ANSWER = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A wall of bricks."}
+
+
+def test_sft_has_the_rows_of_trl_and_its_loss(folder, tmp_path):
+    case = next(
+        c for c in golden()["trl"] if (c["family"], c["record"], c["mode"]) == ("qwen2_5_vl", "one", "assistant")
+    )
+    records = {"messages": [[USER, ANSWER]] * 2, "images": [[pil.open(folder / "p1_64x48.png")]] * 2}
+    args = options(SFTConfig, tmp_path, assistant_only_loss=True)
+    trainer = SFTTrainer(str(folder / "model"), args=args, train_dataset=Dataset.from_dict(records))
+    row = trainer.train_dataset[0]
+    assert (row["input_ids"], row["labels"]) == (case["input_ids"], case["labels"])
+    before = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    assert before == pytest.approx(case["loss"], abs=2e-5)
+    trainer.train()
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] < before
+
+
+def test_encoded_pictures_of_an_image_feature_are_not_decoded_again(folder, tmp_path):
+    features = Features({"prompt": Value("string"), "images": List(Image())})
+    records = {"prompt": ["x", "y"], "images": [[str(folder / "p1_64x48.png")], [str(folder / "p4_48x48.png")]]}
+    whole = Dataset.from_dict(records, features=features).map(
+        lambda one: {"prompt": [{"role": "user", "content": one["prompt"]}], "completion": [ANSWER]}
+    )
+    trainer = SFTTrainer(str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=whole)
+    paths = sorted(row["images"][0]["path"] for row in trainer.train_dataset)
+    assert [Path(path).read_bytes()[:4] for path in paths] == [b"\x89PNG"] * 2
+    placeholder = trainer.family.placeholder_id
+    assert all(placeholder not in row["labels"] for row in trainer.train_dataset)
+
+
+def test_preferences_have_their_pictures_in_the_prompt(folder, tmp_path):
+    image, other = pil.open(folder / "p1_64x48.png"), {"role": "assistant", "content": "A door."}
+    pairs = Dataset.from_dict(
+        {"prompt": [[USER]] * 2, "chosen": [[ANSWER]] * 2, "rejected": [[other]] * 2, "images": [[image]] * 2}
+    )
+    trainer = DPOTrainer(str(folder / "model"), args=options(DPOConfig, tmp_path), train_dataset=pairs)
+    trainer.train()
+    logged = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    assert logged[0] == pytest.approx(0.6931, abs=1e-3)
+    assert logged[1] < logged[0]
+    verdicts = Dataset.from_dict(
+        {"prompt": [[USER]] * 2, "completion": [[ANSWER], [other]], "label": [True, False], "images": [[image]] * 2}
+    )
+    KTOTrainer(str(folder / "model"), args=options(KTOConfig, tmp_path), train_dataset=verdicts).train()
+
+
+def test_learning_everything_leaves_placeholders_out_and_says_so(folder, tmp_path, caplog):
+    records = {"messages": [[USER, ANSWER]] * 2, "images": [[pil.open(folder / "p1_64x48.png")]] * 2}
+    trainer = SFTTrainer(
+        str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=Dataset.from_dict(records)
+    )
+    row = trainer.train_dataset[0]
+    unlearned = {token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label == IGNORE_INDEX}
+    assert unlearned == {trainer.family.placeholder_id}

@@ -1,0 +1,250 @@
+"""Models that see: rows with pictures have the losses, gradients and tensors of transformers, laid out in any way."""
+
+import itertools
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from burnish.adapters.base import ADAPTERS
+from burnish.kernels.model_parts import parts_of, sees
+from burnish.losses.lm import LmOptions, SftObjective
+from burnish.models.images.ahead import PreparedAhead
+from burnish.models.images.collator import PictureCollator, grid_positions
+from burnish.models.images.probe import keeps_pictures_apart
+from burnish.models.patches.capabilities import find_capabilities
+from burnish.run.plan.options import RunOptions
+from seeing import golden, image_models, rows_of, seeing
+
+STEPS = {step["family"]: step for step in golden()["steps"]}
+FIRST = list(STEPS)
+SECOND = [
+    "qwen2_vl",
+    "llava_next",
+    "llava_onevision",
+    "gemma4",
+    "paligemma",
+    "idefics3",
+    "pixtral",
+    "mistral3",
+    "glm4v",
+    "aya_vision",
+]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The models of this file, by family, each built once."""
+    built: dict[str, SimpleNamespace] = {}
+
+    def of(family: str) -> SimpleNamespace:
+        if family not in built:
+            found = built[family] = seeing(family)
+            found.capabilities = find_capabilities(
+                found.model, padding_free=True, prefix_sharing=True, head_of=found.model
+            )
+        return built[family]
+
+    return of
+
+
+def objective_of(found: SimpleNamespace, way: str) -> SftObjective:
+    choices = SimpleNamespace(**{field.name: field.default for field in fields(LmOptions)})
+    more = {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None, "patches": True, "leave_out": None}
+    vars(choices).update(more, device="cpu")
+    objective = SftObjective(choices, None)
+    objective.fit(found.capabilities, found.collator(way))
+    return objective
+
+
+def loss_of(found: SimpleNamespace, way: str, rows: list) -> torch.Tensor:
+    """The sum over the learned tokens of a micro-batch, over their number."""
+    objective = objective_of(found, way)
+    batch = objective.collate(rows)
+    return objective.loss(objective.module(found.model), batch).total / objective.num_items(batch)
+
+
+def part_of_golden(name: str) -> str:
+    """The part of a parameter in ``gradient_norms``, which is found by names."""
+    if any(word in name for word in ("multi_modal_projector", "connector", "embed_vision", ".merger")):
+        return "projector"
+    return "vision" if any(word in name for word in ("vision", "visual", "image_newline")) else "language"
+
+
+@pytest.mark.parametrize("way", ["flat", "shared", "padded"])
+@pytest.mark.parametrize("family", FIRST)
+def test_a_step_has_the_loss_and_gradients_of_transformers(models, family, way):
+    found, step = models(family), STEPS[family]
+    rows = rows_of(found, step["rows"])
+    found.model.requires_grad_(True).zero_grad()
+    loss = loss_of(found, way, rows)
+    loss.backward()
+    assert loss.item() == pytest.approx(step["loss"], abs=1e-5)
+    norms: dict[str, float] = {}
+    for name, parameter in found.model.named_parameters():
+        if parameter.grad is not None:
+            norms[part_of_golden(name)] = norms.get(part_of_golden(name), 0) + float(parameter.grad.norm() ** 2)
+    assert {part: norm**0.5 for part, norm in norms.items()} == pytest.approx(step["gradient_norms"], rel=1e-4)
+
+
+@pytest.mark.parametrize("way", ["flat", "padded"])
+@pytest.mark.parametrize("family", FIRST)
+def test_a_row_has_the_same_loss_wherever_it_is(models, family, way):
+    found, step = models(family), STEPS[family]
+    rows = rows_of(found, step["rows"])
+    expected = [row["loss"] for row in step["rows"]]
+    with torch.no_grad():
+        for order in itertools.islice(itertools.permutations(range(4)), 0, 24, 6):
+            objective = objective_of(found, way)
+            batch = objective.collate([rows[number] for number in order])
+            for place, number in enumerate(order):
+                labels = torch.full_like(batch["labels"], -100)
+                if way == "padded":
+                    labels[place] = batch["labels"][place]
+                else:
+                    begin = sum(len(rows[n]["input_ids"]) for n in order[:place])
+                    own = slice(begin, begin + len(rows[number]["input_ids"]))
+                    labels[:, own] = batch["labels"][:, own]
+                of_row = {**batch, "labels": labels}
+                loss = objective.loss(objective.module(found.model), of_row).total / objective.num_items(of_row)
+                assert loss.item() == pytest.approx(expected[number], abs=1e-5)
+
+
+@pytest.mark.parametrize("family", [*FIRST, *SECOND])
+def test_the_probe_finds_that_pictures_stay_apart(models, family):
+    found = models(family)
+    assert keeps_pictures_apart(found.model, found.collator("flat"))
+    assert keeps_pictures_apart(found.model, found.collator("padded"))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_the_probe_with_pictures_sees_what_that_with_text_does_not(models, family):
+    found = models(family)
+    assert found.capabilities.is_padding_free
+    for way in ("flat", "padded"):
+        collator = found.collator(way)
+        causal = PictureCollator(
+            collator.collate, collator.seeing, replace(found.layout, both_ways=""), *_rest(collator)
+        )
+        assert not keeps_pictures_apart(found.model, causal)
+
+
+def _rest(collator: PictureCollator) -> tuple:
+    return collator.processor, collator.pictures_of, collator.prepare
+
+
+def test_a_model_that_mixes_rows_is_padded(models):
+    found = models("qwen3_5")
+    assert not keeps_pictures_apart(found.model, found.collator("flat"))
+    assert keeps_pictures_apart(found.model, found.collator("padded"))
+
+
+def test_a_picture_of_several_rows_goes_through_the_tower_once(models):
+    found = models("qwen2_5_vl")
+    row = rows_of(found, STEPS["qwen2_5_vl"]["rows"])[0]
+    batch = found.collator("flat")([row, row])
+    assert batch["pixel_values"].shape[0] == 16
+    assert batch["picture_features"].tolist()[0].count(1) == 2
+    with torch.no_grad():
+        twice = loss_of(found, "flat", [row, row])
+    assert twice.item() == pytest.approx(STEPS["qwen2_5_vl"]["rows"][0]["loss"], abs=1e-5)
+
+
+def test_a_batch_of_text_is_collated_as_without_pictures(models):
+    found = models("qwen2_5_vl")
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]
+    ours, theirs = found.collator("flat")(rows), found.collator("flat").collate(rows)
+    assert ours.keys() == theirs.keys()
+
+
+@pytest.mark.parametrize("record", ["one", "two", "turns", "large"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_are_those_of_transformers(models, family, record):
+    found = models(family)
+    row = next(r for r in golden()["llamafactory"] if (r["family"], r["record"]) == (family, record))
+    grids = row["tensors"]["image_grid_thw"]["values"]
+    places = [at for at, token in enumerate(row["input_ids"]) if token == found.layout.placeholder]
+    of_each = []
+    for grid in grids:
+        count = grid[1] * grid[2] // 4
+        of_each.append(places[:count])
+        places = places[count:]
+    made = grid_positions(len(row["input_ids"]), of_each, grids, merge=2)
+    assert [list(axis) for axis in made] == row["position_ids"]
+
+
+@pytest.mark.parametrize("family", [*FIRST, "llava_next", "glm4v", "mllama"])
+def test_every_parameter_belongs_to_a_part(family):
+    model, _ = image_models().build(family)
+    parts = parts_of(model)
+    assert sees(model)
+    assert set(parts.values()) == {"vision_tower", "multi_modal_projector", "language_model"}
+    for name, _ in model.named_parameters():
+        inside = [path for path in parts if name == path or name.startswith(f"{path}.")]
+        assert inside, name
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_next", "idefics3", "glm4v"])
+@pytest.mark.parametrize(
+    ("frozen", "trained"),
+    [({}, {"language"}), ({"freeze_vision_tower": False}, {"language", "vision"}),
+     ({"freeze_multi_modal_projector": False}, {"language", "projector"}),
+     ({"train_mm_proj_only": True}, {"projector"})],
+)  # fmt: skip
+def test_full_training_trains_the_parts_that_are_not_frozen(family, frozen, trained):
+    model, _ = image_models().build(family)
+    ADAPTERS["full"](RunOptions(finetuning_type="full", **frozen), []).attach(model)
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = {"projector" if "newline" in name or "merger" in name else part_of_golden(name) for name in names}
+    assert found == trained
+
+
+def test_lora_adapts_the_language_model_only():
+    model, _ = image_models().build("qwen2_5_vl")
+    ADAPTERS["lora"](RunOptions(), []).attach(model)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert names
+    assert all(name.startswith("model.language_model") for name in names)
+
+
+def test_freeze_counts_the_layers_of_the_language_model():
+    model, _ = image_models().build("llava")
+    ADAPTERS["freeze"](RunOptions(finetuning_type="freeze", freeze_trainable_layers=1), []).attach(model)
+    names = {name.rsplit(".layers.", 1)[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert names == {"model.language_model"}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "said"),
+    [
+        ("llava", {"freeze_language_model": True}, "all frozen"),
+        (None, {"freeze_vision_tower": False}, "no vision tower"),
+    ],
+)
+def test_parts_that_cannot_be_chosen_are_refused(family, options, said):
+    from tiny_models import tiny_model
+
+    model = image_models().build(family)[0] if family else tiny_model("llama")
+    for kind in ("full", "lora"):
+        problems = ADAPTERS[kind](RunOptions(finetuning_type=kind, **options), []).check(model)
+        assert any(said in str(problem.what) for problem in problems)
+
+
+def test_pictures_are_prepared_once_and_ahead(models):
+    found = models("qwen2_5_vl")
+    rows = rows_of(found, STEPS["qwen2_5_vl"]["rows"])
+    seen: list[str] = []
+
+    def prepare(picture):
+        seen.append(picture.identity)
+        return found.processor.tensors(picture.image)
+
+    ahead = PreparedAhead(prepare, lambda row: row["images"], 2, ahead_bytes=1 << 20, kept_bytes=1 << 30)
+    groups = ahead.rows(iter([rows[:2], rows[2:], rows[:2]]))
+    assert next(groups) == rows[:2]
+    for group in [rows[:2], rows[2:], rows[:2]]:
+        for row in group:
+            for picture in row["images"]:
+                ahead(picture)
+    assert sorted(seen) == sorted({picture.identity for row in rows for picture in row["images"]})

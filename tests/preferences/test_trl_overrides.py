@@ -1,0 +1,268 @@
+"""Methods of TRL's preference trainers that a script overrides: they are called with TRL's batch and the model itself,
+and an override that only calls the original changes nothing."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from script_runs import as_set, losses, make, pairs, verdicts, weights
+from test_collators import KINDS
+from transformers import AutoModelForCausalLM
+
+import burnish
+from pair_runs import make_workplace
+from two_processes import in_two_processes
+
+pytestmark = pytest.mark.run
+
+TRAINERS = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer", "CPOTrainer"]
+PADDED = {
+    "DPOTrainer": {"input_ids", "attention_mask", "completion_mask"},
+    "KTOTrainer": {"input_ids", "attention_mask", "completion_mask", "KL_input_ids", "KL_attention_mask",
+                   "KL_completion_mask", "label"},
+    "RewardTrainer": {"input_ids", "attention_mask", "margin"},
+    **dict.fromkeys(
+        ("ORPOTrainer", "CPOTrainer"),
+        {f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "attention_mask", "labels")}
+        | {"prompt_input_ids", "prompt_attention_mask"},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("overrides"))
+
+
+def of(kind, bases, folder, output, given=None, **arguments):
+    """A trainer of a subclass that has the methods of ``bases``."""
+    own = type("Mine", (bases, getattr(burnish, kind)), {})
+    rows = verdicts() if kind == "KTOTrainer" else pairs()
+    return make(kind, folder / "model", output, rows, given, own, **arguments)
+
+
+class Usual:
+    """No override."""
+
+
+class Noting:
+    """Each method notes what it was given, and calls the original."""
+
+    def _note(self, name, model=None, batch=None):
+        vars(self).setdefault("seen", {})[name] = (model, None if batch is None else set(batch))
+
+
+def noting(name, is_given_model=True):
+    def method(self, *given, **named):
+        self._note(name, *(given[:2] if is_given_model else ()))
+        return getattr(super(kind, self), name)(*given, **named)
+
+    kind = type("Noting" + name, (Noting,), {name: method})
+    return kind
+
+
+def run(kind, bases, folder, output, **arguments):
+    rows = as_set(verdicts(5) if kind == "KTOTrainer" else pairs(5))
+    trainer = of(kind, bases, folder, output, {"eval_dataset": rows}, per_device_eval_batch_size=2, **arguments)
+    found = losses(trainer)
+    kept = {name: v for name, v in trainer.evaluate().items() if "runtime" not in name and "per_second" not in name}
+    return trainer, found, kept
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "training_step", "prediction_step"])
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_an_override_gets_trls_batch_and_the_model_and_changes_nothing(kind, name, folder, tmp_path):
+    mine, found, evaluated = run(kind, noting(name), folder, tmp_path / "mine")
+    _, usual, expected = run(kind, Usual, folder, tmp_path / "usual")
+    model, names = mine.seen[name]
+    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings
+    assert names == PADDED[kind]
+    assert found == pytest.approx(usual, rel=1e-5)
+    assert evaluated == pytest.approx(expected, rel=1e-5)
+
+
+OWN = {
+    "DPOTrainer": ["_compute_loss"],
+    "KTOTrainer": ["_compute_loss"],
+    "ORPOTrainer": ["get_batch_loss_metrics", "concatenated_forward"],
+    "CPOTrainer": ["get_batch_loss_metrics", "concatenated_forward"],
+}
+BESIDE = {
+    "DPOTrainer": ["_prepare_dataset"],
+    "KTOTrainer": ["_prepare_dataset"],
+    "RewardTrainer": ["_prepare_dataset"],
+    "ORPOTrainer": ["odds_ratio_loss", "store_metrics", "tokenize_row", "build_tokenized_answer", "get_batch_logps"],
+    "CPOTrainer": ["cpo_loss", "store_metrics", "tokenize_row", "build_tokenized_answer", "get_batch_logps"],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "takes_model"),
+    [
+        (kind, name, is_own)
+        for is_own, table in ((True, OWN), (False, BESIDE))
+        for kind in table
+        for name in table[kind]
+    ],
+)
+def test_a_method_of_trls_is_called_and_changes_nothing(kind, name, takes_model, folder, tmp_path):
+    mine, found, evaluated = run(kind, noting(name, takes_model), folder, tmp_path / "mine")
+    _, usual, expected = run(kind, Usual, folder, tmp_path / "usual")
+    assert name in mine.seen
+    assert found == pytest.approx(usual, rel=1e-4)
+    assert evaluated["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)
+    if takes_model:
+        assert mine.seen[name][1] == PADDED[kind]
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
+def test_every_loss_of_cpo_is_the_same_by_its_method(loss_type, folder, tmp_path):
+    given = {"loss_type": loss_type, "label_smoothing": 0.1 if loss_type == "sigmoid" else 0.0}
+    _, found, _ = run("CPOTrainer", noting("cpo_loss", False), folder, tmp_path / "mine", **given)
+    _, usual, _ = run("CPOTrainer", Usual, folder, tmp_path / "usual", **given)
+    assert found == pytest.approx(usual, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
+def test_a_loss_of_42_is_42(kind, folder, tmp_path):
+    class Own:
+        def _compute_loss(self, model, inputs, return_outputs):
+            loss = model(inputs["input_ids"]).logits.sum() * 0 + 42.0
+            return (loss, None) if return_outputs else loss
+
+    trainer = of(kind, Own, folder, tmp_path)
+    assert losses(trainer) == [42.0] * 3
+    assert trainer.evaluate(as_set(verdicts(4) if kind == "KTOTrainer" else pairs(4)))["eval_loss"] == 42.0
+
+
+def test_a_loss_of_a_scripts_own_reads_the_model_and_the_reference(folder, tmp_path):
+    """DPO's formula over TRL's batch gives burnish's losses."""
+
+    class Own:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+            asked = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+            def logps(one):
+                logits = one(**asked).logits[:, :-1].log_softmax(-1)
+                chosen = logits.gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+                return (chosen * (labels[:, 1:] != -100)).sum(-1)
+
+            with torch.no_grad():
+                reference = logps(self.ref_model)
+            one, other = (logps(model) - reference).chunk(2)
+            self._metrics["train"]["mine"].append(float(len(one)))
+            return -torch.nn.functional.logsigmoid(self.beta * (one - other)).mean()
+
+    mine, usual = (of("DPOTrainer", bases, folder, tmp_path / bases.__name__) for bases in (Own, Usual))
+    assert losses(mine) == pytest.approx(losses(usual), rel=1e-4)
+    assert mine.state.log_history[0]["mine"] == 2.0
+
+
+def test_a_batch_that_a_script_changes_is_learned_as_it_is_changed(folder, tmp_path):
+    class Swapped:
+        def compute_loss(self, model, inputs, *given, **named):
+            for name, value in inputs.items():
+                inputs[name] = torch.cat(value.chunk(2)[::-1])
+            return super().compute_loss(model, inputs, *given, **named)
+
+    given = {"learning_rate": 1e-2}
+    mine, usual = (of("DPOTrainer", bases, folder, tmp_path / bases.__name__, **given) for bases in (Swapped, Usual))
+    mine.train(), usual.train()
+    assert mine.state.log_history[1]["rewards/margins"] < 0 < usual.state.log_history[1]["rewards/margins"]
+
+
+def test_a_baseline_of_a_script_is_ktos(folder, tmp_path):
+    class Far:
+        def _compute_kl_logps(self, model, batch):
+            found = super()._compute_kl_logps(model, batch)
+            return found + (0 if model is self.ref_model or getattr(self, "is_second", False) else 3.0)
+
+    mine = of(
+        "KTOTrainer", Far, folder, tmp_path, {"ref_model": AutoModelForCausalLM.from_pretrained(folder / "model")}
+    )
+    losses(mine)
+    assert mine.state.log_history[0]["kl"] == pytest.approx(3.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
+def test_the_reference_that_a_script_asks_is_the_one_that_counts(kind, folder, tmp_path):
+    class Far:
+        def compute_ref_log_probs(self, model, inputs):
+            return tuple(one + 2.0 * at for at, one in enumerate(super().compute_ref_log_probs(model, inputs)))
+
+    trainer = of(kind, Far, folder, tmp_path, precompute_ref_log_probs=True)
+    first = losses(trainer)[0]
+    if kind == "DPOTrainer":
+        assert first == pytest.approx(math.log1p(math.exp(-0.1 * 2.0)), rel=1e-4)
+    else:
+        usual = of(kind, Usual, folder, tmp_path, precompute_ref_log_probs=True)
+        assert list(trainer.train_dataset["reference_kl_logps"]) == pytest.approx(
+            [value + 2.0 for value in usual.train_dataset["reference_kl_logps"]], rel=1e-5
+        )
+
+
+def test_rows_that_a_script_tokenizes_are_the_ones_that_train(folder, tmp_path):
+    class Short:
+        def tokenize_row(self, feature, model=None):
+            assert isinstance(feature["prompt"], str)
+            row = super().tokenize_row(feature, model)
+            return {name: ids[-4:] if "prompt" not in name else ids for name, ids in row.items()}
+
+    trainer = of("ORPOTrainer", Short, folder, tmp_path)
+    assert {len(row["chosen_input_ids"]) for row in trainer.train_dataset} == {4}
+    assert all(map(math.isfinite, losses(trainer)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_collator_of_a_script_meets_an_override(kind, folder, tmp_path):
+    given = {"data_collator": KINDS[kind]}
+    mine, usual = (
+        of(kind, bases, folder, tmp_path / bases.__name__, given) for bases in (noting("compute_loss"), Usual)
+    )
+    assert losses(mine) == pytest.approx(losses(usual), rel=1e-5)
+
+
+def test_an_adapter_and_numbers_beforehand_meet_an_override(folder, tmp_path):
+    found = []
+    for bases in (noting("compute_loss"), Usual):
+        lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        for asks in (False, True):
+            trainer = of("DPOTrainer", bases, folder, tmp_path, {"peft_config": lora}, precompute_ref_log_probs=asks)
+            found.append((losses(trainer), weights(trainer)))
+    for one, moved in found[1:]:
+        assert one == pytest.approx(found[0][0], rel=1e-5)
+        assert all(torch.allclose(value, found[0][1][name], atol=1e-6) for name, value in moved.items())
+
+
+def of_processes(kind, model, output, name):
+    """Seven rows, so that a process has one less than the other; the first writes what was found."""
+    rows = as_set(verdicts(7) if kind == "KTOTrainer" else pairs(7))
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    own = type("Mine", (noting(name), getattr(burnish, kind)), {}) if name else None
+    trainer = make(
+        kind, model, output, rows, {"eval_dataset": rows}, own, per_device_train_batch_size=4 // count, max_steps=2,
+        per_device_eval_batch_size=2,
+    )  # fmt: skip
+    found, evaluated = losses(trainer), trainer.evaluate()
+    if trainer.is_world_process_zero():
+        Path(output, "found.json").write_text(json.dumps([*found, evaluated["eval_loss"]]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("DPOTrainer", "_compute_loss"), ("KTOTrainer", "compute_loss"), ("RewardTrainer", "training_step"),
+     ("ORPOTrainer", "concatenated_forward")],
+)  # fmt: skip
+def test_an_override_in_two_processes_changes_nothing(kind, name, folder, tmp_path):
+    for output in ("one", "two"):
+        (tmp_path / output).mkdir()
+    of_processes(kind, folder / "model", tmp_path / "one", None)
+    in_two_processes(of_processes, kind, str(folder / "model"), str(tmp_path / "two"), name)
+    one, two = (json.loads((tmp_path / output / "found.json").read_text()) for output in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-4)

@@ -1,0 +1,75 @@
+"""Runs of stage dpo with ``online: true`` over a tiny model."""
+
+import shutil
+
+import pytest
+from test_rollout_runs import train
+from test_rollout_runs import user as group_user
+
+from burnish.config.errors import UserError
+from runs import history, same_weights
+
+FOREIGN = ("num_generations", "steps_per_generation", "num_iterations")
+
+
+def user(folder, **given):
+    made = {name: value for name, value in group_user(folder).items() if name not in FOREIGN}
+    return {
+        **made,
+        "stage": "dpo",
+        "online": True,
+        "num_generations": 3,
+        "learning_rate": 1e-3,
+        "max_steps": 4,
+        **given,
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("online")
+    return folder, train(user(folder))
+
+
+def test_a_run_learns_from_the_best_and_the_worst_completion_of_a_prompt(whole):
+    folder, run = whole
+    assert user(folder)["online"]
+    log = [entry for entry in history(run) if "loss" in entry]
+    assert len(log) == 4
+    assert {"reward", "reward_std", "rewards/short/mean", "rewards/margins", "frac_reward_zero_std"} <= log[0].keys()
+    assert log[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is its reference still
+    assert log[3]["loss"] != log[0]["loss"]
+
+
+def test_a_run_resumed_ends_in_the_same_weights(whole, tmp_path):
+    folder, run = whole
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copytree(run / "checkpoint-2", out / "checkpoint-2")
+    resumed = train(user(folder, output_dir=str(out)))
+    assert same_weights(run / "checkpoint-4", resumed / "checkpoint-4")
+
+
+def test_an_evaluation_changes_nothing(whole, tmp_path):
+    folder, _ = whole
+    given = {"val_size": 4, "eval_strategy": "steps", "num_generations_eval": 2, "save_steps": 4}
+    a, b = (train(user(folder, **given, eval_steps=steps, output_dir=str(tmp_path / str(steps)))) for steps in (1, 4))
+    assert same_weights(a, b)
+    assert all("eval_reward" in entry for entry in history(a) if "eval_runtime" in entry)
+
+
+def test_prompts_whose_completions_are_equally_good_give_no_pair(whole, tmp_path):
+    folder, _ = whole
+    (folder / "equal.py").write_text("def same(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    run = train(user(folder, reward_funcs=[f"{folder}/equal.py:same"], output_dir=str(tmp_path / "out")))
+    log = [entry for entry in history(run) if "loss" in entry]
+    assert all(entry["frac_reward_zero_std"] == 1 and entry["loss"] == 0 for entry in log)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [({"num_generations": 1}, "at least 2"), ({"reward_funcs": None}, "needs a reward")]
+)
+def test_options_that_it_cannot_have_are_refused(whole, tmp_path, given, words):
+    folder, _ = whole
+    with pytest.raises(UserError, match=words):
+        train(user(folder, **given, output_dir=str(tmp_path / "out")))

@@ -1,0 +1,112 @@
+"""Runs of stage ppo over a tiny model: what they train and log, and that a stop inside a rollout changes nothing."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_rollout_runs import train
+from test_rollout_runs import user as group_user
+
+from burnish.config.errors import UserError
+from runs import history, same_weights
+
+FOREIGN = ("num_generations", "steps_per_generation", "num_iterations")
+
+
+def user(folder, **given):
+    """Options of a run that draws 16 completions of as many prompts and trains on them in 2 steps, twice."""
+    made = {name: value for name, value in group_user(folder).items() if name not in FOREIGN}
+    return {**made, "stage": "ppo", "ppo_buffer_size": 2, "ppo_epochs": 2, "learning_rate": 1e-3, **given}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ppo")
+    return folder, train(user(folder))
+
+
+def test_a_run_trains_policy_and_value_head_and_adapts_the_coefficient(whole):
+    _, run = whole
+    log = [entry for entry in history(run) if "loss" in entry]
+    given = user(whole[0])
+    steps = given["ppo_buffer_size"] * given["ppo_epochs"]  # of a rollout
+    assert [("reward" in entry) for entry in log] == [step % steps == 0 for step in range(6)]
+    assert {"ppo/policy_loss", "ppo/value_loss", "ppo/clipfrac", "ppo/entropy", "ppo/skipped"} <= log[1].keys()
+    assert log[0]["objective/kl"] == pytest.approx(0, abs=1e-5)  # the policy is its reference still
+    assert log[0]["kl_coef"] == pytest.approx(0.2)
+    assert log[4]["objective/kl"] != 0
+    assert log[4]["kl_coef"] == pytest.approx(0.2 * (1 - 0.2 * 16 / 10000))
+    heads = [load_file(run / f"checkpoint-{step}" / "value_head.safetensors") for step in (1, 6)]
+    assert all(not torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+
+
+@pytest.mark.parametrize("stopped", [1, 3, 4])
+def test_a_run_resumed_inside_a_rollout_ends_in_the_same_weights(whole, tmp_path, stopped):
+    folder, run = whole
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copytree(run / f"checkpoint-{stopped}", out / f"checkpoint-{stopped}")
+    resumed = train(user(folder, output_dir=str(out)))
+    assert same_weights(run / "checkpoint-6", resumed / "checkpoint-6")
+    heads = [load_file(each / "checkpoint-6" / "value_head.safetensors") for each in (run, resumed)]
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+
+
+def test_an_evaluation_changes_nothing(whole, tmp_path):
+    folder, _ = whole
+    given = {"val_size": 4, "eval_strategy": "steps", "ppo_score_norm": True, "save_steps": 6}
+    a, b = (train(user(folder, **given, eval_steps=steps, output_dir=str(tmp_path / str(steps)))) for steps in (1, 6))
+    assert same_weights(a, b)
+    assert all("eval_reward" in entry for entry in history(a) if "eval_runtime" in entry)
+
+
+def test_the_update_does_not_depend_on_how_a_step_is_cut(whole, tmp_path):
+    folder, _ = whole
+    given = {"max_steps": 1, "save_steps": 1, "ppo_epochs": 1, "infer_exact": True}
+    cut = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    a, b = (
+        train(user(folder, **given, **more, output_dir=str(tmp_path / str(at)))) for at, more in enumerate(({}, cut))
+    )
+    norms = [next(e["grad_norm"] for e in history(each) if "grad_norm" in e) for each in (a, b)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_a_step_far_from_the_policy_that_drew_has_no_loss(whole, tmp_path):
+    folder, _ = whole
+    run = train(user(folder, ppo_ratio_threshold=1.0000001, learning_rate=0.1, output_dir=str(tmp_path / "far")))
+    log = [entry for entry in history(run) if "loss" in entry]
+    assert log[-1]["ppo/skipped"] > 0
+    assert any(entry["loss"] == 0 for entry in log)
+
+
+def test_a_completion_that_does_not_end_is_worth_less(whole, tmp_path):
+    folder, _ = whole
+    given = {"max_steps": 1, "save_steps": 1}
+    a, b = (train(user(folder, **given, missing_eos_penalty=penalty, output_dir=str(tmp_path / str(penalty))))
+            for penalty in (None, 5.0))  # fmt: skip
+    returns = [load_file(each / "checkpoint-1" / "rollout_0.safetensors") for each in (a, b)]
+    lower = [name for name in returns[0] if not torch.equal(returns[0][name], returns[1][name])]
+    assert any("returns" in name for name in lower)
+
+
+def test_options_of_other_losses_are_said_to_have_no_effect(whole, tmp_path, capsys):
+    folder, _ = whole
+    train(user(folder, num_iterations=2, scale_rewards="batch", max_steps=1, output_dir=str(tmp_path / "out")))
+    told = capsys.readouterr()
+    for name in ("num_iterations", "scale_rewards"):
+        assert f'"{name}" has no effect: stage is ppo.' in told.out + told.err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"num_generations": 4}, "num_generations"),
+        ({"reward_funcs": None}, "stage: ppo needs a reward"),
+        ({"train_on_prompt": True}, "train_on_prompt"),
+    ],
+)
+def test_options_that_ppo_cannot_have_are_refused(whole, tmp_path, given, words):
+    folder, _ = whole
+    with pytest.raises(UserError, match=words):
+        train(user(folder, **given, output_dir=str(tmp_path / "out")))

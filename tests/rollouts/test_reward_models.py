@@ -1,0 +1,102 @@
+"""Reward models as reward functions: a value head, a classifier, a server."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+from golden_steps import make_models
+from safetensors.torch import load_file
+from test_rollout_runs import train, user
+
+from burnish.config.errors import UserError
+from burnish.rollouts.rewards.models import RewardModel, RewardServer, reward_model_of
+from runs import history
+
+PROMPTS, ANSWERS = ["What is it?", "And now, what is it then?", "Hm"], [" A stone.", " No.", " It is what it is."]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+def alone(model, tokenizer, head):
+    """The score of each text in a pass of its own."""
+    found = []
+    for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
+        ids = torch.tensor([tokenizer(prompt + answer, add_special_tokens=False)["input_ids"]])
+        with torch.no_grad():
+            found.append(float(head(model.base_model(ids)[0][0, -1])))
+    return found
+
+
+def test_a_folder_of_stage_rm_and_a_classifier_score_the_last_token(models):
+    value_head = reward_model_of(str(models / "policy_vhead"))
+    weights = load_file(models / "policy_vhead" / "value_head.safetensors")
+    expected = alone(value_head.model, value_head.tokenizer, lambda h: h @ weights["v_head.summary.weight"][0])
+    assert value_head(PROMPTS, ANSWERS) == pytest.approx(expected, abs=1e-5)
+    classifier = reward_model_of(str(models / "scorer"))
+    expected = alone(classifier.model, classifier.tokenizer, classifier.model.score)
+    assert classifier(PROMPTS, ANSWERS) == pytest.approx(expected, abs=1e-5)
+    assert classifier.__name__ == "scorer"
+
+
+def test_a_folder_without_a_head_is_no_reward_model(models):
+    with pytest.raises(UserError, match="it is not a reward model"):
+        reward_model_of(str(models / "policy"))
+
+
+def test_a_language_model_is_no_reward_model(models):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models / "policy")
+    with pytest.raises(UserError, match="must be a sequence classifier with one label"):
+        RewardModel(model, None)
+
+
+def test_conversations_need_a_chat_template(models):
+    model = reward_model_of(str(models / "scorer"))
+    model.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="has no chat template"):
+        model([[{"role": "user", "content": "a"}]], [[{"role": "assistant", "content": "b"}]])
+
+
+@pytest.fixture
+def server():
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self):
+            texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
+            scores = [len(text) for text in texts] if "short" not in texts else [0.0]
+            body = json.dumps({"scores": scores}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            return
+
+    made = HTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{made.server_port}/score"
+    made.shutdown()
+
+
+def test_a_server_scores_texts_and_its_count_is_checked(server):
+    assert RewardServer(server)(PROMPTS, ANSWERS) == [len(p + a) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
+    with pytest.raises(UserError, match="one for each of 2 texts"):
+        RewardServer(server)(["short", "x"], ["", "y"])
+    with pytest.raises(UserError, match="begins with http"):
+        RewardServer("file:///etc/passwd")(["a"], ["b"])
+
+
+def test_a_run_takes_a_reward_model_beside_functions(models, tmp_path):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    (models / "policy_vhead" / "chat_template.jinja").write_text(template)
+    more = {"reward_model": str(models / "policy_vhead"), "reward_weights": [1.0, 0.5], "max_steps": 1}
+    log = history(train({**user(tmp_path), **more}))[0]
+    assert {"rewards/short/mean", "rewards/policy_vhead/mean"} <= log.keys()
+    expected = log["rewards/short/mean"] + 0.5 * log["rewards/policy_vhead/mean"]
+    assert log["reward"] == pytest.approx(expected, abs=1e-5)

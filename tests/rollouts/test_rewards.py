@@ -1,0 +1,228 @@
+"""Reward functions: what an entry of reward_funcs names, what a function is given, and what is refused."""
+
+import asyncio
+import math
+import time
+
+import pytest
+import torch
+
+from burnish import rewards as public
+from burnish.config.errors import UserError
+from burnish.rollouts.rewards.compute import compute_rewards
+from burnish.rollouts.rewards.functions import load_rewards, missing_columns
+
+FILE = """
+import math
+
+def exact(completions, answer, **kwargs):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+def strict(completions):
+    return [1.0 for _ in completions]
+
+def fails(completions, **kwargs):
+    return [1 / (len(c) - 3) for c in completions]
+
+def scaled(factor):
+    def scaled_reward(completions, **kwargs):
+        return [factor * len(c) for c in completions]
+    return scaled_reward
+
+def powered(completions, power=1, **kwargs):
+    return [len(c) ** power for c in completions]
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(FILE)
+    (tmp_path / "broken.py").write_text("x = 1\nimport nowhere_at_all\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def asked(functions, completions=("aa", "bbb", "c"), **more):
+    loaded = load_rewards(functions) if not hasattr(functions[0], "call") else functions
+    columns = {"answer": ["aa", "bb", "c"], **more.pop("columns", {})}
+    ids = [[ord(c) for c in completion] for completion in completions]
+    return compute_rewards(loaded, ["q"] * len(completions), list(completions), ids, columns, **more)
+
+
+def refused(functions, **more):
+    with pytest.raises(UserError) as error:
+        asked(functions, **more)
+    return str(error.value)
+
+
+def test_entries_of_every_kind_are_called_with_what_they_name():
+    table = asked(
+        ["my_rewards.py:exact", "my_rewards.py:strict", {"my_rewards.py:scaled": {"factor": 2}}, "exact_match_reward",
+         {"my_rewards.py:powered": {"power": 2}}, {"soft_overlong_punishment": {"max_completion_len": 3,
+         "soft_punish_cache": 2}}]
+    )  # fmt: skip
+    assert table.names == ["exact", "strict", "scaled_reward", "exact_match_reward", "powered",
+                           "soft_overlong_punishment_reward"]  # fmt: skip
+    assert table.values.T.tolist() == [[1, 0, 1], [1, 1, 1], [4, 6, 2], [1, 0, 1], [4, 9, 1], [-0.5, -1, 0]]
+
+
+def test_a_function_of_a_package_is_found_by_its_path():
+    assert load_rewards(["burnish.rewards.think_format_reward"])[0].call is public.think_format_reward
+
+
+def test_a_second_function_of_a_name_has_a_name_of_its_own():
+    assert [f.name for f in load_rewards(["my_rewards.py:exact"] * 3)] == ["exact", "exact_2", "exact_3"]
+
+
+def test_a_place_is_known_and_another_text_of_the_file_is_another_digest(folder):
+    (before,) = load_rewards(["my_rewards.py:exact"])
+    assert before.place == "my_rewards.py, line 4"
+    (folder / "my_rewards.py").write_text(FILE + "\n# changed\n")
+    assert load_rewards(["my_rewards.py:exact"])[0].digest != before.digest
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("my_rewards.py:exakt", 'my_rewards.py has no function "exakt". Did you mean "exact"?'),
+        ("my_reward.py:exact", 'was not found in'),
+        ("my_reward.py:exact", 'Did you mean "my_rewards.py"?'),
+        ("broken.py:any", "broken.py, line 2 of reward_funcs cannot be imported: ModuleNotFoundError"),
+        ("acuracy_reward", 'Did you mean "accuracy_reward"?'),
+        ("no.such.place", 'There is no module "no"'),
+        ("soft_overlong_punishment", "soft_overlong_punishment needs max_completion_len and soft_punish_cache."),
+        ("soft_overlong_punishment", "{soft_overlong_punishment: {max_completion_len: 512, soft_punish_cache: 128}}"),
+        ({"cosine_scaled_reward": {"max_length": 3, "max_len": 3}}, 'Did you mean "max_len"?'),
+        (7, "must be a name or a function"),
+    ],
+)  # fmt: skip
+def test_an_entry_that_names_nothing_is_refused_by_name(entry, words):
+    with pytest.raises(UserError) as error:
+        load_rewards([entry])
+    assert words in str(error.value)
+
+
+def test_a_missing_column_is_seen_before_anything_runs():
+    (problem,) = missing_columns(load_rewards(["accuracy_reward", "my_rewards.py:exact"]), ["answer"], "gsm8k")
+    assert str(problem) == 'accuracy_reward reads "solution"; gsm8k has answer.\n  Set columns: {solution: answer}.'
+
+
+def test_none_and_nan_are_no_score_and_are_counted():
+    table = asked([lambda completions, **_: [None, math.nan, 1.0]])
+    assert table.values.isnan().tolist() == [[True], [True], [False]]
+    assert table.summary() == {"rewards/<lambda>/mean": 1.0, "rewards/<lambda>/std": 0.0, "rewards/<lambda>/none": 2.0}
+
+
+def test_scores_may_come_as_a_tensor():
+    assert asked([lambda completions, **_: torch.tensor([1.0, 2.0, 3.0])]).values.flatten().tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        ([1.0], "<lambda> returned 1 reward for 3 completions."),
+        (None, "must return a list with one reward for each completion. Received: nothing."),
+        ([1.0, math.inf, 0.0], "returned inf for completion 2; a completion without a score is None."),
+        ([1.0, "good", 0.0], "returned 'good' for completion 2"),
+        ([None] * 3, "No completion of step 5 has a score"),
+    ],
+)
+def test_scores_that_are_none_are_refused(scores, words):
+    assert words in refused([lambda completions, **_: scores], step=5)
+
+
+def test_an_exception_names_file_line_record_and_completion():
+    said = refused(["my_rewards.py:fails"], places=["record 4", "record 4", "record 5"], step=3)
+    assert said.startswith("my_rewards.py:fails, line 11: ZeroDivisionError")
+    assert 'Record 4, completion "bbb". Stopped at step 3.' in said
+
+
+def test_a_function_that_does_not_return_is_named():
+    def stuck(completions, **_):
+        time.sleep(30)
+
+    start = time.monotonic()
+    assert "stuck has not returned for 0.3 s (reward_timeout_s), on 3 completions" in refused([stuck], timeout_s=0.3)
+    assert time.monotonic() - start < 5
+
+
+def test_a_function_that_catches_everything_is_stopped_too():
+    def stubborn(completions, **_):
+        try:
+            while True:
+                time.sleep(0.01)
+        except Exception:
+            return [0.0] * len(completions)
+
+    assert "stubborn has not returned" in refused([stubborn], timeout_s=0.3)
+
+
+def test_coroutines_run_together_and_have_a_time_limit():
+    async def slow(completions, **_):
+        await asyncio.sleep(0.3)
+        return [1.0] * len(completions)
+
+    start = time.monotonic()
+    table = asked([slow] * 4)
+    assert time.monotonic() - start < 1
+    assert table.values.sum() == 12
+    assert "slow has not returned" in refused([slow], timeout_s=0.05)
+
+
+def test_extra_columns_and_metrics_are_kept():
+    def told(completions, log_extra, log_metric, **_):
+        log_extra("length", [len(c) for c in completions])
+        log_metric("longest", max(map(len, completions)))
+        return [0.0, 1.0, 2.0]
+
+    table = asked([told])
+    assert table.extra == {"length": [2, 3, 1]}
+    assert table.summary()["longest"] == 3
+
+
+def test_columns_with_the_names_of_arguments_are_left_out():
+    def sees(prompts, completions, **columns):
+        assert prompts == ["q"] * 3
+        assert columns.keys() == {"answer", "log_extra", "log_metric", "completion_ids"}
+        return [0.0, 1.0, 2.0]
+
+    asked([sees], columns={"prompts": ["other"] * 3, "completions": ["other"] * 3})
+
+
+# --- the built-in ones ------------------------------------------------------------------------------------------------
+
+TEXTS = ["<think>a</think>b", "<think>a<think>b</think>", "a</think>", "<think>a", "x<think>a</think>"]
+
+
+@pytest.mark.parametrize("wrap", [str, lambda text: [{"role": "assistant", "content": text}]])
+def test_built_in_rewards_read_texts_and_messages(wrap):
+    assert public.think_format_reward([wrap(text) for text in TEXTS]) == [1, 0, 0, 0, 0]
+    assert public.exact_match_reward([wrap(" 42\n"), wrap("43")], answer=["42", 42]) == [1, 0]
+    assert public.contains_answer_reward([wrap("it is 42."), wrap("43")], answer=["42", "42"]) == [1, 0]
+    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+    given = ['{"a": 1}', '{"a": true}', '{"b": 1}', "no", "[1]"]
+    assert public.get_json_schema_reward(schema)([wrap(text) for text in given]) == [1, 0, 0, 0, 0]
+
+
+def test_rewards_of_length_follow_their_formulas():
+    ids = [[1] * n for n in (80, 81, 90, 100, 101)]
+    assert public.get_soft_overlong_punishment(100, 20)(completion_ids=ids) == [0, -0.05, -0.5, -1, -1]
+    assert public.get_repetition_penalty_reward(2)(completion_ids=[[1, 2, 3, 4], [5] * 5, [1]]) == [0, -0.75, 0]
+    with pytest.raises(UserError, match="max_penalty must be at most 0"):
+        public.get_repetition_penalty_reward(max_penalty=1.0)
+
+
+def test_mathematics_needs_its_extra_or_compares_as_math_verify_does():
+    given = [r"so \boxed{\frac{1}{3}}", r"so \boxed{\frac{1}{2}}", "1/3 without anchor"]
+    try:
+        import math_verify  # noqa: F401
+    except ImportError:
+        with pytest.raises(UserError, match=r"burnish\[rewards\]"):
+            public.accuracy_reward(given, [r"\frac{1}{3}"] * 3)
+        return
+    assert public.accuracy_reward(given, [r"\frac{1}{3}"] * 3) == [1, 0, 0]
+    assert public.accuracy_reward(["1"], ["no number"]) == [None]
+    assert public.reasoning_accuracy_reward([f"<think>{g}" for g in given], [r"\frac{1}{3}"] * 3) == [0, 0, 0]
+    cosine = public.get_cosine_scaled_reward(100)
+    ids = [[1] * 50, [1] * 50, [1] * 200]
+    assert cosine(given, [r"\frac{1}{3}"] * 3, ids) == pytest.approx([0.75, -0.75, -0.5])

@@ -1,0 +1,67 @@
+"""Two processes that learn from completions together: the run of one process, and errors of one rank end both."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from test_rollout_runs import train, user
+
+from burnish.config.errors import UserError
+from runs import weights_in
+from two_processes import in_two_processes
+
+pytestmark = pytest.mark.distributed
+
+
+def options(folder: str, **given):
+    """Four steps on two generations of 16 completions, whatever the number of processes."""
+    more = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4,
+            "save_strategy": "no", "beta": 0.04, "use_cpu": True, "scale_rewards": "batch", **given}  # fmt: skip
+    return user(Path(folder), **more)
+
+
+def run(folder: str, output_dir: str) -> None:
+    train(options(folder, output_dir=output_dir))
+
+
+def run_failing(folder: str, output_dir: str, said: str) -> None:
+    try:
+        train(options(folder, output_dir=output_dir, reward_funcs=[f"{folder}/fails.py:fails"]))
+    except UserError as error:
+        (Path(said) / os.environ["RANK"]).write_text(str(error))
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_draw_the_completions_of_one_and_move_the_weights_alike(tmp_path):
+    given = options(str(tmp_path), per_device_train_batch_size=8, output_dir=str(tmp_path / "one"))
+    train(given)
+    in_two_processes(run, str(tmp_path), str(tmp_path / "two"))
+    one, two = (lines_of(tmp_path / name) for name in ("one", "two"))
+    assert [(line["record"], line["sample"], line["completion"]) for line in one] == [
+        (line["record"], line["sample"], line["completion"]) for line in two
+    ]
+    for a, b in zip(one, two, strict=True):
+        assert a["advantage"] == pytest.approx(b["advantage"], abs=1e-9)
+    ours, theirs = weights_in(tmp_path / "one"), weights_in(tmp_path / "two")
+    for name, weight in ours.items():
+        assert torch.allclose(weight, theirs[name], atol=2e-5), name
+
+
+FAILS = """
+import os
+def fails(completions, **kwargs):
+    return [1 / (1 - int(os.environ["RANK"]))] * len(completions)
+"""
+
+
+def test_a_reward_that_fails_on_one_rank_ends_both_with_its_sentence(tmp_path):
+    options(str(tmp_path))  # writes the model and the data
+    (tmp_path / "fails.py").write_text(FAILS)
+    in_two_processes(run_failing, str(tmp_path), str(tmp_path / "out"), str(tmp_path))
+    said = [(tmp_path / rank).read_text() for rank in "01"]
+    assert all("fails.py:fails, line 4: ZeroDivisionError" in each for each in said), said

@@ -1,0 +1,238 @@
+"""Runs of stage grpo and rloo over a tiny model: what they log, keep and free, and that a stop inside a generation
+changes nothing."""
+
+import json
+import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from burnish.config.errors import UserError
+from burnish.config.options import RawValue
+from burnish.explain.explain import explain
+from burnish.inference.types import ROLLOUT, NoiseKey, Sampling
+from burnish.loop.state import TrainerControl, TrainerState
+from burnish.parallel.single import SingleEngine
+from burnish.rollouts.completions import CompletionLimits, SlotSource
+from burnish.rollouts.journal import RolloutNotesCallback
+from burnish.run.build import train_run
+from burnish.run.plan.plan import plan
+from runs import history, same_weights
+from small_run import make_model, make_user
+
+REWARDS = """
+def short(completions, answer, log_extra=None, **kwargs):
+    assert len(answer) == len(completions)
+    log_extra("asked", answer)
+    return [len(set(text)) / 10 for text in map(str, completions)]
+
+
+def often_none(completion_ids, **kwargs):
+    return [None if ids[0] % 2 else 1.0 for ids in completion_ids]
+"""
+
+
+def user(folder, **given):
+    """Options of a run that draws 16 completions of 4 prompts and trains on them in 2 steps, twice."""
+    made = make_user(folder)
+    (folder / "my_rewards.py").write_text(REWARDS)
+    made.pop("num_train_epochs")
+    return {
+        **made, "stage": "grpo", "reward_funcs": [f"{folder}/my_rewards.py:short"], "num_generations": 4,
+        "max_completion_length": 12, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4, "num_iterations": 2, "max_steps": 6, "logging_steps": 1, "save_strategy": "steps",
+        "save_steps": 1, "report_to": "none", "lr_scheduler_type": "constant", **given,
+    }  # fmt: skip
+
+
+def train(given):
+    result = train_run(plan({name: RawValue(value, "test") for name, value in given.items()}))
+    return result.folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of the user, and of a run that nobody stopped."""
+    folder = tmp_path_factory.mktemp("rollouts")
+    return folder, train(user(folder))
+
+
+def test_a_run_logs_rewards_lengths_and_times_with_the_first_step_of_a_generation(whole):
+    _, run = whole
+    log = [entry for entry in history(run) if "loss" in entry]
+    assert len(log) == 6
+    for step, entry in enumerate(log):
+        assert ("reward" in entry) == (step % 4 == 0), entry
+        assert {"entropy", "clip_ratio/region_mean", "grad_norm"} <= entry.keys()
+    first = log[0]
+    assert {"reward_std", "frac_reward_zero_std", "rewards/short/mean", "completions/mean_length",
+            "completions/clipped_ratio", "time/generate", "time/reward", "time/logps"} <= first.keys()  # fmt: skip
+    assert first["reward"] == pytest.approx(first["rewards/short/mean"])
+    assert log[0]["clip_ratio/region_mean"] == 0  # the first step is on-policy
+
+
+@pytest.mark.parametrize("stopped", [1, 3, 4])  # inside a generation, in its second pass, between two
+def test_a_run_resumed_inside_a_generation_ends_in_the_same_weights(whole, tmp_path, stopped):
+    folder, run = whole
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copytree(run / f"checkpoint-{stopped}", out / f"checkpoint-{stopped}")
+    assert (out / f"checkpoint-{stopped}" / "rollout_0.json").is_file()
+    resumed = train({**user(folder), "output_dir": str(out)})
+    assert same_weights(run / "checkpoint-6", resumed / "checkpoint-6")
+    times = {"time/generate", "time/reward", "time/logps"}
+    lines = [
+        [json.loads(line) for line in (each / "completions.jsonl").read_text().splitlines()] for each in (run, out)
+    ]
+    assert [line for line in lines[0] if line["step"] > stopped] == lines[1]
+    strip = [[{k: v for k, v in e.items() if k not in times} for e in history(each / "checkpoint-6")]
+             for each in (run, resumed)]  # fmt: skip
+    assert strip[0] == strip[1]
+
+
+def test_an_evaluation_changes_nothing_and_draws_the_same_each_time(whole, tmp_path):
+    folder, _ = whole
+    given = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "save_steps": 6}
+    a, b = (train({**user(folder), **given, **more, "output_dir": str(tmp_path / str(at)), "learning_rate": rate})
+            for at, (more, rate) in enumerate([({}, 1e-3), ({"eval_steps": 3}, 1e-3)]))  # fmt: skip
+    assert same_weights(a, b)
+    still = train({**user(folder), **given, "output_dir": str(tmp_path / "still"), "learning_rate": 1e-30})
+    rewards = {e["eval_reward"] for e in history(still / "checkpoint-6") if "eval_reward" in e}
+    assert len(rewards) == 1
+
+
+def test_keys_and_values_are_freed_before_the_first_backward_pass(tmp_path, monkeypatch):
+    seen, sources = [], []
+    made, backward = SlotSource.__init__, SingleEngine.backward
+
+    def begun(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        sources.append(self)
+
+    def watched(self, loss):
+        seen.append(sources[0].scheduler.way.cache_bytes)
+        backward(self, loss)
+
+    monkeypatch.setattr(SlotSource, "__init__", begun)
+    monkeypatch.setattr(SingleEngine, "backward", watched)
+    train(user(tmp_path, max_steps=1, save_strategy="no"))
+    assert seen == [0, 0]
+    facts = sources[0].scheduler.facts()
+    assert facts.cached_prompt_tokens > 0.5 * facts.prompt_tokens  # three of four prompts of a group are copies
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stage": "rloo", "beta": 0.05, "num_generations": 2},
+        {"beta": 0.04, "loss_type": "grpo", "reward_funcs": ["{}/my_rewards.py:short", "{}/my_rewards.py:often_none"]},
+        {"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "temperature": 0.8},
+        {"finetuning_type": "lora", "beta": 0.1, "steps_per_generation": 2, "num_iterations": 1},
+        {"generation_batch_size": 4, "steps_per_generation": None, "gradient_accumulation_steps": 1},
+        {"steps_per_generation": 1, "num_iterations": 1, "scale_rewards": "batch", "mask_truncated_completions": True},
+        {"drop_zero_variance_groups": "drop", "reward_funcs": ["{}/my_rewards.py:often_none"], "top_k": 20},
+        {"padding_free": False, "scale_rewards": "none", "num_iterations": 1, "steps_per_generation": None},
+    ],
+)  # fmt: skip
+def test_variants_run_to_their_end(tmp_path, more):
+    functions = [each.format(tmp_path) for each in more.pop("reward_funcs", ["{}/my_rewards.py:short"])]
+    run = train(user(tmp_path, max_steps=3, save_strategy="no", **{**more, "reward_funcs": functions}))
+    log = [entry for entry in history(run) if "loss" in entry]
+    assert len(log) == 3
+    assert all(torch.isfinite(torch.tensor([entry["loss"], entry["grad_norm"]])).all() for entry in log)
+    if "beta" in more and more.get("stage") != "rloo":
+        assert log[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_completion_is_the_same_alone_and_among_63_others(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model"), dtype=torch.float64).eval()
+    prompts = [[3 + at % 7, 20, 30 + at // 8] for at in range(64)]
+    keys = [NoiseKey(0, ROLLOUT, 1, at) for at in range(64)]
+    limits = CompletionLimits(10, frozenset({2}), Sampling(seed=0))
+    among = SlotSource(model, 64, 256, nullcontext).complete(prompts, keys, limits)
+    for at in (0, 17, 63):
+        one = slice(at, at + 1)
+        (alone,) = SlotSource(model, 1, 256, nullcontext).complete(prompts[one], keys[one], limits)
+        assert alone.ids == among[at].ids
+    assert len({tuple(each.ids) for each in among}) > 40
+
+
+def test_completions_are_written_with_rewards_and_the_columns_of_log_extra(whole):
+    _, run = whole
+    lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1] * 16 + [5] * 16
+    assert {line["sample"] for line in lines} == {0, 1, 2, 3}
+    for line in lines:
+        assert line["prompt"].endswith("assistant\n")
+        assert line["rewards"].keys() == {"short"}
+        assert line["extra"]["asked"]
+        assert line["tokens"] <= 12
+    for at in range(0, 32, 4):
+        assert sum(line["advantage"] for line in lines[at : at + 4]) == pytest.approx(0, abs=1e-9)
+
+
+def test_a_resume_with_another_reward_is_refused_unless_it_is_accepted(tmp_path):
+    given = user(tmp_path, max_steps=2)
+    train(given)
+    (tmp_path / "my_rewards.py").write_text(REWARDS.replace("/ 10", "/ 5"))
+    with pytest.raises(UserError, match="reward functions"):
+        train({**given, "max_steps": 3})
+    train({**given, "max_steps": 3, "on_changed_reward": "accept"})
+    with pytest.raises(UserError, match="temperature"):
+        train({**given, "max_steps": 4, "on_changed_reward": "accept", "temperature": 0.5})
+
+
+def test_notes_are_said_once_with_their_numbers(capsys):
+    options = SimpleNamespace(max_completion_length=64)
+    notes, state = RolloutNotesCallback(options), TrainerState()
+    log = {"loss": 0.0, "reward": 0.5, "reward_std": 0.5, "entropy": 2.0, "frac_reward_zero_std": 1, "grad_norm": 0.0}
+    for step in range(12):
+        more = {"completions/clipped_ratio": 0.97, "kl": 12.0, "entropy": 0.1, "reward": 0.4} if step else {}
+        notes.on_log(None, state, TrainerControl(), {**log, **more})
+    said = capsys.readouterr().out
+    parts = [
+        "near 0 by construction", "97% of the completions end at max_completion_length 64", "12.0 per token",
+        "fallen from 2 to 0.1", "nothing is learned", "grad_norm is 0", "below its first value 0.5",
+    ]  # fmt: skip
+    for part in parts:
+        assert said.count(part) == 1, part
+
+
+def test_explain_says_what_is_drawn_and_what_it_takes(tmp_path, capsys):
+    explain(plan({name: RawValue(value, "test") for name, value in user(tmp_path, rl_preset="dapo").items()}))
+    said = capsys.readouterr().out
+    parts = [
+        "4 prompts per generation", "x 4 = 16 for 4 steps, each trained on 2 times", "at most 12 per completion",
+        "short (my_rewards.py, line 2), weight 1", "dapo sets rl_loss_type: dapo, epsilon_high: 0.28",
+        "keys and values of 16 completions", "one pass of the policy", "= effective batch size 8",
+    ]  # fmt: skip
+    for part in parts:
+        assert part in said, part
+
+
+def test_a_step_of_which_all_groups_are_dropped_moves_no_weight(tmp_path, capsys):
+    (tmp_path / "same.py").write_text("def same(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    more = {"drop_zero_variance_groups": "drop", "reward_funcs": [f"{tmp_path}/same.py:same"], "weight_decay": 0.1}
+    run = train(user(tmp_path, max_steps=2, top_p=0.9, **more))
+    assert same_weights(run / "checkpoint-1", tmp_path / "model")
+    assert history(run)[0]["frac_groups_dropped"] == 1
+    assert "With top_p 0.9, completions are drawn from another distribution" in capsys.readouterr().out
+
+
+def test_a_completion_that_never_fits_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"The shortest prompt has \d+ tokens; with max_completion_length 250"):
+        train(user(tmp_path, max_completion_length=250))
+
+
+def test_bad_inputs_of_the_data_are_refused_before_the_model_loads(tmp_path):
+    given = user(tmp_path, reward_funcs=["accuracy_reward"])
+    (tmp_path / "data.json").write_text(json.dumps([{"prompt": [{"role": "user", "content": "1 + 1?"}]}] * 8))
+    with pytest.raises(ValueError, match='accuracy_reward reads "solution"'):
+        train(given)
+    answered = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "data.json").write_text(json.dumps([{"prompt": answered}] * 8))
+    with pytest.raises(ValueError, match="ends with a user's message"):
+        train({**given, "reward_funcs": [f"{tmp_path}/my_rewards.py:often_none"]})

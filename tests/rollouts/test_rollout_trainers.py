@@ -1,0 +1,192 @@
+"""``GRPOTrainer`` and ``RLOOTrainer``: TRL's constructors, records, reward functions and names in the log."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from golden_steps import make_models
+from peft import LoraConfig
+
+from burnish import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, UserError
+from runs import same_weights
+from small_run import WORDS, make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trl")
+    make_model(folder / "model")
+    return folder
+
+
+def prompts(count=8):
+    return Dataset.from_list([{"prompt": f"Repeat: {WORDS[i % 10]}", "answer": WORDS[i % 10]} for i in range(count)])
+
+
+def chats(count=8):
+    return Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": WORDS[i % 10]}], "answer": WORDS[i % 10]} for i in range(count)]
+    )
+
+
+def variety(completions, **_):
+    return [len(set(str(completion))) / 10 for completion in completions]
+
+
+def trainer_of(folder, kind=GRPOTrainer, rewards=variety, dataset=None, model=None, trainer_args=None, **given):
+    args = kind.config_class(
+        **{
+            "output_dir": str(folder / "out"), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4,
+            "num_generations": 4, "max_completion_length": 6, "max_steps": 2, "logging_steps": 1, "report_to": "none",
+            "save_strategy": "no", "learning_rate": 1e-2, "gradient_checkpointing": False, "disable_tqdm": True,
+            **given,
+        }
+    )  # fmt: skip
+    return kind(model or str(folder / "model"), rewards, args, dataset or prompts(), **(trainer_args or {}))
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("dataset", [prompts, chats])
+def test_a_trainer_learns_from_texts_and_messages(folder, kind, dataset):
+    trainer = trainer_of(folder, kind, dataset=dataset(), beta=0.04)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    assert any(not torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
+    log = trainer.state.log_history[0]
+    names = {"loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "rewards/variety/mean",
+             "rewards/variety/std", "completions/mean_length", "completions/clipped_ratio", "kl", "entropy",
+             "clip_ratio/region_mean", "num_tokens", "learning_rate"}  # fmt: skip
+    assert names <= log.keys()
+    assert log["kl"] == pytest.approx(0, abs=1e-5)  # the reference is the start
+
+
+def test_functions_get_what_trl_gives_them(folder):
+    def sees(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **rest):
+        assert not rest
+        assert prompts[0] == prompts[3] != prompts[4]
+        assert [len(each) for each in (prompts, completions, completion_ids, answer)] == [8] * 4
+        assert completions[0][0]["role"] == "assistant"
+        assert all(len(ids) <= 6 for ids in completion_ids)
+        log_metric("step", trainer_state.global_step)
+        log_extra("asked", answer)
+        return [0.1 * at for at in range(8)]
+
+    trainer = trainer_of(folder, rewards=[sees, variety], dataset=chats(), gradient_accumulation_steps=2)
+    trainer.train()
+    assert [log["step"] for log in trainer.state.log_history if "loss" in log] == [1, 2]
+    assert trainer.reward_func_names == ["sees", "variety"]
+
+
+def test_a_subclass_may_compute_the_rewards_itself(folder):
+    class Own(GRPOTrainer):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            assert inputs[0]["prompt"] == prompts[0]
+            assert "answer" in inputs[0]
+            return torch.tensor([[float(len(ids))] for ids in completion_ids_list])
+
+    trainer = trainer_of(folder, Own)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["reward"] == pytest.approx(log["completions/mean_length"])
+
+
+def test_a_run_resumed_inside_a_generation_ends_in_the_same_weights(folder, tmp_path):
+    given = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    trainer_of(folder, output_dir=str(whole), **given).train()
+    other.mkdir()
+    shutil.copytree(whole / "checkpoint-1", other / "checkpoint-1")
+    trainer_of(folder, output_dir=str(other), **given).train(resume_from_checkpoint=True)
+    assert same_weights(whole / "checkpoint-4", other / "checkpoint-4")
+
+
+def test_an_evaluation_measures_rewards_and_disturbs_nothing(folder, tmp_path):
+    plain = trainer_of(folder, output_dir=str(tmp_path / "a"))
+    plain.train()
+    watched = trainer_of(
+        folder, output_dir=str(tmp_path / "b"), eval_strategy="steps", eval_steps=1, num_generations_eval=2,
+        trainer_args={"eval_dataset": prompts(3)},
+    )  # fmt: skip
+    watched.train()
+    first = [log for log in watched.state.log_history if "eval_reward" in log]
+    assert len(first) == 2
+    assert {"eval_rewards/variety/mean", "eval_completions/mean_length", "eval_loss"} <= first[0].keys()
+    for one, other in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert watched.evaluate()["eval_reward"] == pytest.approx(first[-1]["eval_reward"])
+
+
+def test_an_adapter_learns_and_its_reference_is_the_model_without_it(folder):
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = trainer_of(folder, beta=0.1, max_steps=3, trainer_args={"peft_config": config})
+    frozen = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+    trainer.train()
+    assert all(torch.equal(frozen[n], p) for n, p in trainer.model.named_parameters() if n in frozen)
+    assert [log["kl"] for log in trainer.state.log_history if "kl" in log][-1] > 0
+
+
+def test_a_path_is_read_as_a_reward_model_and_the_given_list_stays(folder, tmp_path):
+    models = make_models(tmp_path / "models")
+    rewards = [str(models / "policy_vhead"), variety]
+    trainer = trainer_of(folder, rewards=rewards, model=str(models / "policy"), dataset=prompts())
+    trainer.train()
+    assert rewards == [str(models / "policy_vhead"), variety]
+    assert {"rewards/policy_vhead/mean", "rewards/variety/mean"} <= trainer.state.log_history[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"use_vllm": True}, "use_vllm"), ({"num_generations": 1}, "num_generations must be at least 2"),
+        ({"per_device_train_batch_size": 6}, "Nearest: 4, 8"), ({"loss_type": "dap"}, 'Did you mean "dapo"'),
+        ({"loss_type": "cispo"}, "epsilon_high: 5.0"), ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"sync_ref_model": True}, "beta is 0"), ({"generation_kwargs": {"top_pp": 1}}, 'Did you mean "top_p"'),
+        ({"steps_per_generation": 2, "generation_batch_size": 12}, "set the same number"),
+    ],
+)  # fmt: skip
+def test_arguments_that_contradict_each_other_are_refused(folder, given, words):
+    with pytest.raises(ValueError, match=words):
+        trainer_of(folder, **given)
+
+
+def test_what_is_missing_is_said_before_training(folder):
+    def needs(completions, solution):
+        return [0.0] * len(completions)
+
+    with pytest.raises(UserError, match='needs reads "solution"'):
+        trainer_of(folder, rewards=needs)
+    with pytest.raises(UserError, match='needs a column "prompt"'):
+        trainer_of(folder, dataset=Dataset.from_list([{"text": "a"}]))
+    with pytest.raises(ValueError, match="No reward source"):
+        trainer_of(folder, rewards=[])
+    with pytest.raises(ValueError, match="Number of reward weights"):
+        trainer_of(folder, reward_weights=[1.0, 2.0])
+
+
+def test_configs_have_trls_defaults():
+    args = GRPOConfig(output_dir="out", use_cpu=True, bf16=False, scale_rewards=False)
+    assert (args.beta, args.loss_type, args.num_generations, args.learning_rate) == (0.0, "dapo", 8, 1e-6)
+    assert (args.scale_rewards, args.steps_per_generation, args.generation_batch_size) == ("none", 1, 8)
+    args = RLOOConfig(output_dir="out", use_cpu=True, bf16=False)
+    assert (args.beta, args.num_generations, args.max_completion_length) == (0.05, 2, 512)
+
+
+def test_the_python_of_the_page_runs(folder, monkeypatch):
+    """Its reward function on messages, and its trainer with another model and fewer steps."""
+    page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    function, script = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {"dataset": chats()}
+    exec(function, names)
+    assert names["exact"]([[{"role": "assistant", "content": " a"}]], answer=["a"]) == [1.0]
+    monkeypatch.chdir(folder)
+    script = script.replace("Qwen/Qwen3-0.6B", str(folder / "model"))
+    script = script.replace(
+        'output_dir="out"', 'output_dir="out", max_steps=1, use_cpu=True, bf16=False, max_completion_length=4'
+    )
+    exec(script, names)
+    assert names["trainer"].state.global_step == 1

@@ -1,0 +1,134 @@
+"""Pictures in a chat at a terminal, over the API, and in predictions."""
+
+import base64
+import io
+import json
+
+import pytest
+
+from burnish.cli import main
+from burnish.inference.loading import engine_of, load_for_inference
+from burnish.run.plan.options import RunOptions
+from burnish.serve.api.body import read
+from burnish.serve.api.prompts import Prompter
+from burnish.serve.api.requests import ChatRequest
+from burnish.serve.chat.backends import LocalBackend, Request
+from burnish.serve.chat.console import Console
+from burnish.serve.chat.session import ChatSession
+from burnish.serve.http.errors import APIError
+from seeing import golden, image_models
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seeing")
+    model, processor = image_models().build("qwen2_5_vl")
+    model.save_pretrained(folder / "model")
+    image_models().save_processor(processor, folder / "model")
+    image_models().write_pictures(folder / "pictures", ["p1_64x48.png", "p2_48x64.png"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(workplace):
+    return load_for_inference(
+        RunOptions(model_name_or_path=str(workplace / "model"), template="qwen2_vl", max_new_tokens=5, do_sample=False)
+    )
+
+
+def uri(workplace, name="p1_64x48.png"):
+    content = (workplace / "pictures" / name).read_bytes()
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def asked(*parts):
+    content = [
+        {"type": "text", "text": p} if isinstance(p, str) else {"type": "image_url", "image_url": p} for p in parts
+    ]
+    return read(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": content}]})
+
+
+def test_a_prompt_with_a_picture_has_the_ids_of_training(workplace, loaded):
+    golden_row = next(r for r in golden()["llamafactory"] if (r["family"], r["record"]) == ("qwen2_5_vl", "one"))
+    learned = next(at for at, label in enumerate(golden_row["labels"]) if label != -100)
+    row = Prompter(loaded.template, loaded.pictures).row(asked({"url": uri(workplace)}, "What is it?"))
+    assert row["input_ids"] == golden_row["input_ids"][:learned]
+    assert len(row["images"]) == 1
+
+
+def test_a_literal_placeholder_is_text(loaded):
+    row = Prompter(loaded.template, loaded.pictures).row(asked("<|image_pad|> \ufdd1"))
+    assert loaded.pictures.family.placeholder_id not in row["input_ids"]
+    assert "images" not in row
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("https://example.com/a.png", "addresses are not fetched here"), ("/etc/passwd", "files are not opened"),
+     ("file:///etc/passwd", "files are not opened"), ("data:image/png;base64,####", "base64 is broken"),
+     (f"data:image/png;base64,{base64.b64encode(b'<html>').decode()}", "is no picture")],
+)  # fmt: skip
+def test_other_sources_of_pictures_are_refused(loaded, url, said):
+    with pytest.raises(APIError) as refused:
+        Prompter(loaded.template, loaded.pictures).row(asked({"url": url}, "What?"))
+    assert refused.value.status == 400
+    assert said in refused.value.message
+    assert "messages[0].content[0].image_url.url" in refused.value.message
+
+
+def test_a_text_model_refuses_pictures(workplace, loaded):
+    with pytest.raises(APIError, match="reads text only"):
+        Prompter(loaded.template).row(asked({"url": uri(workplace)}, "What?"))
+
+
+def test_a_chat_answers_pictures_and_tells_them_apart(workplace, loaded):
+    out = io.StringIO()
+    engine = engine_of(loaded)
+    session = ChatSession(LocalBackend(loaded, engine), Console(out=out))
+    try:
+        for name in ("p1_64x48.png", "p2_48x64.png"):
+            assert session.take(f"/image {workplace / 'pictures' / name}") == 0
+            assert session.take("What is it?") == 0
+            session.take("/new")
+        assert session.take("/image nothing.png") == 1
+    finally:
+        engine.close()
+    assert "p1_64x48.png: 64x48, 4 tokens" in out.getvalue()
+    assert "cannot be read" in out.getvalue()
+
+
+def test_the_same_words_about_another_picture_get_another_answer(workplace, loaded):
+    engine = engine_of(loaded)
+    backend = LocalBackend(loaded, engine)
+
+    def ids(name):
+        content = [{"type": "image_url", "image_url": {"url": uri(workplace, name)}}, {"type": "text", "text": "Say."}]
+        *_, last = backend.answer(Request([{"role": "user", "content": content}], {"do_sample": False}))
+        return last.end.chances
+
+    try:
+        first, second, again = (ids(name) for name in ("p1_64x48.png", "p2_48x64.png", "p1_64x48.png"))
+    finally:
+        engine.close()
+    assert first != second
+    assert first == pytest.approx(again, rel=1e-4)
+
+
+def test_predictions_answer_records_with_pictures(workplace, tmp_path):
+    records = [
+        {"messages": golden()["records"]["one"]["messages"], "images": [str(workplace / "pictures" / name)]}
+        for name in ("p1_64x48.png", "p2_48x64.png")
+    ]
+    (tmp_path / "v.json").write_text(json.dumps(records))
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    entry = {"file_name": "v.json", "formatting": "sharegpt", "tags": tags,
+             "columns": {"messages": "messages", "images": "images"}}  # fmt: skip
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"v": entry}))
+    given = {"model_name_or_path": workplace / "model", "template": "qwen2_vl", "dataset_dir": tmp_path,
+             "eval_dataset": "v", "do_predict": "true", "predict_with_generate": "true", "max_new_tokens": 4,
+             "predict_metrics": "exact_match",
+             "output_dir": tmp_path / "out", "use_cpu": "true", "stage": "sft", "finetuning_type": "full"}  # fmt: skip
+    assert main(["train", *(f"{name}={value}" for name, value in given.items())]) == 0
+    lines = (tmp_path / "out" / "generated_predictions.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert all(json.loads(line)["predict"] is not None for line in lines)

@@ -1,0 +1,73 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+const at = (name) => new URL(`../../../src/burnish/serve/page/static/${name}`, import.meta.url);
+const { csv, groups, joined, pairs, rangeOf, rates, smoothed } = await import(at("curves.js"));
+
+test("noise on a level curve takes a small part of the axis", () => {
+  const [low, high] = rangeOf([2.0, 2.01, 1.99, 2.0]);
+  assert.ok(high - low > 0.5, `${low} to ${high}`);
+  assert.ok(low < 1.99 && high > 2.01);
+});
+test("a falling curve fills its axis, and a quantity that begins at zero shows it", () => {
+  const [low, high] = rangeOf([3, 2, 1]);
+  assert.ok(low < 1 && low > 0.8 && high > 3 && high < 3.2);
+  assert.equal(rangeOf([700, 720], { zero: true })[0], 0);
+  assert.deepEqual(rangeOf([null]), [0, 1]);
+});
+test("outliers are left out of the range only where that is asked for", () => {
+  const values = [...new Array(99).fill(1), 100];
+  assert.ok(rangeOf(values)[1] > 100);
+  assert.ok(rangeOf(values, { clip: true })[1] < 2);
+});
+test("the rate is that of the interval, not of the whole run", () => {
+  const columns = {
+    step: [1, 2, 3],
+    loss: [1, 1, 1],
+    tokens: [100, 200, 500],
+    time: [10, 11, 12],
+    tokens_per_s: [10, 50, 80],
+  };
+  assert.deepEqual(rates(columns), [10, 100, 300]);
+  assert.deepEqual(rates({ step: [1], tokens_per_s: [7] }), [7]);
+});
+test("a smoothed curve begins at its first value and leaves out what is no number", () => {
+  assert.deepEqual(smoothed([4, "NaN", 4], 0.9), [4, null, 4]);
+});
+test("pieces of a log are joined, with gaps where a column is new", () => {
+  assert.deepEqual(joined({ step: [1], loss: [2] }, { step: [2], kl: [3] }), {
+    step: [1, 2],
+    loss: [2, null],
+    kl: [null, 3],
+  });
+  assert.deepEqual(pairs([1, 2, 3], [5, null, 7]), { x: [1, 3], y: [5, 7] });
+  assert.equal(csv({ step: [1], loss: [null] }), "step,loss\n1,");
+});
+test("a run of rollouts shows its reward first, others their loss, and no column twice", () => {
+  const rollouts = { step: [1], loss: [1], reward: [0.5], "rewards/format/mean": [1], kl: [0], lr: [1], rate: [3] };
+  const names = groups(rollouts).map((one) => one.name);
+  assert.equal(names[0], "reward");
+  assert.deepEqual(names, [...new Set(names)]);
+  assert.deepEqual(
+    groups({ step: [1], loss: [1], eval_loss: [2] }).map((one) => [one.name, one.points]),
+    [["loss", "eval_loss"]],
+  );
+  assert.deepEqual(
+    groups({ step: [1], loss: [1], kl: [1], eval_kl: [2] }).map((one) => [one.name, one.points]),
+    [
+      ["loss", undefined],
+      ["kl", "eval_kl"],
+    ],
+  );
+  const preferences = groups({
+    step: [1],
+    loss: [1],
+    "rewards/chosen": [1],
+    "rewards/rejected": [0],
+    "rewards/margins": [1],
+  });
+  assert.deepEqual(
+    preferences.map((one) => one.name),
+    ["loss", "chosen_rejected", "margins"],
+  );
+});

@@ -1,0 +1,28 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+const { ago, bytes, duration, given, humanized, plain, short, visible } = await import(
+  new URL("../../../src/burnish/serve/page/static/format.js", import.meta.url)
+);
+
+test("figures are as short as a person reads them", () => {
+  assert.equal(short(0.00005), "5e-5");
+  assert.equal(short(1.23456), "1.235");
+  assert.equal(short(123456), "123.5K");
+  assert.equal(short(null), "–");
+  assert.equal(short("NaN"), "NaN");
+  assert.equal(bytes(5.9e9), "5.9 GB");
+  assert.equal(duration(3723), "1:02:03");
+  assert.equal(ago(1000, "en", 1000 + 7200), "2 hours ago");
+});
+test("what cannot be seen is shown, and what a terminal would obey is left out", () => {
+  assert.equal(visible("a\u202eb"), "a⟨U+202E⟩b");
+  assert.equal(plain("10%\r\u001b[31m20%\u001b[0m"), "20%");
+});
+test("options are read from a run's YAML", () => {
+  assert.deepEqual(given('# by\nlearning_rate: 0.0001  # run.yaml\noutput_dir: "saves/a"\n'), {
+    learning_rate: "0.0001",
+    output_dir: "saves/a",
+  });
+  assert.equal(humanized("max_grad_norm"), "Max grad norm");
+});

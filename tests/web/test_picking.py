@@ -1,0 +1,66 @@
+"""What the pickers of the page find, and files that are uploaded."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from types import SimpleNamespace
+
+import pytest
+
+
+def put(page, path: str, body: bytes) -> tuple[int, dict]:
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
+    headers = {"Cookie": f"burnish={page.cookie}", "Origin": f"http://127.0.0.1:{page.port}"}
+    connection.request("PUT", path, body, headers)
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def test_models_say_what_they_are_and_data_what_file_they_lie_in(page, root) -> None:
+    (root / "m").mkdir()
+    (root / "m/config.json").write_text('{"model_type": "qwen2"}')
+    (root / "m/model.safetensors").write_bytes(b"0" * 100)
+    (root / "own.jsonl").write_text('{"text": "a"}\n')
+    (root / "named.jsonl").write_text('{"text": "a"}\n')
+    (root / "dataset_info.json").write_text(
+        json.dumps({"n": {"file_name": "named.jsonl"}, "gone": {"file_name": "no"}})
+    )
+    assert page.get("/api/models")["models"] == [{"path": "m", "kind": "model", "type": "qwen2", "bytes": 100}]
+    assert page.get("/api/datasets")["datasets"] == [
+        {"name": "n", "folder": ".", "file": "named.jsonl", "bytes": 14},
+        {"name": "gone", "folder": "."},
+        {"name": "own.jsonl", "folder": "", "file": "own.jsonl", "bytes": 14},
+    ]  # fmt: skip  (a run's logs are no data)
+
+
+def test_a_file_is_uploaded_in_pieces_and_replaces_nothing(page, root) -> None:
+    assert put(page, "/api/uploads/a.jsonl?offset=0", b'{"a": 1}\n')[0] == 202
+    assert not (root / "data/a.jsonl").exists()
+    assert put(page, "/api/uploads/a.jsonl?offset=3&last=1", b"x")[0] == 409  # not where the last piece ended
+    assert put(page, "/api/uploads/a.jsonl?offset=9&last=1", b'{"a": 2}\n') == (201, {"file": "data/a.jsonl"})
+    assert (root / "data/a.jsonl").read_text() == '{"a": 1}\n{"a": 2}\n'
+    assert sorted(path.name for path in (root / "data").iterdir()) == ["a.jsonl"]
+    assert put(page, "/api/uploads/a.jsonl?offset=0&last=1", b"x")[0] == 409
+    for name in ("..%2fb.jsonl", ".hidden.jsonl", "run.py", "a%00.jsonl", "x" * 200 + ".csv"):
+        assert put(page, f"/api/uploads/{name}?offset=0&last=1", b"x")[0] in (404, 422), name
+
+
+def test_an_upload_follows_no_link_out_of_the_roots(page, root, tmp_path) -> None:
+    (root / "data").symlink_to(tmp_path)
+    assert put(page, "/api/uploads/a.jsonl?offset=0&last=1", b"x")[0] == 422
+
+
+def test_the_hub_is_searched_when_asked_and_says_when_it_cannot_be_reached(page, monkeypatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    found = [SimpleNamespace(id="org/model", downloads=5)]
+    monkeypatch.setattr(hub.HfApi, "list_models", lambda self, **asked: found if asked["search"] == "mod" else [])
+    assert page.get("/api/hub?kind=model&q=mod")["found"] == [{"name": "org/model", "downloads": 5}]
+
+    def unreachable(self, **asked):
+        raise OSError("no route")
+
+    monkeypatch.setattr(hub.HfApi, "list_datasets", unreachable)
+    status, _, text = page.send("GET", "/api/hub?kind=dataset&q=x")
+    assert (status, json.loads(text)["error"]["code"]) == (502, "hub_unreachable")
+    assert page.send("GET", "/api/hub?q=")[0] == 422

@@ -1,0 +1,18 @@
+"""The unit tests of the page's modules, where node is present."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_modules_of_the_page_pass_their_own_tests() -> None:
+    words = ["node", "--no-warnings", "--test", *map(str, sorted(SCRIPTS.glob("*.test.mjs")))]
+    run = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -1,0 +1,134 @@
+"""What a person does with runs afterwards: names, tags, notes, the trash; reports, completions, and kinds of runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from burnish.report.metadata import launched
+from burnish.serve.page.runs.completions import completions
+from burnish.serve.page.runs.log_columns import columns_of
+from burnish.serve.page.runs.runs import read_run
+
+
+def test_a_run_gets_a_name_tags_and_notes_and_its_folder_stays_as_it_is(page, root) -> None:
+    run, before = page.id_of("first"), sorted(str(path) for path in root.rglob("*"))
+    status, _, text = page.send("PUT", f"/api/runs/{run}/label", {"name": " Baseline ", "tags": ["7b", "lora"]})
+    assert (status, json.loads(text)) == (200, {"name": "Baseline", "tags": ["7b", "lora"], "notes": ""})
+    assert page.send("PUT", f"/api/runs/{run}/label", {"notes": "good <b>"})[0] == 200
+    found = page.get(f"/api/runs/{run}")
+    assert (found["title"], found["name"], found["tags"], found["notes"]) == (
+        "Baseline",
+        "first",
+        ["7b", "lora"],
+        "good <b>",
+    )
+    _, _, html = page.send("GET", "/runs")
+    assert "Baseline" in html
+    assert "good &lt;b&gt;" in html
+    assert sorted(str(path) for path in root.rglob("*")) == before
+    for wrong in ({"name": 3}, {"tags": "a"}, {"tags": [""]}, {"tags": ["x"] * 99}, {"notes": "x" * 9000}):
+        assert page.send("PUT", f"/api/runs/{run}/label", wrong)[0] == 422, wrong
+
+
+def test_a_deleted_run_can_be_restored_and_is_gone_for_good_only_when_the_trash_is_emptied(page, root) -> None:
+    run, folder = page.id_of("first"), root / "saves/first"
+    files = sorted(path.name for path in folder.iterdir())
+    status, _, text = page.send("DELETE", f"/api/runs/{run}", {})
+    assert status == 200
+    assert not folder.exists()
+    assert "first" not in [one["name"] for one in page.get("/api/runs")["runs"]]
+    (deleted,) = page.get("/api/trash")["runs"]
+    assert (deleted["id"], deleted["name"]) == (json.loads(text)["entry"], "first")
+    assert page.send("POST", f"/api/trash/{deleted['id']}", {})[0] == 200
+    assert sorted(path.name for path in folder.iterdir()) == files
+    assert page.id_of("first") == run
+    page.send("DELETE", f"/api/runs/{run}", {})
+    folder.mkdir()
+    (again,) = page.get("/api/trash")["runs"]
+    assert page.send("POST", f"/api/trash/{again['id']}", {})[0] == 409  # the folder exists again
+    assert page.send("DELETE", "/api/trash", {})[0] == 200
+    assert page.get("/api/trash") == {"runs": []}
+    assert page.send("POST", "/api/trash/x", {})[0] == 404
+
+
+def test_a_run_that_is_running_is_not_deleted_and_an_entry_leads_to_no_other_folder(page, root) -> None:
+    run = page.id_of("first")
+    (root / "saves/first/outcome.json").unlink()
+    (root / "saves/first/launch.json").write_text(json.dumps(launched([])))
+    assert page.send("DELETE", f"/api/runs/{run}", {})[0] == 409
+    entry = root / ".burnish-trash" / "aa"
+    (entry / "run").mkdir(parents=True)
+    (entry / "entry.json").write_text(json.dumps({"folder": str(root.parent / "elsewhere")}))
+    assert page.send("POST", "/api/trash/aa", {})[0] == 404
+    assert not (root.parent / "elsewhere").exists()
+
+
+PREDICTS = "do_train: false\ndo_predict: true\n"
+
+
+def test_predictions_and_evaluations_are_listed_as_such(page, root) -> None:
+    for name, argv, given in (
+        ("told", ["burnish", "predict", "saves/first"], ""),
+        ("read", ["burnish", "train", "x.yaml"], PREDICTS),
+        ("measured", ["burnish", "eval", "saves/first"], ""), ("begun", ["burnish", "train", "x.yaml"], "stage: sft\n"),
+    ):  # fmt: skip
+        folder = root / "saves" / name
+        folder.mkdir()
+        (folder / "launch.json").write_text(json.dumps({**launched([], argv=argv), "pid": 2**22 + 1}))
+        (folder / "run.yaml").write_text(given)
+        (folder / "predict_results.json").write_text('{"predict_rouge-1": 41.2, "odd": "x"}')
+    kinds = {run["name"]: run["kind"] for run in page.get("/api/runs")["runs"]}
+    assert {name: kinds[name] for name in ("told", "read", "measured", "begun", "first")} == {
+        "told": "predict", "read": "predict", "measured": "eval", "begun": "train", "first": "train",
+    }  # fmt: skip
+    assert read_run(root / "saves/told").metrics == {"rouge-1": 41.2}
+    _, _, html = page.send("GET", "/runs")
+    assert "Predictions and evaluations" in html
+    assert page.send("GET", f"/runs/{page.id_of('told')}")[0] == 200
+
+
+def test_the_tokens_per_second_of_a_run_are_those_of_its_last_interval(tmp_path: Path) -> None:
+    rows = [
+        {"current_steps": 1, "loss": 2.0, "total_tokens": 100, "time": 50.0, "throughput": 5.0},
+        {"current_steps": 2, "loss": 2.0, "total_tokens": 400, "time": 51.0, "throughput": 9.0},
+    ]
+    (tmp_path / "trainer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_run(tmp_path).tokens_per_s == 300.0
+
+
+def test_measures_of_preferences_and_rollouts_become_columns() -> None:
+    rows = [
+        {"step": 1, "loss": 1.0, "rewards/margins": 0.5, "other": "x"},
+        {"step": 2, "loss": 1.0, "reward": 0.25, "kl": 1e-3},
+    ]
+    columns = columns_of(rows)
+    assert columns["rewards/margins"] == [0.5, None]
+    assert (columns["reward"], columns["kl"]) == ([None, 0.25], [None, 1e-3])
+    assert "other" not in columns
+
+
+def test_completions_are_shown_by_step_and_record_the_newest_first(page, root) -> None:
+    rows = [
+        {"step": step, "record": record, "sample": sample, "completion": f"{step} {record}", "rewards": {"a": 1}}
+        for step in (5, 10) for record in (3, 4) for sample in (0, 1)
+    ]  # fmt: skip
+    (root / "saves/first/completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 15')
+    found = completions(root / "saves/first")
+    assert (found["steps"], found["records"], found["rows"]) == ([10, 5], ["4", "3"], [])
+    shown = page.get(f"/api/runs/{page.id_of('first')}/completions?step=10&record=3")["rows"]
+    assert [(one["completion"], one["sample"]) for one in shown] == [("10 3", 0), ("10 3", 1)]
+    assert page.get(f"/api/runs/{page.id_of('trl')}/completions")["steps"] == []
+    assert 'id="tab-completions"' in page.send("GET", f"/runs/{page.id_of('first')}")[2]
+
+
+def test_a_report_is_one_file_that_asks_for_no_other(page) -> None:
+    status, headers, text = page.send("GET", f"/api/runs/{page.id_of('first')}/report")
+    assert status == 200
+    assert headers["content-disposition"] == 'attachment; filename="first.html"'
+    assert text.count("<polyline") >= 3
+    assert "learning_rate" in text
+    assert not re.search(r"(src|href)=|<script|url\(|https?:", text)
+    status, _, text = page.send("GET", f"/api/runs/{page.id_of('<img src=x onerror=alert(1)>')}/report")
+    assert "<img src=x" not in text
