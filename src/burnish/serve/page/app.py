@@ -38,7 +38,7 @@ from burnish.serve.page.runs.series import picture, series, small_picture
 from burnish.serve.page.session import COOKIE, LASTS_S, Sessions
 from burnish.serve.page.site import Site
 from burnish.serve.page.words import FOLDER as WORDS
-from burnish.serve.page.words import LANGUAGES, language_of, page_words, translator
+from burnish.serve.page.words import LANGUAGES, language_asked, page_words, translator
 
 HERE = Path(__file__).parent
 POLICY = (
@@ -118,7 +118,7 @@ class Pages:
     async def run(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
         columns, _ = await asyncio.to_thread(series, run.folder)
-        language = self._language(request)
+        language = language_asked(request)
         return self._page(
             "run", request, run=self.site.facts([run])[0],
             picture=picture(columns, 640, 160), columns=_summary(columns),
@@ -130,7 +130,7 @@ class Pages:
         """A run as one HTML file to send to somebody; it needs nothing else and runs no script."""
         run = await self.site.run(request.path_params["id"])
         columns, _ = await asyncio.to_thread(series, run.folder)
-        language = self._language(request)
+        language = language_asked(request)
         words = page_words(language)
         text = self.templates.get_template("report.html").render(
             t=translator(language), language=language, run=self.site.facts([run])[0], launch=run.launch, known=words,
@@ -199,11 +199,8 @@ class Pages:
 
     # --- how --------------------------------------------------------------------------------------------------------
 
-    def _language(self, request: Request) -> str:
-        return language_of(request.cookies.get("language", ""), request.headers.get("accept-language", ""))
-
     def _page(self, name: str, request: Request, status: int = 200, **values: Any) -> Response:
-        language, theme = self._language(request), request.cookies.get("theme", "")
+        language, theme = language_asked(request), request.cookies.get("theme", "")
         up = "../" * (request.scope["path"].count("/") - 1)
         text = self.templates.get_template(f"{name}.html").render(
             t=translator(language), language=language, languages=LANGUAGES, up=up, page=name,

@@ -25,6 +25,7 @@ from burnish.serve.http.stream import EventStream, event_text
 from burnish.serve.page.jobs.starting import free_folder
 from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
 from burnish.serve.page.site import Answer, Site
+from burnish.serve.page.words import in_language, language_asked, option_words
 from burnish.utils.json_files import read_object
 
 MOST_PRESETS = 200
@@ -50,16 +51,18 @@ class Form:
 
     async def form(self, request: Request) -> Response:
         """All options, their layout, the presets, and the options that cannot be set from the web UI."""
-        form = await self.site.form()
-        allowed = self.site.starter.allow
+        form, language = await self.site.form(), language_asked(request)
+        fields = in_language(form["fields"], language)
+        words, allowed = option_words(language), self.site.starter.allow
+        secret = words["reasons"].get("it is a secret", "it is a secret")
         risky = {
-            one["name"]: one["risky"] or "it is a secret"
-            for one in form["fields"]
+            one["name"]: one["risky"] or secret
+            for one in fields
             if (one["is_secret"] or (one["risky"] and not one["harmless"])) and one["name"] not in allowed
         }
         boxes = {name: list(options) for name, options in BOXES.items()}
         return ShownJson(
-            {"groups": form["groups"], "fields": form["fields"], "boxes": boxes, "risky": risky,
+            {"groups": form["groups"], "titles": words["groups"], "fields": fields, "boxes": boxes, "risky": risky,
              "depends": {name: [on, list(values)] for name, (on, values) in DEPENDS.items()}, "presets": PRESETS,
              "own_presets": await asyncio.to_thread(self._presets)}
         )  # fmt: skip

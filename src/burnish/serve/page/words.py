@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
 
 FOLDER = Path(__file__).parent / "words"
 LANGUAGES = ("en", "zh")
@@ -15,6 +18,28 @@ LANGUAGES = ("en", "zh")
 def page_words(language: str) -> Mapping[str, str]:
     found: dict[str, str] = json.loads((FOLDER / f"{language}.json").read_text(encoding="utf-8"))
     return found
+
+
+@cache
+def option_words(language: str) -> Mapping[str, Mapping[str, Any]]:
+    """Labels and help of the options, titles of their groups, units and reasons; empty for the language of the code."""
+    file = FOLDER / f"options.{language}.json"
+    found: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {part: found.get(part, {}) for part in ("groups", "units", "reasons", "options")}
+
+
+def in_language(fields: Iterable[Mapping[str, Any]], language: str) -> list[dict[str, Any]]:
+    """Fields of a form with the label, help, unit and reasons of a language, where it has them."""
+    words = option_words(language)
+    parts = (("unit", words["units"]), ("ignored", words["reasons"]), ("risky", words["reasons"]))
+    return [
+        {
+            **field,
+            **words["options"].get(field["name"], {}),
+            **{part: known.get(field[part], field[part]) for part, known in parts},
+        }
+        for field in fields
+    ]
 
 
 def translator(language: str) -> Callable[..., str]:
@@ -39,3 +64,8 @@ def language_of(cookie: str, accepted: str) -> str:
         if name in LANGUAGES:
             return name
     return LANGUAGES[0]
+
+
+def language_asked(request: Request) -> str:
+    """The language that a request's cookie or header asks for."""
+    return language_of(request.cookies.get("language", ""), request.headers.get("accept-language", ""))

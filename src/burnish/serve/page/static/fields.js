@@ -8,7 +8,7 @@ import { language, maybe, t } from "./words.js";
 const NEEDED = new Set(["model_name_or_path", "dataset", "output_dir"]);
 
 /** @param {Field} field */
-export const labelOf = (field) => maybe(`label_${field.name}`) ?? humanized(field.name);
+export const labelOf = (field) => maybe(`label_${field.name}`) ?? field.label ?? humanized(field.name);
 /** A value as text of a control. @param {any} value */
 export function textOf(value) {
   if (value === undefined || value === null) return "";
@@ -75,7 +75,7 @@ export function fieldOf(field, { risk, browse } = {}) {
     browse
       ? el("div", { class: "browse" }, input, el("button", { type: "button", onclick: browse }, t("browse")))
       : input,
-    el("p", { class: "hint", id: `${id}-hint`, lang: help || language === "en" ? null : "en" }, hint),
+    el("p", { class: "hint", id: `${id}-hint`, lang: help || field.label || language === "en" ? null : "en" }, hint),
     el("p", { class: "problem", id: `${id}-problem`, lang: language === "en" ? null : "en" }),
   );
 }

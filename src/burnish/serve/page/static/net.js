@@ -1,14 +1,14 @@
 // @ts-check
 // Requests, and the connection that brings what is new.
 import { say } from "./dom.js";
-import { t } from "./words.js";
+import { maybe, t } from "./words.js";
 
 export const up = document.documentElement.dataset.up || "";
 
 export class Failed extends Error {
   /** @param {number} status @param {any} error */
   constructor(status, error) {
-    super(error?.message ?? t("error_status", { status }));
+    super(maybe(`error_${error?.code}`) ?? error?.message ?? t("error_status", { status }));
     this.status = status;
     this.option = error?.option ?? "";
     this.code = error?.code ?? "";

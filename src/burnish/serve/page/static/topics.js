@@ -2,7 +2,7 @@
 // The options beside the essentials: folded by topic, made when they are wanted, and searched.
 import { $, $$, el } from "./dom.js";
 import { isFound } from "./fields.js";
-import { maybe, t } from "./words.js";
+import { t } from "./words.js";
 
 export class Topics {
   /**
@@ -17,7 +17,7 @@ export class Topics {
       .map(([box, names]) => [t(`box_${box}`), names]);
     /** @type {[string, string[]][]} */
     const groups = found.groups.map((/** @type {string} */ group) => [
-      maybe(`group_${group}`) ?? group,
+      found.titles[group] ?? group,
       found.fields
         .filter((/** @type {any} */ field) => field.group === group && !boxed.has(field.name))
         .map((/** @type {any} */ field) => field.name),
