@@ -1,4 +1,4 @@
-"""Tiny models that see, and the rows of ``golden/images.json`` with their pictures, as the model's side takes them."""
+"""Tiny models that see, and the rows of ``golden/images.json`` with their images, as the model's side takes them."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
-from burnish.models.images.collator import PictureCollator, PictureLayout
+from burnish.models.images.collator import ImageCollator, ImageLayout
 from burnish.models.images.features import make_seeing, num_features
 from burnish.models.images.processor import ImageProcessor
 
@@ -34,8 +34,8 @@ def golden() -> Any:
 
 
 @dataclass(frozen=True)
-class DrawnPicture:
-    """A picture of the golden records, by its name."""
+class DrawnImage:
+    """An image of the golden records, by its name."""
 
     identity: str
     begin: int = 0
@@ -43,34 +43,34 @@ class DrawnPicture:
 
     @property
     def image(self) -> Any:
-        return image_models().picture(self.identity)
+        return image_models().image(self.identity)
 
 
 def seeing(family: str) -> SimpleNamespace:
     """A model of a family that was told to see, its image processor and layout, and a function that makes collators."""
     model, composed = image_models().build(family)
-    processor, layout = ImageProcessor.of(model, composed.image_processor), PictureLayout.of(model.config)
+    processor, layout = ImageProcessor.of(model, composed.image_processor), ImageLayout.of(model.config)
     make_seeing(model)
 
-    def collator(way: str) -> PictureCollator:
+    def collator(way: str) -> ImageCollator:
         of_text = WAYS["flat" if way == "shared" and layout.both_ways else way]
-        return PictureCollator(
+        return ImageCollator(
             of_text, of_text, layout, processor, lambda row: row.get("images", []),
-            lambda picture: processor.tensors(picture.image),
+            lambda image: processor.tensors(image.image),
         )  # fmt: skip
 
     return SimpleNamespace(model=model, processor=processor, layout=layout, collator=collator, composed=composed)
 
 
 def rows_of(found: SimpleNamespace, rows: Any) -> list[dict[str, Any]]:
-    """Golden rows with their pictures where they stand."""
+    """Golden rows with their images where they stand."""
     made = []
     for row in rows:
         places = [at for at, token in enumerate(row["input_ids"]) if token == found.layout.placeholder]
         placed = []
         for name in golden()["records"][row["record"]]["images"]:
-            count = num_features(found.model, found.processor.tensors(DrawnPicture(name).image))
-            placed.append(DrawnPicture(name, places[0], places[count - 1] + 1))
+            count = num_features(found.model, found.processor.tensors(DrawnImage(name).image))
+            placed.append(DrawnImage(name, places[0], places[count - 1] + 1))
             places = places[count:]
         assert not places, (row["record"], places)
         made.append({"input_ids": row["input_ids"], "labels": row["labels"], "images": placed})

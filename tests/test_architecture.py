@@ -72,7 +72,7 @@ DOORS = {
         "optim/builtin.py",
         "report/trackers.py",
         "demo/command.py",
-        "demo/pictures.py",
+        "demo/images.py",
         "inference/cache.py",
         "data/chat/render_worker.py",
     },
@@ -156,7 +156,7 @@ def test_the_loop_and_what_it_stands_on_import_torch_and_the_standard_library_on
     assert not [found for found in of_core if found[2].split(".")[0] not in FOUNDATION_MAY_IMPORT]
 
 
-def test_a_trainer_of_text_is_installed_without_sound_pictures_pages_and_hubs() -> None:
+def test_a_trainer_of_text_is_installed_without_sound_images_pages_and_hubs() -> None:
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
     assert "torch" in needed

@@ -285,7 +285,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "demo": Command(
         "[dpo | grpo | picture] [key=value ...] [--key value ...]",
-        "fine-tune a small model in minutes; dpo: with preferences; grpo: with rewards; picture: on pictures",
+        "fine-tune a small model in minutes; dpo: with preferences; grpo: with rewards; picture: on images",
         "demo.command:demo",
         _RUN,
     ),

@@ -84,10 +84,10 @@ REFUSED = [
     Case("B15", rows([*ROWS, {"instruction": "q", "input": ""}]), ["record 25", 'the column "output" is missing']),
     Case("B22", rows(ROWS, file_name="../secret.json"), ['must be inside "data"']),
     Case("B24b", rows([{**ROWS[0], "images": ["a.png"]}]),
-         ["record 1", 'contains pictures ("images")', "reads text only"]),
+         ["record 1", 'contains images ("images")', "reads text only"]),
     Case("B24b, named", rows([{**ROWS[0], "images": ["a.png"]}],
                              columns={"prompt": "instruction", "response": "output", "images": "images"}),
-         ["record 1", 'contains pictures ("images")', "reads text only"]),
+         ["record 1", 'contains images ("images")', "reads text only"]),
     Case("B25", rows("\n".join(map(json.dumps, ROWS)).encode()[:-20], file_name="rows.jsonl"),
          ["data/rows.jsonl, line 24"]),
     Case("B27", rows({"data": ROWS}), ['24 records under the key "data"']),
@@ -178,7 +178,7 @@ SAID = [
                                     {"role": "assistant", "content": "x"}]}]), ["hi<|im_end|>"]),
     Case("B28", rows(ROWS[:1]), ["each epoch is one step"], ["per_device_train_batch_size=8"]),
     Case("B34", lambda: None, ["is listed 2 times"], ["dataset=rows,rows"]),
-    Case("an unused picture", rows([{**ROWS[0], "images": ["a.png"]}],
+    Case("an unused image", rows([{**ROWS[0], "images": ["a.png"]}],
                                    columns={"prompt": "instruction", "response": "output"}), ['"images" is ignored']),
 ]  # fmt: skip
 

@@ -115,7 +115,7 @@ def test_every_option_that_names_a_place_is_tried_or_declared_harmless() -> None
     named = {name for name, spec in specs(RunOptions).items() if spec.names_place and not spec.ignored}
     of_groups = {n for g in (*GROUPS, *MEMBER_GROUPS) if g.__name__ in HARMLESS_GROUPS for n in specs(g)}
     declared = {name for names in HARMLESS.values() for name in names} | of_groups | MAY_CHANGE
-    cached = {"cache_dir", "media_dir"}  # models and pictures are known by their content, wherever they lie
+    cached = {"cache_dir", "media_dir"}  # models and images are known by their content, wherever they lie
     assert named - declared - cached - PLACES.keys() == set()
     assert PLACES.keys() <= named
 

@@ -1,13 +1,13 @@
-"""The demo with pictures: the same model and pictures each time, and a run that learns from them."""
+"""The demo with images: the same model and images each time, and a run that learns from them."""
 
 import pytest
 
-from burnish.demo.pictures import demo_picture, draw_set, make_model
+from burnish.demo.images import demo_picture, draw_set, make_model
 
 
-def test_model_and_pictures_follow_from_a_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.demo.pictures._TRAINED", 6)
-    monkeypatch.setattr("burnish.demo.pictures._HELD_OUT", 3)
+def test_model_and_images_follow_from_a_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr("burnish.demo.images._TRAINED", 6)
+    monkeypatch.setattr("burnish.demo.images._HELD_OUT", 3)
     questions = [draw_set(tmp_path / name) for name in ("one", "two")]
     assert questions[0] == questions[1]
     assert len(questions[0]) == 3
@@ -23,4 +23,4 @@ def test_model_and_pictures_follow_from_a_seed(tmp_path, monkeypatch):
 def test_the_demo_learns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert demo_picture(["num_train_epochs=1"]) == 0
-    assert "held-out pictures: 0.00 before" in capsys.readouterr().out
+    assert "held-out images: 0.00 before" in capsys.readouterr().out

@@ -85,8 +85,8 @@ def left_behind(steps, checkpoints, evaluations):
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
     assert "You are a helpful assistant" in (OUT / "chat_template.jinja").read_text()
     assert not [path for path in OUT.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
-    for picture in OUT.glob("*.png"):
-        assert Image.open(picture).size[0] > 300
+    for image in OUT.glob("*.png"):
+        assert Image.open(image).size[0] > 300
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from browser.conftest import wait_for
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 
-PICTURES = Path(__file__).parents[2] / "docs" / "web"
-"""Folder of the documentation's pictures, which are made with BURNISH_PICTURES=1."""
+IMAGES = Path(__file__).parents[2] / "docs" / "web"
+"""Folder of the documentation's images, which are made with BURNISH_PICTURES=1."""
 VALUES = {
     "model_name_or_path": "model", "dataset": "demo_train", "dataset_dir": "data", "cutoff_len": "128",
     "per_device_train_batch_size": "8", "max_steps": "60", "logging_steps": "2", "learning_rate": "5e-4",
@@ -23,10 +23,10 @@ VALUES = {
 }  # fmt: skip
 
 
-def picture(page, name: str) -> None:
+def image(page, name: str) -> None:
     if os.environ.get("BURNISH_PICTURES"):
-        PICTURES.mkdir(exist_ok=True)
-        page.screenshot(path=str(PICTURES / f"{name}.png"))
+        IMAGES.mkdir(exist_ok=True)
+        page.screenshot(path=str(IMAGES / f"{name}.png"))
 
 
 def fill(page, **changes: str) -> None:
@@ -58,7 +58,7 @@ def test_wrong_key_typed_key_and_a_cookie_that_is_gone(visitor, server) -> None:
     visitor.context.clear_cookies()
     visitor.goto(f"{server.address}/new")
     visitor.wait_for_url("**/sign-in?to=new")
-    picture(visitor, "sign-in")
+    image(visitor, "sign-in")
     visitor.fill("#key", "wrong")
     visitor.click("button.main")
     visitor.get_by_text("The key is wrong").wait_for()
@@ -85,7 +85,7 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
     assert "<|im_end|>" in page.inner_text("#sample mark")
     assert "max_steps: 60" in page.inner_text("#yaml")
     page.evaluate("scrollTo(0, 0)")
-    picture(page, "new")
+    image(page, "new")
     page.click("#start")
     page.wait_for_url(re.compile(r"/runs/[0-9a-f]{12}$"))
     page.locator(".chart canvas").first.wait_for()
@@ -109,9 +109,9 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
         page.locator(".chart .menu summary").first.click()
         page.locator(".chart button", has_text="PNG").first.click()
     assert Path(found.value.path()).read_bytes().startswith(b"\x89PNG")
-    picture(page, "run")
+    image(page, "run")
     page.click("#theme")
-    picture(page, "run-dark" if page.evaluate("document.documentElement.dataset.theme") == "dark" else "run-light")
+    image(page, "run-dark" if page.evaluate("document.documentElement.dataset.theme") == "dark" else "run-light")
     page.click("#theme")
     run = page.url.rpartition("/")[2]
     page.goto(f"{address}/talk?target={run}")
@@ -123,7 +123,7 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
     page.keyboard.press("Control+Enter")
     for side in (0, 1):
         page.locator(f".side[data-side='{side}'] .figures", has_text="tokens/s").wait_for()
-    picture(page, "talk")
+    image(page, "talk")
     page.goto(f"{address}/export?target={run}")
     page.select_option("#format", "gguf f16")
     page.click("#job-form button.main")
@@ -131,16 +131,16 @@ def test_from_an_empty_form_to_a_model_that_answers_over_a_killed_server(visitor
     shutil.copytree(server.root / "saves/first", server.root / "saves/second")
     page.goto(f"{address}/runs")
     page.locator("tr[data-run]").nth(1).wait_for()
-    picture(page, "runs")
+    image(page, "runs")
     for box in page.locator("tr[data-run] input").all():
         box.check()
     page.click("#compare")
     page.locator(".chart canvas").first.wait_for()
-    picture(page, "compare")
+    image(page, "compare")
     page.click("#language")
     page.get_by_text("比较").first.wait_for()
     page.goto(f"{address}/runs")
-    picture(page, "runs-zh")
+    image(page, "runs-zh")
 
 
 def test_what_is_wrong_stands_at_its_field_and_start_is_off(visitor, server) -> None:

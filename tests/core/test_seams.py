@@ -1,5 +1,5 @@
 """An objective may do more than a loss: look at a whole step, make groups of a group, count metrics by themselves,
-train modules of its own, take rows with pictures. Each through the loop."""
+train modules of its own, take rows with images. Each through the loop."""
 
 import dataclasses
 
@@ -197,20 +197,20 @@ def test_a_module_of_the_objective_is_trained_saved_and_loaded(tmp_path):
     assert same(weights(run), weights(again))
 
 
-class WithPictures(RegressionObjective):
-    """A row is (inputs, label, picture); a picture is a tensor of as many patches (patches, 4) as it has."""
+class WithImages(RegressionObjective):
+    """A row is (inputs, label, image); an image is a tensor of as many patches (patches, 4) as it has."""
 
     def encode(self, rows, messages):
-        """The rows, each with the picture of its message, whose name is its number."""
+        """The rows, each with the image of its message, whose name is its number."""
         numbers = [int(part.value) for message in messages for part in message.content if part.kind == "image"]
-        pictures = [torch.full((1 + number % 3, 4), number / 22) for number in numbers]
-        return [(*row, picture) for row, picture in zip(rows, pictures, strict=True)]
+        images = [torch.full((1 + number % 3, 4), number / 22) for number in numbers]
+        return [(*row, image) for row, image in zip(rows, images, strict=True)]
 
     def collate(self, rows):
-        pictures = [picture for *_, picture in rows]
+        images = [image for *_, image in rows]
         return {
-            **super().collate(rows), "patches": torch.cat(pictures),
-            "num_patches": torch.tensor([len(picture) for picture in pictures]),
+            **super().collate(rows), "patches": torch.cat(images),
+            "num_patches": torch.tensor([len(image) for image in images]),
         }  # fmt: skip
 
     def loss(self, model, batch):
@@ -224,11 +224,11 @@ def test_a_row_may_hold_tensors_that_an_objective_makes_of_a_messages_parts(tmp_
     messages = [
         Message("user", (ContentPart("text", "How many?"), ContentPart("image", str(number)))) for number in range(22)
     ]
-    with_pictures = WithPictures().encode(toy.rows(), messages)
-    summed = [(inputs + picture.mean(0), label) for inputs, label, picture in with_pictures]
+    with_images = WithImages().encode(toy.rows(), messages)
+    summed = [(inputs + image.mean(0), label) for inputs, label, image in with_images]
     found = []
     for items, objective, cut in (
-        (with_pictures, WithPictures(), (batch_size, accumulation)), (summed, RegressionObjective(), (4, 1))
+        (with_images, WithImages(), (batch_size, accumulation)), (summed, RegressionObjective(), (4, 1))
     ):  # fmt: skip
         run, options = make_run(tmp_path, dropout=0.0, max_steps=4)
         run.objective = objective
@@ -242,5 +242,5 @@ def test_a_row_may_hold_tensors_that_an_objective_makes_of_a_messages_parts(tmp_
 def test_a_messages_content_is_text_or_parts_and_parts_that_are_no_text_are_refused_where_text_is_learned():
     assert Message("user", "one two").text == "one two"
     assert Message("user", (ContentPart("text", "one "), ContentPart("text", "two"))).text == "one two"
-    with pytest.raises(UserError, match="a message holds audio; only text and pictures are supported here"):
+    with pytest.raises(UserError, match="a message holds audio; only text and images are supported here"):
         _ = Message("user", (ContentPart("text", "one"), ContentPart("audio", "1.wav"))).text

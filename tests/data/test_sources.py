@@ -396,9 +396,9 @@ def test_the_hash_of_examples_sees_every_part_of_a_message():
     def hashed(content, **more):
         return content_hash([Example(messages=(Message("user", content, **more),))])
 
-    picture = [(ContentPart("text", "look"), ContentPart("image", path)) for path in ("a.png", "b.png")]
+    image = [(ContentPart("text", "look"), ContentPart("image", path)) for path in ("a.png", "b.png")]
     found = {
-        hashed("look"), hashed("parts"), *map(hashed, picture), hashed((ContentPart("text", "look"),)),
-        hashed("look", raw={"role": "user", "content": "look"}), hashed(str(picture[0])),
+        hashed("look"), hashed("parts"), *map(hashed, image), hashed((ContentPart("text", "look"),)),
+        hashed("look", raw={"role": "user", "content": "look"}), hashed(str(image[0])),
     }  # fmt: skip
     assert len(found) == 7

@@ -1,10 +1,10 @@
 # ruff: noqa: C408, E501
-"""Writes tiny models for images and text, their processors, and the pictures of the golden records.
+"""Writes tiny models for images and text, their processors, and the images of the golden records.
 
-    image_models.py FOLDER [FAMILY ...]      FOLDER/<family>/ (model, tokenizer, processor) and FOLDER/pictures/
+    image_models.py FOLDER [FAMILY ...]      FOLDER/<family>/ (model, tokenizer, processor) and FOLDER/images/
 
-A weight follows from its name, a picture from its own: any machine makes the same files. Tokens are those of tokenizer/
-and behind them the control tokens of the family. The layers are two, the widths 32; pictures are processed by the
+A weight follows from its name, an image from its own: any machine makes the same files. Tokens are those of tokenizer/
+and behind them the control tokens of the family. The layers are two, the widths 32; images are processed by the
 "pil" backend of transformers, which needs no torchvision, but for families that have no such backend (NEEDS_TORCHVISION).
 Where transformers cannot make a composed processor (no torchvision), ``Parts`` stands in: the files written are the same.
 """
@@ -52,11 +52,11 @@ SIGLIP = dict(
 )
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------------------------------
 
 
-def picture(name):
-    """A picture from a name such as ``p7_64x48.png`` or ``p3_40x30_RGBA.png``: number, width, height, mode."""
+def image(name):
+    """An image from a name such as ``p7_64x48.png`` or ``p3_40x30_RGBA.png``: number, width, height, mode."""
     number, size, *mode = Path(name).stem.split("_")
     seed, (wide, high) = int(number[1:]), map(int, size.split("x"))
     y, x = np.mgrid[0:high, 0:wide]
@@ -68,12 +68,12 @@ def picture(name):
     return whole.convert(mode[0]) if mode and mode[0] in ("L", "P", "RGBA", "CMYK", "LA", "1") else whole
 
 
-def write_pictures(folder, names):
-    """Write pictures. A name that ends in ``_turned.jpg`` carries EXIF orientation 6; ``_clear`` is half transparent."""
+def write_images(folder, names):
+    """Write images. A name that ends in ``_turned.jpg`` carries EXIF orientation 6; ``_clear`` is half transparent."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        made = picture(name)
+        made = image(name)
         if "_clear" in name:
             made = made.convert("RGBA")
             alpha = np.zeros((made.height, made.width), np.uint8)

@@ -220,7 +220,7 @@ def test_a_seeded_answer_does_not_depend_on_its_neighbours() -> None:
     assert together != [answer.ids for answer in answers(loop_of(model, 8), [*requests[1:], requests[0]])]
 
 
-def test_a_beginning_of_another_picture_is_not_taken_over() -> None:
+def test_a_beginning_of_another_image_is_not_taken_over() -> None:
     loop = loop_of(model_of("llama"), 1)
     ids = [5, 9, 9, 6, 7, 8]
 

@@ -1,4 +1,4 @@
-"""Models that see: rows with pictures have the losses, gradients and tensors of transformers, laid out in any way."""
+"""Models that see: rows with images have the losses, gradients and tensors of transformers, laid out in any way."""
 
 import itertools
 from dataclasses import fields, replace
@@ -11,8 +11,8 @@ from burnish.adapters.base import ADAPTERS
 from burnish.kernels.model_parts import parts_of, sees
 from burnish.losses.lm import LmOptions, SftObjective
 from burnish.models.images.ahead import PreparedAhead
-from burnish.models.images.collator import PictureCollator, grid_positions
-from burnish.models.images.probe import keeps_pictures_apart
+from burnish.models.images.collator import ImageCollator, grid_positions
+from burnish.models.images.probe import keeps_images_apart
 from burnish.models.patches.capabilities import find_capabilities
 from burnish.run.plan.options import RunOptions
 from seeing import golden, image_models, rows_of, seeing
@@ -112,46 +112,44 @@ def test_a_row_has_the_same_loss_wherever_it_is(models, family, way):
 
 
 @pytest.mark.parametrize("family", [*FIRST, *SECOND])
-def test_the_probe_finds_that_pictures_stay_apart(models, family):
+def test_the_probe_finds_that_images_stay_apart(models, family):
     found = models(family)
-    assert keeps_pictures_apart(found.model, found.collator("flat"))
-    assert keeps_pictures_apart(found.model, found.collator("padded"))
+    assert keeps_images_apart(found.model, found.collator("flat"))
+    assert keeps_images_apart(found.model, found.collator("padded"))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
-def test_the_probe_with_pictures_sees_what_that_with_text_does_not(models, family):
+def test_the_probe_with_images_sees_what_that_with_text_does_not(models, family):
     found = models(family)
     assert found.capabilities.is_padding_free
     for way in ("flat", "padded"):
         collator = found.collator(way)
-        causal = PictureCollator(
-            collator.collate, collator.seeing, replace(found.layout, both_ways=""), *_rest(collator)
-        )
-        assert not keeps_pictures_apart(found.model, causal)
+        causal = ImageCollator(collator.collate, collator.seeing, replace(found.layout, both_ways=""), *_rest(collator))
+        assert not keeps_images_apart(found.model, causal)
 
 
-def _rest(collator: PictureCollator) -> tuple:
-    return collator.processor, collator.pictures_of, collator.prepare
+def _rest(collator: ImageCollator) -> tuple:
+    return collator.processor, collator.images_of, collator.prepare
 
 
 def test_a_model_that_mixes_rows_is_padded(models):
     found = models("qwen3_5")
-    assert not keeps_pictures_apart(found.model, found.collator("flat"))
-    assert keeps_pictures_apart(found.model, found.collator("padded"))
+    assert not keeps_images_apart(found.model, found.collator("flat"))
+    assert keeps_images_apart(found.model, found.collator("padded"))
 
 
-def test_a_picture_of_several_rows_goes_through_the_tower_once(models):
+def test_a_image_of_several_rows_goes_through_the_tower_once(models):
     found = models("qwen2_5_vl")
     row = rows_of(found, STEPS["qwen2_5_vl"]["rows"])[0]
     batch = found.collator("flat")([row, row])
     assert batch["pixel_values"].shape[0] == 16
-    assert batch["picture_features"].tolist()[0].count(1) == 2
+    assert batch["image_features"].tolist()[0].count(1) == 2
     with torch.no_grad():
         twice = loss_of(found, "flat", [row, row])
     assert twice.item() == pytest.approx(STEPS["qwen2_5_vl"]["rows"][0]["loss"], abs=1e-5)
 
 
-def test_a_batch_of_text_is_collated_as_without_pictures(models):
+def test_a_batch_of_text_is_collated_as_without_images(models):
     found = models("qwen2_5_vl")
     rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]
     ours, theirs = found.collator("flat")(rows), found.collator("flat").collate(rows)
@@ -231,20 +229,20 @@ def test_parts_that_cannot_be_chosen_are_refused(family, options, said):
         assert any(said in str(problem.what) for problem in problems)
 
 
-def test_pictures_are_prepared_once_and_ahead(models):
+def test_images_are_prepared_once_and_ahead(models):
     found = models("qwen2_5_vl")
     rows = rows_of(found, STEPS["qwen2_5_vl"]["rows"])
     seen: list[str] = []
 
-    def prepare(picture):
-        seen.append(picture.identity)
-        return found.processor.tensors(picture.image)
+    def prepare(image):
+        seen.append(image.identity)
+        return found.processor.tensors(image.image)
 
     ahead = PreparedAhead(prepare, lambda row: row["images"], 2, ahead_bytes=1 << 20, kept_bytes=1 << 30)
     groups = ahead.rows(iter([rows[:2], rows[2:], rows[:2]]))
     assert next(groups) == rows[:2]
     for group in [rows[:2], rows[2:], rows[:2]]:
         for row in group:
-            for picture in row["images"]:
-                ahead(picture)
-    assert sorted(seen) == sorted({picture.identity for row in rows for picture in row["images"]})
+            for image in row["images"]:
+                ahead(image)
+    assert sorted(seen) == sorted({image.identity for row in rows for image in row["images"]})

@@ -74,13 +74,13 @@ def test_what_is_shared_ends_before_the_position_that_predicts_a_learned_token()
     assert all(not segment.path for segment in segments([row([1, 2, 3], 0), row([1, 2, 3], 0)], least_spared=1))
 
 
-def test_equal_ids_of_different_pictures_are_not_shared():
+def test_equal_ids_of_different_images_are_not_shared():
     same = [row([1, 9, 9, 2, 3, 4, 5], 6) for _ in range(3)]
     hashes = [[0, 7, 7, 0, 0, 0, 0], [0, 8, 8, 0, 0, 0, 0], [0, 7, 7, 0, 0, 0, 0]]
-    pictured = [{**each, "content_hashes": those} for each, those in zip(same, hashes, strict=True)]
-    found = segments([*pictured, same[0]], least_spared=2)
+    imaged = [{**each, "content_hashes": those} for each, those in zip(same, hashes, strict=True)]
+    found = segments([*imaged, same[0]], least_spared=2)
     shared = {(segment.begin, segment.end) for segment in found if not segment.is_last}
-    assert shared == {(0, 1), (1, 5)}  # all share the first id, the first and the third row the picture too
+    assert shared == {(0, 1), (1, 5)}  # all share the first id, the first and the third row the image too
     assert {s.sequence for s in found if s.is_last and len(s.path) == 2} == {0, 2}
 
 

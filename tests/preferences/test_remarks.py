@@ -1,4 +1,4 @@
-"""Remarks on a run of preferences: pictures of rewards, and why those of chosen answers fall."""
+"""Remarks on a run of preferences: images of rewards, and why those of chosen answers fall."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Files that a run leaves: the log, the results, the pictures, the card."""
+"""Files that a run leaves: the log, the results, the plots, the card."""
 
 import json
 import math
@@ -199,7 +199,7 @@ def test_a_module_without_embeddings_counts_whole():
     assert floating_point_ops(nn.Linear(3, 4), 1) == 6 * 16
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- plots ---------------------------------------------------------------------------------------------------------
 
 HISTORY = [
     *({"loss": 3 * math.exp(-s / 50), "step": s} for s in range(1, 101)),
@@ -208,17 +208,17 @@ HISTORY = [
 ]
 
 
-def test_pictures_are_drawn_of_what_was_logged_and_of_nothing_else(tmp_path):
+def test_plots_are_drawn_of_what_was_logged_and_of_nothing_else(tmp_path):
     from matplotlib.image import imread
 
     drawn = plot_history(HISTORY, tmp_path)
     assert [path.name for path in drawn] == [
         "training_loss.png", "training_eval_loss.png", "training_eval_accuracy.png",
     ]  # fmt: skip
-    picture = imread(drawn[0])
-    assert picture.shape[0] > 400
-    assert picture.shape[1] > 800
-    assert picture[..., :3].std() > 0.02  # something is drawn
+    plot = imread(drawn[0])
+    assert plot.shape[0] > 400
+    assert plot.shape[1] > 800
+    assert plot[..., :3].std() > 0.02  # something is drawn
     assert plot_history([{"train_loss": 1.0, "step": 1}], tmp_path / "none") == []
 
 

@@ -322,9 +322,9 @@ def test_the_calls_of_llamafactorys_example_of_tools_are_answered() -> None:
         assert second.choices[0].message.content == "3.5, well done"
 
 
-def test_the_pictures_of_llamafactorys_example_are_refused_in_words(real: Real) -> None:
-    picture = {"type": "image_url", "image_url": {"url": "https://example.org/boxes.png"}}
-    asked = [{"role": "user", "content": [{"type": "text", "text": "What is on it?"}, picture]}]
+def test_the_images_of_llamafactorys_example_are_refused_in_words(real: Real) -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/boxes.png"}}
+    asked = [{"role": "user", "content": [{"type": "text", "text": "What is on it?"}, image]}]
     with pytest.raises(openai.BadRequestError, match="is an address, and addresses are not fetched here") as refused:
         real.client.chat.completions.create(model="demo", messages=asked)
     assert (refused.value.code, refused.value.param) == ("unsupported_content", "messages[0].content[1].image_url.url")

@@ -30,7 +30,7 @@ from burnish.kernels.probe import causal_lm
 
 
 class NamedType(Protocol):
-    """The options that name the adapter, and the parts of a model that sees that do not train."""
+    """The options that name the adapter, and the parts of a vision model that do not train."""
 
     finetuning_type: str
     freeze_vision_tower: bool
@@ -83,11 +83,11 @@ class FinetuningOptions:
     finetuning_type: str = option(
         "lora", "Fine-tuning method: all weights (full), some layers (freeze), or an adapter.", choices=ADAPTERS.names
     )
-    freeze_vision_tower: bool = option(True, "Do not train the vision tower of a model that reads pictures.")
+    freeze_vision_tower: bool = option(True, "Do not train the vision tower of a model that reads images.")
     freeze_multi_modal_projector: bool = option(
         True, "Do not train the projector between vision tower and language model."
     )
-    freeze_language_model: bool = option(False, "Do not train the language model of a model that reads pictures.")
+    freeze_language_model: bool = option(False, "Do not train the language model of a model that reads images.")
     train_mm_proj_only: bool = option(
         False, "Train the projector only: tower and language model are frozen (LLaMA-Factory's older name)."
     )
@@ -102,7 +102,7 @@ def finetuning_notes(options: NamedType) -> list[str]:
 
 
 def frozen_parts(options: NamedType) -> set[PartName]:
-    """The parts of a model that sees that do not train."""
+    """The parts of a vision model that do not train."""
     if options.train_mm_proj_only:
         return {"vision_tower", "language_model"}
     asked: dict[PartName, bool] = {

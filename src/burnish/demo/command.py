@@ -1,7 +1,7 @@
 """``burnish demo [dpo | grpo | picture]``: fine-tune a small model, and show its answers before and after.
 
 In: nothing, for the included model and data; ``dpo``, to learn from pairs of answers; ``grpo``, to learn from rewards
-of the model's own answers; ``picture``, for a model that sees (``pictures.py``); options may be overridden like those
+of the model's own answers; ``picture``, for a vision model (``images.py``); options may be overridden like those
 of ``train``. Out: ``./demo-run``, ``./demo-dpo-run`` or the like, some thirty lines of text.
 The saved model answers through transformers alone, to show that it works without burnish.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
-from burnish.demo.pictures import demo_picture
+from burnish.demo.images import demo_picture
 from burnish.demo.report import BUNDLED, DemoQuestion, report
 from burnish.models.quiet import quiet
 from burnish.report.console import note
@@ -81,7 +81,7 @@ def grpo_demo(words: list[str]) -> int:
 
 
 def reward_lines(folder: Path) -> str:
-    """The mean reward of training and of held-out questions, as a picture of a line each."""
+    """The mean reward of training and of held-out questions, as an image of a line each."""
     log = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     lines = []
     for name, title in (("reward", "reward of training steps"), ("eval_reward", "of sampled held-out answers")):

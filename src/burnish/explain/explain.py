@@ -16,10 +16,10 @@ from burnish.config.secrets import MASK
 from burnish.data.batches.batching import answers_of, collate_prefix_sharing, packs_rows
 from burnish.data.batches.stream import num_tokens, order_of, share_of_waiting
 from burnish.data.images.family import Family
-from burnish.data.images.picture import pictures_of
+from burnish.data.images.image_file import images_of
 from burnish.data.rows.row_set import ListedRows, RowSet
+from burnish.explain.images import image_in_words, image_lines
 from burnish.explain.model import model_section
-from burnish.explain.pictures import picture_in_words, picture_lines
 from burnish.explain.rollouts import rollouts_section
 from burnish.explain.view import Line, Sample, Section, show
 from burnish.loop.schedule import FOLLOWS_METRIC, lr_factor, steps_of, warmup_steps_of
@@ -113,7 +113,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
         among = "" if is_all else f" (of a sample of {len(rows):,}; the rest is encoded during training)"
         lines.append(Line("tokens", f"{known}mean {mean:.1f} per {kind}, maximum {max(lengths):,}{among}"))
         lines.append(Line("trained" if is_trained else "measured", _labelled_share(rows)))
-        lines += picture_lines(list(islice(rows, LOOKED_AT)), prepared)
+        lines += image_lines(list(islice(rows, LOOKED_AT)), prepared)
         if kind == "pack":
             full = f"{100 * mean / options.cutoff_len:.1f}%"
             lines.append(
@@ -195,22 +195,22 @@ def _computed(row: Row, apart: Collection[str]) -> list[Row]:
 def first_of_pack(row: Row) -> Row:
     end = (row.get("seq_lengths") or [len(row["input_ids"])])[0]
     part: Row = {"input_ids": row["input_ids"][:end], "labels": row["labels"][:end]}
-    pictures = [one for one in row.get("images") or () if one["end"] <= end]
-    return {**part, "images": pictures} if pictures else part
+    images = [one for one in row.get("images") or () if one["end"] <= end]
+    return {**part, "images": images} if images else part
 
 
 def pieces_of(row: Row, tokenizer: Any, family: Family | None = None) -> list[tuple[str, bool, list[int]]]:
     """The row's text, split where learned tokens begin and end: (text, whether it is learned, ids). Each piece is
-    decoded as a whole, because a character may be several tokens; a picture is a piece, described."""
-    pictures = pictures_of(row)
-    held = [0] * len(row["input_ids"])  # the number of the picture that a token stands for
-    for number, one in enumerate(pictures, start=1):
+    decoded as a whole, because a character may be several tokens; an image is a piece, described."""
+    images = images_of(row)
+    held = [0] * len(row["input_ids"])  # the number of the image that a token stands for
+    for number, one in enumerate(images, start=1):
         held[one.begin : one.end] = [number] * (one.end - one.begin)
     known = zip(row["input_ids"], (label != IGNORE_INDEX for label in row["labels"]), held, strict=True)
     pieces = []
     for (trained, number), run in groupby(known, key=lambda token: (token[1] and not token[2], token[2])):
         ids = [int(token) for token, _, _ in run]
-        said = picture_in_words(pictures[number - 1], number, family) if number else None
+        said = image_in_words(images[number - 1], number, family) if number else None
         pieces.append((said or tokenizer.decode(ids, skip_special_tokens=False), trained, ids))
     return pieces
 
@@ -278,7 +278,7 @@ def _start(plan: Plan, prepared: Prepared) -> Line:
 
 
 def _rate(plan: Plan, prepared: Prepared) -> Line:
-    """The peak, the warm-up, the curve, and its picture."""
+    """The peak, the warm-up, the curve, and its image."""
     options, total = plan.options, prepared.steps.max_steps
     warmup = warmup_steps_of(options, total)
     rise = f" after {counted(warmup, 'step')} of warmup" if warmup else ""

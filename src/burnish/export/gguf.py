@@ -85,7 +85,7 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
 def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
     """Reason why burnish's own writer cannot write this model; none where llama.cpp does it."""
     if getattr(config, "vision_config", None) is not None:
-        what = f"export_format: gguf cannot be used with a {config.model_type} model, which reads pictures."
+        what = f"export_format: gguf cannot be used with a {config.model_type} model, which reads images."
         why = "llama.cpp wants its vision tower in a second file (mmproj), which burnish does not write."
         return [Problem(what, why=why, remedy="Leave out export_format.", option="export_format")]
     if options.llama_cpp:

@@ -49,7 +49,7 @@ def generate_all(
     """All answers.
 
     Args:
-        on_submit: is given the number of each request when its turn comes, and completes it: with pictures, which
+        on_submit: is given the number of each request when its turn comes, and completes it: with images, which
             should not be in memory before.
         on_done: is told the number of each request whose answer is whole, in the order in which they are.
     Raises:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from burnish.inference.cache import SlotCache, SlotPlaces
 from burnish.kernels.probe import causal_lm
 from burnish.models.images.masks import masks_of
-from burnish.models.images.prompts import PromptPictures, inputs_of_pictures, seen_blocks
+from burnish.models.images.prompts import PromptImages, inputs_of_images, seen_blocks
 
 STEP = 256
 """By so many positions the cache grows."""
@@ -42,13 +42,13 @@ class NewTokens:
         ids: at least one token.
         start: how many tokens of the row were read before.
         wanted: places among ``ids`` whose logits are wanted.
-        pictures: of the prompt of this row.
+        images: of the prompt of this row.
     """
 
     ids: Sequence[int]
     start: int
     wanted: Sequence[int]
-    pictures: PromptPictures | None = None
+    images: PromptImages | None = None
 
 
 class Forward(Protocol):
@@ -108,7 +108,7 @@ class OverSlots:
         kept = sorted({place for row in rows for place in row.wanted})
         self.cache.place = SlotPlaces(first, places, width)
         with self.precision():
-            inputs = {"position_ids": told, **inputs_of_pictures(self.model, rows, told)}
+            inputs = {"position_ids": told, **inputs_of_images(self.model, rows, told)}
             logits = self.model(
                 input_ids=ids, attention_mask=self._mask(places, width, rows), past_key_values=self.cache,
                 use_cache=True, **self._only(kept, longest), **inputs,
@@ -132,7 +132,7 @@ class OverSlots:
             window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
             kinds = {"sliding_attention" if window else "full_attention"}
         both_ways = seen_blocks(rows, places, width)
-        in_full = all(row.pictures.sees_in_full for row in rows if row.pictures)
+        in_full = all(row.images.sees_in_full for row in rows if row.images)
         masks = {}
         for kind in kinds:
             blocks = both_ways if in_full or kind != "full_attention" else None
@@ -214,7 +214,7 @@ class OwnCache(_OneRow):
         with self.precision():
             out = self.model(
                 input_ids=torch.tensor([list(row.ids)], device=self.device), use_cache=True, **self._kept,
-                **inputs_of_pictures(self.model, rows, told),
+                **inputs_of_images(self.model, rows, told),
             )  # fmt: skip
         names = [name for name in ("past_key_values", "cache_params") if getattr(out, name, None) is not None]
         self._kept = {name: getattr(out, name) for name in names}
@@ -238,12 +238,12 @@ class WholeText(_OneRow):
             return [torch.empty(0)]
         ids = torch.tensor([self._ids], device=self.device)
         inputs: dict[str, Any] = {}
-        if row.pictures is not None:
-            whole = NewTokens(self._ids, 0, (), row.pictures)
-            inputs = inputs_of_pictures(self.model, [whole], torch.arange(len(self._ids), device=self.device)[None])
-            if row.pictures.blocks:
+        if row.images is not None:
+            whole = NewTokens(self._ids, 0, (), row.images)
+            inputs = inputs_of_images(self.model, [whole], torch.arange(len(self._ids), device=self.device)[None])
+            if row.images.blocks:
                 blocks = torch.zeros_like(ids)
-                blocks[0, : len(row.pictures.blocks)] = torch.tensor(row.pictures.blocks)
+                blocks[0, : len(row.images.blocks)] = torch.tensor(row.images.blocks)
                 inputs["attention_mask"] = masks_of(self.model, torch.zeros_like(ids), blocks)
         with self.precision():
             out = self.model(input_ids=ids, use_cache=False, **inputs)

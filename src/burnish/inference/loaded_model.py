@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from burnish.data.chat.rows import Template
-from burnish.inference.pictures.reading import PictureReader
+from burnish.inference.images.reading import ImageReader
 from burnish.inference.replies.reply_forms import ReplyForm
 from burnish.inference.slots import Through
 from burnish.inference.types import Sampling
@@ -32,7 +32,7 @@ class LoadedModel:
         context: tokens that prompt and answer may have together.
         adapters: names beside the model itself.
         through: lets each row of a pass go through its adapter.
-        pictures: reads the pictures of prompts; None where the model reads text alone, or another process answers.
+        images: reads the images of prompts; None where the model reads text only, or another process answers.
         head: of a reward model, which gives scores and writes no answers.
         notes: sentences for a person.
         template_notes: those of them that say how prompts differ from the model's own.
@@ -53,4 +53,4 @@ class LoadedModel:
     notes: tuple[str, ...] = ()
     head: RewardHead | None = None
     template_notes: tuple[str, ...] = ()
-    pictures: PictureReader | None = None
+    images: ImageReader | None = None

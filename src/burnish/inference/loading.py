@@ -34,10 +34,10 @@ from burnish.data.chat.rows import Template
 from burnish.data.images.options import limits_of
 from burnish.data.stats import DataStats
 from burnish.inference.engine import LocalEngine
+from burnish.inference.images.family import load_family
+from burnish.inference.images.reading import ImageReader
 from burnish.inference.loaded_model import LoadedModel
 from burnish.inference.options import is_remote
-from burnish.inference.pictures.family import load_family
-from burnish.inference.pictures.reading import PictureReader
 from burnish.inference.replies.reply_forms import form_of
 from burnish.inference.scoring import NO_ANSWERS, ScoreEngine
 from burnish.inference.slots import Deliver, SlotLimits, Through
@@ -100,7 +100,7 @@ def load_for_inference(
         name or expanded(last).resolve().name, options, model, tokenizer, template, form_of(template),
         tuple(template.stop_token_ids()), default_sampling(options, model), longest_answer(options),
         context_of(options, config), tuple(served), through, tuple(notes), head, tuple(differs),
-        None if model is None or family is None else PictureReader(model, family, limits_of(options)),
+        None if model is None or family is None else ImageReader(model, family, limits_of(options)),
     )  # fmt: skip
 
 

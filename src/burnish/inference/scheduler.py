@@ -203,8 +203,8 @@ class Scheduler:
             common_prefix(slot, job.request, most) if self.way.goes_back and slot.adapter == job.request.adapter else 0
             for slot in self._slots
         ]
-        best, pictures = max(range(len(held)), key=lambda at: (held[at], at)), job.request.pictures
-        return best, held[best] if pictures is None else pictures.whole_begin(held[best])
+        best, images = max(range(len(held)), key=lambda at: (held[at], at)), job.request.images
+        return best, held[best] if images is None else images.whole_begin(held[best])
 
     def _is_read_right_now(self, job: Job, common: int) -> bool:
         others = (slot.job.request for slot in self._stretch(self._answering, self._reading) if slot.job)
@@ -276,7 +276,7 @@ class Scheduler:
         """The tokens of a prompt that are read next."""
         begin, request = len(slot.ids), slot.active.request
         end = begin + (PIECE if self.way.splits else len(request.ids))
-        return request.ids[begin : end if request.pictures is None else request.pictures.whole_end(end)]
+        return request.ids[begin : end if request.images is None else request.images.whole_end(end)]
 
     def _read_piece(self, first: int, number: int) -> None:
         slots = self._stretch(first, number)
@@ -286,7 +286,7 @@ class Scheduler:
             start, last = len(slot.ids), len(slot.ids) + len(rest) == len(request.ids)
             since = max((request.prompt_logprobs_from or len(request.ids) + 1) - 1 - start, 0)
             scored = range(since, len(rest) - last)
-            rows.append(NewTokens(rest, start, [*scored, *([len(rest) - 1] if last else [])], request.pictures))
+            rows.append(NewTokens(rest, start, [*scored, *([len(rest) - 1] if last else [])], request.images))
         with self._through([slot.adapter for slot in slots]):
             logits = self.way.run(first, rows)
         for slot, row, found in zip(slots, rows, logits, strict=True):
@@ -321,7 +321,7 @@ class Scheduler:
     def _make_tokens(self, first: int, number: int) -> None:
         """One more token for each answer of a stretch: the last one is read, the next one drawn."""
         slots = self._stretch(first, number)
-        rows = [NewTokens([slot.active.answer[-1]], len(slot.ids), [0], slot.active.request.pictures) for slot in slots]
+        rows = [NewTokens([slot.active.answer[-1]], len(slot.ids), [0], slot.active.request.images) for slot in slots]
         with self._through([slot.adapter for slot in slots]):
             logits = self.way.run(first, rows)
         for slot, row in zip(slots, rows, strict=True):

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import Tensor
 
 from burnish.config.errors import Problem
-from burnish.models.images.prompts import PromptPictures
+from burnish.models.images.prompts import PromptImages
 
 BASE = "base"
 """The name of the model without any of the adapters that are served beside it."""
@@ -125,9 +125,9 @@ class GenerationRequest:
             none.
         also: tokens whose log-probabilities are wanted at each step besides; they stand at the end of ``Logprob.top``.
         content_hashes: one number per id of the prompt, which says what the position stands for where the id alone
-            does not: a hash of the picture at its placeholders, 0 elsewhere. None: all 0. Keys and values are shared
+            does not: a hash of the image at its placeholders, 0 elsewhere. None: all 0. Keys and values are shared
             only between positions that agree in both.
-        pictures: those of the prompt; ``content_hashes`` are theirs.
+        images: those of the prompt; ``content_hashes`` are theirs.
         prompt_logprobs_from: the first position of the prompt, at least 1, whose log-probability is wanted too.
         index: which of the answers under one seed this is (the number of a record, the index of a choice).
         noise: decides each draw in place of ``sampling.seed`` and ``index``.
@@ -143,7 +143,7 @@ class GenerationRequest:
     top_logprobs: int | None = None
     also: tuple[int, ...] = ()
     content_hashes: Sequence[int] | None = None
-    pictures: PromptPictures | None = None
+    images: PromptImages | None = None
     prompt_logprobs_from: int | None = None
     grammar: Grammar | None = None
     index: int = 0

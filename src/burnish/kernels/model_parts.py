@@ -1,4 +1,4 @@
-"""The parts of a model that sees: tower, projector and language model.
+"""The parts of a vision model: tower, projector and language model.
 
 They are found from the modules, by no table of models: the language model is the decoder and the head; a part beside
 it that is a model of its own is a tower; what else stands between them is the projector, also where a tower holds it as
@@ -20,7 +20,7 @@ PartName: TypeAlias = Literal["vision_tower", "multi_modal_projector", "language
 
 
 def sees(model: nn.Module) -> bool:
-    """Return whether a model has a tower for pictures."""
+    """Return whether a model has a tower for images."""
     config = getattr(causal_lm(model), "config", None)
     return getattr(config, "vision_config", None) is not None and "vision_tower" in parts_of(model).values()
 
@@ -28,7 +28,7 @@ def sees(model: nn.Module) -> bool:
 def parts_of(model: nn.Module) -> Mapping[str, PartName]:
     """The paths of the outermost modules, and of parameters outside of them -> the part that they belong to.
 
-    A model that reads text alone is one part, "language_model", under the path "".
+    A model that reads text only is one part, "language_model", under the path "".
     """
     inner = causal_lm(model)
     base: Any = inner.base_model

@@ -23,7 +23,7 @@ TOKEN_COLUMNS: dict[str, float] = {"loss_weights": 1.0, "sequence": 0}
 theirs (``StageObjective.token_columns``)."""
 
 INPUT_COLUMNS = {
-    "content_hashes": 0, "picture_features": 0, "rope_time": 0, "rope_height": 0, "rope_width": 0, "attention_rows": -1,
+    "content_hashes": 0, "image_features": 0, "rope_time": 0, "rope_height": 0, "rope_width": 0, "attention_rows": -1,
     "attention_blocks": 0,
 }  # fmt: skip
 """Those of them that belong to a token as an input of the model; the others belong to it as a label."""
@@ -43,15 +43,15 @@ class ContentPart:
 
     Args:
         kind: ``text``, ``image``, ``audio`` or ``video``.
-        value: the text; of an image a ``data.images.picture.Picture``; of others where they lie.
+        value: the text; of an image a ``data.images.image.ImageFile``; of others where they lie.
     """
 
     kind: str
     value: Any
 
 
-PICTURE = "\ufdd1"
-"""Stands for a picture in the text of a message: a Unicode noncharacter, never assigned."""
+IMAGE = "\ufdd1"
+"""Stands for an image in the text of a message: a Unicode noncharacter, never assigned."""
 
 Content: TypeAlias = "str | tuple[ContentPart, ...]"
 """The content of a message: a text, or parts in their order where some are not text."""
@@ -79,17 +79,17 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The content as one text, ``PICTURE`` for each picture. Raises UserError where a part is something else."""
+        """The content as one text, ``IMAGE`` for each image. Raises UserError where a part is something else."""
         if isinstance(self.content, str):
             return self.content
         if others := sorted({part.kind for part in self.content} - {"text", "image"}):
-            what = f"a message holds {', '.join(others)}; only text and pictures are supported here."
+            what = f"a message holds {', '.join(others)}; only text and images are supported here."
             raise UserError(what, remedy="Remove these parts, or write an objective that encodes them.")
-        return "".join(PICTURE if part.kind == "image" else part.value for part in self.content)
+        return "".join(IMAGE if part.kind == "image" else part.value for part in self.content)
 
     @property
-    def pictures(self) -> list[Any]:
-        """The pictures of the content, in their order."""
+    def images(self) -> list[Any]:
+        """The images of the content, in their order."""
         return [] if isinstance(self.content, str) else [part.value for part in self.content if part.kind == "image"]
 
 
@@ -148,7 +148,7 @@ Those that burnish knows:
 - ``input_ids``, ``labels``: T numbers each; a label is IGNORE_INDEX where nothing is learned, and not shifted:
   ``labels[t]`` belongs to ``input_ids[t]``.
 - ``loss_weights``: T floats, only where a message has a weight other than 1.
-- ``images``: only with pictures, what a ``Picture`` holds, with the tokens that stand for it; in a pair those of the
+- ``images``: only with images, what an ``ImageFile`` holds, with the tokens that stand for it; in a pair those of the
   prompt, which both sequences begin with. ``kl_images``: those of the second sequence of KTO.
 - ``seq_lengths``: only in a pack, the lengths of the rows that were concatenated to it.
 - ``sequence``: T numbers, only where sums are needed of each sequence in a batch: which one a token belongs to.

@@ -54,7 +54,7 @@ class StageObjective(Objective, Protocol):
         records: the kind of records that it learns from: "answers", "pairs" (two answers), "verdicts" (an answer with a
             label), "prompts" (no answer needed), or a kind of its own, which formats declare with ``holds``.
         record_columns: further columns of a record that it asks for; ``Example.extra`` holds them. "*": all of them.
-        reads_pictures: whether rows may hold pictures.
+        reads_images: whether rows may hold images.
         row_columns: the columns of a row that ``collate`` needs -> their values in the row of a blank micro-batch.
         token_columns: further columns with a value per token, which batches get too -> the value where a row has none.
         batch_keys: keys that it adds to batches and that are no input of the model.
@@ -75,7 +75,7 @@ class StageObjective(Objective, Protocol):
 
     records: ClassVar[str] = "answers"
     record_columns: ClassVar[Sequence[str]] = ()
-    reads_pictures: ClassVar[bool] = True
+    reads_images: ClassVar[bool] = True
     row_columns: ClassVar[Mapping[str, Any]] = {"input_ids": (0, 0), "labels": (IGNORE_INDEX, 0)}
     token_columns: ClassVar[Mapping[str, float]] = {}
     batch_keys: ClassVar[frozenset[str]] = frozenset()

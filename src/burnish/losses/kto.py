@@ -28,7 +28,7 @@ from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.pairs import AnswersObjective, PairChoices, asking
 from burnish.losses.preference_losses import kto
 from burnish.losses.preference_options import PreferenceOptions, ReferenceOptions
-from burnish.losses.sequence_logps import SequenceValues, collate_sequences, mean_row, with_pictures
+from burnish.losses.sequence_logps import SequenceValues, collate_sequences, mean_row, with_images
 
 FEW_RECORDS = 8
 """Below so many records in a step the mean over them says little."""
@@ -292,4 +292,4 @@ def _one_kind(count: int, is_desirable: bool) -> Problem:
 def _answer(row: Row, prefix: str = "") -> Row:
     """A sequence of a row. Args: prefix: "kl_" for the prompt with another record's answer."""
     ids, labels = row[f"{prefix}input_ids"], row[f"{prefix}labels"]
-    return {"input_ids": ids, "labels": labels, **with_pictures(row, prefix)}
+    return {"input_ids": ids, "labels": labels, **with_images(row, prefix)}

@@ -225,7 +225,7 @@ class PretrainObjective(LmObjective):
 
     default_packing = "wrapped"
     has_prompts = False
-    reads_pictures = False
+    reads_images = False
     title = "continued pretraining"
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> list[Row | None]:

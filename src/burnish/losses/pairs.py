@@ -64,7 +64,7 @@ from burnish.losses.sequence_logps import (
     collate_sequences,
     factors_beyond,
     mean_row,
-    with_pictures,
+    with_images,
 )
 from burnish.utils.patching import PatchChoice
 
@@ -425,9 +425,9 @@ class RunningMean:
 
 
 def two_answers(row: Row) -> list[Row]:
-    """The two sequences of a pair, the chosen one first, each with the pictures of their prompt."""
+    """The two sequences of a pair, the chosen one first, each with the images of their prompt."""
     return [
-        {"input_ids": row[f"{side}_input_ids"], "labels": row[f"{side}_labels"], **with_pictures(row)}
+        {"input_ids": row[f"{side}_input_ids"], "labels": row[f"{side}_labels"], **with_images(row)}
         for side in ("chosen", "rejected")
     ]
 

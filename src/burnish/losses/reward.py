@@ -162,7 +162,7 @@ class RewardObjective(StageObjective):
     """Scores of answers, from pairs of them (a reward model)."""
 
     records = "pairs"
-    reads_pictures = False
+    reads_images = False
     row_columns = PAIR_COLUMNS
     batch_keys = frozenset({"margin"})
     uses_lm_head = False
@@ -259,7 +259,7 @@ def _rewards(scores: Tensor, items: Tensor) -> dict[str, Metric]:
 
 class Margins:
     """The margin of each pair: of the last micro-batches of training, and of the sets as they were evaluated last. They
-    stay on their device until somebody asks, which is when a picture of their spread is drawn."""
+    stay on their device until somebody asks, which is when an image of their spread is drawn."""
 
     def __init__(self) -> None:
         self.trained: deque[Tensor] = deque(maxlen=_LAST)

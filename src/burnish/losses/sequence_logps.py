@@ -45,8 +45,8 @@ class SequenceValues(NamedTuple):
     token_values: Tensor | None = None  # (N,) of a value head, before each token
 
 
-def with_pictures(row: Row, prefix: str = "") -> Row:
-    """The column of pictures of a sequence of ``row``, if it has any. Args: prefix: of the column in the row."""
+def with_images(row: Row, prefix: str = "") -> Row:
+    """The column of images of a sequence of ``row``, if it has any. Args: prefix: of the column in the row."""
     return {"images": row[f"{prefix}images"]} if row.get(f"{prefix}images") else {}
 
 

@@ -48,7 +48,7 @@ class CardFacts:
         results: the final metrics.
         stats: a sentence per reason why rows were dropped or cut.
         has_chat_template: whether the saved tokenizer renders conversations.
-        pictures: what a picture shows -> the name of its file beside the card.
+        plots: what a plot shows -> the name of its file beside the card.
         stage_title: how a sentence names the stage; its name if empty.
         has_prompts: whether the stage trained responses to prompts.
         license: of the weights, where it is known.
@@ -71,7 +71,7 @@ class CardFacts:
     results: Mapping[str, float] = field(default_factory=dict)
     stats: Sequence[str] = ()
     has_chat_template: bool = True
-    pictures: Mapping[str, str] = field(default_factory=dict)
+    plots: Mapping[str, str] = field(default_factory=dict)
     license: str = ""
     data: Sequence[str] = ()
     evaluations: str = ""
@@ -149,7 +149,7 @@ def _opening(facts: CardFacts) -> str:
         f"{product} {origin}, by {facts.stage_title or facts.stage} on {_listed(facts.datasets)}. "
         f"{facts.trainable_parameters:,} of {facts.all_parameters:,} parameters were trained ({share:.3g}%).",
     ]
-    lines += [f"![{shown}]({name})" for shown, name in facts.pictures.items()]
+    lines += [f"![{shown}]({name})" for shown, name in facts.plots.items()]
     return "\n\n".join(lines)
 
 

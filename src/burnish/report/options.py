@@ -1,4 +1,4 @@
-"""Options of ``report/``: output to the terminal, pictures and files, trackers.
+"""Options of ``report/``: output to the terminal, plots and files, trackers.
 
 ``ReportOptions`` also carries the three methods by which a tracker asks for the options of a run (``to_dict``,
 ``to_json_string``, ``to_sanitized_dict``, transformers' names), so that transformers' callbacks run unchanged on the

@@ -1,8 +1,8 @@
-"""Pictures of a run: ``training_loss.png``, ``training_eval_loss.png``, ``training_eval_accuracy.png``, and of
+"""Plots of a run: ``training_loss.png``, ``training_eval_loss.png``, ``training_eval_accuracy.png``, and of
 preferences ``training_rewards.png``, ``training_rewards_accuracies.png`` and ``training_margins.png``.
 
 In: the log history. Out: PNG files beside the model, one per metric that was logged. matplotlib is loaded when the
-first picture is drawn, and draws without a screen.
+first plot is drawn, and draws without a screen.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def plot_history(history: Sequence[Mapping[str, Any]], folder: str | Path, title
     """Draw what ``history`` (``state.log_history``) holds.
 
     Args:
-        title: what was trained, for the top of each picture.
+        title: what was trained, for the top of each plot.
     Returns:
         the files written; none where nothing was logged.
     """
-    pictures = (
+    plots = (
         ("training_loss.png", "training loss", curves(history, ["loss"]), True),
         ("training_eval_loss.png", "evaluation loss", curves(history, _eval_names(history, "loss")), False),
         ("training_eval_accuracy.png", "evaluation accuracy", curves(history, _eval_names(history, "accuracy")), False),
@@ -52,7 +52,7 @@ def plot_history(history: Sequence[Mapping[str, Any]], folder: str | Path, title
         ("training_rewards_accuracies.png", "reward accuracy", curves(history, ["rewards/accuracies"]), True),
     )
     return [
-        _draw(Path(folder) / file, label, title, found, is_noisy) for file, label, found, is_noisy in pictures if found
+        _draw(Path(folder) / file, label, title, found, is_noisy) for file, label, found, is_noisy in plots if found
     ]
 
 
@@ -103,7 +103,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     """The exponential moving average of ``values``; the more there are, the stronger it smooths.
 
     s_0 = x_0, s_t = w s_(t-1) + (1 - w) x_t, with w = 1.8 (sigmoid(n / 20) - 1/2) for n values: 0 for few, 0.9 for
-    hundreds. The average is TensorBoard's, the weight LLaMA-Factory's (``extras/ploting.py``), so that pictures of
+    hundreds. The average is TensorBoard's, the weight LLaMA-Factory's (``extras/ploting.py``), so that plots of
     both tools can be compared. A gap stays a gap and does not end the average.
     """
     weight = 1.8 * (1 / (1 + math.exp(-len(values) / 20)) - 0.5)

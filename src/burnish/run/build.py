@@ -59,8 +59,8 @@ from burnish.report.results import parameters_without_embeddings
 from burnish.run.agreement import raise_unless_ranks_agree
 from burnish.run.callbacks import callbacks_of
 from burnish.run.finish import finish
+from burnish.run.images.batches import RowsAhead, check_processes, collator_of, has_images
 from burnish.run.loop import RunLoop
-from burnish.run.pictures.batches import RowsAhead, check_processes, collator_of, has_pictures
 from burnish.run.plan.checks import FINISHED_NAME, trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
@@ -202,7 +202,7 @@ def build_loop(
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     model = trained_model(prepared, adapter, engine, options)
-    if prepared.family is not None and has_pictures(prepared):
+    if prepared.family is not None and has_images(prepared):
         raise_if(check_processes(options, model, engine.world_size, engine.splits_weights))
     capabilities, notes, ahead = fit_objective(objective, model, prepared, options)
     notes += begin_head(objective, options, engine)
@@ -331,7 +331,7 @@ def fit_objective(
     """Choose between flat and padded batches, and find the way through layers and head.
 
     Returns:
-        what the model was seen to do; sentences for a person; what prepares pictures of coming rows, if there are any.
+        what the model was seen to do; sentences for a person; what prepares images of coming rows, if there are any.
     """
     device, said = next(model.parameters()).device, []
     is_asked = options.enable_liger_kernel is not None
@@ -348,11 +348,11 @@ def fit_objective(
         what = "the batch is padded, the model or loss uses random numbers, or the loss needs all tokens"
         said = [*said, f"Tokens without effect on the loss are not skipped: {what}."]
     pad_id = prepared.tokenizer.pad_token_id
-    if prepared.family is None or not has_pictures(prepared):
+    if prepared.family is None or not has_images(prepared):
         collate = collator(options, pad_id, capabilities.is_padding_free, capabilities.shares_prefixes)
         return capabilities, [*capabilities.notes, *said, *objective.fit(capabilities, collate)], None
-    pictures, capabilities = collator_of(options, model, pad_id, capabilities, prepared.family)
-    return capabilities, [*capabilities.notes, *said, *objective.fit(capabilities, pictures)], pictures.ahead
+    images, capabilities = collator_of(options, model, pad_id, capabilities, prepared.family)
+    return capabilities, [*capabilities.notes, *said, *objective.fit(capabilities, images)], images.ahead
 
 
 def takes_own_attention(options: RunOptions) -> bool:

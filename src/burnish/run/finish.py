@@ -1,4 +1,4 @@
-"""The end of a run: model, last evaluation, predictions, results and pictures, in ``output_dir``.
+"""The end of a run: model, last evaluation, predictions, results and plots, in ``output_dir``.
 
 In: a run that has trained, or that evaluates or predicts only. Out: files, and the numbers of ``all_results``.
 """
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None) -> dict[str, float]:
-    """Write the model, the results and the pictures to ``output_dir``. Args: output: None where nothing was trained."""
+    """Write the model, the results and the plots to ``output_dir``. Args: output: None where nothing was trained."""
     options, folder, is_first = plan.options, output_folder(plan.options), run.engine.rank == 0
     results: dict[str, float] = {}
     run.set_training_mode(False)  # a schedule-free optimizer has other weights for use than for training
@@ -63,8 +63,8 @@ def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None
         count_streamed(prepared)
     if is_first and output is not None:
         reports.write(save_state, run.state, folder)
-        pictures = reports.write(draw_pictures, run, options, margins) or {}
-        reports.write(describe, run, plan, prepared, results, pictures)
+        plots = reports.write(draw_plots, run, options, margins) or {}
+        reports.write(describe, run, plan, prepared, results, plots)
         reports.raise_if_missing()
         reports.write(write_finished, folder, run.state, prepared.fingerprints(), work_of(options))
         reports.raise_if_missing()
@@ -181,18 +181,16 @@ def margins_of(run: Loop) -> dict[str, list[float]]:
     return {name: [margin for of_rank in of_ranks for margin in of_rank[name]] for name in own}
 
 
-def draw_pictures(run: Loop, options: RunOptions, margins: Mapping[str, list[float]]) -> dict[str, str]:
-    """Draw the loss, and the margins of pairs. Returns what each picture shows -> its name."""
+def draw_plots(run: Loop, options: RunOptions, margins: Mapping[str, list[float]]) -> dict[str, str]:
+    """Draw the loss, and the margins of pairs. Returns what each plot shows -> its name."""
     folder = output_folder(options)
-    pictures = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
-    shown = [("The loss of each step", path) for path in pictures[:1]]
+    plots = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
+    shown = [("The loss of each step", path) for path in plots[:1]]
     shown += [("The margins of pairs", path) for path in plot_margins(margins, folder, folder.name)]
     return {what: path.name for what, path in shown}
 
 
-def describe(
-    run: Loop, plan: Plan, prepared: Prepared, results: Mapping[str, float], pictures: Mapping[str, str]
-) -> None:
+def describe(run: Loop, plan: Plan, prepared: Prepared, results: Mapping[str, float], plots: Mapping[str, str]) -> None:
     """Write the model card."""
     options, folder = plan.options, output_folder(plan.options)
     trained: Any = run.parts["model"].held
@@ -211,6 +209,6 @@ def describe(
             options={spec.name: value for spec, value, _ in plan.changed()}, results=results,
             stats=prepared.stats.sentences(),
             has_chat_template=bool(prepared.tokenizer.chat_template),
-            pictures=pictures,
+            plots=plots,
         ),
     )  # fmt: skip

@@ -30,7 +30,7 @@ from burnish.data.images.sources import Sight
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.inference.batch import Finished, generate_all
-from burnish.inference.pictures.reading import PictureReader
+from burnish.inference.images.reading import ImageReader
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
 from burnish.inference.types import GenerationRequest, Sampling
@@ -74,7 +74,7 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
     run.set_training_mode(False)
     metrics: dict[str, float] = {}
     if options.predict_with_generate:
-        needs = None if prepared.family is None else record_needs(options)  # it tells where pictures are
+        needs = None if prepared.family is None else record_needs(options)  # it tells where images are
         sets: Mapping[str, Sequence[Example]] = load_datasets(
             options, options.seed, DataStats(), may_stream(options), needs=needs
         ).eval
@@ -178,14 +178,14 @@ def answer_all(
 
     Args:
         partial: a file for answers as they come, from which the same command goes on.
-        family: of the model, where questions may have pictures.
+        family: of the model, where questions may have images.
         likelihoods: filled with the log-probability of each answer, where slots make several to a question.
     """
     likely: dict[int, float] = {}
-    has_pictures = any(question.images for question in questions)
+    has_images = any(question.images for question in questions)
     if not is_plain(config):
-        if has_pictures:
-            what = "pictures cannot be answered with num_beams or what else the model's generation_config asks for."
+        if has_images:
+            what = "images cannot be answered with num_beams or what else the model's generation_config asks for."
             raise UserError(what, remedy="Set num_beams: 1.", option="num_beams")
         return _through_generate(run, questions, config, options)
     model, engine = bare_model(run), run.engine
@@ -221,16 +221,16 @@ def answer_all(
                 run.callbacks.fire("on_prediction_step")
 
         requests = [asks[at] for at in open_]
-        if family is None or not has_pictures:
+        if family is None or not has_images:
             generate_all(loop, requests, done)
         else:
-            reader = PictureReader(model, family, Sight())
+            reader = ImageReader(model, family, Sight())
 
-            def with_pictures(number: int, request: GenerationRequest) -> GenerationRequest:
+            def with_images(number: int, request: GenerationRequest) -> GenerationRequest:
                 row = {"input_ids": request.ids, "images": list(questions[open_[number]].images)}
                 return replace(request, **reader.of(row))
 
-            generate_all(loop, requests, done, with_pictures)
+            generate_all(loop, requests, done, with_images)
     if likelihoods is not None and options.samples > 1:
         for part in engine.gather_objects(likely):
             likelihoods |= part

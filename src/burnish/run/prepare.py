@@ -27,7 +27,7 @@ from burnish.data.rows.row_set import ListedRows, RowSet, packed
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.sources import DataSets, load_datasets
 from burnish.data.stats import DataStats
-from burnish.inference.pictures.family import load_family
+from burnish.inference.images.family import load_family
 from burnish.loop.schedule import NO_STEPS, StepPlan, check_curve, curve_notes, plan_steps
 from burnish.loop.types import Example, Row
 from burnish.losses.base import OBJECTIVES, StageObjective
@@ -66,7 +66,7 @@ class Prepared:
     stats: DataStats
     fingerprints: Callable[[], Mapping[str, Any]]  # called only if needed, because it fetches weights from a hub
     notes: list[str] = field(default_factory=list)
-    family: Family | None = None  # of a model that sees
+    family: Family | None = None  # of a vision model
 
 
 def prepare(plan: Plan) -> Prepared:

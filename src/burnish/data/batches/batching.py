@@ -262,23 +262,23 @@ def _slice(row: Row, begin: int, end: int) -> Row:
     part: Row = {"input_ids": row["input_ids"][begin:end], "labels": row["labels"][begin:end]}
     for name in TOKEN_COLUMNS.keys() & row.keys():
         part[name] = row[name][begin:end]
-    if pictures := _shifted(row, -begin, begin, end):
-        part["images"] = pictures
+    if images := _shifted(row, -begin, begin, end):
+        part["images"] = images
     return part
 
 
 def _shifted(row: Row, by: int, begin: int = 0, end: int | None = None) -> list[dict[str, Any]]:
-    """The pictures of the tokens from ``begin`` to ``end``, ``by`` tokens further on.
+    """The images of the tokens from ``begin`` to ``end``, ``by`` tokens further on.
 
     Raises:
-        UserError: where these bounds cut through a picture.
+        UserError: where these bounds cut through an image.
     """
     end = len(row["input_ids"]) if end is None else end
-    pictures = [one for one in row.get("images", ()) if one["end"] > begin and one["begin"] < end]
-    if any(one["begin"] < begin or one["end"] > end for one in pictures):
-        what = f"packing cuts through a picture of {pictures[0]['path']}."
+    images = [one for one in row.get("images", ()) if one["end"] > begin and one["begin"] < end]
+    if any(one["begin"] < begin or one["end"] > end for one in images):
+        what = f"packing cuts through an image of {images[0]['path']}."
         raise UserError(what, remedy="Set packing_strategy: bfd, which keeps rows whole.", option="packing_strategy")
-    return [{**one, "begin": one["begin"] + by, "end": one["end"] + by} for one in pictures]
+    return [{**one, "begin": one["begin"] + by, "end": one["end"] + by} for one in images]
 
 
 def _concatenated(rows: Sequence[Row], name: str) -> list[int]:
@@ -380,6 +380,6 @@ def _joined(rows: Sequence[Row]) -> Row:
     for name in _columns_of_tokens(rows):
         joined[name] = [value for row in rows for value in _column(row, name)]
     begins = accumulate(joined["seq_lengths"], initial=0)
-    if pictures := [one for row, begin in zip(rows, begins, strict=False) for one in _shifted(row, begin)]:
-        joined["images"] = pictures
+    if images := [one for row, begin in zip(rows, begins, strict=False) for one in _shifted(row, begin)]:
+        joined["images"] = images
     return joined

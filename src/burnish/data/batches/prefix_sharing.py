@@ -82,7 +82,7 @@ def segments(sequences: Sequence[Row], least_spared: int = _LEAST_SPARED) -> lis
 
 
 def _contents(sequences: Sequence[Row], lengths: Mapping[int, int]) -> dict[int, list[Any]]:
-    """Comparable values for the first positions of sequences: ids, or pairs of id and hash if any row has pictures."""
+    """Comparable values for the first positions of sequences: ids, or pairs of id and hash if any row has images."""
     if not any("content_hashes" in sequences[number] for number in lengths):
         return {number: list(sequences[number]["input_ids"][:length]) for number, length in lengths.items()}
     return {

@@ -31,7 +31,7 @@ from burnish.data.chat.rendering import (
     render,
 )
 from burnish.data.images.family import Family
-from burnish.loop.types import PICTURE
+from burnish.loop.types import IMAGE
 
 Chat: TypeAlias = list[dict[str, Any]]
 Tools: TypeAlias = "list[Any] | None"
@@ -91,7 +91,7 @@ class Renderer:
 
     def content(self, text: str) -> Any:
         """The content of a message in the form that the template takes."""
-        if self.family is not None and PICTURE in text:
+        if self.family is not None and IMAGE in text:
             return in_parts(text)
         return [{"type": "text", "text": text}] if self.in_parts else text
 

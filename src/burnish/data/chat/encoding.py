@@ -17,10 +17,10 @@ from itertools import chain
 from typing import Any, Protocol
 
 from burnish.data.chat.labels import EncodedConversation, Segment, Turn, concatenated, masked
-from burnish.data.chat.preferences import PICTURE_CUT, pair_rows, verdict_rows, with_answer, with_other
+from burnish.data.chat.preferences import IMAGE_CUT, pair_rows, verdict_rows, with_answer, with_other
 from burnish.data.chat.truncate import fit_turns, refuse_long
-from burnish.data.images.in_rows import images_column, pictures_of_segments
-from burnish.data.images.picture import Picture
+from burnish.data.images.image_file import ImageFile
+from burnish.data.images.in_rows import images_column, images_of_segments
 from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Row, as_lists
 
@@ -28,7 +28,7 @@ NOTHING_TO_LEARN = "dropped: no trainable tokens"
 TOO_LONG = "dropped: longer than cutoff_len"
 SHORTENED = "truncated: messages shortened to cutoff_len"
 LEFT_OUT = "truncated: turns beyond cutoff_len were removed"
-PICTURES_TOO_LONG = "dropped: its pictures alone are longer than cutoff_len; set a lower image_max_pixels"
+IMAGES_TOO_LONG = "dropped: its images alone are longer than cutoff_len; set a lower image_max_pixels"
 NO_TEXT = "dropped: no text"
 NO_END = "kept, without a trained end token"
 
@@ -149,7 +149,7 @@ class ConversationEncoder:
         ids = concatenated(segment.ids for segment in before)
         prompt = Segment(
             ids, lambda: [mark for segment in before for mark in segment.content()], labels=masked(len(ids)),
-            pictures=pictures_of_segments(before),
+            images=images_of_segments(before),
         )  # fmt: skip
         if encoded.closing is None:
             return prompt, replace(response, weights=None)
@@ -158,7 +158,7 @@ class ConversationEncoder:
             response.ids + array("i", [encoded.closing]),
             lambda: [*response.content(), False],
             labels=response.labels + array("i", [label]),
-            pictures=response.pictures,
+            images=response.images,
         )
         return prompt, closed
 
@@ -183,9 +183,9 @@ class ConversationEncoder:
             if self.encoding.on_too_long == "drop":
                 stats.add(TOO_LONG, example)
                 return None
-            of_pictures = encoded.pictures
+            of_images = encoded.images
             encoded = self._truncated(example, encoded, stats)
-            if of_pictures and not self._keeps(example, of_pictures, encoded, stats):
+            if of_images and not self._keeps(example, of_images, encoded, stats):
                 return None
         row = self._joined(encoded)
         if row["labels"] == masked(len(row["labels"])):
@@ -207,14 +207,14 @@ class ConversationEncoder:
         return EncodedConversation(kept, encoded.closing if kept else None, encoded.ends)
 
     def _keeps(
-        self, example: Example, pictures: Sequence[Picture], encoded: EncodedConversation, stats: DataStats
+        self, example: Example, images: Sequence[ImageFile], encoded: EncodedConversation, stats: DataStats
     ) -> bool:
-        """Return whether a truncated row has each of its pictures as a whole; a row that has not is dropped."""
-        left = {(one.place, one.path): one.end - one.begin for one in encoded.pictures}
-        sizes = {(one.place, one.path): one.end - one.begin for one in pictures}
+        """Return whether a truncated row has each of its images as a whole; a row that has not is dropped."""
+        left = {(one.place, one.path): one.end - one.begin for one in encoded.images}
+        sizes = {(one.place, one.path): one.end - one.begin for one in images}
         if encoded.turns and all(sizes[key] == size for key, size in left.items()):
             return True
-        stats.add(PICTURES_TOO_LONG if sum(sizes.values()) > self.cutoff_len else PICTURE_CUT, example)
+        stats.add(IMAGES_TOO_LONG if sum(sizes.values()) > self.cutoff_len else IMAGE_CUT, example)
         return False
 
     def _joined(self, encoded: EncodedConversation) -> Row:
@@ -229,8 +229,8 @@ class ConversationEncoder:
             weights = [one.weights or [1.0] * len(one.ids) for one in segments]
             of_closing = [] if closing is None else (weights[-1] or [1.0])[-1:]
             row["loss_weights"] = array("d", chain(*weights, of_closing))
-        if pictures := pictures_of_segments(segments):
-            row["images"] = images_column(pictures)
+        if images := images_of_segments(segments):
+            row["images"] = images_column(images)
         return row
 
     def _trains_closing(self, response: Segment) -> bool:

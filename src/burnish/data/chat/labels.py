@@ -20,7 +20,7 @@ from typing import Literal, Protocol, TypeAlias
 from burnish.config.checks import check
 from burnish.config.errors import Problem
 from burnish.config.options import option
-from burnish.data.images.picture import Picture
+from burnish.data.images.image_file import ImageFile
 from burnish.loop.types import IGNORE_INDEX, Ids, Message
 
 NO_MESSAGE = Message("user", "")
@@ -38,7 +38,7 @@ class Segment:
         trailing: number of tokens at the end that follow the message, and are not trained.
         labels: T labels; empty until they are set.
         weights: T loss weights, or None where all are 1.
-        pictures: those whose tokens are in it; ``begin`` and ``end`` are positions in the segment.
+        images: those whose tokens are in it; ``begin`` and ``end`` are positions in the segment.
     """
 
     ids: Ids
@@ -48,7 +48,7 @@ class Segment:
     trailing: int = 0
     labels: Ids = field(default_factory=lambda: array("i"))
     weights: Sequence[float] | None = None
-    pictures: Sequence[Picture] = ()
+    images: Sequence[ImageFile] = ()
 
     @property
     def is_trained(self) -> bool:
@@ -58,13 +58,13 @@ class Segment:
         """The segment with only the tokens at these positions."""
         weights = self.weights and [self.weights[i] for i in kept]
         ids, labels = (array("i", [values[i] for i in kept]) for values in (self.ids, self.labels))
-        return replace(self, ids=ids, labels=labels, weights=weights, pictures=_still_there(self.pictures, kept))
+        return replace(self, ids=ids, labels=labels, weights=weights, images=_still_there(self.images, kept))
 
 
-def _still_there(pictures: Sequence[Picture], kept: Sequence[int]) -> list[Picture]:
-    """The pictures of a segment, of which only the tokens at ``kept`` are left: fewer of one that was cut."""
-    spans = [(bisect_left(kept, one.begin), bisect_left(kept, one.end)) for one in pictures]
-    return [replace(one, begin=begin, end=end) for one, (begin, end) in zip(pictures, spans, strict=True)]
+def _still_there(images: Sequence[ImageFile], kept: Sequence[int]) -> list[ImageFile]:
+    """The images of a segment, of which only the tokens at ``kept`` are left: fewer of one that was cut."""
+    spans = [(bisect_left(kept, one.begin), bisect_left(kept, one.end)) for one in images]
+    return [replace(one, begin=begin, end=end) for one, (begin, end) in zip(images, spans, strict=True)]
 
 
 Turn: TypeAlias = tuple[Segment, Segment]
@@ -90,9 +90,9 @@ class EncodedConversation:
         return sum(len(segment.ids) for segment in chain(*self.turns)) + (self.closing is not None)
 
     @property
-    def pictures(self) -> list[Picture]:
+    def images(self) -> list[ImageFile]:
         """Those of all segments, in their order."""
-        return [picture for segment in chain(*self.turns) for picture in segment.pictures]
+        return [image for segment in chain(*self.turns) for image in segment.images]
 
 
 def masked(length: int) -> Ids:

@@ -5,8 +5,8 @@ template. A text has the ids of the tokenizer, with eos at its end; special toke
 row, what follows the context (messages with ``train=False``, or a prompt), or the tokens of the assistant: those that
 the template marks with ``{% generation %}``, and where it has no marks, those that ``answers.py`` finds.
 
-The response begins at the first token that differs from the tokens of the prompt alone. For a model that sees, prompt
-and response are encoded each by itself, as TRL does there; a control token of pictures in a text is text.
+The response begins at the first token that differs from the tokens of the prompt alone. For a vision model, prompt
+and response are encoded each by itself, as TRL does there; a control token of images in a text is text.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from burnish.data.chat.rendering import (
 )
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
-from burnish.data.images.in_rows import Marks, pictures_in, shifted
-from burnish.data.images.picture import BadPicture, Picture
+from burnish.data.images.image_file import BadImage, ImageFile
+from burnish.data.images.in_rows import Marks, images_in, shifted
 from burnish.data.stats import DataStats
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Message, Row
@@ -194,10 +194,10 @@ class PlainTemplate(ConversationEncoder):
                 return [ids for example, one in pairs for ids in self._chat_ids([example], [one])]
             raise UserError(_not_rendered(error, given[0]), where=examples[0].place) from error
 
-    # --- conversations with pictures ----------------------------------------------------------------------------------
+    # --- conversations with images ----------------------------------------------------------------------------------
 
     def _seen(self, examples: Sequence[Example], marks: Marks) -> Iterator[EncodedConversation]:
-        """Conversations for a model that sees."""
+        """Conversations for a vision model."""
         contexts = [_context(example.messages) for example in examples]
         is_masked = self.options.assistant_only
         given = [
@@ -212,7 +212,7 @@ class PlainTemplate(ConversationEncoder):
                 raise UserError(_not_rendered(error, one), where=example.place) from error
             try:
                 made = self._expanded(example, one, asked[0].text if size else "", whole, marks)
-            except BadPicture as error:
+            except BadImage as error:
                 raise UserError(f"The row cannot be encoded: {error}.", where=example.place) from error
             found = self._trained_from(*made)
             yield EncodedConversation(
@@ -221,21 +221,21 @@ class PlainTemplate(ConversationEncoder):
 
     def _expanded(
         self, example: Example, one: Conversation, asked: str, whole: Rendering, marks: Marks
-    ) -> tuple[int, Ids, Sequence[int] | None, Sequence[Picture]]:
-        """Where the response begins, the ids, which may be trained, and the pictures among them."""
+    ) -> tuple[int, Ids, Sequence[int] | None, Sequence[ImageFile]]:
+        """Where the response begins, the ids, which may be trained, and the images among them."""
         text = whole.text
         if self.options.assistant_only:
             ids, mask = self._between(one, text, whole.spans if self._is_marked else self._answers_in(one).spans)
             begun = self.encoder.boundaries(text, [common_start(asked, text)])[0][0]
-            made = marks.expanded(ids, pictures_in(example), mask)
-            return made.moved(begun), made.ids, made.mask, made.pictures
+            made = marks.expanded(ids, images_in(example), mask)
+            return made.moved(begun), made.ids, made.mask, made.images
         at = common_start(asked, text)
         pieces = [self.encoder.encode([piece])[piece] if piece else array("i") for piece in (text[:at], text[at:])]
-        made = marks.expanded(pieces[0] + pieces[1], pictures_in(example))
-        return made.moved(len(pieces[0])), made.ids, None, made.pictures
+        made = marks.expanded(pieces[0] + pieces[1], images_in(example))
+        return made.moved(len(pieces[0])), made.ids, None, made.images
 
     def _in_parts(self, conversation: Conversation) -> Conversation:
-        """Messages with their contents as parts, as TRL gives them to the template of a model that sees."""
+        """Messages with their contents as parts, as TRL gives them to the template of a vision model."""
         return replace(conversation, chat=[self._with_parts(message) for message in conversation.chat])
 
     def _with_parts(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -247,7 +247,7 @@ class PlainTemplate(ConversationEncoder):
         return {**message, "content": [self._hidden(part) for part in content]}
 
     def _hidden(self, part: Any) -> Any:
-        """A part whose text holds no control token of pictures that a template would not have written."""
+        """A part whose text holds no control token of images that a template would not have written."""
         assert self.family is not None
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             return part
@@ -272,7 +272,7 @@ class PlainTemplate(ConversationEncoder):
         return begin
 
     def _trained_from(
-        self, begin: int, ids: Ids, mask: Sequence[int] | None = None, pictures: Sequence[Picture] = ()
+        self, begin: int, ids: Ids, mask: Sequence[int] | None = None, images: Sequence[ImageFile] = ()
     ) -> EncodedConversation:
         """One turn. Args: begin: the first token of the response. mask: 1 for each token that may be trained."""
         labels = ids[:]
@@ -280,8 +280,8 @@ class PlainTemplate(ConversationEncoder):
             labels[:begin] = masked(begin)
         if mask is not None:
             labels = _where(mask, labels)
-        asked = _segment(ids[:begin], labels[:begin], [one for one in pictures if one.end <= begin])
-        answer = _segment(ids[begin:], labels[begin:], shifted((one for one in pictures if one.end > begin), -begin))
+        asked = _segment(ids[:begin], labels[:begin], [one for one in images if one.end <= begin])
+        answer = _segment(ids[begin:], labels[begin:], shifted((one for one in images if one.end > begin), -begin))
         return EncodedConversation([(asked, answer)])
 
     # --- the assistant's tokens ---------------------------------------------------------------------------------------
@@ -367,8 +367,8 @@ def _refuse_without_assistant(conversation: Conversation, mask: Sequence[int]) -
         )
 
 
-def _segment(ids: Ids, labels: Ids, pictures: Sequence[Picture] = ()) -> Segment:
-    return Segment(ids, lambda: [True] * len(ids), labels=labels, pictures=pictures)
+def _segment(ids: Ids, labels: Ids, images: Sequence[ImageFile] = ()) -> Segment:
+    return Segment(ids, lambda: [True] * len(ids), labels=labels, images=images)
 
 
 def _where(mask: Sequence[int], labels: Ids) -> Ids:

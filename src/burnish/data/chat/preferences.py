@@ -24,7 +24,7 @@ from burnish.utils.sequences import shared_beginning
 EQUAL_AFTER_CUT = "dropped: chosen and rejected are identical after truncation to cutoff_len"
 NOTHING_LEFT = "dropped: a response is empty after truncation to cutoff_len"
 TOO_LONG = "dropped: longer than cutoff_len"
-PICTURE_CUT = "dropped: cutoff_len would cut through a picture; raise it, or set a lower image_max_pixels"
+IMAGE_CUT = "dropped: cutoff_len would cut through an image; raise it, or set a lower image_max_pixels"
 CUT = "truncated to cutoff_len"
 
 
@@ -105,9 +105,9 @@ def _with_one_prompt(chosen: Turn, rejected: Turn) -> list[Segment]:
     shared = shared_beginning(prompt.ids, rejected[0].ids)
     if shared == len(prompt.ids) == len(rejected[0].ids):
         return [prompt, chosen[1], rejected[1]]
-    pictures = [picture for picture in prompt.pictures if picture.end <= shared]
+    images = [image for image in prompt.images if image.end <= shared]
     start = Segment(
-        prompt.ids[:shared], lambda: prompt.content()[:shared], labels=prompt.labels[:shared], pictures=pictures
+        prompt.ids[:shared], lambda: prompt.content()[:shared], labels=prompt.labels[:shared], images=images
     )
     return [start, *(_lengthened(*turn, shared) for turn in (chosen, rejected))]
 
@@ -145,7 +145,7 @@ def _fitted(
         if fitted is not None:
             stats.add(CUT, example)
     if fitted is not None and not _keeps(encoded[0], fitted[0]):
-        stats.add(PICTURE_CUT, example)
+        stats.add(IMAGE_CUT, example)
         return None
     if fitted is None or not all(response.is_trained for response in fitted[1:]):
         stats.add(NOTHING_LEFT, example)
@@ -154,14 +154,14 @@ def _fitted(
 
 
 def _keeps(before: Segment, after: Segment) -> bool:
-    """Return whether a truncated prompt has all of its pictures as a whole."""
-    return [one.end - one.begin for one in before.pictures] == [one.end - one.begin for one in after.pictures]
+    """Return whether a truncated prompt has all of its images as a whole."""
+    return [one.end - one.begin for one in before.images] == [one.end - one.begin for one in after.images]
 
 
 def _columns(prompt: Segment, response: Segment, prefix: str) -> Row:
     labels = masked(len(prompt.ids)) + response.labels
     columns: Any = {f"{prefix}input_ids": concatenated([prompt.ids, response.ids]), f"{prefix}labels": labels}
     row: Row = columns
-    if prompt.pictures:
-        row["images" if prefix != "kl_" else "kl_images"] = images_column(prompt.pictures)
+    if prompt.images:
+        row["images" if prefix != "kl_" else "kl_images"] = images_column(prompt.images)
     return row

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 from burnish.config.bounds import RENDERING_S
 from burnish.config.errors import UserError
 from burnish.data.images.family import Family
-from burnish.loop.types import PICTURE
+from burnish.loop.types import IMAGE
 
 _REMEDY = "Correct the template, or set another one."
 
@@ -118,8 +118,8 @@ def _texts(tokenizer: Any, found: Sequence[Rendering]) -> Any:
 
 
 def in_parts(text: str) -> list[dict[str, str]]:
-    """A text with pictures as the parts that chat templates take."""
-    first, *others = text.split(PICTURE)
+    """A text with images as the parts that chat templates take."""
+    first, *others = text.split(IMAGE)
     parts = [{"type": "text", "text": first}]
     for other in others:
         parts += [{"type": "image"}, {"type": "text", "text": other}]
@@ -127,7 +127,7 @@ def in_parts(text: str) -> list[dict[str, str]]:
 
 
 def marked(found: Rendering, family: Family) -> Rendering:
-    """A rendering in which the mark of each picture has the text around it that the family's processor adds."""
+    """A rendering in which the mark of each image has the text around it that the family's processor adds."""
     pieces = found.text.split(family.mark)
     added = len(family.own) - len(family.mark)
     places: list[int] = []

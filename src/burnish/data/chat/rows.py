@@ -14,8 +14,8 @@ from burnish.data.chat.encoding import NO_TEXT, ConversationEncoder
 from burnish.data.chat.labels import EncodedConversation, Ends, Segment, TemplateChoices, Turn, label_turns, masked
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
-from burnish.data.images.in_rows import Marks, cleaned, images_column, pictures_in
-from burnish.data.images.picture import BadPicture
+from burnish.data.images.image_file import BadImage
+from burnish.data.images.in_rows import Marks, cleaned, images_column, images_in
 from burnish.data.stats import DataStats
 from burnish.data.tokens.encoder import Encoder, shared_start
 from burnish.loop.types import Example, Ids, Row
@@ -31,16 +31,16 @@ OPTIONS_OF_ROWS: Final = (
 )
 
 
-SHRUNK = "kept: its pictures were made smaller, so that the row fits into cutoff_len (image_fit: shrink)"
+SHRUNK = "kept: its images were made smaller, so that the row fits into cutoff_len (image_fit: shrink)"
 SHRINKING, SMALLEST = 0.8, 28 * 28
-"""Factor of the pixels of pictures in one attempt to make a row fit, and the fewest that a picture is given."""
+"""Factor of the pixels of images in one attempt to make a row fit, and the fewest that an image is given."""
 ANSWERING: Final = ("assistant", "function")
 
 
 class TemplateFormat(Protocol):
     """The formatting of conversations: by a named template (``slots.py``) or by Jinja (``chat_template.py``).
 
-    It writes one mark of ``family`` for each picture.
+    It writes one mark of ``family`` for each image.
     """
 
     encoder: Encoder
@@ -90,16 +90,16 @@ class Template(ConversationEncoder):
         return list(self.prompt_row(example)["input_ids"])
 
     def prompt_row(self, example: Example) -> Row:
-        """The same as a row: ``input_ids``, and with pictures ``images``."""
+        """The same as a row: ``input_ids``, and with images ``images``."""
         if self.marks is None:
             return {"input_ids": self.form.prompt(example)}
         example = cleaned(example)
         ids = array("i", self.form.prompt(example))
         messages = example.messages[: -1 if example.messages[-1:] and example.messages[-1].role in ANSWERING else None]
-        pictures = pictures_in(replace(example, messages=messages))
-        made = self.marks.expanded(ids, pictures)
+        images = images_in(replace(example, messages=messages))
+        made = self.marks.expanded(ids, images)
         row: Row = {"input_ids": made.ids.tolist()}
-        return row | {"images": images_column(made.pictures)} if pictures else row
+        return row | {"images": images_column(made.images)} if images else row
 
     def stop_token_ids(self, tokenizer: Any = None) -> list[int]:
         """The ids on which a generation ends: eos and the template's stop words."""
@@ -159,30 +159,30 @@ class Template(ConversationEncoder):
             yield EncodedConversation([*turns[:-1], *labelled] if last_only else labelled, closing, wanted)
 
     def _seen(self, example: Example, turns: list[Turn], stats: DataStats) -> list[Turn] | None:
-        """Turns with what stands for their pictures; None where the template does not write them."""
+        """Turns with what stands for their images; None where the template does not write them."""
         if self.marks is None:
-            if pictures_in(example):
-                what = "the record holds pictures, and burnish cannot give them to this model."
-                raise UserError(what, example.place, remedy="Leave the column of pictures out, or use another model.")
+            if images_in(example):
+                what = "the record holds images, and burnish cannot give them to this model."
+                raise UserError(what, example.place, remedy="Leave the column of images out, or use another model.")
             return turns
-        pictures = pictures_in(example)
+        images = images_in(example)
         try:
-            made = self.marks.turns(turns, pictures)
-            if pictures and self.marks.family.source.shrinks:
+            made = self.marks.turns(turns, images)
+            if images and self.marks.family.source.shrinks:
                 return self._shrunk(example, turns, made, stats)
             return made
-        except BadPicture as error:
+        except BadImage as error:
             stats.add(f"dropped: {error}", example)
             return None
 
     def _shrunk(self, example: Example, turns: list[Turn], made: list[Turn], stats: DataStats) -> list[Turn]:
-        """Turns whose pictures are made smaller, all by the same factor, until the row fits, or they cannot be."""
+        """Turns whose images are made smaller, all by the same factor, until the row fits, or they cannot be."""
         assert self.marks is not None
-        pictures, room = pictures_in(example), self.cutoff_len - (self.form.closing_word is not None)
+        images, room = images_in(example), self.cutoff_len - (self.form.closing_word is not None)
         factor, found = 1.0, made
         while EncodedConversation(found).length > room:
             factor *= SHRINKING
-            smaller = [one.shrunk(factor) for one in pictures]
+            smaller = [one.shrunk(factor) for one in images]
             if any(one.max_pixels is None or one.max_pixels < SMALLEST for one in smaller):
                 return made
             found = self.marks.turns(turns, smaller)

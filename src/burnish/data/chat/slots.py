@@ -28,7 +28,7 @@ from burnish.data.chat.tools.tools import ToolError, read_calls
 from burnish.data.images.family import Family
 from burnish.data.stats import DataStats
 from burnish.data.tokens.encoder import Encoder
-from burnish.loop.types import PICTURE, Example, Ids, Message
+from burnish.loop.types import IMAGE, Example, Ids, Message
 
 Parts: TypeAlias = tuple[str, ...]
 Element: TypeAlias = "int | Parts"
@@ -223,10 +223,10 @@ class SlotFormat:
         return ("", before, TOOL_FORMATS[self.spec.tool_format].write(calls))
 
     def _seen(self, text: str) -> Parts:
-        """A text of the record in parts, with what the template writes for each picture between them."""
-        if self.family is None or PICTURE not in text:
+        """A text of the record in parts, with what the template writes for each image between them."""
+        if self.family is None or IMAGE not in text:
             return (text,)
-        return tuple(chain.from_iterable((self.family.written, part) for part in text.split(PICTURE)))[1:]
+        return tuple(chain.from_iterable((self.family.written, part) for part in text.split(IMAGE)))[1:]
 
     def _fill(self, slots: Slots, content: Parts) -> list[Element]:
         elements: list[Element] = []

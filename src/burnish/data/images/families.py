@@ -39,7 +39,7 @@ _WRITTEN = {
     "pixtral mistral_small ministral3": "[IMG]",
     "llama4": "<|patch|>",
 }
-"""Named templates that LLaMA-Factory gives a way of writing pictures -> the placeholder that they write."""
+"""Named templates that LLaMA-Factory gives a way of writing images -> the placeholder that they write."""
 PLACEHOLDERS = {template: word for templates, word in _WRITTEN.items() for template in templates.split()}
 
 

@@ -1,10 +1,10 @@
-"""Families of models that see: what stands in a row for a picture of a given size.
+"""Families of vision models: what stands in a row for an image of a given size.
 
-In: a checkpoint's configuration, image processor and tokenizer. Out: a ``Family``: the text around a picture, and the
+In: a checkpoint's configuration, image processor and tokenizer. Out: a ``Family``: the text around an image, and the
 token ids that stand for it, from its width and height alone. Refused: models of another family, a tokenizer without the
 family's control tokens.
 
-A template writes one ``mark`` for each picture, a control token; ``chat/pictures.py`` replaces its id by ``ids``.
+A template writes one ``mark`` for each image, a control token; ``chat/images.py`` replaces its id by ``ids``.
 
     @FAMILIES.register("llava")
     class Llava(Family):
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
 from burnish.config.registry import Registry
-from burnish.data.images.picture import Picture, upright
+from burnish.data.images.image_file import ImageFile, upright
 from burnish.loop.types import Ids
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Checkpoint:
         processor: its image processor (``AutoImageProcessor``, never the composed processor).
         tokenizer: with the control tokens.
         settings: ``processor_config.json`` as it is in the folder; empty where there is none.
-        shrinks: pictures whose row is too long are made smaller (``image_fit``).
+        shrinks: images whose row is too long are made smaller (``image_fit``).
     """
 
     config: Any
@@ -60,8 +60,8 @@ class Family:
     Args:
         source: the checkpoint.
 
-    ``mark`` is the control token that stands for one picture in the text of a template, ``placeholder`` the token whose
-    embedding the model replaces by a feature of the picture. ``written`` is what a named template writes for a picture,
+    ``mark`` is the control token that stands for one image in the text of a template, ``placeholder`` the token whose
+    embedding the model replaces by a feature of the image. ``written`` is what a named template writes for an image,
     ``own`` what the mark in the text of a chat template becomes; both hold the mark once.
     """
 
@@ -70,9 +70,9 @@ class Family:
     written = ""
     own = ""
     around: tuple[str, ...] = ()
-    """Control tokens directly around the mark, which a truncated row keeps with their picture."""
+    """Control tokens directly around the mark, which a truncated row keeps with their image."""
     squeezes = False
-    """Whether LLaMA-Factory also raises a side below 28 pixels, and squeezes a picture beyond ``MOST_ASPECT``."""
+    """Whether LLaMA-Factory also raises a side below 28 pixels, and squeezes an image beyond ``MOST_ASPECT``."""
 
     def __init__(self, source: Checkpoint) -> None:
         self.source, self.processor, self.tokenizer = source, source.processor, source.tokenizer
@@ -84,19 +84,19 @@ class Family:
 
     @property
     def controls(self) -> tuple[str, ...]:
-        """The control tokens of pictures, which only a template can write."""
+        """The control tokens of images, which only a template can write."""
         return tuple(dict.fromkeys((self.mark, self.placeholder, *self.around)))
 
     def token_id(self, word: str) -> int:
         """The id of a control token. Raises UserError where the tokenizer lacks it."""
         found = self.tokenizer.get_vocab().get(word)
         if found is None:
-            what = f'the tokenizer has no token "{word}", which stands for pictures in {self.model_type}.'
+            what = f'the tokenizer has no token "{word}", which stands for images in {self.model_type}.'
             raise UserError(what, remedy="Use the tokenizer of the checkpoint.")
         return int(found)
 
     def ids(self, width: int, height: int) -> Ids:
-        """The ids that replace the mark of a picture of this size, as the image processor is given it."""
+        """The ids that replace the mark of an image of this size, as the image processor is given it."""
         if (width, height) not in self._ids:
             self._ids[width, height] = self._made(width, height)
         return self._ids[width, height]
@@ -104,35 +104,35 @@ class Family:
     def _made(self, width: int, height: int) -> Ids:
         raise NotImplementedError
 
-    def of(self, picture: Picture, num_pictures: int = 1) -> Ids:
-        """The ids that replace the mark of a picture. Args: num_pictures: in its row, itself included."""
-        return self.ids(*self.given_sizes(picture)[-1])
+    def of(self, image: ImageFile, num_images: int = 1) -> Ids:
+        """The ids that replace the mark of an image. Args: num_images: in its row, itself included."""
+        return self.ids(*self.given_sizes(image)[-1])
 
     def processed(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after the image processor's own resize, for a reader; of tiles, all of them together."""
         return width, height
 
     def patches(self, width: int, height: int) -> int:
-        """Patches that the tower computes for a picture of this size."""
+        """Patches that the tower computes for an image of this size."""
         return self.ids(width, height).count(self.placeholder_id)
 
     # --- the size that the image processor is given ------------------------------------------------------------------
 
-    def given_sizes(self, picture: Picture) -> list[tuple[int, int]]:
-        """Sizes (width, height) of the resizes before the image processor, the picture's own first.
+    def given_sizes(self, image: ImageFile) -> list[tuple[int, int]]:
+        """Sizes (width, height) of the resizes before the image processor, the image's own first.
 
         Without limits there is none. With them it is LLaMA-Factory's rule (src/llamafactory/data/mm_plugin.py): down to
         ``max_pixels``, up to ``min_pixels``; for Qwen and GLM then both sides to at least 28 pixels, and the longer one
         to 180 times the shorter beyond 200 to 1.
         """
-        width, height = picture.width, picture.height
+        width, height = image.width, image.height
         sizes = [(width, height)]
-        for limit, is_beyond in ((picture.max_pixels, int.__gt__), (picture.min_pixels, int.__lt__)):
+        for limit, is_beyond in ((image.max_pixels, int.__gt__), (image.min_pixels, int.__lt__)):
             if limit is not None and is_beyond(width * height, limit):
                 factor = sqrt(limit / (width * height))
                 width, height = int(width * factor), int(height * factor)
                 sizes.append((width, height))
-        if self.squeezes and picture.max_pixels is not None:
+        if self.squeezes and image.max_pixels is not None:
             if min(width, height) < 28:
                 width, height = max(width, 28), max(height, 28)
                 sizes.append((width, height))
@@ -142,19 +142,19 @@ class Family:
                 sizes.append((width, width * 180))
         return sizes
 
-    def prepared(self, picture: Picture) -> Image:
+    def prepared(self, image: ImageFile) -> Image:
         """The pixels as the image processor is given them: RGB, resized by ``given_sizes`` (bicubic).
 
         Raises:
-            UserError: for a picture that cannot be decoded.
+            UserError: for an image that cannot be decoded.
         """
-        image, sizes = upright(picture), self.given_sizes(picture)[1:]
-        limits = sum(limit is not None for limit in (picture.max_pixels, picture.min_pixels))
+        pixels, sizes = upright(image), self.given_sizes(image)[1:]
+        limits = sum(limit is not None for limit in (image.max_pixels, image.min_pixels))
         for number, size in enumerate(sizes):
             if number == limits:
-                image = image.convert("RGB")
-            image = image.resize(size)
-        return image.convert("RGB")
+                pixels = pixels.convert("RGB")
+            pixels = pixels.resize(size)
+        return pixels.convert("RGB")
 
     # --- what the processor says --------------------------------------------------------------------------------------
 
@@ -168,16 +168,16 @@ class Family:
 
     @cached_property
     def identity(self) -> Any:
-        """Changes whenever the tokens of a picture would change, or its pixels."""
+        """Changes whenever the tokens of an image would change, or its pixels."""
         settings = self.processor.to_dict()
         known = [type(self).__name__, type(self.processor).__name__, settings, dict(self.source.settings)]
         return [*known, self.source.shrinks]
 
-    def check(self, picture: Picture) -> None:
-        """Raise BadPicture for a picture that the image processor refuses."""
+    def check(self, image: ImageFile) -> None:
+        """Raise BadImage for an image that the image processor refuses."""
 
 
-FAMILIES: Registry[type[Family]] = Registry("picture family")
+FAMILIES: Registry[type[Family]] = Registry("image family")
 """Model type (``config.model_type``) -> family."""
 
 

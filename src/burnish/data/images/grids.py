@@ -1,4 +1,4 @@
-"""Families whose pictures are grids of any size: Qwen's, GLM's, Pixtral and Mistral 3.
+"""Families whose images are grids of any size: Qwen's, GLM's, Pixtral and Mistral 3.
 
 Sizes: transformers, models/qwen2_vl/image_processing_pil_qwen2_vl.py and models/glm4v/ (``smart_resize``), and
 models/pixtral/image_processing_pil_pixtral.py (``get_resize_output_image_size``) with processing_pixtral.py.
@@ -12,7 +12,7 @@ from math import ceil, floor, sqrt
 from typing import Any
 
 from burnish.data.images.family import FAMILIES, MOST_ASPECT, Family, repeated
-from burnish.data.images.picture import BadPicture, Picture
+from burnish.data.images.image_file import BadImage, ImageFile
 from burnish.loop.types import Ids
 
 
@@ -38,10 +38,10 @@ class Qwen(Family):
         _, rows, columns = self.grid(width, height)
         return rows * columns
 
-    def check(self, picture: Picture) -> None:
-        width, height = self.given_sizes(picture)[-1]
+    def check(self, image: ImageFile) -> None:
+        width, height = self.given_sizes(image)[-1]
         if max(width, height) > MOST_ASPECT * min(width, height):
-            raise BadPicture(f"is {width}x{height}; this model takes at most {MOST_ASPECT} to 1.")
+            raise BadImage(f"is {width}x{height}; this model takes at most {MOST_ASPECT} to 1.")
 
     def _made(self, width: int, height: int) -> Ids:
         return repeated(self.placeholder_id, self.patches(width, height) // self.processor.merge_size**2)

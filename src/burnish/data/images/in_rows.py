@@ -1,7 +1,7 @@
-"""Pictures in encoded text: the mark that a template wrote for each is replaced by the ids that stand for it.
+"""Images in encoded text: the mark that a template wrote for each is replaced by the ids that stand for it.
 
-In: the tokens of a conversation with one mark per picture, and the pictures. Out: the tokens with each mark replaced by
-the family's ids, where each picture then is, and labels that hold no placeholder: a placeholder carries no information
+In: the tokens of a conversation with one mark per image, and the images. Out: the tokens with each mark replaced by
+the family's ids, where each image then is, and labels that hold no placeholder: a placeholder carries no information
 that a model could learn to write.
 """
 
@@ -15,33 +15,33 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from burnish.data.images.family import Family
-from burnish.data.images.picture import BadPicture, Picture
-from burnish.loop.types import IGNORE_INDEX, PICTURE, Example, Ids, Message
+from burnish.data.images.image_file import BadImage, ImageFile
+from burnish.loop.types import IGNORE_INDEX, IMAGE, Example, Ids, Message
 
 if TYPE_CHECKING:
     from burnish.data.chat.labels import Segment, Turn
 
 PLAIN = "\ufffd"
-"""What a record's own ``PICTURE`` character becomes."""
+"""What a record's own ``IMAGE`` character becomes."""
 
 
-def pictures_in(example: Example) -> list[Picture]:
-    """The pictures of a conversation, in their order."""
-    return [picture for message in example.messages for picture in message.pictures]
+def images_in(example: Example) -> list[ImageFile]:
+    """The images of a conversation, in their order."""
+    return [image for message in example.messages for image in message.images]
 
 
 def cleaned(example: Example) -> Example:
-    """The example without ``PICTURE`` in the texts of its record."""
-    if not any(PICTURE in message.text for message in example.messages):
+    """The example without ``IMAGE`` in the texts of its record."""
+    if not any(IMAGE in message.text for message in example.messages):
         return example
     return replace(example, messages=tuple(map(_clean, example.messages)))
 
 
 def _clean(message: Message) -> Message:
     if isinstance(message.content, str):
-        return replace(message, content=message.content.replace(PICTURE, PLAIN))
+        return replace(message, content=message.content.replace(IMAGE, PLAIN))
     parts = (
-        replace(part, value=part.value.replace(PICTURE, PLAIN)) if part.kind == "text" else part
+        replace(part, value=part.value.replace(IMAGE, PLAIN)) if part.kind == "text" else part
         for part in message.content
     )
     return replace(message, content=tuple(parts))
@@ -54,27 +54,25 @@ class Marks:
         self.family = family
         self._around = frozenset(map(family.token_id, family.around))
 
-    def spans(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[tuple[int, Ids]]:
+    def spans(self, ids: Sequence[int], images: Sequence[ImageFile]) -> list[tuple[int, Ids]]:
         """The position of each mark in ``ids``, and the ids that replace it.
 
         Raises:
-            BadPicture: where marks and pictures are not of the same number.
+            BadImage: where marks and images are not of the same number.
         """
         places = [place for place, token in enumerate(ids) if token == self.family.mark_id]
-        if len(places) != len(pictures):
-            raise BadPicture(
-                f'the template writes "{self.family.mark}" {len(places)} times for {len(pictures)} pictures'
-            )
-        return [(place, self.family.of(one, len(pictures))) for place, one in zip(places, pictures, strict=True)]
+        if len(places) != len(images):
+            raise BadImage(f'the template writes "{self.family.mark}" {len(places)} times for {len(images)} images')
+        return [(place, self.family.of(one, len(images))) for place, one in zip(places, images, strict=True)]
 
-    def expanded(self, ids: Ids, pictures: Sequence[Picture], mask: Sequence[int] | None = None) -> Expanded:
+    def expanded(self, ids: Ids, images: Sequence[ImageFile], mask: Sequence[int] | None = None) -> Expanded:
         """Replace the marks in a row. Args: mask: a number per token; a mark's is repeated."""
-        return Expanded(ids, self.spans(ids, pictures), pictures, mask)
+        return Expanded(ids, self.spans(ids, images), images, mask)
 
-    def turns(self, turns: Sequence[Turn], pictures: Sequence[Picture]) -> list[Turn]:
+    def turns(self, turns: Sequence[Turn], images: Sequence[ImageFile]) -> list[Turn]:
         """Turns in which each mark is replaced, before they have labels."""
-        marks = iter(self.spans([token for segment in chain(*turns) for token in segment.ids], pictures))
-        left = iter(pictures)
+        marks = iter(self.spans([token for segment in chain(*turns) for token in segment.ids], images))
+        left = iter(images)
         return [(self._segment(before, marks, left), self._segment(after, marks, left)) for before, after in turns]
 
     def _segment(self, segment: Segment, marks: Any, left: Any) -> Segment:
@@ -84,12 +82,12 @@ class Marks:
         spans = [(place, next(marks)[1]) for place in places]
         made = Expanded(segment.ids, spans, [next(left) for _ in places])
         return replace(
-            segment, ids=made.ids, pictures=made.pictures, begin=made.moved(segment.begin),
+            segment, ids=made.ids, images=made.images, begin=made.moved(segment.begin),
             content=self._content(segment, made),
         )  # fmt: skip
 
     def _content(self, segment: Segment, made: Expanded) -> Callable[[], list[bool]]:
-        """Which tokens truncation may remove: none of a picture, nor the control tokens at its sides."""
+        """Which tokens truncation may remove: none of an image, nor the control tokens at its sides."""
 
         def flags() -> list[bool]:
             old = list(segment.content())
@@ -103,10 +101,10 @@ class Marks:
 
     def without_placeholders(self, segment: Segment) -> Segment:
         """A labelled segment whose labels hold no placeholder."""
-        if not segment.pictures:
+        if not segment.images:
             return segment
         labels = segment.labels[:]
-        for place in chain.from_iterable(range(one.begin, one.end) for one in segment.pictures):
+        for place in chain.from_iterable(range(one.begin, one.end) for one in segment.images):
             if segment.ids[place] == self.family.placeholder_id:
                 labels[place] = IGNORE_INDEX
         return replace(segment, labels=labels)
@@ -118,28 +116,28 @@ class Expanded:
     Args:
         ids: the row with its marks.
         spans: the position of each mark, and the ids that replace it.
-        pictures: one for each mark.
+        images: one for each mark.
         mask: a number per token of ``ids``.
     """
 
     def __init__(
-        self, ids: Ids, spans: Sequence[tuple[int, Ids]], pictures: Sequence[Picture],
+        self, ids: Ids, spans: Sequence[tuple[int, Ids]], images: Sequence[ImageFile],
         mask: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.spans, self._places = spans, [place for place, _ in spans]
         self._sizes = [len(new) for _, new in spans]
         self.ids, done = array("i"), 0
-        self.pictures: list[Picture] = []
-        for (place, new), picture in zip(spans, pictures, strict=True):
+        self.images: list[ImageFile] = []
+        for (place, new), image in zip(spans, images, strict=True):
             self.ids += ids[done:place]
-            self.pictures.append(replace(picture, begin=len(self.ids), end=len(self.ids) + len(new)))
+            self.images.append(replace(image, begin=len(self.ids), end=len(self.ids) + len(new)))
             self.ids += new
             done = place + 1
         self.ids += ids[done:]
         self.mask = None if mask is None else self.repeated(mask)
 
     def repeated(self, values: Sequence[Any]) -> list[Any]:
-        """A value per token of the row with marks -> one per token; that of a mark for all of its picture."""
+        """A value per token of the row with marks -> one per token; that of a mark for all of its image."""
         found: list[Any] = []
         done = 0
         for place, size in zip(self._places, self._sizes, strict=True):
@@ -155,21 +153,21 @@ class Expanded:
         return place + sum(self._sizes[:before]) - before
 
 
-def shifted(pictures: Iterable[Picture], by: int) -> list[Picture]:
-    """The same pictures ``by`` tokens further on."""
-    return [replace(one, begin=one.begin + by, end=one.end + by) for one in pictures]
+def shifted(images: Iterable[ImageFile], by: int) -> list[ImageFile]:
+    """The same images ``by`` tokens further on."""
+    return [replace(one, begin=one.begin + by, end=one.end + by) for one in images]
 
 
-def pictures_of_segments(segments: Iterable[Segment]) -> list[Picture]:
-    """The pictures of segments that lie end to end."""
-    found: list[Picture] = []
+def images_of_segments(segments: Iterable[Segment]) -> list[ImageFile]:
+    """The images of segments that lie end to end."""
+    found: list[ImageFile] = []
     at = 0
     for segment in segments:
-        found += shifted(segment.pictures, at)
+        found += shifted(segment.images, at)
         at += len(segment.ids)
     return found
 
 
-def images_column(pictures: Sequence[Picture]) -> list[dict[str, Any]]:
+def images_column(images: Sequence[ImageFile]) -> list[dict[str, Any]]:
     """The column ``images`` of a row."""
-    return [picture.as_json() for picture in pictures]
+    return [image.as_json() for image in images]

@@ -1,4 +1,4 @@
-"""Options of pictures: where they are, and the size that a model is given them in."""
+"""Options of images: where they are, and the size that a model is given them in."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from burnish.data.images.sources import Sight
 
 @dataclass
 class ImageOptions:
-    """Pictures."""
+    """Images."""
 
     media_dir: str | None = option(
         None,
-        "Folder of pictures that a data set names by relative paths. Default: the folder of the data file, then "
+        "Folder of images that a data set names by relative paths. Default: the folder of the data file, then "
         "dataset_dir.",
         aliases=("image_dir",), names_place=True,
     )  # fmt: skip
     image_max_pixels: int = option(
-        768 * 768, "Largest picture, in pixels; larger ones are resized before the image processor.", ge=1,
+        768 * 768, "Largest image, in pixels; larger ones are resized before the image processor.", ge=1,
         unit="pixels",
     )  # fmt: skip
     image_min_pixels: int = option(
-        32 * 32, "Smallest picture, in pixels; smaller ones are resized before the image processor.", ge=1,
+        32 * 32, "Smallest image, in pixels; smaller ones are resized before the image processor.", ge=1,
         unit="pixels",
     )  # fmt: skip
     image_fit: Literal["keep", "shrink"] = option(
         "keep",
-        "What to do with a record whose pictures do not fit into cutoff_len: drop and count it (keep), or resize its "
-        "pictures until they fit (shrink).",
+        "What to do with a record whose images do not fit into cutoff_len: drop and count it (keep), or resize its "
+        "images until they fit (shrink).",
     )
     image_backend: Literal["pil", "torchvision"] = option(
         "pil", "Backend of the image processor. Normalized pixels differ by at most one level of 255."
     )
     crop_to_patches: bool | None = option(
-        None, "Cut pictures into tiles (InternVL). Default: as the checkpoint's image processor has it."
+        None, "Cut images into tiles (InternVL). Default: as the checkpoint's image processor has it."
     )
 
 
 class ImageChoices(Protocol):
-    """The options that pictures depend on."""
+    """The options that images depend on."""
 
     media_dir: str | None
     image_max_pixels: int
@@ -58,7 +58,7 @@ def backend_of(options: ImageChoices | None) -> str:
     return "pil" if options is None else options.image_backend
 
 
-def shrinks_pictures(options: ImageChoices | None) -> bool:
+def shrinks_images(options: ImageChoices | None) -> bool:
     return options is not None and options.image_fit == "shrink"
 
 
@@ -96,5 +96,5 @@ def check_images(options: ImageChoices) -> list[Problem]:
 
 
 def limits_of(options: ImageChoices) -> Sight:
-    """Pictures that come with a request, within the limits of training."""
+    """Images that come with a request, within the limits of training."""
     return Sight((), options.image_min_pixels, options.image_max_pixels)

@@ -1,9 +1,9 @@
-"""Where a record says its pictures are -> pictures.
+"""Where a record says its images are -> images.
 
 In: a path, a ``file://`` address, a data URI, bytes, ``{"bytes": ..., "path": ...}`` as an Image feature of
-``datasets`` has it, or a picture of Pillow. Out: a ``Picture``. What is no file yet is kept as one, named by the hash
-of its content, in the cache ($BURNISH_CACHE or ~/.cache/burnish, folder ``pictures``). Refused: addresses of the web
-(nothing is fetched while a model trains), files that are not there, and what is no picture.
+``datasets`` has it, or a Pillow image. Out: an ``ImageFile``. What is no file yet is kept as one, named by the hash
+of its content, in the cache ($BURNISH_CACHE or ~/.cache/burnish, folder ``images``). Refused: addresses of the web
+(nothing is fetched while a model trains), files that are not there, and what is not an image.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from burnish.data.images.picture import BadPicture, Picture, read_header
+from burnish.data.images.image_file import BadImage, ImageFile, read_header
 from burnish.utils.files import cache_home
 
 _NO_BASE64 = re.compile(r"[^A-Za-z0-9+/=\s]")
 _SHOWN = 60
 
 
-class MissingPicture(BadPicture):
+class MissingImage(BadImage):
     """A file that is not there."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """How the pictures of a data set are found, and what is done to their sizes.
+    """How the images of a data set are found, and what is done to their sizes.
 
     Args:
         folders: a relative path is looked for in these, in this order.
-        min_pixels, max_pixels: see ``Picture``.
-        model_type: of a model that reads text alone, for the error; "" where pictures are read.
+        min_pixels, max_pixels: see ``ImageFile``.
+        model_type: of a model that reads text only, for the error; "" where images are read.
     """
 
     folders: Sequence[Path] = ()
@@ -46,33 +46,33 @@ class Sight:
     max_pixels: int | None = None
     model_type: str = ""
 
-    def picture(self, value: Any, place: str, min_pixels: int | None = None, max_pixels: int | None = None) -> Picture:
-        """The picture that a record names.
+    def image(self, value: Any, place: str, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageFile:
+        """The image that a record names.
 
         Args:
             place: its name in the record: ``images[1]``.
-            min_pixels, max_pixels: of this picture alone.
+            min_pixels, max_pixels: of this image alone.
 
         Raises:
-            BadPicture: with a sentence that begins with the place.
+            BadImage: with a sentence that begins with the place.
         """
         path, shown, is_kept = self._path(value, place)
         named = f"{place} {shown}".strip()
         try:
             found = read_header(path, place=place)
-        except BadPicture as error:
-            raise BadPicture(f"{named} {error}") from None
+        except BadImage as error:
+            raise BadImage(f"{named} {error}") from None
         except (FileNotFoundError, NotADirectoryError):
             looked = " and ".join(map(str, self.folders)) or str(Path.cwd())
-            raise MissingPicture(f"{named} is not there. Looked in {looked}.") from None
+            raise MissingImage(f"{named} is not there. Looked in {looked}.") from None
         except (IsADirectoryError, PermissionError) as error:
-            raise BadPicture(f"{named} cannot be read: {error.strerror}.") from None
+            raise BadImage(f"{named} cannot be read: {error.strerror}.") from None
         if is_kept:  # its name says what is in it
             found = replace(found, modified_ns=0)
         return replace(found, min_pixels=min_pixels or self.min_pixels, max_pixels=max_pixels or self.max_pixels)
 
     def _path(self, value: Any, place: str) -> tuple[str, str, bool]:
-        """The file of a picture, how an error shows it, and whether it is kept in the cache."""
+        """The file of an image, how an error shows it, and whether it is kept in the cache."""
         if isinstance(value, Mapping) and value.get("bytes") is not None:
             return kept(value["bytes"]), "", True
         if isinstance(value, Mapping) and value.get("path") is not None:
@@ -86,20 +86,20 @@ class Sight:
         if callable(getattr(value, "save", None)) and hasattr(value, "getexif"):
             return kept(_as_png(value)), "", True
         received = type(value).__name__ if value is not None else "null"
-        raise BadPicture(f"{place} must be a path, a data URI, bytes or a picture of Pillow. Received: {received}.")
+        raise BadImage(f"{place} must be a path, a data URI, bytes or a Pillow image. Received: {received}.")
 
     def _file(self, path: str, place: str) -> str:
         scheme = urlsplit(path).scheme.lower() if "://" in path else ""
         if scheme == "file":
             path = unquote(urlsplit(path).path)
         elif scheme:
-            raise BadPicture(
+            raise BadImage(
                 f"{place} is an address. burnish fetches nothing while it trains; download it, e.g. into media_dir."
             )
         if not path.strip():
-            raise BadPicture(f"{place} is an empty path.")
+            raise BadImage(f"{place} is an empty path.")
         if "\0" in path:
-            raise BadPicture(f"{place} is a path with a zero byte in it.")
+            raise BadImage(f"{place} is a path with a zero byte in it.")
         places = [folder / Path(path).expanduser() for folder in self.folders] or [Path(path).expanduser()]
         return str(next((one for one in places if one.exists()), places[0]))
 
@@ -107,7 +107,7 @@ class Sight:
 def kept(content: bytes) -> str:
     """The path of a file in the cache with this content; it is written if it is not there."""
     name = sha256(content).hexdigest()
-    path = cache_home() / "pictures" / name[:2] / name
+    path = cache_home() / "images" / name[:2] / name
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{name}.{os.getpid()}")
@@ -119,18 +119,18 @@ def kept(content: bytes) -> str:
 def _decoded(uri: str, place: str) -> bytes:
     head, _, body = uri.partition(",")
     if not head.endswith(";base64"):
-        raise BadPicture(f'{place}: the data URI must begin "data:image/...;base64,". Received: "{_short(head)}".')
+        raise BadImage(f'{place}: the data URI must begin "data:image/...;base64,". Received: "{_short(head)}".')
     if broken := _NO_BASE64.search(body):
-        raise BadPicture(f"{place}: the picture's base64 is broken at letter {broken.start() + 1:,}.")
+        raise BadImage(f"{place}: the image's base64 is broken at letter {broken.start() + 1:,}.")
     try:
         return b64decode(body)
     except (Error, ValueError):
         letters = len(body)
-        raise BadPicture(f"{place}: the picture's base64 is broken: it ends after letter {letters:,}.") from None
+        raise BadImage(f"{place}: the image's base64 is broken: it ends after letter {letters:,}.") from None
 
 
 def _as_png(image: Any) -> bytes:
-    """A picture in memory as a file without loss, upright."""
+    """An image in memory as a file without loss, upright."""
     from PIL import ImageOps
 
     upright = ImageOps.exif_transpose(image)

@@ -1,4 +1,4 @@
-"""Families whose pictures have a fixed size, or are cut into tiles of one.
+"""Families whose images have a fixed size, or are cut into tiles of one.
 
 Counts and texts: transformers, the ``processing_*.py`` and ``image_processing_pil_*.py`` of each family (named at the
 classes), with the settings of the checkpoint.
@@ -17,7 +17,7 @@ from burnish.loop.types import Ids
 
 @FAMILIES.register("llava", "vipllava", words=("<image>",))
 class Llava(Family):
-    """The same number of ``<image>`` for any picture (processing_llava.py)."""
+    """The same number of ``<image>`` for any image (processing_llava.py)."""
 
     @cached_property
     def _per_tile(self) -> int:
@@ -36,7 +36,7 @@ class Llava(Family):
 
 @FAMILIES.register("llava_next", words=("<image>",))
 class LlavaNext(Llava):
-    """A base tile, and the picture in the best of several resolutions, without its padding, with a token per row of
+    """A base tile, and the image in the best of several resolutions, without its padding, with a token per row of
     patches (processing_llava_next.py)."""
 
     @cached_property
@@ -51,7 +51,7 @@ class LlavaNext(Llava):
         return repeated(self.placeholder_id, rows * columns + rows + self._per_tile)
 
     def _unpadded(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of patches that hold the picture in the best resolution."""
+        """Rows and columns of patches that hold the image in the best resolution."""
         pixels, patches = self._tile
         high, wide = _best(width, height, self.processor.image_grid_pinpoints)
         rows, columns = high // pixels * patches, wide // pixels * patches
@@ -67,7 +67,7 @@ class LlavaNext(Llava):
 
 
 def _best(width: int, height: int, sizes: list[list[int]]) -> tuple[int, int]:
-    """The (height, width) that loses least of a picture, and then wastes least (``select_best_resolution``)."""
+    """The (height, width) that loses least of an image, and then wastes least (``select_best_resolution``)."""
     best, most, least = (0, 0), 0, float("inf")
     for high, wide in sizes:
         scale = min(wide / width, high / height)
@@ -80,7 +80,7 @@ def _best(width: int, height: int, sizes: list[list[int]]) -> tuple[int, int]:
 
 @FAMILIES.register("llava_onevision", words=("<image>",))
 class LlavaOnevision(LlavaNext):
-    """As LLaVA-NeXT, reduced beyond a number of tiles; a base tile alone where a row has several pictures
+    """As LLaVA-NeXT, reduced beyond a number of tiles; a base tile alone where a row has several images
     (processing_llava_onevision.py)."""
 
     @cached_property
@@ -96,10 +96,10 @@ class LlavaOnevision(LlavaNext):
     def _loss(self) -> int:
         return int(self.setting("vision_feature_select_strategy", "full") == "default")
 
-    def of(self, picture: Any, num_pictures: int = 1) -> Ids:
-        if num_pictures > 1:
+    def of(self, image: Any, num_images: int = 1) -> Ids:
+        if num_images > 1:
             return repeated(self.placeholder_id, self._per_tile + 1 - self._loss)
-        return super().of(picture)
+        return super().of(image)
 
     def _made(self, width: int, height: int) -> Ids:
         rows, columns = self._unpadded(width, height)
@@ -198,11 +198,11 @@ class Aya(InternVL):
 
 @FAMILIES.register("idefics3", "smolvlm", words=("<image>",))
 class Idefics3(Family):
-    """Tiles in rows, each behind its row and column, a blank line, and the picture as a whole
+    """Tiles in rows, each behind its row and column, a blank line, and the image as a whole
     (processing_smolvlm.py, image_processing_pil_smolvlm.py)."""
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles; (0, 0) for a picture that is one tile."""
+        """Rows and columns of tiles; (0, 0) for an image that is one tile."""
         _, rows, columns = self.processor.get_number_of_image_patches(height, width, {})
         return int(rows), int(columns)
 

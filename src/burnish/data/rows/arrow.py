@@ -9,16 +9,16 @@ import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
 
 from burnish.data.rows.store import Rows
 
-_PICTURE = {
+_IMAGE = {
     "path": pa.string(), "width": pa.int32(), "height": pa.int32(), "num_bytes": pa.int64(), "modified_ns": pa.int64(),
     "min_pixels": pa.int64(), "max_pixels": pa.int64(), "place": pa.string(), "is_animated": pa.bool_(),
     "begin": pa.int32(), "end": pa.int32(),
 }  # fmt: skip
 TYPES: Mapping[str, pa.DataType] = {
-    "margin": pa.float32(), "label": pa.bool_(), "images": pa.list_(pa.struct(list(_PICTURE.items()))),
-    "kl_images": pa.list_(pa.struct(list(_PICTURE.items()))),
+    "margin": pa.float32(), "label": pa.bool_(), "images": pa.list_(pa.struct(list(_IMAGE.items()))),
+    "kl_images": pa.list_(pa.struct(list(_IMAGE.items()))),
 }  # fmt: skip
-"""Types of columns that hold one value per row, or its pictures; all others hold token ids, or labels."""
+"""Types of columns that hold one value per row, or its images; all others hold token ids, or labels."""
 
 
 def arrow_table(rows: Rows, names: tuple[str, ...]) -> pa.Table:

@@ -61,8 +61,8 @@ class RowsWithOthers(RowsOver):
         whole = (answer_of(beside), list(beside["labels"][_begin(beside) :]))
         answer, labels = (part[: self.limit - begin] for part in whole)
         more = {"kl_input_ids": [*row["input_ids"][:begin], *answer], "kl_labels": [IGNORE_INDEX] * begin + labels}
-        if pictures := [one for one in row.get("images", ()) if one["end"] <= begin]:
-            more["kl_images"] = pictures
+        if images := [one for one in row.get("images", ()) if one["end"] <= begin]:
+            more["kl_images"] = images
         return cast(Row, {**row, **more})
 
 

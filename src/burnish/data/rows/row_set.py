@@ -34,8 +34,8 @@ class RowSet(OnDemand[RowT_co]):
         return [length for row in self if row is not None for length in lengths_of(row)]
 
     @cached_property
-    def has_pictures(self) -> bool:
-        """Whether a row has pictures; taken to be so where rows are not known before."""
+    def has_images(self) -> bool:
+        """Whether a row has images; taken to be so where rows are not known before."""
         return self.is_streamed or any("images" in row for row in self if row is not None)
 
     def origin(self, index: int) -> int:
@@ -61,8 +61,8 @@ class RowsOver(RowSet["Row | None"]):
         return len(self.rows)
 
     @property
-    def has_pictures(self) -> bool:
-        return self.rows.has_pictures
+    def has_images(self) -> bool:
+        return self.rows.has_images
 
     @property
     def lengths(self) -> Sequence[int]:

@@ -80,7 +80,7 @@ class Rows(RowSet[Row]):
         return [numbers_of(self._index.column(name)).tolist() for name in self._index.schema.names if name != _ORIGIN]
 
     @cached_property
-    def has_pictures(self) -> bool:
+    def has_images(self) -> bool:
         return any("images" in block.schema.names for block in self.blocks())
 
     def __len__(self) -> int:

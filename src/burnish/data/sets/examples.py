@@ -64,7 +64,7 @@ def _hashed_content(message: Message) -> list[str]:
 
 
 def _identity(value: Any) -> str:
-    """A text, or what tells a picture from others."""
+    """A text, or what tells an image from others."""
     return value if isinstance(value, str) else str(value.identity)
 
 
@@ -298,7 +298,7 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, stats
 
 
 def marks_in(example: Example) -> list[str]:
-    """The marks of images, videos and sounds in a conversation, or in a prompt and its answers."""
+    """The marks of images, videos and audio in a conversation, or in a prompt and its answers."""
     parts = [
         example.text, example.system, example.prompt, example.completion, example.messages, example.chosen,
         example.rejected,

@@ -61,7 +61,7 @@ class RecordNeeds:
             optional); or another word: records of formats that are registered with ``holds`` and that word.
         columns: further columns, which ``Example.extra`` then holds; ALL_COLUMNS for those of each record.
         stage: the name of the stage, for error messages.
-        sight: how pictures are found, or the model that sees none; None refuses them.
+        sight: how images are found, or the type of a model that takes none; None refuses them.
     """
 
     kind: str = "answers"
@@ -88,8 +88,8 @@ class Layout:
         required: the parts whose column every record must have.
         tags: names of roles and keys in a conversation (LLaMA-Factory's keys).
         media: the columns of images and the like, which must be empty but for ``images``.
-        images: the column of pictures, "" for none.
-        sight: how pictures are found; None where the model sees none.
+        images: the column of images, "" for none.
+        sight: how images are found; None where the model sees none.
         awaited: optional columns that the user named and that no record had so far.
         notes: choices made for the user, each once, in the order in which they were made.
         dropped_parts: parts of the record just read that were left out; the caller that converts it counts them.
@@ -139,7 +139,7 @@ class Record:
             if self.values.get(column):
                 sight, is_images = self.layout.sight, column == self.layout.images
                 raise BadRecord(
-                    f'the record contains pictures ("{column}"), but {sight.model_type} reads text only.'
+                    f'the record contains images ("{column}"), but {sight.model_type} reads text only.'
                     if is_images and sight is not None
                     else f'the column "{column}" is not empty, but burnish trains on text only.',
                     "Choose a model with a vision tower. To train on the text only, remove the column from the file, "

@@ -188,7 +188,7 @@ class _Loading:
         return ListedExamples(self._with_verdicts(examples, source) if self.needs.kind == "verdicts" else examples)
 
     def _needs(self, source: DataSource) -> RecordNeeds:
-        """What is needed of the records of a source, with the folders in which its pictures may be."""
+        """What is needed of the records of a source, with the folders in which its images may be."""
         sight = self.needs.sight
         if sight is None:
             return self.needs

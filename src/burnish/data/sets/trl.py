@@ -46,7 +46,7 @@ LATE_SYSTEM = "kept: a system message is not the first message"
 
 
 def trl_layout(kind: Kind, sample: Mapping[str, Any], text_field: str = "text", sight: Sight | None = None) -> Layout:
-    """The layout of a set, by the columns of its first record. Args: sight: how pictures are found, if the model sees.
+    """The layout of a set, by the columns of its first record. Args: sight: how images are found, if the model sees.
 
     Raises:
         ValueError: where the columns that are needed are not there.

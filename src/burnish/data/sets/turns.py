@@ -14,7 +14,7 @@ from sys import float_info
 from typing import Any
 
 from burnish.data.reading.json_files import parsed, shortened
-from burnish.data.sets.pictures import content_of, raw_content
+from burnish.data.sets.images import content_of, raw_content
 from burnish.data.sets.records import ROLES, BadRecord, Layout, Record, as_text, listed
 from burnish.loop.types import Example, Message, RoleName
 

@@ -34,7 +34,7 @@ class Encoder:
     Args:
         tokenizer: any transformers tokenizer; fast ones work on a batch with all their threads.
         keep: special tokens that an assistant's text may contain, such as those that open and close a thought.
-        controls: further control tokens, whether the tokenizer calls them special or not: those of pictures.
+        controls: further control tokens, whether the tokenizer calls them special or not: those of images.
         template: the text that the template writes around messages. A token that the user added to the vocabulary
             (``tokenizer.new_tokens``) may occur in data, unless the template uses it.
     """

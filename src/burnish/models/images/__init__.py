@@ -1,1 +1,1 @@
-"""Models that see: from pictures to tensors, and from tensors to features in the place of placeholders."""
+"""Models that see: from images to tensors, and from tensors to features in the place of placeholders."""

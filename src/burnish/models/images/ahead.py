@@ -1,10 +1,10 @@
-"""Pictures are decoded and prepared ahead of the step that needs them, by threads.
+"""Images are decoded and prepared ahead of the step that needs them, by threads.
 
 In:  the rows of coming micro-batches, in the order of the stream. Out: the same rows, and meanwhile the tensors of
-     their pictures. Pillow and numpy release the interpreter's lock while they decode and resize. What waits is bounded
-     in bytes. A picture that was prepared is kept for its next use; the least recently used are dropped first.
+     their images. Pillow and numpy release the interpreter's lock while they decode and resize. What waits is bounded
+     in bytes. An image that was prepared is kept for its next use; the least recently used are dropped first.
 
-The tensors of a picture depend on that picture alone, so neither threads nor what is kept change a number.
+The tensors of an image depend on that image alone, so neither threads nor what is kept change a number.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from torch import Tensor
 
 from burnish.config.options import option
 from burnish.loop.types import Row
-from burnish.models.images.collator import PicturesOf, Prepare
+from burnish.models.images.collator import ImagesOf, Prepare
 from burnish.models.images.processor import Tensors
 
 
 @dataclass
-class PictureCacheOptions:
-    """Decoding of pictures."""
+class ImageCacheOptions:
+    """Decoding of images."""
 
     image_cache: str = option(
-        "memory", "Keep prepared pictures for their next use: in memory, or not (none).", choices=("memory", "none")
+        "memory", "Keep prepared images for their next use: in memory, or not (none).", choices=("memory", "none")
     )
-    image_cache_mb: int = option(2048, "Memory for prepared pictures that are kept.", unit="MiB", ge=0)
-    image_ahead_mb: int = option(512, "Memory for pictures that are decoded ahead of their step.", unit="MiB", ge=1)
+    image_cache_mb: int = option(2048, "Memory for prepared images that are kept.", unit="MiB", ge=0)
+    image_ahead_mb: int = option(512, "Memory for images that are decoded ahead of their step.", unit="MiB", ge=1)
 
 
 _BYTES_PER_TOKEN = 20_000
-"""Of the tensors of a picture, until the first is made: a placeholder of Qwen2.5-VL takes 18,816."""
+"""Of the tensors of an image, until the first is made: a placeholder of Qwen2.5-VL takes 18,816."""
 
 
 class PreparedAhead:
-    """Prepares pictures; a ``Prepare``.
+    """Prepares images; a ``Prepare``.
 
     Args:
-        prepare: picture -> tensors.
-        pictures_of: the pictures of a row.
+        prepare: image -> tensors.
+        images_of: the images of a row.
         ahead_bytes: the most bytes that are prepared before they are asked for.
         kept_bytes: the most bytes that are kept afterwards.
     """
 
     def __init__(
-        self, prepare: Prepare, pictures_of: PicturesOf, num_threads: int, ahead_bytes: int, kept_bytes: int
+        self, prepare: Prepare, images_of: ImagesOf, num_threads: int, ahead_bytes: int, kept_bytes: int
     ) -> None:
-        self._prepare, self._pictures_of = prepare, pictures_of
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pictures")
+        self._prepare, self._images_of = prepare, images_of
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="images")
         self._ahead_bytes, self._kept_bytes = ahead_bytes, kept_bytes
         self._under_way: dict[str, Future[Tensors]] = {}
         self._kept: OrderedDict[str, Tensors] = OrderedDict()
@@ -60,15 +60,15 @@ class PreparedAhead:
         self._per_token: float = _BYTES_PER_TOKEN
         self.num_prepared = 0
 
-    def __call__(self, picture: Any) -> Tensors:
-        """The tensors of a picture. Raises what preparing it raised."""
-        identity = picture.identity
+    def __call__(self, image: Any) -> Tensors:
+        """The tensors of an image. Raises what preparing it raised."""
+        identity = image.identity
         if identity in self._kept:
             self._kept.move_to_end(identity)
             return self._kept[identity]
-        self._begin(picture)
+        self._begin(image)
         tensors = self._under_way.pop(identity).result()
-        self._keep(identity, tensors, picture.end - picture.begin)
+        self._keep(identity, tensors, image.end - image.begin)
         return tensors
 
     def rows(self, groups: Iterator[Sequence[Row | None]]) -> Iterator[Sequence[Row | None]]:
@@ -76,7 +76,7 @@ class PreparedAhead:
         waiting: deque[tuple[Sequence[Row | None], float]] = deque()
         begun = 0.0
         for rows in groups:
-            expected = sum(self._begin(picture) for row in rows if row for picture in self._pictures_of(row))
+            expected = sum(self._begin(image) for row in rows if row for image in self._images_of(row))
             waiting.append((rows, expected))
             begun += expected
             while len(waiting) > 1 and (begun > self._ahead_bytes or len(waiting) > _MOST_WAITING):
@@ -86,15 +86,15 @@ class PreparedAhead:
         while waiting:
             yield waiting.popleft()[0]
 
-    def _begin(self, picture: Any) -> float:
-        """Begin to prepare a picture, if it is not here. Returns the bytes that it will take."""
-        identity: str = picture.identity
+    def _begin(self, image: Any) -> float:
+        """Begin to prepare an image, if it is not here. Returns the bytes that it will take."""
+        identity: str = image.identity
         if identity in self._kept:
             return 0
         if identity not in self._under_way:
-            self._under_way[identity] = self._threads.submit(self._prepare, picture)
+            self._under_way[identity] = self._threads.submit(self._prepare, image)
             self.num_prepared += 1
-        num_tokens: int = picture.end - picture.begin
+        num_tokens: int = image.end - image.begin
         return self._per_token * max(1, num_tokens)
 
     def _keep(self, identity: str, tensors: Tensors, num_tokens: int) -> None:

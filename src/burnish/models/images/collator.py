@@ -1,14 +1,14 @@
-"""Rows with pictures -> micro-batches: padding-free, with shared prefixes, or padded.
+"""Rows with images -> micro-batches: padding-free, with shared prefixes, or padded.
 
-In:  rows whose column ``images`` names their pictures and where they stand, and a collator of rows of text, which does
-     the rest. Out: its batch, with the tensors of the pictures and what the model needs to know of their places.
+In:  rows whose column ``images`` names their images and where they stand, and a collator of rows of text, which does
+     the rest. Out: its batch, with the tensors of the images and what the model needs to know of their places.
 
 What belongs to a token goes through the collator of text as a column, so that it stays with its token however rows are
 divided, joined or shortened: the feature in its place, the three rotary positions of the Qwen and GLM families, the row
-and the block of masks. Each picture of a micro-batch is prepared once, also where several rows hold it.
+and the block of masks. Each image of a micro-batch is prepared once, also where several rows hold it.
 """
 
-# B rows, T tokens in a row, N distinct pictures, F features of all of them
+# B rows, T tokens in a row, N distinct images, F features of all of them
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ import torch
 
 from burnish.config.errors import UserError
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
-from burnish.models.images.features import PictureFeatures
+from burnish.models.images.features import ImageFeatures
 from burnish.models.images.masks import SEES_BOTH_WAYS
 from burnish.models.images.processor import ImageProcessor, Tensors
 
 ROPE_COLUMNS = ("rope_time", "rope_height", "rope_width")
 
 
-class PictureOfRow(Protocol):
-    """A picture of a row; ``begin`` and ``end`` are the tokens that stand for it: placeholders, and markers."""
+class ImageOfRow(Protocol):
+    """An image of a row; ``begin`` and ``end`` are the tokens that stand for it: placeholders, and markers."""
 
     begin: int
     end: int
@@ -39,15 +39,15 @@ class PictureOfRow(Protocol):
 
 
 Collate = Callable[[Sequence[Row]], Batch]
-PicturesOf = Callable[[Row], Sequence[Any]]
-"""A row -> its pictures (``PictureOfRow``), in the order of their placeholders."""
+ImagesOf = Callable[[Row], Sequence[Any]]
+"""A row -> its images (``ImageOfRow``), in the order of their placeholders."""
 Prepare = Callable[[Any], Tensors]
-"""A picture -> its tensors, which depend on it alone."""
+"""An image -> its tensors, which depend on it alone."""
 
 
 @dataclass(frozen=True)
-class PictureLayout:
-    """What a model needs to know of the places of pictures.
+class ImageLayout:
+    """What a model needs to know of the places of images.
 
     Args:
         placeholder: the id of the token that a feature takes the place of.
@@ -55,7 +55,7 @@ class PictureLayout:
         merge: patches of a side that become one placeholder there.
         both_ways: the tokens that see each other (``masks``), "" for none.
         first_position: the position of the first token.
-        needs_row: whether features of a picture depend on whether its row holds others too (LLaVA-OneVision).
+        needs_row: whether features of an image depend on whether its row holds others too (LLaVA-OneVision).
     """
 
     placeholder: int
@@ -72,7 +72,7 @@ class PictureLayout:
         return not self.model_type.startswith("gemma4")
 
     @classmethod
-    def of(cls, config: Any) -> PictureLayout:
+    def of(cls, config: Any) -> ImageLayout:
         """Args: config: of the whole model."""
         text = config.get_text_config()
         names = ("image_token_id", "image_token_index")
@@ -86,42 +86,42 @@ class PictureLayout:
         )  # fmt: skip
 
 
-class PictureCollator:
-    """Collates rows of which some have pictures; rows of text alone are collated as without it.
+class ImageCollator:
+    """Collates rows of which some have images; rows of text alone are collated as without it.
 
     Args:
         collate: a collator of rows of text.
-        seeing: the same for rows with pictures, which passes on columns of tokens.
+        seeing: the same for rows with images, which passes on columns of tokens.
         layout, processor: of the model.
-        pictures_of: the pictures of a row.
-        prepare: makes the tensors of a picture, or has made them ahead.
+        images_of: the images of a row.
+        prepare: makes the tensors of an image, or has made them ahead.
     """
 
     def __init__(
-        self, collate: Collate, seeing: Collate, layout: PictureLayout, processor: ImageProcessor,
-        pictures_of: PicturesOf, prepare: Prepare,
+        self, collate: Collate, seeing: Collate, layout: ImageLayout, processor: ImageProcessor,
+        images_of: ImagesOf, prepare: Prepare,
     ) -> None:  # fmt: skip
         self.collate, self.seeing, self.layout, self.processor = collate, seeing, layout, processor
-        self.pictures_of, self.prepare = pictures_of, prepare
+        self.images_of, self.prepare = images_of, prepare
 
     @property
     def is_for_text(self) -> bool:
-        """Whether rows without pictures are collated otherwise too."""
+        """Whether rows without images are collated otherwise too."""
         return self.layout.both_ways == "prefix"
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
-        placed = [self.pictures_of(row) for row in rows]
+        placed = [self.images_of(row) for row in rows]
         rows = [{name: value for name, value in row.items() if name != "images"} for row in rows]
         if not any(placed) and not self.is_for_text:
             return self.collate(rows)
         if self.layout.needs_row and any(len(of_row) > 1 for of_row in placed):
-            what = f"a row has several pictures, and {self.layout.model_type} is trained on one picture per row only."
-            raise UserError(what, remedy="Leave out records with several pictures, or use another model.")
-        distinct = {picture.identity: picture for of_row in placed for picture in of_row}
-        tensors = {identity: self.prepare(picture) for identity, picture in distinct.items()}
+            what = f"a row has several images, and {self.layout.model_type} is trained on one image per row only."
+            raise UserError(what, remedy="Leave out records with several images, or use another model.")
+        distinct = {image.identity: image for of_row in placed for image in of_row}
+        tensors = {identity: self.prepare(image) for identity, image in distinct.items()}
         counts = dict.fromkeys(distinct, 0)
         for row, of_row in zip(rows, placed, strict=True):
-            counts |= {picture.identity: len(self._places(row, picture)) for picture in of_row}
+            counts |= {image.identity: len(self._places(row, image)) for image in of_row}
         begins = dict(zip(distinct, accumulate(counts.values(), initial=0), strict=False))
         batch = self.seeing(
             [
@@ -131,18 +131,18 @@ class PictureCollator:
         )
         if distinct:
             made = self.processor.joined(list(tensors.values()))
-            batch |= {**made, "pictures": PictureFeatures(tuple(made), tuple(counts.values()))}
+            batch |= {**made, "images": ImageFeatures(tuple(made), tuple(counts.values()))}
         else:
-            del batch["picture_features"]
+            del batch["image_features"]
         return self._with_positions(batch)
 
-    def _places(self, row: Row, one: PictureOfRow) -> list[int]:
-        """The places of the placeholders of a picture."""
+    def _places(self, row: Row, one: ImageOfRow) -> list[int]:
+        """The places of the placeholders of an image."""
         ids, placeholder = row["input_ids"], self.layout.placeholder
         return [at for at in range(one.begin, one.end) if ids[at] == placeholder]
 
     def _columns(
-        self, number: int, row: Row, placed: Sequence[PictureOfRow], begins: Mapping[str, int],
+        self, number: int, row: Row, placed: Sequence[ImageOfRow], begins: Mapping[str, int],
         tensors: Mapping[str, Tensors],
     ) -> dict[str, list[int]]:  # fmt: skip
         """The columns of a row's tokens."""
@@ -154,9 +154,9 @@ class PictureCollator:
                 features[place] = begin + count
         held = sum(token == self.layout.placeholder for token in row["input_ids"])
         if held != sum(feature > 0 for feature in features):
-            what = f"a row has {held} placeholders, and its {len(placed)} pictures take {sum(map(bool, features))}."
+            what = f"a row has {held} placeholders, and its {len(placed)} images take {sum(map(bool, features))}."
             raise UserError(what, remedy="Encode the data again (overwrite_cache: true).")
-        found = {"picture_features": features, "content_hashes": features}
+        found = {"image_features": features, "content_hashes": features}
         if self.layout.has_grid_positions:
             grids = [tensors[one.identity]["image_grid_thw"][0].tolist() for one in placed]
             begins_of = [self._places(row, one) for one in placed]
@@ -172,8 +172,8 @@ class PictureCollator:
             learned = next((at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX), len(row["labels"]))
             return [first] * learned + [0] * (len(row["labels"]) - learned)
         blocks: list[int] = []
-        for is_picture, run in groupby(features, bool):
-            blocks += [(first + len(blocks)) * is_picture] * len(list(run))
+        for is_image, run in groupby(features, bool):
+            blocks += [(first + len(blocks)) * is_image] * len(list(run))
         return blocks
 
     def _with_positions(self, batch: Batch) -> Batch:
@@ -196,18 +196,18 @@ def grid_positions(
 ) -> tuple[list[int], list[int], list[int]]:
     """The rotary positions of a row's tokens in time, height and width.
 
-    Text counts on by one. A placeholder in row i and column j of frame t of a picture that begins at position p has
-    (p + t, p + i, p + j); the next text is at p + the largest extent of the picture.
+    Text counts on by one. A placeholder in row i and column j of frame t of an image that begins at position p has
+    (p + t, p + i, p + j); the next text is at p + the largest extent of the image.
 
     Args:
-        places: the places of the placeholders of each picture, in order.
-        grids: (frames, rows, columns) of patches of each picture.
+        places: the places of the placeholders of each image, in order.
+        grids: (frames, rows, columns) of patches of each image.
     Source: Wang et al. 2024, section 2.1, https://arxiv.org/abs/2409.12191
     """
     found: tuple[list[int], list[int], list[int]] = ([], [], [])
     position = 0
-    for of_picture, (frames, high, wide) in zip(places, grids, strict=True):
-        text = of_picture[0] - len(found[0])
+    for of_image, (frames, high, wide) in zip(places, grids, strict=True):
+        text = of_image[0] - len(found[0])
         rows, columns = high // merge, wide // merge
         for axis in found:
             axis += range(position, position + text)

@@ -1,16 +1,16 @@
-"""Features of pictures in the place of placeholders: the tower runs once for each picture of a micro-batch.
+"""Features of images in the place of placeholders: the tower runs once for each image of a micro-batch.
 
-In:  a loaded model that sees. Out: the same model, which takes two more inputs beside the tensors of pictures:
-     ``picture_features``, for each token 0 or 1 + the number of the feature that takes its place, counted through all
-     pictures; and ``pictures``, a ``PictureFeatures``.
+In:  a loaded vision model. Out: the same model, which takes two more inputs beside the tensors of images:
+     ``image_features``, for each token 0 or 1 + the number of the feature that takes its place, counted through all
+     images; and ``images``, an ``ImageFeatures``.
 
-transformers' own forward replaces the n-th placeholder of a batch by the n-th feature, so that a picture that stands in
+transformers' own forward replaces the n-th placeholder of a batch by the n-th feature, so that an image that stands in
 several rows (both answers of a pair, several turns) would be computed for each. Here features are computed once, and
 those in the places of the batch are given to the model as ``mm_encoder_outputs``. What a frozen tower has computed is
 kept as long as the batch, so that the reference of a preference run is given the same.
 """
 
-# N pictures, F features of all pictures, H hidden size, B rows, T tokens
+# N images, F features of all images, H hidden size, B rows, T tokens
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from burnish.loop.modes import evaluating
 from burnish.models.images.masks import masks_of
 from burnish.utils.patching import Patch, Reason, hook, patches_of
 
-SEEING = Reason("model that sees", "each picture of a micro-batch goes through the tower once")
+SEEING = Reason("vision model", "each image of a micro-batch goes through the tower once")
 
 
 @dataclass
-class PictureFeatures:
-    """The pictures of a micro-batch.
+class ImageFeatures:
+    """The images of a micro-batch.
 
     Args:
-        names: the inputs of the batch that are tensors of pictures.
-        counts: features of each picture, as the rows have placeholders for them.
+        names: the inputs of the batch that are tensors of images.
+        counts: features of each image, as the rows have placeholders for them.
         kept: what a frozen tower made of them, by the model that it belongs to.
     """
 
@@ -67,38 +67,38 @@ class Seeing:
         self._weights = [p for name, p in model.named_parameters() if part_at(name, parts) != "language_model"]
 
     def prepared(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the inputs of pictures by those of transformers."""
-        pictures: PictureFeatures | None = kwargs.pop("pictures", None)
+        """Replace the inputs of images by those of transformers."""
+        images: ImageFeatures | None = kwargs.pop("images", None)
         if "attention_rows" in kwargs:
             rows, blocks = kwargs.pop("attention_rows"), kwargs.pop("attention_blocks")
             kwargs["attention_mask"] = masks_of(self._model, rows, blocks)
-        if pictures is None:
+        if images is None:
             return (args, kwargs)
-        tensors = {name: kwargs.pop(name) for name in pictures.names}
-        places = kwargs.pop("picture_features").flatten()
-        made = self._features(pictures, tensors)
+        tensors = {name: kwargs.pop(name) for name in images.names}
+        places = kwargs.pop("image_features").flatten()
+        made = self._features(images, tensors)
         chosen = places[places > 0] - 1
         kwargs["mm_encoder_outputs"] = {"image": at_places(made, chosen)}
         return args, kwargs
 
-    def _features(self, pictures: PictureFeatures, tensors: dict[str, Tensor]) -> Any:
+    def _features(self, images: ImageFeatures, tensors: dict[str, Tensor]) -> Any:
         """What ``get_image_features`` returns, as (N, n, H) or a list of (n, H)."""
         key = id(self._model)
-        if key in pictures.kept:
-            return pictures.kept[key]
+        if key in images.kept:
+            return images.kept[key]
         is_frozen = not any(weight.requires_grad for weight in self._weights)
         with ExitStack() as modes:
             for tower in self._towers if is_frozen else ():
                 modes.enter_context(evaluating(tower))
-            made = picture_features(self._model, tensors)
+            made = image_features(self._model, tensors)
         count = len(_joined(made.pooler_output))
-        if count != sum(pictures.counts):
+        if count != sum(images.counts):
             raise RuntimeError(
                 f"The tower of {type(self._model).__name__} gives {count} features, and the rows have "
-                f"{sum(pictures.counts)} placeholders for them ({len(pictures.counts)} pictures)."
+                f"{sum(images.counts)} placeholders for them ({len(images.counts)} images)."
             )
         if is_frozen:
-            pictures.kept[key] = made
+            images.kept[key] = made
         return made
 
 
@@ -109,8 +109,8 @@ def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
     return torch.cat([one.flatten(0, -2) for one in features])
 
 
-def picture_features(model: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The output of the tower and the projector for the tensors of pictures, which are cast to their dtype."""
+def image_features(model: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The output of the tower and the projector for the tensors of images, which are cast to their dtype."""
     parts = parts_of(model)
     weights = ((name, weight) for name, weight in model.named_parameters() if weight.is_floating_point())
     dtype = next(weight.dtype for name, weight in weights if part_at(name, parts) != "language_model")
@@ -119,11 +119,11 @@ def picture_features(model: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def num_features(model: nn.Module, tensors: Mapping[str, Tensor]) -> int:
-    """The number of features of the pictures whose tensors are given; the tower is asked."""
+    """The number of features of the images whose tensors are given; the tower is asked."""
     inner = causal_lm(model)
     device = next(inner.parameters()).device
     with torch.no_grad():
-        made = picture_features(inner, {name: tensor.to(device) for name, tensor in tensors.items()})
+        made = image_features(inner, {name: tensor.to(device) for name, tensor in tensors.items()})
     return len(_joined(made.pooler_output))
 
 

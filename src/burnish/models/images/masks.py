@@ -1,4 +1,4 @@
-"""Attention masks of models in which the tokens of a picture see each other both ways (Gemma 3 and 4, PaliGemma).
+"""Attention masks of models in which the tokens of an image see each other both ways (Gemma 3 and 4, PaliGemma).
 
 In:  for each token its row and its block. Out: boolean masks by the kind of layer, which a model takes in place of its
      own. transformers' own masks are wrong where rows lie end to end: it looks a token's block up at its position
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SEES_BOTH_WAYS = {"gemma3": "picture", "gemma4": "picture", "gemma4_unified": "picture", "paligemma": "prefix"}
-"""Type of a model -> the tokens that see each other: those of a picture, or all before the answer."""
+SEES_BOTH_WAYS = {"gemma3": "image", "gemma4": "image", "gemma4_unified": "image", "paligemma": "prefix"}
+"""Type of a model -> the tokens that see each other: those of an image, or all before the answer."""
 
 
 def masks_of(model: Any, rows: Tensor, blocks: Tensor) -> Any:

@@ -1,8 +1,8 @@
-"""A probe with pictures: does a row have the same logits beside other rows as alone?
+"""A probe with images: does a row have the same logits beside other rows as alone?
 
-Text does not tell. Gemma 3 keeps rows of text apart in a padding-free batch, but its pictures see each other both ways
-there by the places of another row. The rows of the probe differ in where their pictures are and in how many they have,
-and one has none: with one picture at the same place of each row Gemma 3 would pass. The pictures are drawn.
+Text does not tell. Gemma 3 keeps rows of text apart in a padding-free batch, but its images see each other both ways
+there by the places of another row. The rows of the probe differ in where their images are and in how many they have,
+and one has none: with one image at the same place of each row Gemma 3 would pass. The images are drawn.
 """
 
 # T tokens of a row, V vocabulary
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 
 from burnish.kernels.probe import REFUSALS, asking, causal_lm, close
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
-from burnish.models.images.collator import PictureCollator
+from burnish.models.images.collator import ImageCollator
 from burnish.models.images.features import num_features
 
 _SIZES = ((64, 48), (40, 56), (48, 72))
-"""Width and height of the pictures."""
+"""Width and height of the images."""
 _ROWS = ((9, "0", 5, "1", 4), (3, "2", 13), (11,))
-"""Each row: numbers of random tokens, and between them the number of a picture."""
+"""Each row: numbers of random tokens, and between them the number of an image."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn picture of a row of the probe."""
+    """A drawn image of a row of the probe."""
 
     identity: str
     image: Any
@@ -38,12 +38,12 @@ class Drawn:
     end: int = 0
 
 
-def keeps_pictures_apart(model: nn.Module, collator: PictureCollator) -> bool:
-    """Return whether rows with pictures have the same logits in a batch of ``collator`` as each alone in transformers'
+def keeps_images_apart(model: nn.Module, collator: ImageCollator) -> bool:
+    """Return whether rows with images have the same logits in a batch of ``collator`` as each alone in transformers'
     own forward pass, which makes positions and masks itself; also where the pixels of their neighbors are other ones.
 
     Args:
-        model: one that sees, and was told to (``features.make_seeing``).
+        model: a vision model that was prepared (``features.make_seeing``).
     """
     collator = _of_drawn(collator)
     try:
@@ -60,24 +60,24 @@ def keeps_pictures_apart(model: nn.Module, collator: PictureCollator) -> bool:
         return False
 
 
-def _of_drawn(collator: PictureCollator) -> PictureCollator:
+def _of_drawn(collator: ImageCollator) -> ImageCollator:
     """The collator, for rows of the probe."""
-    return PictureCollator(
+    return ImageCollator(
         collator.collate, collator.seeing, collator.layout, collator.processor, lambda row: row.get("images", []),
-        lambda picture: collator.processor.tensors(picture.image),
+        lambda image: collator.processor.tensors(image.image),
     )  # fmt: skip
 
 
-def _rows(model: nn.Module, collator: PictureCollator) -> Iterator[Row]:
-    """Rows of random text with pictures between: two, one near the beginning, none."""
+def _rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
+    """Rows of random text with images between: two, one near the beginning, none."""
     from PIL import Image
 
-    pictures = []
+    images = []
     generator = torch.Generator().manual_seed(7)
     for number, (width, height) in enumerate(_SIZES):
         pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
         image = Image.fromarray(pixels.numpy())
-        pictures.append((Drawn(f"drawn {number}", image), num_features(model, collator.processor.tensors(image))))
+        images.append((Drawn(f"drawn {number}", image), num_features(model, collator.processor.tensors(image))))
     words = causal_lm(model).get_input_embeddings().weight.shape[0]
     placeholder = collator.layout.placeholder
     for parts in _ROWS if not collator.layout.needs_row else _ROWS[1:]:
@@ -85,8 +85,8 @@ def _rows(model: nn.Module, collator: PictureCollator) -> Iterator[Row]:
         placed: list[Drawn] = []
         for part in parts:
             if isinstance(part, str):
-                picture, count = pictures[int(part)]
-                placed.append(replace(picture, begin=len(ids), end=len(ids) + count))
+                one, count = images[int(part)]
+                placed.append(replace(one, begin=len(ids), end=len(ids) + count))
                 ids += [placeholder] * count
                 continue
             drawn = torch.randint(words - 1, (part,), generator=generator).tolist()
@@ -94,10 +94,10 @@ def _rows(model: nn.Module, collator: PictureCollator) -> Iterator[Row]:
         yield {"input_ids": ids, "labels": [IGNORE_INDEX] * (len(ids) - 1) + ids[-1:], "images": placed}
 
 
-def _native(model: nn.Module, collator: PictureCollator, row: Row) -> Batch:
+def _native(model: nn.Module, collator: ImageCollator, row: Row) -> Batch:
     """A row alone as transformers' own processors give it to the model: without positions or masks."""
     ids = torch.tensor([row["input_ids"]])
-    is_picture = (ids == collator.layout.placeholder).long()
+    is_image = (ids == collator.layout.placeholder).long()
     batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if row["images"]:
         batch |= collator.processor.joined([collator.processor.tensors(drawn.image) for drawn in row["images"]])
@@ -107,7 +107,7 @@ def _native(model: nn.Module, collator: PictureCollator, row: Row) -> Batch:
         batch["token_type_ids"] = (torch.tensor([row["labels"]]) != IGNORE_INDEX).long()
     else:
         taken = signature(causal_lm(model).forward).parameters
-        batch |= {name: is_picture for name in ("token_type_ids", "mm_token_type_ids") if name in taken}
+        batch |= {name: is_image for name in ("token_type_ids", "mm_token_type_ids") if name in taken}
     return batch
 
 

@@ -1,13 +1,13 @@
-"""The image processor of a checkpoint: pictures -> the tensors that the model's tower takes.
+"""The image processor of a checkpoint: images -> the tensors that the model's tower takes.
 
-In:  the files of the model (``preprocessor_config.json``, or ``processor_config.json``). Out: for each picture its
-     tensors, which depend on that picture alone; and the tensors of several pictures, joined in their order.
+In:  the files of the model (``preprocessor_config.json``, or ``processor_config.json``). Out: for each image its
+     tensors, which depend on that image alone; and the tensors of several images, joined in their order.
 Refuses: a model without these files, and one whose image processor needs torchvision, which burnish does not require.
 
 The backend is transformers' "pil", which needs no torchvision.
 """
 
-# N pictures, S side of a picture or tile
+# N images, S side of an image or tile
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from burnish.models.source import find_source, hub_arguments
 FILES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of an image processor: older ones, and those of transformers 5."""
 COMPANIONS = (*FILES, "video_preprocessor_config.json")
-"""Files of a model that sees, which an adapter or a merged model needs unchanged."""
+"""Files of a vision model, which an adapter or a merged model needs unchanged."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -51,32 +51,32 @@ class ImageProcessor:
         """The image processor for ``model``, which may be without weights.
 
         Raises:
-            UserError: where features of pictures cannot be asked of the model.
+            UserError: where features of images cannot be asked of the model.
         """
         base = causal_lm(model).base_model
         if not hasattr(base, "get_image_features"):
             name = type(causal_lm(model)).__name__
-            what = f"{name} cannot be trained on pictures: it has no features that take the place of tokens."
+            what = f"{name} cannot be trained on images: it has no features that take the place of tokens."
             raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
         return cls(processor, list(inspect.signature(base.get_image_features).parameters))
 
-    def tensors(self, picture: Any) -> dict[str, Tensor]:
-        """The tensors of one picture, with a first axis of pictures, tiles or patches. Args: picture: of Pillow."""
-        made = self.processor(images=[picture], return_tensors="pt")
+    def tensors(self, image: Any) -> dict[str, Tensor]:
+        """The tensors of one image, with a first axis of images, tiles or patches. Args: image: of Pillow."""
+        made = self.processor(images=[image], return_tensors="pt")
         return {name: made[name] for name in made if name in self.names}
 
     def joined(self, each: Sequence[Tensors]) -> dict[str, Tensor]:
-        """The tensors of several pictures as one set, in their order.
+        """The tensors of several images as one set, in their order.
 
         Tiles that a model takes on the second axis (``pixel_attention_mask``, of (1, tiles, S, S)) are joined there.
-        Where pictures differ in size or in their number of tiles, the smaller ones are filled with zeros.
+        Where images differ in size or in their number of tiles, the smaller ones are filled with zeros.
         """
         has_tiles_second = "pixel_attention_mask" in each[0] and each[0]["pixel_attention_mask"].ndim == 4
         return {name: _joined([one[name] for one in each], int(has_tiles_second)) for name in each[0]}
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the tensors of a picture depend on besides the picture."""
+        """What the tensors of an image depend on besides the image."""
         from PIL import __version__ as pillow
 
         settings = {name: value for name, value in self.processor.to_dict().items() if not name.startswith("_")}
@@ -109,7 +109,7 @@ def load_image_processor(options: ModelOptions, backend: str = "pil", **settings
     try:
         import PIL  # noqa: F401
     except ImportError:
-        raise MissingExtraError("Pillow", "reading pictures", "images", "model_name_or_path") from None
+        raise MissingExtraError("Pillow", "reading images", "images", "model_name_or_path") from None
     from transformers import AutoImageProcessor
 
     source = find_source(options.model_name_or_path, options)
@@ -149,5 +149,5 @@ def copy_companions(config: Any, folder: Path) -> None:
 
 
 def _no_files(folder: Path) -> Problem:
-    what = f"this folder has no {' or '.join(FILES)}, so pictures cannot be prepared for the model."
+    what = f"this folder has no {' or '.join(FILES)}, so images cannot be prepared for the model."
     return Problem(what, where=str(folder), remedy="Copy them from the base model.", option="model_name_or_path")

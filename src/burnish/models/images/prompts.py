@@ -1,6 +1,6 @@
-"""The pictures of a prompt, for an engine that reads a prompt in pieces and goes on from what it has read.
+"""The images of a prompt, for an engine that reads a prompt in pieces and goes on from what it has read.
 
-In:  the row of a prompt with its pictures. Out: for each new token what the model has to know of it: its feature, its
+In:  the row of a prompt with its images. Out: for each new token what the model has to know of it: its feature, its
      rotary positions, the tokens that it sees both ways. The tower runs when the first placeholder is read, so not for
      a beginning whose keys and values are there already.
 """
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from burnish.loop.types import IGNORE_INDEX, Row
-from burnish.models.images.collator import PictureCollator
-from burnish.models.images.features import at_places, joined_features, picture_features
+from burnish.models.images.collator import ImageCollator
+from burnish.models.images.features import at_places, image_features, joined_features
 
 
 @dataclass(eq=False)
-class PromptPictures:
-    """The pictures of one prompt.
+class PromptImages:
+    """The images of one prompt.
 
     Args:
         features: of each token 0, or 1 + the number of the feature in its place.
-        content_hashes: of each token 0, or a hash of the picture that it stands for.
-        tensors: of its pictures.
+        content_hashes: of each token 0, or a hash of the image that it stands for.
+        tensors: of its images.
         grid: (3, T) rotary positions in time, height and width; None where the model has plain ones.
         blocks: of each token the block of tokens that see each other; empty for none.
         sees_in_full: whether they do so in layers of full attention too.
@@ -47,28 +47,28 @@ class PromptPictures:
     _made: Any = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, row: Row, collator: PictureCollator) -> PromptPictures:
+    def of(cls, row: Row, collator: ImageCollator) -> PromptImages:
         """Args: row: ``input_ids`` and ``images``; collator: over padded batches."""
-        ids, pictures = row["input_ids"], collator.pictures_of(row)
+        ids, images = row["input_ids"], collator.images_of(row)
         batch = collator([{**row, "labels": [IGNORE_INDEX] * len(ids)}])
         hashes = [0] * len(ids)
-        for picture in pictures:
-            found = int.from_bytes(blake2b(picture.identity.encode(), digest_size=7).digest()) + 1
-            hashes[picture.begin : picture.end] = [found] * (picture.end - picture.begin)
+        for image in images:
+            found = int.from_bytes(blake2b(image.identity.encode(), digest_size=7).digest()) + 1
+            hashes[image.begin : image.end] = [found] * (image.end - image.begin)
         layout = collator.layout
         return cls(
-            batch["picture_features"][0].tolist(), hashes, {name: batch[name] for name in batch["pictures"].names},
+            batch["image_features"][0].tolist(), hashes, {name: batch[name] for name in batch["images"].names},
             batch["position_ids"][:, 0] if layout.has_grid_positions else None,
             batch["attention_blocks"][0].tolist() if layout.both_ways else (), layout.sees_in_full,
             layout.first_position,
         )  # fmt: skip
 
     def made(self, model: Any) -> Any:
-        """What the tower makes of the pictures; it runs once."""
+        """What the tower makes of the images; it runs once."""
         if self._made is None:
             with torch.no_grad():
                 device = next(model.parameters()).device
-                self._made = picture_features(model, {name: t.to(device) for name, t in self.tensors.items()})
+                self._made = image_features(model, {name: t.to(device) for name, t in self.tensors.items()})
             self.tensors = {}
         return self._made
 
@@ -105,49 +105,49 @@ class RowOfPrompt(Protocol):
     @property
     def start(self) -> int: ...
     @property
-    def pictures(self) -> PromptPictures | None: ...
+    def images(self) -> PromptImages | None: ...
 
 
-def inputs_of_pictures(model: Any, rows: Sequence[RowOfPrompt], told: Tensor) -> dict[str, Any]:
-    """The inputs of a pass that differ where rows have pictures; none where no row has any.
+def inputs_of_images(model: Any, rows: Sequence[RowOfPrompt], told: Tensor) -> dict[str, Any]:
+    """The inputs of a pass that differ where rows have images; none where no row has any.
 
     Args:
         told: (B, T) the place of each new token in its row.
     """
-    if not any(row.pictures for row in rows):
+    if not any(row.images for row in rows):
         return {}
     found: dict[str, Any] = {}
     places = torch.zeros(told.shape, dtype=torch.long)
     made, count = [], 0
     for number, row in enumerate(rows):
-        own = () if row.pictures is None else row.pictures.features[row.start : row.start + len(row.ids)]
-        if row.pictures is None or not any(own):
+        own = () if row.images is None else row.images.features[row.start : row.start + len(row.ids)]
+        if row.images is None or not any(own):
             continue
-        of_row = row.pictures.made(model)
+        of_row = row.images.made(model)
         places[number, : len(own)] = torch.tensor([one + count if one else 0 for one in own])
         made.append(of_row)
-        count += max(row.pictures.features)
+        count += max(row.images.features)
     if made:
         chosen = places.flatten()
         found["mm_encoder_outputs"] = {"image": at_places(joined_features(made), chosen[chosen > 0] - 1)}
-    if any(row.pictures is not None and row.pictures.grid is not None for row in rows):
+    if any(row.images is not None and row.images.grid is not None for row in rows):
         plain = told.expand(3, *told.shape).clone()
         for number, row in enumerate(rows):
-            if row.pictures is not None:
-                plain[:, number] = row.pictures.positions(told[number])
+            if row.images is not None:
+                plain[:, number] = row.images.positions(told[number])
         found["position_ids"] = plain
-    first = max(row.pictures.first_position for row in rows if row.pictures is not None)
+    first = max(row.images.first_position for row in rows if row.images is not None)
     return {**found, "position_ids": told + first} if first else found
 
 
 def seen_blocks(rows: Sequence[RowOfPrompt], places: Tensor, width: int) -> Tensor | None:
     """(B, 1, T, W) true where a new token and a position belong to one block; None where no row has blocks."""
-    if not any(row.pictures is not None and row.pictures.blocks for row in rows):
+    if not any(row.images is not None and row.images.blocks for row in rows):
         return None
     blocks = torch.zeros(len(rows), max(width, int(places.max()) + 1), dtype=torch.long)
     for number, row in enumerate(rows):
-        if row.pictures is not None:
-            own = torch.tensor(row.pictures.blocks)[:width]
+        if row.images is not None:
+            own = torch.tensor(row.images.blocks)[:width]
             blocks[number, : len(own)] = own
     blocks = blocks.to(places.device)
     of_new = torch.gather(blocks, 1, places)

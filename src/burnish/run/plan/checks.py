@@ -387,13 +387,13 @@ def record_needs(options: RunOptions) -> RecordNeeds:
     """What the objective of the run needs of the records of its data sets."""
     objective = OBJECTIVES[options.stage]
     return RecordNeeds(
-        objective.records, tuple(objective.record_columns), options.stage, _sight(options, objective.reads_pictures)
+        objective.records, tuple(objective.record_columns), options.stage, _sight(options, objective.reads_images)
     )
 
 
-def _sight(options: RunOptions, reads_pictures: bool) -> Sight | None:
-    """How pictures are found, or what reads text alone; None where the files of the model cannot say."""
-    if not reads_pictures:
+def _sight(options: RunOptions, reads_images: bool) -> Sight | None:
+    """How images are found, or what reads text only; None where the files of the model cannot say."""
+    if not reads_images:
         return Sight(model_type=f"stage: {options.stage}")
     try:
         folder = find_source(options.model_name_or_path, options).folder

@@ -34,7 +34,7 @@ from burnish.losses.preference_options import PairOptions, PreferenceOptions, Re
 from burnish.losses.reward import RewardOptions
 from burnish.models.export import ExportOptions
 from burnish.models.generate import GenerationOptions
-from burnish.models.images.ahead import PictureCacheOptions
+from burnish.models.images.ahead import ImageCacheOptions
 from burnish.models.options import ModelOptions
 from burnish.models.patches.liger import LigerOptions
 from burnish.models.quantization.export import QuantizedExportOptions
@@ -87,7 +87,7 @@ GROUPS: tuple[type, ...] = (
     EncodingOptions,
     BatchingOptions,
     StreamOptions,
-    PictureCacheOptions,
+    ImageCacheOptions,
     StepOptions,
     CurveOptions,
     OptimOptions,
@@ -122,7 +122,7 @@ if TYPE_CHECKING:  # it does not see into a union; a test holds the two against 
     class RunOptions(
         AnsweringOptions, TaskOptions, LigerOptions, PatchOptions,
         PreferenceOptions, ReferenceOptions, RolloutOptions, DataOptions,
-        BatchingOptions, StreamOptions, PictureCacheOptions, StepOptions, CurveOptions, OptimOptions,
+        BatchingOptions, StreamOptions, ImageCacheOptions, StepOptions, CurveOptions, OptimOptions,
         LoopOptions, SpikeOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions,
         MetricOptions, QuantizedExportOptions,
         ReportOptions, ProfileOptions, FreezeOptions, LoraOptions,

@@ -154,7 +154,7 @@ _no_effect(
     "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged",
 )
 _no_effect("tools are a feature of GRPOTrainer.", "max_tool_calling_iterations")
-_no_effect("pictures are not shown in logs.", "log_multimodal")
+_no_effect("images are not shown in logs.", "log_multimodal")
 _absent("Remove it. The data format and train_on_prompt determine which tokens are trained.", completion_only_loss=None)
 _no_effect(
     "the dataset is tokenized and cached before training. Set streaming: true to tokenize it during training.",
@@ -163,10 +163,10 @@ _no_effect(
 _no_effect("texts are always tokenized whole; the token ids are the same.", "tokenize_by_word")
 _no_effect("the loss covers the responses only, unless train_on_prompt is set.", "assistant_only_loss label_names")
 _absent(
-    "Leave it out: the columns of the data set decide whether there are pictures.", visual_inputs=False,
+    "Leave it out: the columns of the data set decide whether there are images.", visual_inputs=False,
 )  # fmt: skip
 _no_effect(
-    "burnish trains on text and pictures.",
+    "burnish trains on text and images.",
     "image_do_pan_and_scan video_max_pixels video_min_pixels image_resolution video_resolution video_fps video_maxlen "
     "use_audio_in_video audio_sampling_rate",
 )

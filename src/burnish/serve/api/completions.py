@@ -239,10 +239,10 @@ def prepared_chat(service: CompletionService, request: ChatRequest) -> PreparedR
     served = service.served
     served.adapter_of(request.model)
     service.refuse_long(request.num_characters, "messages")
-    prompt, pictures = served.chat_row(request)
+    prompt, images = served.chat_row(request)
     choices = [
         Choice(
-            replace(service.ask(request, prompt, index), **pictures),
+            replace(service.ask(request, prompt, index), **images),
             served.chat_reader(request, prompt),
             ends_with_first_call=not request.parallel_tool_calls,
         )

@@ -1,6 +1,6 @@
 """Messages and tools of a chat request, in OpenAI's form, as pydantic models.
 
-Refused, each with its place: parts that are neither text nor a picture in a data URI (nothing is opened or fetched),
+Refused, each with its place: parts that are neither text nor an image in a data URI (nothing is opened or fetched),
 arguments that are no JSON object, parameters of a tool that a template could not list.
 """
 
@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validato
 from burnish.serve.api.body import TEXT_OR_OTHER, Body, problem, shown
 
 MOST_MESSAGES, MOST_TOOLS, MOST_CALLS, MOST_PARTS = 4096, 128, 128, 1024
-MOST_PICTURES, MOST_LETTERS = 64, 20_000_000 * 4 // 3 + 100
-"""Pictures in a request, and letters of a data URI: base64 writes three bytes as four letters."""
+MOST_IMAGES, MOST_LETTERS = 64, 20_000_000 * 4 // 3 + 100
+"""Images in a request, and letters of a data URI: base64 writes three bytes as four letters."""
 
 
 def _part_kind(kind: str) -> str:
@@ -31,13 +31,13 @@ def _data_uri(url: str) -> str:
     if not url.startswith("data:"):
         raise problem("unsupported_content", "must be a data URI (data:image/png;base64,...); files are not opened.")
     if len(url) > MOST_LETTERS:
-        message = f"has {len(url):,} characters. The most is {MOST_LETTERS:,} (a picture of 20 MB)."
+        message = f"has {len(url):,} characters. The most is {MOST_LETTERS:,} (an image of 20 MB)."
         raise problem("invalid_value", message)
     return url
 
 
 class ImageUrl(Body):
-    """A picture, and in which detail it is read."""
+    """An image, and in which detail it is read."""
 
     url: Annotated[str, AfterValidator(_data_uri)]
     detail: Literal["auto", "low", "high"] = "auto"
@@ -59,7 +59,7 @@ class TextPart(Body):
 
 
 def _joined(content: str | list[TextPart]) -> str | list[TextPart]:
-    """The content as one text, or as parts where some are pictures."""
+    """The content as one text, or as parts where some are images."""
     if isinstance(content, str) or any(part.image_url for part in content):
         return content
     return "".join(getattr(part, part.type) for part in content)
@@ -112,12 +112,12 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        """The content without its pictures."""
+        """The content without its images."""
         return self.content or "" if not isinstance(self.content, list) else "".join(p.text or "" for p in self.content)
 
     @property
     def parts(self) -> list[TextPart]:
-        """The content in parts, where some of them are pictures; else none."""
+        """The content in parts, where some of them are images; else none."""
         return self.content if isinstance(self.content, list) else []
 
     @property

@@ -19,11 +19,11 @@ from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import load_template
 from burnish.data.chat.rows import Template
 from burnish.data.chat.table import TemplateSpec
-from burnish.data.images.picture import BadPicture
+from burnish.data.images.image_file import BadImage
 from burnish.data.stats import DataStats
-from burnish.inference.pictures.reading import PictureReader
+from burnish.inference.images.reading import ImageReader
 from burnish.loop.types import ContentPart, Example, Message, Row
-from burnish.serve.api.messages import MOST_PICTURES, ChatMessage, TextPart
+from burnish.serve.api.messages import MOST_IMAGES, ChatMessage, TextPart
 from burnish.serve.api.requests import ChatRequest
 from burnish.serve.http.errors import APIError
 
@@ -38,11 +38,11 @@ class Prompter:
 
     Args:
         template: as it trained; ``template.options`` are those it was loaded with.
-        pictures: reads those of requests; None where the model reads text alone.
+        images: reads those of requests; None where the model reads text only.
     """
 
-    def __init__(self, template: Template, pictures: PictureReader | None = None) -> None:
-        self.template, self.pictures = template, pictures
+    def __init__(self, template: Template, images: ImageReader | None = None) -> None:
+        self.template, self.images = template, images
         self._under = lru_cache(maxsize=32)(self._made_under)
 
     def ids(self, request: ChatRequest) -> list[int]:
@@ -50,7 +50,7 @@ class Prompter:
         return list(self.row(request)["input_ids"])
 
     def row(self, request: ChatRequest) -> Row:
-        """The prompt of a request: ``input_ids``, and with pictures ``images``.
+        """The prompt of a request: ``input_ids``, and with images ``images``.
 
         Raises:
             APIError: 400.
@@ -102,7 +102,7 @@ class Prompter:
             system, messages = messages[0].text, messages[1:]
         if self.template.spec is not None:
             messages = _joined(messages)
-        self._check_pictures(messages)
+        self._check_images(messages)
         words = self.template.spec.tool_call_words if self.template.spec else TemplateSpec.tool_call_words
         thoughts = self.template.spec.thought_words if self.template.spec else TemplateSpec.thought_words
         written = tuple(
@@ -113,24 +113,24 @@ class Prompter:
         )
         return Example(written, system=system, tools=tools, source="the request", number=1)
 
-    def _check_pictures(self, messages: Sequence[ChatMessage]) -> None:
+    def _check_images(self, messages: Sequence[ChatMessage]) -> None:
         held = [message for message in messages if message.parts]
         if not held:
             return
-        if self.pictures is None:
+        if self.images is None:
             message = "The model reads text only: remove the image_url parts."
             raise APIError(400, "unsupported_content", message, param="messages")
         if any(message.role not in ("user", "tool") for message in held):
-            message = "Pictures can be in messages of the roles user and tool only."
+            message = "Images can be in messages of the roles user and tool only."
             raise APIError(400, "unsupported_content", message, param="messages")
         number = sum(part.image_url is not None for message in held for part in message.parts)
-        if number > MOST_PICTURES:
-            message = f"The request has {number} pictures; the most is {MOST_PICTURES}."
+        if number > MOST_IMAGES:
+            message = f"The request has {number} images; the most is {MOST_IMAGES}."
             raise APIError(400, "invalid_value", message, param="messages")
 
     def _content(self, message: ChatMessage, place: int) -> tuple[ContentPart, ...]:
-        """The parts of a message with pictures. Raises APIError where one cannot be read."""
-        assert self.pictures is not None
+        """The parts of a message with images. Raises APIError where one cannot be read."""
+        assert self.images is not None
         found = []
         for number, part in enumerate(message.parts):
             if part.image_url is None:
@@ -138,10 +138,10 @@ class Prompter:
                 continue
             param = f"messages[{place}].content[{number}].image_url.url"
             try:
-                picture = self.pictures.picture(part.image_url.url, param, part.image_url.detail)
-            except BadPicture as error:
+                image = self.images.image(part.image_url.url, param, part.image_url.detail)
+            except BadImage as error:
                 raise APIError(400, "invalid_image", str(error), param=param) from None
-            found.append(ContentPart("image", picture))
+            found.append(ContentPart("image", image))
         return tuple(found)
 
     def _begun(self, template: Template, text: str) -> list[int]:
@@ -221,9 +221,9 @@ def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Neighbours of one role as one message, with a blank line between; named templates alternate."""
     found: list[ChatMessage] = []
     for message in messages:
-        has_pictures = bool(message.parts or (found and found[-1].parts))
+        has_images = bool(message.parts or (found and found[-1].parts))
         is_alike = bool(found) and found[-1].role == message.role != "tool"
-        if is_alike and has_pictures:
+        if is_alike and has_images:
             between = [TextPart(type="text", text="\n\n")]
             found[-1] = found[-1].model_copy(update={"content": [*_parts(found[-1]), *between, *_parts(message)]})
         elif is_alike and not (found[-1].calls or message.calls):

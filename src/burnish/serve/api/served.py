@@ -48,7 +48,7 @@ class ServedModel:
         self.loaded, self.engine, self.name, self.reasoning = loaded, engine, name, reasoning
         self.fingerprint = f"fp_{hashlib.sha256(fingerprint.encode()).hexdigest()[:10]}"
         self.context, self.vocab_size = loaded.context, len(loaded.tokenizer)
-        self.prompter = Prompter(loaded.template, loaded.pictures)
+        self.prompter = Prompter(loaded.template, loaded.images)
         self.created = int(time.time())
         self._names = {name: BASE, **dict.fromkeys(aliases, BASE)}
         for adapter in loaded.adapters:
@@ -82,14 +82,14 @@ class ServedModel:
         return self.prompter.ids(request)
 
     def chat_row(self, request: ChatRequest) -> tuple[list[int], Mapping[str, Any]]:
-        """The prompt of a request, and the fields of the engine's request that its pictures fill.
+        """The prompt of a request, and the fields of the engine's request that its images fill.
 
         Raises:
-            APIError: 400, also for a picture whose pixels cannot be decoded.
+            APIError: 400, also for an image whose pixels cannot be decoded.
         """
         row = self.prompter.row(request)
         try:
-            fields = {} if self.loaded.pictures is None else self.loaded.pictures.of(row)
+            fields = {} if self.loaded.images is None else self.loaded.images.of(row)
         except UserError as error:
             raise APIError(400, "invalid_image", str(error), param="messages") from None
         return list(row["input_ids"]), fields

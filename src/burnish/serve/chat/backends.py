@@ -96,7 +96,7 @@ class Backend(Protocol):
         ...
 
     def num_tokens(self, url: str) -> int | None:
-        """Tokens of a picture in a prompt; None where a server does not say. Args: url: a data URI."""
+        """Tokens of an image in a prompt; None where a server does not say. Args: url: a data URI."""
         ...
 
     def defaults(self) -> dict[str, Any]: ...
@@ -111,7 +111,7 @@ class LocalBackend:
 
         self.loaded, self.engine = loaded, engine
         self.name, self.adapters = loaded.name, tuple(loaded.adapters)
-        self.prompter = Prompter(loaded.template, loaded.pictures)
+        self.prompter = Prompter(loaded.template, loaded.images)
 
     def defaults(self) -> dict[str, Any]:
         sampling = self.loaded.defaults
@@ -174,12 +174,12 @@ class LocalBackend:
             raise UserError(str(refusal)) from refusal
 
     def num_tokens(self, url: str) -> int | None:
-        """Tokens of a picture in a prompt. Raises UserError where the model reads text only, or it is no picture."""
-        reader = self.loaded.pictures
+        """Tokens of an image in a prompt. Raises UserError where the model reads text only, or it is not an image."""
+        reader = self.loaded.images
         if reader is None:
             raise UserError(f"{self.name} reads text only.", remedy="Chat with a model that has a vision tower.")
         try:
-            return int(reader.num_tokens(reader.picture(url, "the file")))
+            return int(reader.num_tokens(reader.image(url, "the file")))
         except ValueError as error:
             raise UserError(str(error)) from None
 
@@ -189,11 +189,11 @@ class LocalBackend:
         given = dict(request.settings)
         most = given.pop("max_new_tokens", self.loaded.max_new_tokens)
         sampling = self.loaded.defaults.changed(given)
-        pictures = {} if self.loaded.pictures is None else self.loaded.pictures.of(dict(row))
+        images = {} if self.loaded.images is None else self.loaded.images.of(dict(row))
         return GenerationRequest(
             list(row["input_ids"]), most, adapter=request.adapter or BASE, sampling=sampling,
             stop_ids=frozenset(self.loaded.stop_ids),
-            top_logprobs=0, **pictures,
+            top_logprobs=0, **images,
         )  # fmt: skip
 
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:

@@ -3,7 +3,7 @@
 HELP = """\
 text                  send a message; \\ at the line end or \"\"\" for several lines
 /new, /exit           new conversation (also: clear); quit (also: exit, Ctrl-D)
-/image PATH           add a picture to the next message
+/image PATH           add an image to the next message
 /system [text]        show or set the system message; setting it clears the chat
 /set [name=value]     show or change sampling: temperature=0.2 top_p=0.9 seed=7
 /think on|off|hide    turn reasoning on or off, or hide its text

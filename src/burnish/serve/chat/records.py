@@ -1,4 +1,4 @@
-"""Files that a conversation at a terminal reads: records, lists of tools, pictures."""
+"""Files that a conversation at a terminal reads: records, lists of tools, images."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def read_record(path: Path) -> Any:
     raise UserError(f"{path} is not valid JSON.")
 
 
-def read_picture(path: Path) -> tuple[str, tuple[int, int]]:
-    """The data URI of a file, and the width and height of its picture. Raises UserError where it is no picture."""
-    from burnish.data.images.picture import BadPicture, read_header
+def read_image(path: Path) -> tuple[str, tuple[int, int]]:
+    """The data URI of a file, and the width and height of its image. Raises UserError where it is not an image."""
+    from burnish.data.images.image_file import BadImage, read_header
 
     try:
         found = read_header(path)
         content = path.read_bytes()
-    except BadPicture as error:
+    except BadImage as error:
         raise UserError(f"{path} {error}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
@@ -42,6 +42,6 @@ def read_picture(path: Path) -> tuple[str, tuple[int, int]]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message, without its pictures."""
+    """The text of a message, without its images."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

@@ -19,7 +19,7 @@ from burnish.config.errors import UserError, did_you_mean
 from burnish.serve.chat.backends import SETTINGS, AnswerEnded, Backend, Request, WireMessage
 from burnish.serve.chat.console import Console
 from burnish.serve.chat.help import HELP
-from burnish.serve.chat.records import read_picture, read_record, text_of
+from burnish.serve.chat.records import read_image, read_record, text_of
 from burnish.utils.files import expanded
 
 
@@ -44,7 +44,7 @@ class ChatSession:
         self.tools: list[Mapping[str, Any]] = []
         self.last: AnswerEnded | None = None
         self._retries = 0
-        self._images: list[str] = []  # data URIs of pictures for the next message
+        self._images: list[str] = []  # data URIs of images for the next message
         self._begun = ""  # a message that is to be edited
 
     # --- lines --------------------------------------------------------------------------------------------------------
@@ -118,13 +118,13 @@ class ChatSession:
         self._retries = 0
         content: Any = text
         if self._images:
-            pictures = [{"type": "image_url", "image_url": {"url": url}} for url in self._images]
-            content, self._images = [*pictures, {"type": "text", "text": text}], []
+            images = [{"type": "image_url", "image_url": {"url": url}} for url in self._images]
+            content, self._images = [*images, {"type": "text", "text": text}], []
         return self._respond([*self.messages, {"role": "user", "content": content}])
 
     def _image(self, name: str) -> None:
-        """Add a picture to the next message."""
-        url, size = read_picture(expanded(name))
+        """Add an image to the next message."""
+        url, size = read_image(expanded(name))
         tokens = self.backend.num_tokens(url)
         self._images.append(url)
         said = f", {tokens:,} tokens" if tokens is not None else ""

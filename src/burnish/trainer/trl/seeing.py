@@ -1,7 +1,7 @@
-"""Pictures under TRL's trainers: the family of a model that sees, and batches of rows with pictures.
+"""Images under TRL's trainers: the family of a vision model, and batches of rows with images.
 
 In: a model, its processor or tokenizer, the first row of a set. Out: a ``Family``; None where the set holds no
-pictures. Refused: pictures for a model that reads text alone.
+images. Refused: images for a model that reads text only.
 
 The composed processor of transformers is not needed, only the image processor; it is read from the model's folder where
 the script gives a tokenizer.
@@ -17,29 +17,29 @@ from typing import Any
 from burnish.data.batches.batching import collate_padded, collate_padding_free
 from burnish.data.images.families import family_of
 from burnish.data.images.family import Checkpoint, Family
-from burnish.data.images.picture import pictures_of
+from burnish.data.images.image_file import images_of
 from burnish.data.images.sources import Sight
-from burnish.data.sets.pictures import KINDS
+from burnish.data.sets.images import KINDS
 from burnish.loop.types import TOKEN_COLUMNS, Batch, Row
-from burnish.models.images.collator import PictureCollator, PictureLayout
+from burnish.models.images.collator import ImageCollator, ImageLayout
 from burnish.models.images.features import make_seeing
-from burnish.models.images.probe import keeps_pictures_apart
+from burnish.models.images.probe import keeps_images_apart
 from burnish.models.images.processor import ImageProcessor, load_image_processor
 from burnish.models.options import ModelOptions
 from burnish.utils.json_files import read_object
 
 SIGHT = Sight()
-"""Pictures of a script: relative paths belong to the working folder, and the processor's limits are the only ones."""
-NOT_LEARNED = "Placeholders of pictures are not learned (TRL learns them)."
+"""Images of a script: relative paths belong to the working folder, and the processor's limits are the only ones."""
+NOT_LEARNED = "Placeholders of images are not learned (TRL learns them)."
 
 
 def family_for(model: Any, processing_class: Any, tokenizer: Any, sample: Mapping[str, Any]) -> Family | None:
-    """The family of a model whose set holds pictures; None for a set of text.
+    """The family of a model whose set holds images; None for a set of text.
 
     Raises:
-        ValueError: where the model reads text alone.
+        ValueError: where the model reads text only.
     """
-    if not holds_pictures(sample):
+    if not holds_images(sample):
         return None
     config = model.config
     if getattr(config, "vision_config", None) is None:
@@ -60,8 +60,8 @@ def _settings_of(processing_class: Any) -> dict[str, Any]:
     return {key: value for key, value in vars(processing_class).items() if isinstance(value, int | str)}
 
 
-def holds_pictures(sample: Mapping[str, Any]) -> bool:
-    """Return whether a row has a column of pictures, or messages with parts that are pictures."""
+def holds_images(sample: Mapping[str, Any]) -> bool:
+    """Return whether a row has a column of images, or messages with parts that are images."""
     if "image" in sample or "images" in sample:
         return True
     turns = (turn for value in sample.values() if isinstance(value, list) for turn in value)
@@ -70,17 +70,17 @@ def holds_pictures(sample: Mapping[str, Any]) -> bool:
     return any(isinstance(part, Mapping) and part.get("type") in KINDS for part in parts)
 
 
-def with_encoded_pictures(dataset: Any) -> Any:
-    """The set with its pictures as bytes and paths: ``datasets`` would decode each of them when a row is read."""
+def with_encoded_images(dataset: Any) -> Any:
+    """The set with its images as bytes and paths: ``datasets`` would decode each of them when a row is read."""
     columns = getattr(dataset, "features", None) or {}
-    pictures = [name for name, kind in columns.items() if "Image(" in repr(kind)]
-    for name in pictures:
+    images = [name for name, kind in columns.items() if "Image(" in repr(kind)]
+    for name in images:
         dataset = dataset.cast_column(name, _undecoded(columns[name]))
     return dataset
 
 
 def _undecoded(kind: Any) -> Any:
-    """A feature of ``datasets`` whose pictures stay as they are."""
+    """A feature of ``datasets`` whose images stay as they are."""
     if type(kind).__name__ == "Image":
         return type(kind)(decode=False)
     if isinstance(kind, Mapping):
@@ -91,7 +91,7 @@ def _undecoded(kind: Any) -> Any:
 
 
 class SeeingCollator:
-    """Collates rows of which some have pictures: padded, or flat where the model keeps rows with pictures apart.
+    """Collates rows of which some have images: padded, or flat where the model keeps rows with images apart.
 
     Args:
         text: collates rows of text alone.
@@ -105,25 +105,25 @@ class SeeingCollator:
     ) -> None:  # fmt: skip
         make_seeing(model)
         self.text, self.family = text, family
-        layout, processor = PictureLayout.of(model.config), ImageProcessor.of(model, family.processor)
+        layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor)
 
-        def collator(flat: bool) -> PictureCollator:
+        def collator(flat: bool) -> ImageCollator:
             padded = partial(collate_padded, pad_id=pad_id, pad_to_multiple_of=multiple)
             rows: Any = collate_padding_free if flat else padded
-            return PictureCollator(
-                text, rows, layout, processor, pictures_of, lambda one: processor.tensors(family.prepared(one))
+            return ImageCollator(
+                text, rows, layout, processor, images_of, lambda one: processor.tensors(family.prepared(one))
             )
 
         flat = collator(flat=True) if is_flat else None
-        self.pictures = flat if flat is not None and keeps_pictures_apart(model, flat) else collator(flat=False)
+        self.images = flat if flat is not None and keeps_images_apart(model, flat) else collator(flat=False)
 
     def __call__(self, examples: Sequence[Any]) -> Batch:
         rows: list[Row] = [{**example} for example in examples]
-        if not any(row.get("images") for row in rows) and not self.pictures.is_for_text:
+        if not any(row.get("images") for row in rows) and not self.images.is_for_text:
             if any(self.family.placeholder_id in row["input_ids"] for row in rows):
-                raise ValueError("Rows have placeholders of pictures, and no column `images`. Do not remove it.")
+                raise ValueError("Rows have placeholders of images, and no column `images`. Do not remove it.")
             return self.text(rows)
-        return self.pictures([_plain(row) for row in rows])
+        return self.images([_plain(row) for row in rows])
 
 
 def _plain(row: Row) -> Row:

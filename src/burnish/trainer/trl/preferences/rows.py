@@ -27,7 +27,7 @@ from burnish.losses.pairs import PAIR_COLUMNS
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.trl.preferences.config import PreferenceConfig
 from burnish.trainer.trl.prepared import EncodeRecords, first_row, hashable_by_class, prepared, refuse_transform
-from burnish.trainer.trl.seeing import SIGHT, with_encoded_pictures
+from burnish.trainer.trl.seeing import SIGHT, with_encoded_images
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -57,7 +57,7 @@ def preference_rows(
         UserError: with all records that break their format, unless they are dropped; where no row is left.
     """
     refuse_transform(dataset)
-    dataset = dataset if template.family is None else with_encoded_pictures(dataset)
+    dataset = dataset if template.family is None else with_encoded_images(dataset)
     sample, sight = first_row(dataset), None if template.family is None else SIGHT
     names = NAMES[kind] if sight is None else (*NAMES[kind], "images", *(["kl_images"] * (kind == "verdicts")))
     splits = kind == "verdicts" and {"chosen", "rejected"} <= sample.keys() and not set(IDS[kind]) <= sample.keys()
@@ -73,18 +73,18 @@ def _pair_columns(row: Row) -> dict[str, Any]:
     begin = _begin(row["chosen_labels"])
     chosen, rejected = row["chosen_input_ids"], row["rejected_input_ids"]
     ids = {"prompt_ids": chosen[:begin], "chosen_ids": chosen[begin:], "rejected_ids": rejected[begin:]}
-    return ids | _pictures(row)
+    return ids | _images(row)
 
 
 def _verdict_columns(row: Row) -> dict[str, Any]:
     begin, ids, other = _begin(row["labels"]), row["input_ids"], row.get("kl_input_ids", ())
     beside = other[_begin(row["kl_labels"]) :] if other else []
     known = {"prompt_ids": ids[:begin], "completion_ids": ids[begin:], "label": row["tag"], KL_IDS: beside}
-    return known | _pictures(row)
+    return known | _images(row)
 
 
-def _pictures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The pictures of a row, if it has any; the prompt that another answer follows has the same ones."""
+def _images(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The images of a row, if it has any; the prompt that another answer follows has the same ones."""
     return {name: row[name] for name in ("images", "kl_images") if row.get(name)}
 
 
@@ -179,7 +179,7 @@ def pair_row(row: Mapping[str, Any]) -> Row:
     if "chosen_labels" in row:  # as ``tokenize_row`` of a script gives them
         return {name: row[name] for name in PAIR_COLUMNS} | {"margin": 0.0}
     sides = {**_sequence(row, "chosen"), **_sequence(row, "rejected"), "margin": row.get("margin", 0.0)}
-    return sides | _pictures(row)
+    return sides | _images(row)
 
 
 def verdict_row(row: Mapping[str, Any], limit: int | None) -> Row:
@@ -189,7 +189,7 @@ def verdict_row(row: Mapping[str, Any], limit: int | None) -> Row:
     unlearned = [IGNORE_INDEX] * len(prompt)
     return {
         "input_ids": prompt + answer, "labels": unlearned + answer, "tag": row["label"],
-        "kl_input_ids": prompt + other if other else [], "kl_labels": unlearned + other, **_pictures(row),
+        "kl_input_ids": prompt + other if other else [], "kl_labels": unlearned + other, **_images(row),
         **({"kl_images": row["images"]} if row.get("images") else {}),
     }  # fmt: skip
 

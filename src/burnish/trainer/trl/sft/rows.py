@@ -30,7 +30,7 @@ from burnish.trainer.trl.prepared import (
     prepared,
     refuse_transform,
 )
-from burnish.trainer.trl.seeing import NOT_LEARNED, SIGHT, with_encoded_pictures
+from burnish.trainer.trl.seeing import NOT_LEARNED, SIGHT, with_encoded_images
 
 if TYPE_CHECKING:
     from burnish.trainer.trl.sft.config import SFTConfig
@@ -51,7 +51,7 @@ class Preparation:
         args: ``SFTConfig``.
         completion_only: train completions only.
         formatting_func: row -> text, in place of the row's own columns.
-        family: of a model that sees, where the sets hold pictures.
+        family: of a vision model, where the sets hold images.
     """
 
     tokenizer: Any
@@ -77,7 +77,7 @@ class Preparation:
         """Prepare a set. One that holds token ids keeps them; one of packs stays as it is."""
         refuse_transform(dataset)
         self._check(packing)
-        dataset = dataset if self.family is None else with_encoded_pictures(dataset)
+        dataset = dataset if self.family is None else with_encoded_images(dataset)
         columns = column_names(dataset)
         if "seq_lengths" in columns or (self.family is not None and {*self.names} <= {*columns}):
             return dataset

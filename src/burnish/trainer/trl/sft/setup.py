@@ -129,7 +129,7 @@ def load_processing_class(model: Any, args: TrlArguments) -> Any:
     more = {"revision": given.get("revision"), "trust_remote_code": args.trust_remote_code}
     if getattr(model.config, "vision_config", None) is None:
         return AutoProcessor.from_pretrained(model_id(model), **more)
-    # The composed processor of most models that see needs torchvision; burnish takes its image processor alone.
+    # The composed processor of most vision models needs torchvision; burnish takes its image processor alone.
     return AutoTokenizer.from_pretrained(model_id(model), **more)
 
 

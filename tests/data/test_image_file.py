@@ -1,4 +1,4 @@
-"""A picture: its size from the header, and the pixels that a model sees."""
+"""An image: its size from the header, and the pixels that a model sees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from burnish.config.errors import UserError
-from burnish.data.images.picture import BadPicture, load, read_header
+from burnish.data.images.image_file import BadImage, load, read_header
 
 
 def drawn(width: int = 6, height: int = 4, mode: str = "RGB") -> Image.Image:
@@ -28,10 +28,10 @@ def test_header_and_pixels_follow_exif(tmp_path, turn, kind):
     exif = Image.Exif()
     exif[0x0112] = turn
     path = saved(tmp_path, drawn(), f"p.{kind}", exif=exif)
-    picture = read_header(path)
-    assert (picture.width, picture.height) == ((4, 6) if turn >= 5 else (6, 4))
-    image = load(picture)
-    assert image.size == (picture.width, picture.height)
+    header = read_header(path)
+    assert (header.width, header.height) == ((4, 6) if turn >= 5 else (6, 4))
+    image = load(header)
+    assert image.size == (header.width, header.height)
     if kind == "png" and turn == 6:  # a quarter turn to the right: the first row becomes the last column
         assert (numpy.asarray(image)[:, -1] == numpy.asarray(drawn())[0]).all()
 
@@ -67,13 +67,13 @@ def test_first_frame_of_an_animation(tmp_path):
         (b"\x00\x01\x02\x03", "begins with the bytes 00 01 02 03"),
     ],
 )
-def test_a_file_that_is_no_picture_is_refused_by_what_it_begins_with(tmp_path, content, said):
+def test_a_file_that_is_no_image_is_refused_by_what_it_begins_with(tmp_path, content, said):
     (tmp_path / "x.jpg").write_bytes(content)
-    with pytest.raises(BadPicture, match=said):
+    with pytest.raises(BadImage, match=said):
         read_header(tmp_path / "x.jpg")
 
 
-def test_a_picture_with_too_many_pixels_is_refused_from_its_header(tmp_path):
+def test_a_image_with_too_many_pixels_is_refused_from_its_header(tmp_path):
     path = saved(tmp_path, Image.new("1", (10, 10)), "large.png")
     content = bytearray(path.read_bytes())
     content[16:24] = (30000).to_bytes(4, "big") + (20000).to_bytes(4, "big")
@@ -81,17 +81,17 @@ def test_a_picture_with_too_many_pixels_is_refused_from_its_header(tmp_path):
 
     content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
     path.write_bytes(content)
-    with pytest.raises(BadPicture, match="30000x20000 pixels; the most is 178,956,970"):
+    with pytest.raises(BadImage, match="30000x20000 pixels; the most is 178,956,970"):
         read_header(path)
 
 
-def test_a_picture_that_is_cut_off_or_another_one_is_refused_when_it_is_decoded(tmp_path):
+def test_a_image_that_is_cut_off_or_another_one_is_refused_when_it_is_decoded(tmp_path):
     path = saved(tmp_path, drawn(300, 200), "p.jpg")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="is cut off"):
         load(read_header(path))
-    picture = read_header(path)
+    image = read_header(path)
     path.write_bytes(whole)
     with pytest.raises(UserError, match="another file than when the rows were made"):
-        load(picture)
+        load(image)

@@ -1,4 +1,4 @@
-"""Records with pictures, in every form that the peers read, become messages with a picture at each place."""
+"""Records with images, in every form that the peers read, become messages with an image at each place."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(values: dict[str, Any], folder: Path, kind: str = "answers", model_type
 
 
 def seen(example: Example) -> list[Any]:
-    """What the messages say, sizes for pictures."""
+    """What the messages say, sizes for images."""
     return [
         [(one.value.width, one.value.height) if one.kind == "image" else one.value for one in message.parts]
         for message in example.messages
@@ -97,12 +97,12 @@ def test_a_column_alone_goes_before_the_first_user_message(folder):
     assert seen(read(values, folder)) == [[(8, 4), "What?"], ["Red."]]
 
 
-def test_without_a_column_of_pictures_the_mark_is_a_word(folder):
+def test_without_a_column_of_images_the_mark_is_a_word(folder):
     values = {"instruction": "What is <image>?", "output": "A tag."}
     assert seen(read(values, folder)) == [["What is <image>?"], ["A tag."]]
 
 
-def test_pairs_and_verdicts_have_their_pictures_in_the_prompt(folder):
+def test_pairs_and_verdicts_have_their_images_in_the_prompt(folder):
     pair = {
         "conversations": [{"from": "human", "value": TEXT}], "images": TWO,
         "chosen": {"from": "gpt", "value": "Red."}, "rejected": {"from": "gpt", "value": "Blue."},
@@ -115,11 +115,11 @@ def test_pairs_and_verdicts_have_their_pictures_in_the_prompt(folder):
     assert seen(read(verdict, folder, "verdicts", columns=columns)) == [ASKED, ["Red."]]
 
 
-def test_limits_of_one_picture(folder):
+def test_limits_of_one_image(folder):
     part = {"type": "image", "image": "a.png", "max_pixels": 16}
     values = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Red."}]}
-    (picture,) = read(values, folder).messages[0].pictures
-    assert (picture.min_pixels, picture.max_pixels) == (1024, 16)
+    (image,) = read(values, folder).messages[0].images
+    assert (image.min_pixels, image.max_pixels) == (1024, 16)
 
 
 def trl(values: dict[str, Any], kind: Any = "texts") -> Example:
@@ -155,16 +155,16 @@ def bad(**change: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (bad(instruction="One <image>."), '2 pictures and 1 "<image>".'),
-        (bad(images=["a.png"]), '1 picture and 2 "<image>"'),
+        (bad(instruction="One <image>."), '2 images and 1 "<image>".'),
+        (bad(images=["a.png"]), '1 image and 2 "<image>"'),
         (bad(images=["a.png", "c.png"]), 'images[1] "c.png" is not there. Looked in'),
         (bad(images=["a.png", "http://x/y.png"]), "images[1] is an address. burnish fetches nothing while it trains"),
         (bad(images=["a.png", "data:image/png;base64,iVB*"]), "base64 is broken at letter 4"),
-        (bad(images=["a.png", 3]), "must be a path, a data URI, bytes or a picture of Pillow. Received: int"),
+        (bad(images=["a.png", 3]), "must be a path, a data URI, bytes or an image of Pillow. Received: int"),
         (bad(images=["a.png", ""]), "images[1] is an empty path"),
-        (bad(videos=["v.mp4"]), "it holds video (videos[0]); this model takes pictures."),
-        (bad(audios=["v.wav"]), "it holds audio; burnish trains on text and pictures."),
-        (bad(system="See <image>"), "its system message holds a picture"),
+        (bad(videos=["v.mp4"]), "it holds video (videos[0]); this model takes images."),
+        (bad(audios=["v.wav"]), "it holds audio; burnish trains on text and images."),
+        (bad(system="See <image>"), "its system message holds an image"),
     ],
 )
 def test_bad_records_are_refused_by_number(folder, values, said):
@@ -174,19 +174,19 @@ def test_bad_records_are_refused_by_number(folder, values, said):
     assert said in " ".join(str(refused.value).split())
 
 
-def test_a_file_that_is_no_picture_is_refused_by_what_it_begins_with(folder):
+def test_a_file_that_is_no_image_is_refused_by_what_it_begins_with(folder):
     (folder / "c.png").write_text("<!DOCTYPE html>")
-    with pytest.raises(UserError, match=r'images.1. "c.png" is no picture .begins "<!DOCTYPE ht"'):
+    with pytest.raises(UserError, match=r'images.1. "c.png" is not an image .begins "<!DOCTYPE ht"'):
         read(bad(images=["a.png", "c.png"]), folder)
 
 
-def test_a_model_of_text_refuses_pictures_by_its_name(folder):
-    with pytest.raises(UserError, match=r'contains pictures .*"images".*, but qwen2 reads text only'):
+def test_a_model_of_text_refuses_images_by_its_name(folder):
+    with pytest.raises(UserError, match=r'contains images .*"images".*, but qwen2 reads text only'):
         read(bad(), folder, model_type="qwen2")
 
 
 def test_the_same_bytes_are_kept_once(folder):
     sight, data = Sight(), io.BytesIO(content("a.png", folder)).getvalue()
-    first, second = (sight.picture({"bytes": data, "path": "x/a.png"}, "images[0]") for _ in range(2))
+    first, second = (sight.image({"bytes": data, "path": "x/a.png"}, "images[0]") for _ in range(2))
     assert first == second
     assert Path(first.path).read_bytes() == data

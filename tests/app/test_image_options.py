@@ -1,15 +1,15 @@
-"""What each option of pictures changes."""
+"""What each option of images changes."""
 
 import shutil
 from importlib.util import find_spec
 
 import pytest
-from test_runs_with_pictures import TEMPLATES, workplace  # noqa: F401
+from test_runs_with_images import TEMPLATES, workplace  # noqa: F401
 
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.models.images import ahead
-from burnish.run.pictures import batches
+from burnish.run.images import batches
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
 
@@ -28,7 +28,7 @@ def lengths(workplace, family="qwen2_5_vl", **changes):  # noqa: F811
 @pytest.mark.parametrize(
     ("name", "value", "is_longer"), [("image_max_pixels", 1600, False), ("image_min_pixels", 40000, True)]
 )
-def test_limits_of_pixels_change_the_tokens_of_pictures(workplace, name, value, is_longer):  # noqa: F811
+def test_limits_of_pixels_change_the_tokens_of_images(workplace, name, value, is_longer):  # noqa: F811
     usual, changed = lengths(workplace), lengths(workplace, **{name: value})
     assert sum(changed) > sum(usual) if is_longer else sum(changed) < sum(usual)
 
@@ -38,22 +38,22 @@ def test_limits_that_contradict_each_other_are_refused(workplace):  # noqa: F811
         lengths(workplace, image_max_pixels=100, image_min_pixels=200)
 
 
-def test_a_record_that_is_too_long_loses_text_or_its_pictures_are_made_smaller(workplace):  # noqa: F811
+def test_a_record_that_is_too_long_loses_text_or_its_images_are_made_smaller(workplace):  # noqa: F811
     given = {"cutoff_len": 52, "image_min_pixels": 40000, "image_max_pixels": 90000}
     assert lengths(workplace, image_fit="keep", **given)[0] == 52
     assert lengths(workplace, image_fit="shrink", **given)[0] < 52
-    assert len(lengths(workplace, **{**given, "cutoff_len": 36})) < 4  # no picture is cut, so rows are dropped
+    assert len(lengths(workplace, **{**given, "cutoff_len": 36})) < 4  # no image is cut, so rows are dropped
 
 
-def test_pictures_are_looked_for_in_the_media_folder(workplace, tmp_path):  # noqa: F811
+def test_images_are_looked_for_in_the_media_folder(workplace, tmp_path):  # noqa: F811
     data = tmp_path / "data"
     shutil.copytree(workplace / "data", data)
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     for file in [file for file in data.iterdir() if file.suffix != ".json"]:
-        shutil.move(file, tmp_path / "pictures" / file.name)
+        shutil.move(file, tmp_path / "images" / file.name)
     with pytest.raises(UserError, match="Set media_dir"):
         lengths(workplace, dataset_dir=str(data))
-    assert lengths(workplace, dataset_dir=str(data), media_dir=str(tmp_path / "pictures")) == lengths(workplace)
+    assert lengths(workplace, dataset_dir=str(data), media_dir=str(tmp_path / "images")) == lengths(workplace)
 
 
 def test_tiles_of_internvl_are_off_on_demand(workplace):  # noqa: F811
@@ -67,16 +67,16 @@ def test_the_backend_of_torchvision_is_named_where_it_is_missing(workplace):  # 
         lengths(workplace, image_backend="torchvision")
 
 
-def test_memory_for_pictures_is_bounded_as_asked(workplace, monkeypatch):  # noqa: F811
+def test_memory_for_images_is_bounded_as_asked(workplace, monkeypatch):  # noqa: F811
     seen = []
 
     class Recorded(ahead.PreparedAhead):
-        def __init__(self, prepare, pictures, threads, ahead_bytes, kept_bytes):
+        def __init__(self, prepare, images, threads, ahead_bytes, kept_bytes):
             seen.append((ahead_bytes, kept_bytes))
-            super().__init__(prepare, pictures, threads, ahead_bytes, kept_bytes)
+            super().__init__(prepare, images, threads, ahead_bytes, kept_bytes)
 
     monkeypatch.setattr(batches, "PreparedAhead", Recorded)
-    from test_runs_with_pictures import train
+    from test_runs_with_images import train
 
     train(workplace, "bounded", finetuning_type="lora", max_steps=1, image_ahead_mb=3, image_cache_mb=5)
     train(workplace, "not-kept", finetuning_type="lora", max_steps=1, image_ahead_mb=3, image_cache="none")

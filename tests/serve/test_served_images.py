@@ -1,4 +1,4 @@
-"""Pictures in a chat at a terminal, over the API, and in predictions."""
+"""Images in a chat at a terminal, over the API, and in predictions."""
 
 import base64
 import io
@@ -25,7 +25,7 @@ def workplace(tmp_path_factory):
     model, processor = image_models().build("qwen2_5_vl")
     model.save_pretrained(folder / "model")
     image_models().save_processor(processor, folder / "model")
-    image_models().write_pictures(folder / "pictures", ["p1_64x48.png", "p2_48x64.png"])
+    image_models().write_images(folder / "images", ["p1_64x48.png", "p2_48x64.png"])
     return folder
 
 
@@ -37,7 +37,7 @@ def loaded(workplace):
 
 
 def uri(workplace, name="p1_64x48.png"):
-    content = (workplace / "pictures" / name).read_bytes()
+    content = (workplace / "images" / name).read_bytes()
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
@@ -48,17 +48,17 @@ def asked(*parts):
     return read(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": content}]})
 
 
-def test_a_prompt_with_a_picture_has_the_ids_of_training(workplace, loaded):
+def test_a_prompt_with_a_image_has_the_ids_of_training(workplace, loaded):
     golden_row = next(r for r in golden()["llamafactory"] if (r["family"], r["record"]) == ("qwen2_5_vl", "one"))
     learned = next(at for at, label in enumerate(golden_row["labels"]) if label != -100)
-    row = Prompter(loaded.template, loaded.pictures).row(asked({"url": uri(workplace)}, "What is it?"))
+    row = Prompter(loaded.template, loaded.images).row(asked({"url": uri(workplace)}, "What is it?"))
     assert row["input_ids"] == golden_row["input_ids"][:learned]
     assert len(row["images"]) == 1
 
 
 def test_a_literal_placeholder_is_text(loaded):
-    row = Prompter(loaded.template, loaded.pictures).row(asked("<|image_pad|> \ufdd1"))
-    assert loaded.pictures.family.placeholder_id not in row["input_ids"]
+    row = Prompter(loaded.template, loaded.images).row(asked("<|image_pad|> \ufdd1"))
+    assert loaded.images.family.placeholder_id not in row["input_ids"]
     assert "images" not in row
 
 
@@ -66,28 +66,28 @@ def test_a_literal_placeholder_is_text(loaded):
     ("url", "said"),
     [("https://example.com/a.png", "addresses are not fetched here"), ("/etc/passwd", "files are not opened"),
      ("file:///etc/passwd", "files are not opened"), ("data:image/png;base64,####", "base64 is broken"),
-     (f"data:image/png;base64,{base64.b64encode(b'<html>').decode()}", "is no picture")],
+     (f"data:image/png;base64,{base64.b64encode(b'<html>').decode()}", "is not an image")],
 )  # fmt: skip
-def test_other_sources_of_pictures_are_refused(loaded, url, said):
+def test_other_sources_of_images_are_refused(loaded, url, said):
     with pytest.raises(APIError) as refused:
-        Prompter(loaded.template, loaded.pictures).row(asked({"url": url}, "What?"))
+        Prompter(loaded.template, loaded.images).row(asked({"url": url}, "What?"))
     assert refused.value.status == 400
     assert said in refused.value.message
     assert "messages[0].content[0].image_url.url" in refused.value.message
 
 
-def test_a_text_model_refuses_pictures(workplace, loaded):
+def test_a_text_model_refuses_images(workplace, loaded):
     with pytest.raises(APIError, match="reads text only"):
         Prompter(loaded.template).row(asked({"url": uri(workplace)}, "What?"))
 
 
-def test_a_chat_answers_pictures_and_tells_them_apart(workplace, loaded):
+def test_a_chat_answers_images_and_tells_them_apart(workplace, loaded):
     out = io.StringIO()
     engine = engine_of(loaded)
     session = ChatSession(LocalBackend(loaded, engine), Console(out=out))
     try:
         for name in ("p1_64x48.png", "p2_48x64.png"):
-            assert session.take(f"/image {workplace / 'pictures' / name}") == 0
+            assert session.take(f"/image {workplace / 'images' / name}") == 0
             assert session.take("What is it?") == 0
             session.take("/new")
         assert session.take("/image nothing.png") == 1
@@ -97,7 +97,7 @@ def test_a_chat_answers_pictures_and_tells_them_apart(workplace, loaded):
     assert "cannot be read" in out.getvalue()
 
 
-def test_the_same_words_about_another_picture_get_another_answer(workplace, loaded):
+def test_the_same_words_about_another_image_get_another_answer(workplace, loaded):
     engine = engine_of(loaded)
     backend = LocalBackend(loaded, engine)
 
@@ -114,9 +114,9 @@ def test_the_same_words_about_another_picture_get_another_answer(workplace, load
     assert first == pytest.approx(again, rel=1e-4)
 
 
-def test_predictions_answer_records_with_pictures(workplace, tmp_path):
+def test_predictions_answer_records_with_images(workplace, tmp_path):
     records = [
-        {"messages": golden()["records"]["one"]["messages"], "images": [str(workplace / "pictures" / name)]}
+        {"messages": golden()["records"]["one"]["messages"], "images": [str(workplace / "images" / name)]}
         for name in ("p1_64x48.png", "p2_48x64.png")
     ]
     (tmp_path / "v.json").write_text(json.dumps(records))

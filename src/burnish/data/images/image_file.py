@@ -1,10 +1,10 @@
-"""A picture: its file, its size as its header tells it, and its pixels.
+"""An image: its file, its size as its header tells it, and its pixels.
 
-In: a path. Out: a ``Picture``, whose width and height come from the header, with the orientation of EXIF applied, so
+In: a path. Out: an ``ImageFile``, whose width and height come from the header, with the orientation of EXIF applied, so
 that the tokens of a row are known without decoding; ``load`` returns the pixels. Bytes of a record and data URIs are
 kept as files (``sources.py``), so that a row holds a path and never pixels.
 
-Refused: what is no picture, a picture of more than ``MOST_PIXELS`` pixels, and a file that is another one than when its
+Refused: what is not an image, an image of more than ``MOST_PIXELS`` pixels, and a file that has changed since its
 header was read.
 
 The pixels that a model sees: upright; transparent colors are laid on white; 16-bit gray is scaled by 1/257; of an
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_PIXELS = 178_956_970
-"""Pixels of the largest picture: Pillow's own bound, beyond which it takes a file for a decompression bomb."""
+"""Pixels of the largest image: Pillow's own bound, beyond which it takes a file for a decompression bomb."""
 _ORIENTATION = 0x0112  # of EXIF; 5 to 8 exchange width and height
 _TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
           7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
 
 
-class BadPicture(ValueError):
-    """A file that is no picture to train on; the text continues a sentence that begins with its name."""
+class BadImage(ValueError):
+    """A file that is not an image to train on; the text continues a sentence that begins with its name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture in a message, or at its place in a row.
+class ImageFile:
+    """An image in a message, or at its place in a row.
 
     Args:
         path: its file, absolute.
         width, height: in pixels, upright.
-        num_bytes, modified_ns: of the file when its header was read; they and the path are the picture's identity.
-        min_pixels, max_pixels: the limits that a picture is resized to before the image processor sees it
+        num_bytes, modified_ns: of the file when its header was read; they and the path are the image's identity.
+        min_pixels, max_pixels: the limits that an image is resized to before the image processor sees it
             (``Family.given_sizes``); None: the processor's limits are the only ones.
-        place: the name of the picture in its record: ``images[1]``.
-        is_animated: whether its file holds several frames or pages, of which the first is the picture.
+        place: the name of the image in its record: ``images[1]``.
+        is_animated: whether its file holds several frames or pages, of which the first is the image.
         begin, end: in a row, the tokens [begin, end) that stand for it, with the markers between them.
     """
 
@@ -64,34 +64,34 @@ class Picture:
 
     @property
     def identity(self) -> str:
-        """Equal for two pictures only if the model sees the same pixels."""
+        """Equal for two images only if the model sees the same pixels."""
         return f"{self.path}|{self.num_bytes}|{self.modified_ns}|{self.min_pixels}|{self.max_pixels}"
 
-    def shrunk(self, factor: float) -> Picture:
-        """The picture with at most ``factor`` of the pixels that it is given."""
+    def shrunk(self, factor: float) -> ImageFile:
+        """The image with at most ``factor`` of the pixels that it is given."""
         given = min(self.width * self.height, self.max_pixels or self.width * self.height)
         most = int(given * factor)
         return replace(self, max_pixels=most, min_pixels=min(self.min_pixels or most, most))
 
     def as_json(self) -> dict[str, Any]:
-        """What a row holds of a picture; ``Picture(**...)`` reads it."""
+        """What a row holds of an image; ``ImageFile(**...)`` reads it."""
         return asdict(self)
 
 
-def pictures_of(row: Mapping[str, Any], prefix: str = "") -> list[Picture]:
-    """The pictures of a row, in the order of their placeholders.
+def images_of(row: Mapping[str, Any], prefix: str = "") -> list[ImageFile]:
+    """The images of a row, in the order of their placeholders.
 
     Args:
-        prefix: "kl_" for the second sequence of KTO. Both answers of a pair follow the same pictures, under "".
+        prefix: "kl_" for the second sequence of KTO. Both answers of a pair follow the same images, under "".
     """
-    return [Picture(**one) for one in row.get(f"{prefix}images") or ()]
+    return [ImageFile(**one) for one in row.get(f"{prefix}images") or ()]
 
 
-def read_header(path: str | Path, **known: Any) -> Picture:
-    """A picture by the header of its file, which is not decoded: 0.1 ms. Args: known: further fields.
+def read_header(path: str | Path, **known: Any) -> ImageFile:
+    """An image by the header of its file, which is not decoded: 0.1 ms. Args: known: further fields.
 
     Raises:
-        BadPicture: for a file that is no picture, or too large.
+        BadImage: for a file that is not an image, or too large.
         FileNotFoundError: if there is none.
     """
     path = os.path.abspath(path)
@@ -100,50 +100,50 @@ def read_header(path: str | Path, **known: Any) -> Picture:
         width, height = image.size
         if orientation(image) >= 5:
             width, height = height, width
-        # The second picture of an MPO, as phones write them, is a preview or another exposure.
+        # The second image of an MPO, as phones write them, is a preview or another exposure.
         is_animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     check_size(width, height)
-    return Picture(path, width, height, status.st_size, status.st_mtime_ns, is_animated=is_animated, **known)
+    return ImageFile(path, width, height, status.st_size, status.st_mtime_ns, is_animated=is_animated, **known)
 
 
 def check_size(width: int, height: int) -> None:
-    """Raise BadPicture for a picture that is too large, or has no pixels."""
+    """Raise BadImage for an image that is too large, or has no pixels."""
     if width * height > MOST_PIXELS:
-        raise BadPicture(f"has {width}x{height} pixels; the most is {MOST_PIXELS:,}.")
+        raise BadImage(f"has {width}x{height} pixels; the most is {MOST_PIXELS:,}.")
     if not width * height:
-        raise BadPicture(f"has {width}x{height} pixels.")
+        raise BadImage(f"has {width}x{height} pixels.")
 
 
-def load(picture: Picture) -> Image:
-    """The pixels of a picture: RGB, of the size that its header told.
+def load(image: ImageFile) -> Image:
+    """The pixels of an image: RGB, of the size that its header told.
 
     Raises:
-        UserError: if the file is another one now, is no picture, or is cut off.
+        UserError: if the file is another one now, is not an image, or is cut off.
     """
-    return upright(picture).convert("RGB")
+    return upright(image).convert("RGB")
 
 
-def upright(picture: Picture) -> Image:
+def upright(image: ImageFile) -> Image:
     """Like ``load``, before gray, palettes and CMYK are converted to RGB."""
-    path = Path(picture.path)
+    path = Path(image.path)
     if not path.is_file():
-        raise UserError("the picture is not there any more.", where=picture.path, remedy="Put it back.")
+        raise UserError("the image is not there any more.", where=image.path, remedy="Put it back.")
     size = path.stat().st_size
-    if picture.num_bytes and size != picture.num_bytes:
-        what = f"the picture is another file than when the rows were made ({size:,} bytes, was {picture.num_bytes:,})."
-        raise UserError(what, where=picture.path, remedy="Put the old one back, or start anew.")
+    if image.num_bytes and size != image.num_bytes:
+        what = f"the image is another file than when the rows were made ({size:,} bytes, was {image.num_bytes:,})."
+        raise UserError(what, where=image.path, remedy="Put the old one back, or start anew.")
     try:
-        with _opened(picture.path) as image:
-            turn = orientation(image)
-            image.load()
-            return _turned(_without_alpha(image), turn)
-    except (BadPicture, OSError, SyntaxError, EOFError) as error:  # Pillow raises SyntaxError for a broken PNG
-        raise UserError(f"the picture {cut_off(error, size)}", where=picture.path, remedy="Replace the file.") from None
+        with _opened(image.path) as opened:
+            turn = orientation(opened)
+            opened.load()
+            return _turned(_without_alpha(opened), turn)
+    except (BadImage, OSError, SyntaxError, EOFError) as error:  # Pillow raises SyntaxError for a broken PNG
+        raise UserError(f"the image {cut_off(error, size)}", where=image.path, remedy="Replace the file.") from None
 
 
 def cut_off(error: BaseException, num_bytes: int) -> str:
-    """What is wrong with a picture whose header was good: the rest of a sentence."""
-    if isinstance(error, BadPicture):
+    """What is wrong with an image whose header was good: the rest of a sentence."""
+    if isinstance(error, BadImage):
         return str(error)
     if "truncated" in str(error):
         return f"is cut off: its file ends after {num_bytes:,} bytes, before the last of its pixels."
@@ -162,11 +162,11 @@ def orientation(image: Image) -> int:
 
 
 def _opened(path: str) -> Image:
-    """A file as a picture whose pixels are not decoded yet."""
+    """A file as an image whose pixels are not decoded yet."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise MissingExtraError("Pillow", "a picture", "images") from None
+        raise MissingExtraError("Pillow", "an image", "images") from None
     import warnings
 
     with warnings.catch_warnings():
@@ -175,13 +175,13 @@ def _opened(path: str) -> Image:
             return Image.open(path)
         except Image.DecompressionBombError:
             width, height = _size_of_large(path)
-            raise BadPicture(f"has {width}x{height} pixels; the most is {MOST_PIXELS:,}.") from None
+            raise BadImage(f"has {width}x{height} pixels; the most is {MOST_PIXELS:,}.") from None
         except UnidentifiedImageError:
-            raise BadPicture(_no_picture(path)) from None
+            raise BadImage(_no_image(path)) from None
         except (OSError, SyntaxError, ValueError) as error:
             if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
                 raise
-            raise BadPicture(f"is no picture that can be read ({error}).") from None
+            raise BadImage(f"is not an image that can be read ({error}).") from None
 
 
 def _size_of_large(path: str) -> tuple[int, int]:
@@ -197,14 +197,14 @@ def _size_of_large(path: str) -> tuple[int, int]:
     return 0, 0
 
 
-def _no_picture(path: str) -> str:
+def _no_image(path: str) -> str:
     with open(path, "rb") as file:
         begin = file.read(12)
     if not begin:
         return "is empty: a file of zero bytes."
     shown = begin.decode("utf-8", "replace")
     words = f'begins "{shown}"' if shown.isprintable() else f"begins with the bytes {begin[:8].hex(' ')}"
-    return f"is no picture ({words})."
+    return f"is not an image ({words})."
 
 
 def _without_alpha(image: Image) -> Image:

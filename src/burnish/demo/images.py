@@ -1,8 +1,8 @@
-"""``burnish demo picture``: a small model that sees, made from a seed, learns to name drawn shapes and digits.
+"""``burnish demo picture``: a small vision model, made from a seed, learns to name drawn shapes and digits.
 
-In: nothing; options may be overridden like those of ``train``. Out: ``./demo-picture-run``, the trained model; beside
-it ``demo-picture-run-model``, the model as it was made, and ``demo-picture-run-data``, the drawn pictures; and a table
-of pictures with the answers before and after. The saved model answers through transformers alone, to show that it works
+In: nothing; options may be overridden like those of ``train``. Out: ``./demo-image-run``, the trained model; beside
+it ``demo-image-run-model``, the model as it was made, and ``demo-image-run-data``, the drawn images; and a table
+of images with the answers before and after. The saved model answers through transformers alone, to show that it works
 without burnish.
 """
 
@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from burnish.config.options import RawValue
-from burnish.data.images.picture import load, read_header
+from burnish.data.images.image_file import load, read_header
 from burnish.demo.report import BUNDLED, DemoQuestion, report, share_exact
 from burnish.models.quiet import quiet
 from burnish.report.console import note
 from burnish.run.plan.config_files import read_config, split_arguments
 from burnish.run.plan.plan import Plan, plan
 
-ASKED = "What is in the picture?"
+ASKED = "What is in the image?"
 SIDE, PATCH = 56, 14  # pixels
 _COLORS = {"red": (200, 40, 40), "green": (40, 160, 60), "blue": (40, 70, 200), "yellow": (220, 180, 20)}
 _SHAPES = ("circle", "square", "triangle", "cross")
@@ -33,16 +33,16 @@ _TRAINED, _HELD_OUT = 2400, 80
 
 
 def demo_picture(words: list[str]) -> int:
-    """Make the model and its pictures, train, ask before and after, print. Returns the exit status."""
+    """Make the model and its images, train, ask before and after, print. Returns the exit status."""
     from burnish.checkpoint.checkpoint import output_folder
     from burnish.run.build import train_run
 
-    run, base, data = picture_plan(words)
+    run, base, data = image_plan(words)
     folder = Path(output_folder(run.options))
-    note(f"Making a model from a seed, and drawing {_TRAINED + _HELD_OUT:,} pictures ...")
+    note(f"Making a model from a seed, and drawing {_TRAINED + _HELD_OUT:,} images ...")
     make_model(base)
     questions = draw_set(data)
-    note(f"Generating responses to {len(questions)} held-out pictures before training ...")
+    note(f"Generating responses to {len(questions)} held-out images before training ...")
     before = seen_answers(base, base, data, questions)
     result = train_run(run)
     if result.exit_code is not None:
@@ -52,7 +52,7 @@ def demo_picture(words: list[str]) -> int:
     return 0 if share_exact(questions, after) > share_exact(questions, before) else 1
 
 
-def picture_plan(words: list[str]) -> tuple[Plan, Path, Path]:
+def image_plan(words: list[str]) -> tuple[Plan, Path, Path]:
     """The included configuration, and the folders beside that of the run in which its model and its data are made."""
     given = read_config(BUNDLED / "demo_picture.yaml")
     _, flags = split_arguments(words)
@@ -63,13 +63,13 @@ def picture_plan(words: list[str]) -> tuple[Plan, Path, Path]:
     return plan({**given, **named, **flags}), base, data
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------------------------------
 
 
 def draw_set(folder: Path) -> list[DemoQuestion]:
-    """Draw the pictures of the set, and write its records. Returns the held-out ones: file name -> answer."""
+    """Draw the images of the set, and write its records. Returns the held-out ones: file name -> answer."""
     folder.mkdir(parents=True, exist_ok=True)
-    chance = random.Random(0)  # noqa: S311 - of pictures, not of keys
+    chance = random.Random(0)  # noqa: S311 - of images, not of keys
     records, held_out = [], []
     for number in range(_TRAINED + _HELD_OUT):
         name = f"{number:04}.png"
@@ -79,9 +79,9 @@ def draw_set(folder: Path) -> list[DemoQuestion]:
             records.append({"messages": messages, "images": [name]})
         else:
             held_out.append(DemoQuestion(name, answer))
-    (folder / "pictures.json").write_text(json.dumps(records), encoding="utf-8")
+    (folder / "images.json").write_text(json.dumps(records), encoding="utf-8")
     entry = {
-        "file_name": "pictures.json",
+        "file_name": "images.json",
         "formatting": "openai",
         "columns": {"messages": "messages", "images": "images"},
     }
@@ -90,7 +90,7 @@ def draw_set(folder: Path) -> list[DemoQuestion]:
 
 
 def draw(chance: random.Random, path: Path) -> str:
-    """Draw one picture, a shape or a digit, of random place, size and color. Returns what it shows."""
+    """Draw one image, a shape or a digit, of random place, size and color. Returns what it shows."""
     from PIL import Image, ImageDraw, ImageFont
 
     paper = Image.new("RGB", (SIDE, SIDE), tuple(chance.randint(225, 255) for _ in range(3)))
@@ -173,7 +173,7 @@ CHAT_TEMPLATE = (
 def seen_answers(
     folder: Path, base: Path, data: Path, questions: list[DemoQuestion], batch_size: int = 40
 ) -> list[str]:
-    """Greedy answers of the model in ``folder`` on pictures, through transformers alone."""
+    """Greedy answers of the model in ``folder`` on images, through transformers alone."""
     from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
 
     with quiet():

@@ -1,4 +1,4 @@
-"""Runs with pictures, from a YAML file to a model that transformers loads."""
+"""Runs with images, from a YAML file to a model that transformers loads."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 from burnish.adapters.base import ADAPTERS
 from burnish.cli import main
-from burnish.run.pictures.batches import check_processes
+from burnish.run.images.batches import check_processes
 from burnish.run.plan.options import RunOptions
 from runs import history, same_weights
 from seeing import golden, image_models
@@ -19,15 +19,15 @@ RECORDS = ("one", "two", "turns", "text")
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder with models, pictures and data sets of answers, pairs and verdicts."""
-    folder = tmp_path_factory.mktemp("pictures")
+    """A folder with models, images and data sets of answers, pairs and verdicts."""
+    folder = tmp_path_factory.mktemp("images")
     models = image_models()
     for family in TEMPLATES:
         model, processor = models.build(family)
         model.save_pretrained(folder / family)
         models.save_processor(processor, folder / family)
     records = [golden()["records"][name] for name in RECORDS]
-    models.write_pictures(folder / "data", {name for record in records for name in record["images"]})
+    models.write_images(folder / "data", {name for record in records for name in record["images"]})
     write_sets(folder / "data", records)
     return folder
 
@@ -97,7 +97,7 @@ def test_the_update_does_not_depend_on_how_a_step_is_cut(workplace, cut):
 
 
 @pytest.mark.parametrize("stage", ["dpo", "kto"])
-def test_preferences_with_pictures_begin_where_the_reference_is(workplace, stage):
+def test_preferences_with_images_begin_where_the_reference_is(workplace, stage):
     dataset = {"dpo": "pairs", "kto": "verdicts"}[stage]
     size = {"dpo": 4, "kto": 8}[stage]
     options = {"stage": stage, "dataset": dataset, "finetuning_type": "lora", "learning_rate": 1e-2}
@@ -154,11 +154,11 @@ def test_gguf_of_a_model_that_sees_is_refused(workplace, tmp_path, capsys):
     assert "mmproj" in capsys.readouterr().err
 
 
-def test_a_picture_that_is_cut_off_is_named(workplace, tmp_path, capsys):
+def test_a_image_that_is_cut_off_is_named(workplace, tmp_path, capsys):
     data = tmp_path / "data"
     data.mkdir()
     record = golden()["records"]["one"]
-    image_models().write_pictures(data, record["images"])
+    image_models().write_images(data, record["images"])
     path = data / record["images"][0]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     write_sets(data, [record])

@@ -1,4 +1,4 @@
-"""Rows with pictures: those of LLaMA-Factory and of TRL, from the sizes in the headers of files.
+"""Rows with images: those of LLaMA-Factory and of TRL, from the sizes in the headers of files.
 
 The numbers come from ``golden/images.json``.
 """
@@ -19,7 +19,7 @@ from burnish.data.chat.plain import PlainOptions, PlainTemplate
 from burnish.data.chat.truncate import EncodingOptions
 from burnish.data.images.families import check_family, family_of
 from burnish.data.images.family import Checkpoint, Family
-from burnish.data.images.picture import Picture, load, pictures_of, read_header
+from burnish.data.images.image_file import ImageFile, images_of, load, read_header
 from burnish.data.stats import DataStats
 from burnish.explain.explain import pieces_of
 from burnish.loop.types import IGNORE_INDEX, ContentPart, Example, Message
@@ -48,8 +48,8 @@ def family(name: str, shrinks: bool = False) -> Family:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
-    image_models().write_pictures(folder, [n for record in GOLDEN["records"].values() for n in record["images"]])
+    folder = tmp_path_factory.mktemp("images")
+    image_models().write_images(folder, [n for record in GOLDEN["records"].values() for n in record["images"]])
     return folder
 
 
@@ -91,11 +91,11 @@ def test_rows_of_llamafactory(case, folder):
     row, found, _ = encoded(case, folder)
     assert row["input_ids"] == case["input_ids"]
     assert row["labels"] == case["labels"]
-    pictures = pictures_of(row)
-    sizes = [list(found.given_sizes(picture)[-1]) for picture in pictures]
+    images = images_of(row)
+    sizes = [list(found.given_sizes(image)[-1]) for image in images]
     assert sizes == case.get("sizes_given_to_the_processor", [])
-    assert [found.prepared(picture).size for picture in pictures] == [tuple(size) for size in sizes]
-    held = [at for picture in pictures for at in range(picture.begin, picture.end)]
+    assert [found.prepared(image).size for image in images] == [tuple(size) for size in sizes]
+    held = [at for image in images for at in range(image.begin, image.end)]
     placeholders = [at for at, token in enumerate(row["input_ids"]) if token == found.placeholder_id]
     assert set(placeholders) <= set(held)
     assert len(placeholders) == case["image_tokens"]
@@ -106,7 +106,7 @@ def test_rows_of_llamafactory(case, folder):
 )
 def test_pixels_of_llamafactory_upright_and_on_white(case, folder):
     row, found, _ = encoded(case, folder)
-    images = [found.prepared(picture) for picture in pictures_of(row)]
+    images = [found.prepared(image) for image in images_of(row)]
     pixels = np.asarray(found.processor(images=images, return_tensors="np")["pixel_values"], np.float64).ravel()
     ramp = (7919 * np.arange(len(pixels)) % 1009) / 1009 - 0.5
     expected = case["tensors"]["pixel_values"]
@@ -149,35 +149,35 @@ def test_placeholders_are_never_learned(folder):
             assert found.placeholder_id not in row["labels"]
 
 
-def test_a_picture_is_never_cut(folder):
+def test_a_image_is_never_cut(folder):
     for case in GOLDEN["not_to_match"]:
         if "cutoff_len" in (case.get("options") or {}):
             row, found, stats = encoded(case, folder)
             if row is None:
-                assert any("cut through a picture" in reason for reason in stats.records)
+                assert any("cut through an image" in reason for reason in stats.records)
                 continue
-            whole = sum(picture.end - picture.begin for picture in pictures_of(row))
+            whole = sum(image.end - image.begin for image in images_of(row))
             assert row["input_ids"].count(found.placeholder_id) == whole
 
 
-def test_text_is_given_up_before_a_picture(folder):
+def test_text_is_given_up_before_a_image(folder):
     case = {"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "large", "options": {}}
     row, _, _ = encoded(case, folder)
-    (picture,) = pictures_of(row)
+    (image,) = images_of(row)
     shorter, _, _ = encoded(case, folder, cutoff_len=len(row["input_ids"]) - 4)
     assert len(shorter["input_ids"]) == len(row["input_ids"]) - 4
-    assert pictures_of(shorter)[0].end - pictures_of(shorter)[0].begin == picture.end - picture.begin
+    assert images_of(shorter)[0].end - images_of(shorter)[0].begin == image.end - image.begin
 
 
-def test_pictures_shrink_until_their_row_fits(folder):
+def test_images_shrink_until_their_row_fits(folder):
     found = family("qwen2_5_vl", shrinks=True)
     options, stats = Options(template="qwen2_vl", cutoff_len=54), DataStats()
     template = load_template(options, found.tokenizer, family=found)
     (row,) = template.encode([example(folder, "large")], stats)
-    (picture,) = pictures_of(row)
+    (image,) = images_of(row)
     assert len(row["input_ids"]) <= 54
-    assert picture.max_pixels < 300 * 200
-    assert found.of(picture).count(found.placeholder_id) == row["input_ids"].count(found.placeholder_id) > 0
+    assert image.max_pixels < 300 * 200
+    assert found.of(image).count(found.placeholder_id) == row["input_ids"].count(found.placeholder_id) > 0
     assert any("made smaller" in reason for reason in stats.records)
 
 
@@ -188,7 +188,7 @@ def test_a_control_token_in_a_text_is_text(folder):
     assert row["input_ids"].count(found.placeholder_id) == 4
     plain = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found)
     (row,) = plain.encode([example(folder, "marks", raw=True)], DataStats())
-    assert row["input_ids"].count(found.placeholder_id) == sum(len(found.of(one)) for one in pictures_of(row))
+    assert row["input_ids"].count(found.placeholder_id) == sum(len(found.of(one)) for one in images_of(row))
 
 
 def test_a_template_of_another_family_is_refused_by_both_tokens():
@@ -208,23 +208,23 @@ def test_a_prompt_ends_where_the_answer_begins(folder):
     assert asked["images"] == row["images"]
 
 
-def test_pictures_are_upright_and_on_white(folder):
+def test_images_are_upright_and_on_white(folder):
     turned, clear = (read_header(folder / name) for name in ("p12_84x42_turned.jpg", "p11_64x64_clear.png"))
     assert (turned.width, turned.height) == load(turned).size == (42, 84)
     assert load(clear).getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_the_identity_of_a_picture_changes_with_its_file_and_limits(folder):
+def test_the_identity_of_a_image_changes_with_its_file_and_limits(folder):
     one = read_header(folder / "p1_64x48.png")
     others = [read_header(folder / "p4_48x48.png"), replace(one, modified_ns=1), replace(one, max_pixels=9)]
     assert len({one.identity, *(other.identity for other in others)}) == 4
-    assert Picture(**one.as_json()) == one
+    assert ImageFile(**one.as_json()) == one
 
 
-def test_explain_describes_a_picture_in_its_place(folder):
+def test_explain_describes_a_image_in_its_place(folder):
     row, found, _ = encoded({"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "two", "options": {}}, folder)
     pieces = pieces_of(row, found.tokenizer, found)
-    described = [text for text, _, _ in pieces if text.startswith("[picture")]
+    described = [text for text, _, _ in pieces if text.startswith("[image")]
     assert [text.split("/")[-1] for text in described] == [
         "p2_100x40.png 100x40 -> 112x28, 4 tokens]", "p3_30x70.png 30x70 -> 28x56, 2 tokens]",
     ]  # fmt: skip

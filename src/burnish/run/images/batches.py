@@ -1,7 +1,7 @@
-"""Pictures of a run: the family of its model, and the collator of rows with pictures.
+"""Images of a run: the family of its model, and the collator of rows with images.
 
-In:  the options, the model. Out: what the template needs to encode pictures by their sizes, and what turns them into
-     tensors when a batch is made. Refused: models whose rows cannot be kept apart where they hold pictures.
+In:  the options, the model. Out: what the template needs to encode images by their sizes, and what turns them into
+     tensors when a batch is made. Refused: models whose rows cannot be kept apart where they hold images.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import collate_padding_free, collator, sequences_of
 from burnish.data.images.family import Family
-from burnish.data.images.picture import pictures_of
+from burnish.data.images.image_file import images_of
 from burnish.kernels.model_parts import part_at, parts_of
 from burnish.kernels.probe import Capabilities
 from burnish.loop.types import Batch, Row
 from burnish.models.images.ahead import PreparedAhead
-from burnish.models.images.collator import PictureCollator, PictureLayout
+from burnish.models.images.collator import ImageCollator, ImageLayout
 from burnish.models.images.features import make_seeing
-from burnish.models.images.probe import keeps_pictures_apart
+from burnish.models.images.probe import keeps_images_apart
 from burnish.models.images.processor import ImageProcessor
 from burnish.run.plan.options import RunOptions
 from burnish.run.prepare import Prepared
@@ -30,13 +30,13 @@ Collate = Callable[[Sequence[Row]], Batch]
 RowsAhead = Callable[[Iterator[Any]], Iterator[Any]]
 
 
-def has_pictures(prepared: Prepared) -> bool:
-    """Return whether a row of the run has pictures."""
-    return any(rows.has_pictures for rows in (prepared.rows, *prepared.eval_rows.values()))
+def has_images(prepared: Prepared) -> bool:
+    """Return whether a row of the run has images."""
+    return any(rows.has_images for rows in (prepared.rows, *prepared.eval_rows.values()))
 
 
 def check_processes(options: RunOptions, model: Any, world_size: int, splits_weights: bool) -> list[Problem]:
-    """Problems of pictures in a run of several processes, of which some may have a micro-batch without pictures.
+    """Problems of images in a run of several processes, of which some may have a micro-batch without images.
 
     Args:
         model: as it is trained.
@@ -45,58 +45,58 @@ def check_processes(options: RunOptions, model: Any, world_size: int, splits_wei
     if world_size == 1:
         return []
     if splits_weights:
-        what = "pictures cannot be used where weights are split across processes (DeepSpeed stage 3, FSDP)."
-        why = "A process whose micro-batch has no picture would not call the vision tower, and the others would wait."
+        what = "images cannot be used where weights are split across processes (DeepSpeed stage 3, FSDP)."
+        why = "A process whose micro-batch has no image would not call the vision tower, and the others would wait."
         return [Problem(what, why=why, remedy="Use DDP, or DeepSpeed stage 1 or 2.")]
     parts = parts_of(model)
     trained = any(p.requires_grad and part_at(name, parts) != "language_model" for name, p in model.named_parameters())
     if not trained or options.ddp_find_unused_parameters:
         return []
     what = "the vision tower or the projector is trained by several processes."
-    why = "A process whose micro-batch has no picture has no gradients for them, and the others would wait."
+    why = "A process whose micro-batch has no image has no gradients for them, and the others would wait."
     return [Problem(what, why=why, remedy="Set ddp_find_unused_parameters: true.", option="ddp_find_unused_parameters")]
 
 
 class RowCollator:
-    """Collates rows of which some may have pictures. ``ahead`` begins to prepare those of coming micro-batches."""
+    """Collates rows of which some may have images. ``ahead`` begins to prepare those of coming micro-batches."""
 
     ahead: RowsAhead | None
 
-    def __init__(self, pictures: PictureCollator, text: Collate, prepared: PreparedAhead | None) -> None:
-        self.pictures, self.text = pictures, text
+    def __init__(self, images: ImageCollator, text: Collate, prepared: PreparedAhead | None) -> None:
+        self.images, self.text = images, text
         self.ahead = None if prepared is None else prepared.rows
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
-        if not any("images" in row for row in rows) and not self.pictures.is_for_text:
+        if not any("images" in row for row in rows) and not self.images.is_for_text:
             return self.text(rows)
-        return self.pictures([sequence for row in rows for sequence in sequences_of(row)])
+        return self.images([sequence for row in rows for sequence in sequences_of(row)])
 
 
 def collator_of(
     options: RunOptions, model: Any, pad_id: int, capabilities: Capabilities, family: Family
 ) -> tuple[RowCollator, Capabilities]:
-    """The collator of a run with pictures, and what the model can do where rows hold them.
+    """The collator of a run with images, and what the model can do where rows hold them.
 
     Raises:
-        UserError: where rows with pictures influence each other even in padded batches.
+        UserError: where rows with images influence each other even in padded batches.
     """
     make_seeing(model)
-    layout, processor = PictureLayout.of(model.config), ImageProcessor.of(model, family.processor)
+    layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor)
     prepared = _prepared(options, family, processor)
 
-    def seeing(is_flat: bool, shares: bool = False) -> PictureCollator:
+    def seeing(is_flat: bool, shares: bool = False) -> ImageCollator:
         text = collator(options, pad_id, is_flat, shares)
-        of_pictures = collate_padding_free if is_flat and layout.both_ways else text
-        return PictureCollator(text, of_pictures, layout, processor, pictures_of, prepared)
+        of_images = collate_padding_free if is_flat and layout.both_ways else text
+        return ImageCollator(text, of_images, layout, processor, images_of, prepared)
 
     may_be_flat = capabilities.is_padding_free or (bool(layout.both_ways) and options.padding_free)
-    is_flat = may_be_flat and keeps_pictures_apart(model, seeing(is_flat=True))
-    if not is_flat and not keeps_pictures_apart(model, seeing(is_flat=False)):
+    is_flat = may_be_flat and keeps_images_apart(model, seeing(is_flat=True))
+    if not is_flat and not keeps_images_apart(model, seeing(is_flat=False)):
         name = type(model).__name__
-        what = f"{name} mixes rows with pictures that are beside each other, also in padded batches."
+        what = f"{name} mixes rows with images that are beside each other, also in padded batches."
         raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
     if is_flat != capabilities.is_padding_free:  # Gemma's masks keep apart what its own attention mixes
-        note = f"{type(model).__name__} mixes adjacent rows where they hold pictures, so batches are padded."
+        note = f"{type(model).__name__} mixes adjacent rows where they hold images, so batches are padded."
         shares = capabilities.shares_prefixes and is_flat
         notes = () if is_flat else (note,)
         capabilities = replace(capabilities, is_padding_free=is_flat, shares_prefixes=shares, notes=notes)
@@ -105,13 +105,13 @@ def collator_of(
 
 
 def _prepared(options: RunOptions, family: Family, processor: ImageProcessor) -> Callable[[Any], Any]:
-    """picture -> tensors; ahead, by threads, unless worker processes collate."""
+    """image -> tensors; ahead, by threads, unless worker processes collate."""
 
-    def prepare(picture: Any) -> Any:
-        return processor.tensors(family.prepared(picture))
+    def prepare(image: Any) -> Any:
+        return processor.tensors(family.prepared(image))
 
     if options.dataloader_num_workers:
         return prepare
     threads = max(1, min(8, (os.cpu_count() or 2) - 1))
     kept = options.image_cache_mb * 2**20 if options.image_cache == "memory" else 0
-    return PreparedAhead(prepare, pictures_of, threads, options.image_ahead_mb * 2**20, kept)
+    return PreparedAhead(prepare, images_of, threads, options.image_ahead_mb * 2**20, kept)

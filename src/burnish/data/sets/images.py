@@ -1,10 +1,10 @@
-"""The pictures of a record -> parts of its messages.
+"""The images of a record -> parts of its messages.
 
 In: a record's messages, with parts as OpenAI, TRL and Qwen write them or with marks (``<image>``), and its column of
-pictures. Out: the messages, in which each picture is a part at its place. A part names its picture or takes the next of
-the column; a mark takes the next of the column; where there are neither, the pictures of the column are put before the
-first user message, as TRL does. Refused, as a ``BadRecord``: more or fewer places than pictures, parts and marks in one
-record, pictures in the answers of a pair, in a system message or beside a plain text, videos and sounds.
+images. Out: the messages, in which each image is a part at its place. A part names its image or takes the next of
+the column; a mark takes the next of the column; where there are neither, the images of the column are put before the
+first user message, as TRL does. Refused, as a ``BadRecord``: more or fewer places than images, parts and marks in one
+record, images in the answers of a pair, in a system message or beside a plain text, videos and audio.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from burnish.data.images.picture import BadPicture
-from burnish.data.images.sources import MissingPicture, Sight
+from burnish.data.images.image_file import BadImage
+from burnish.data.images.sources import MissingImage, Sight
 from burnish.data.sets.records import BadRecord, Layout, Record, as_text, listed
 from burnish.loop.types import Content, ContentPart, Example, Message
 
 MARK = "<image>"
 KINDS = {"image": "image", "image_url": "image", "input_image": "image"}
-"""Types of parts that hold a picture."""
+"""Types of parts that hold an image."""
 _SOURCES = ("image", "image_url", "url", "path", "base64", "bytes")
-"""Keys of a part under which its picture is."""
-ANIMATED = "kept: a picture in it has several frames, of which the first is read"
-BEFORE = 'no "<image>" in the texts: pictures are put before the first user message'
+"""Keys of a part under which its image is."""
+ANIMATED = "kept: an image in it has several frames, of which the first is read"
+BEFORE = 'no "<image>" in the texts: images are put before the first user message'
 _OTHERS = {"video": "video", "video_url": "video", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
 
 
 def content_of(layout: Layout, content: Any, place: str) -> Content:
-    """The content of a message: a text, or where it is a list with pictures, its parts.
+    """The content of a message: a text, or where it is a list with images, its parts.
 
-    A part without a picture of its own is a ``ContentPart`` whose value is None until ``with_pictures`` fills it.
+    A part without an image of its own is a ``ContentPart`` whose value is None until ``with_images`` fills it.
     """
     kinds = {part.get("type") for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
     if layout.sight is None or layout.sight.model_type or not kinds & {*KINDS, *_OTHERS}:
@@ -40,7 +40,7 @@ def content_of(layout: Layout, content: Any, place: str) -> Content:
 
 
 def raw_content(content: Any) -> Any:
-    """Parts as a chat template is given them: pictures without their source, and no key whose value is null."""
+    """Parts as a chat template is given them: images without their source, and no key whose value is null."""
     if not isinstance(content, list):
         return content
     return [
@@ -66,34 +66,34 @@ def _part(sight: Sight, part: Any, place: str) -> ContentPart:
     for name, value in limits.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BadRecord(f'"{place}.{name}" must be a whole number of at least 1.', received=str(value))
-    return ContentPart("image", _picture(sight, source, place, limits))
+    return ContentPart("image", _image(sight, source, place, limits))
 
 
-def _picture(sight: Sight, source: Any, place: str, limits: Mapping[str, int] | None = None) -> Any:
+def _image(sight: Sight, source: Any, place: str, limits: Mapping[str, int] | None = None) -> Any:
     try:
-        return sight.picture(source, place, **(limits or {}))
-    except MissingPicture as error:
-        remedy = "Set media_dir to the folder of the pictures."
-        raise BadRecord(str(error), remedy, reason="a picture is not there", kind="a picture is not there") from None
-    except BadPicture as error:
-        raise BadRecord(str(error), reason="a picture cannot be read") from None
+        return sight.image(source, place, **(limits or {}))
+    except MissingImage as error:
+        remedy = "Set media_dir to the folder of the images."
+        raise BadRecord(str(error), remedy, reason="an image is not there", kind="an image is not there") from None
+    except BadImage as error:
+        raise BadRecord(str(error), reason="an image cannot be read") from None
 
 
 def _other(kind: str, place: str) -> tuple[str, str]:
     if kind == "video":
-        return f"it holds video ({place}); this model takes pictures.", "Give its frames as pictures."
-    return "it holds audio; burnish trains on text and pictures.", ""
+        return f"it holds video ({place}); this model takes images.", "Give its frames as images."
+    return "it holds audio; burnish trains on text and images.", ""
 
 
 def refuse_others(record: Record) -> None:
-    """Refuse a record with videos or sounds."""
+    """Refuse a record with videos or audio."""
     for column in record.layout.media:
         if record.values.get(column) and column != record.layout.images:
             raise BadRecord(*_other("audio" if column.startswith("audio") else "video", f"{column}[0]"))
 
 
-def with_pictures(record: Record, example: Example) -> Example:
-    """The example with the pictures of the record's column in its messages, and all of its parts filled."""
+def with_images(record: Record, example: Example) -> Example:
+    """The example with the images of the record's column in its messages, and all of its parts filled."""
     sight = record.layout.sight
     assert sight is not None
     column, given = record.layout.images, _given(record)
@@ -105,9 +105,9 @@ def with_pictures(record: Record, example: Example) -> Example:
     if not given and not has_parts and not marks:
         return example
     if not example.messages:
-        raise BadRecord("it holds pictures, and its prompt is a text, not messages.", "Write the prompt as messages.")
+        raise BadRecord("it holds images, and its prompt is a text, not messages.", "Write the prompt as messages.")
     _refuse_places(example)
-    found = [_picture(sight, value, f"{column}[{number}]") for number, value in enumerate(given or ())]
+    found = [_image(sight, value, f"{column}[{number}]") for number, value in enumerate(given or ())]
     places = empty if has_parts else marks
     if places != len(found) and (places or has_parts):
         _refuse_count(len(found), places, 'part of type "image"' if has_parts else f'"{MARK}"', has_parts)
@@ -117,21 +117,21 @@ def with_pictures(record: Record, example: Example) -> Example:
     else:
         left = iter(found)
         messages = [_filled(message, left) for message in example.messages]
-    if any(picture.is_animated for message in messages for picture in message.pictures):
+    if any(image.is_animated for message in messages for image in message.images):
         record.layout.dropped_parts.append(ANIMATED)
     return replace(example, messages=tuple(messages))
 
 
-def _refuse_count(pictures: int, places: int, place: str, is_part: bool) -> None:
-    said = f"{pictures} picture{'s' * (pictures != 1)} and {places} {place}{'s' * (is_part and places != 1)}."
+def _refuse_count(images: int, places: int, place: str, is_part: bool) -> None:
+    said = f"{images} image{'s' * (images != 1)} and {places} {place}{'s' * (is_part and places != 1)}."
     if is_part:
-        raise BadRecord(said, "Give each part its picture.", reason="pictures and their places differ in number")
-    remedy = f'Write "{MARK}" where each picture belongs, or remove a picture.'
-    raise BadRecord(said, remedy, reason="pictures and their places differ in number", kind="marks")
+        raise BadRecord(said, "Give each part its image.", reason="images and their places differ in number")
+    remedy = f'Write "{MARK}" where each image belongs, or remove an image.'
+    raise BadRecord(said, remedy, reason="images and their places differ in number", kind="marks")
 
 
 def _given(record: Record) -> Sequence[Any] | None:
-    """The column of pictures as a list; None where the record has none."""
+    """The column of images as a list; None where the record has none."""
     value = record.values.get(record.layout.images) if record.layout.images else None
     if value is None:
         return None if record.layout.images not in record.values else ()
@@ -156,16 +156,16 @@ def _texts(example: Example) -> Iterator[str]:
 
 
 def _refuse_places(example: Example) -> None:
-    """Refuse pictures where no model expects them."""
+    """Refuse images where no model expects them."""
     answers = [m for answer in (example.chosen, example.rejected) if isinstance(answer, tuple) for m in answer]
     if any(_images(one) or MARK in one.text for one in answers):
-        raise BadRecord("an answer of the pair holds a picture.", "Put the pictures into the prompt.")
+        raise BadRecord("an answer of the pair holds an image.", "Put the images into the prompt.")
     if example.system and MARK in example.system:
-        raise BadRecord("its system message holds a picture.", "Put it into the first message of the user.")
+        raise BadRecord("its system message holds an image.", "Put it into the first message of the user.")
 
 
 def _filled(message: Message, left: Iterator[Any]) -> Message:
-    """A message in which parts and marks have their pictures, if it has any."""
+    """A message in which parts and marks have their images, if it has any."""
     if not isinstance(message.content, str):
         parts = [
             replace(part, value=next(left)) if part.kind == "image" and part.value is None else part
@@ -191,9 +191,9 @@ def with_parts(message: Message, parts: Sequence[ContentPart]) -> Message:
     return replace(message, content=tuple(parts), raw=raw)
 
 
-def _before_first_user(messages: Sequence[Message], pictures: Sequence[Any]) -> list[Message]:
+def _before_first_user(messages: Sequence[Message], images: Sequence[Any]) -> list[Message]:
     asked = next((at for at, message in enumerate(messages) if message.role == "user"), None)
     if asked is None:
-        raise BadRecord("it holds pictures, and no message of a user.", f'Write "{MARK}" where they belong.')
-    parts = [*(ContentPart("image", picture) for picture in pictures), *messages[asked].parts]
+        raise BadRecord("it holds images, and no message of a user.", f'Write "{MARK}" where they belong.')
+    parts = [*(ContentPart("image", image) for image in images), *messages[asked].parts]
     return [with_parts(one, parts) if at == asked else one for at, one in enumerate(messages)]

@@ -1,4 +1,4 @@
-"""TRL's trainers with pictures: the rows and losses of TRL, without its composed processor."""
+"""TRL's trainers with images: the rows and losses of TRL, without its composed processor."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from seeing import golden, image_models
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model that sees as it lies in a folder, and the pictures of two records."""
+    """A model that sees as it lies in a folder, and the images of two records."""
     folder = tmp_path_factory.mktemp("seeing")
     model, composed = image_models().build("qwen2_5_vl")
     model.save_pretrained(folder / "model")
     image_models().save_processor(composed, folder / "model")
-    image_models().write_pictures(folder, ["p1_64x48.png", "p4_48x48.png"])
+    image_models().write_images(folder, ["p1_64x48.png", "p4_48x48.png"])
     return folder
 
 
@@ -55,7 +55,7 @@ def test_sft_has_the_rows_of_trl_and_its_loss(folder, tmp_path):
     assert trainer.evaluate(trainer.train_dataset)["eval_loss"] < before
 
 
-def test_encoded_pictures_of_an_image_feature_are_not_decoded_again(folder, tmp_path):
+def test_encoded_images_of_an_image_feature_are_not_decoded_again(folder, tmp_path):
     features = Features({"prompt": Value("string"), "images": List(Image())})
     records = {"prompt": ["x", "y"], "images": [[str(folder / "p1_64x48.png")], [str(folder / "p4_48x48.png")]]}
     whole = Dataset.from_dict(records, features=features).map(
@@ -68,7 +68,7 @@ def test_encoded_pictures_of_an_image_feature_are_not_decoded_again(folder, tmp_
     assert all(placeholder not in row["labels"] for row in trainer.train_dataset)
 
 
-def test_preferences_have_their_pictures_in_the_prompt(folder, tmp_path):
+def test_preferences_have_their_images_in_the_prompt(folder, tmp_path):
     image, other = pil.open(folder / "p1_64x48.png"), {"role": "assistant", "content": "A door."}
     pairs = Dataset.from_dict(
         {"prompt": [[USER]] * 2, "chosen": [[ANSWER]] * 2, "rejected": [[other]] * 2, "images": [[image]] * 2}

@@ -1,4 +1,4 @@
-"""Answers to prompts with pictures are those of transformers' ``generate``, read in pieces and beside others."""
+"""Answers to prompts with images are those of transformers' ``generate``, read in pieces and beside others."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from burnish.inference.batch import generate_all
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
 from burnish.inference.types import GenerationRequest
-from burnish.models.images.prompts import PromptPictures
+from burnish.models.images.prompts import PromptImages
 from seeing import golden, rows_of, seeing
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "smolvlm"]
@@ -23,7 +23,7 @@ def found(request):
     made.prompts = []
     for row in rows:
         learned = next(at for at, label in enumerate(row["labels"]) if label != -100)
-        images = [picture for picture in row["images"] if picture.end <= learned]
+        images = [image for image in row["images"] if image.end <= learned]
         made.prompts.append({"input_ids": row["input_ids"][:learned], "images": images})
     return made
 
@@ -32,20 +32,20 @@ def expected(found, row):
     """The greedy answer of transformers' own ``generate``."""
     ids = torch.tensor([row["input_ids"]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    is_picture = (ids == found.layout.placeholder).long()
+    is_image = (ids == found.layout.placeholder).long()
     if row["images"]:
-        inputs |= found.processor.joined([found.processor.tensors(picture.image) for picture in row["images"]])
+        inputs |= found.processor.joined([found.processor.tensors(image.image) for image in row["images"]])
     names = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
     if name := names.get(found.model.config.model_type):
-        inputs[name] = is_picture
+        inputs[name] = is_image
     made = found.model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None, use_cache=True)
     return made[0, ids.shape[1] :].tolist()
 
 
 def request_of(found, row, ids=None):
-    pictures = PromptPictures.of(row, found.collator("padded")) if row["images"] else None
-    hashes = None if pictures is None else pictures.content_hashes
-    return GenerationRequest(ids or row["input_ids"], NEW, pictures=pictures, content_hashes=hashes)
+    images = PromptImages.of(row, found.collator("padded")) if row["images"] else None
+    hashes = None if images is None else images.content_hashes
+    return GenerationRequest(ids or row["input_ids"], NEW, images=images, content_hashes=hashes)
 
 
 @pytest.mark.parametrize("piece", [512, 7])
@@ -57,11 +57,11 @@ def test_answers_are_those_of_transformers(found, monkeypatch, piece):
     assert [answer.ids for answer in answers] == [expected(found, row) for row in found.prompts]
 
 
-def test_a_kept_beginning_is_not_taken_for_another_picture(found):
+def test_a_kept_beginning_is_not_taken_for_another_image(found):
     row = next(row for row in found.prompts if len(row["images"]) == 1)
     count = row["images"][0].end - row["images"][0].begin
     if found.model.config.model_type not in ("llava", "gemma3"):
-        pytest.skip("pictures of another size have other ids")
+        pytest.skip("images of another size have other ids")
     other = {**row, "images": [type(row["images"][0])("p9_50x60.png", row["images"][0].begin, row["images"][0].end)]}
     loop = Scheduler(found.model, SlotLimits(1, 512))
     first, second, again = (generate_all(loop, [request_of(found, one)])[0].ids for one in (row, other, row))
@@ -77,7 +77,7 @@ def test_the_tower_is_not_asked_for_what_a_slot_holds(found, monkeypatch):
     longer = [*row["input_ids"], *first.ids, 5, 6]
     images = {"input_ids": longer, "images": row["images"]}
     request = request_of(found, images)
-    monkeypatch.setattr(PromptPictures, "made", lambda *_: pytest.fail("the tower was asked"))
+    monkeypatch.setattr(PromptImages, "made", lambda *_: pytest.fail("the tower was asked"))
     (second,) = generate_all(loop, [request])
     monkeypatch.undo()
     assert second.ids == expected(found, images)

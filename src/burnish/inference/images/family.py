@@ -1,4 +1,4 @@
-"""The family of a run's model, which tells what stands in a row for a picture."""
+"""The family of a run's model, which tells what stands in a row for an image."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.data.images.families import family_of
 from burnish.data.images.family import Checkpoint, Family
-from burnish.data.images.options import ImageChoices, apply_image_options, backend_of, shrinks_pictures
+from burnish.data.images.options import ImageChoices, apply_image_options, backend_of, shrinks_images
 from burnish.models.images.processor import load_image_processor
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source
@@ -22,8 +22,8 @@ def load_family(
     """The family of the model, if it sees.
 
     Args:
-        images: the options of pictures; by default all of them are at their defaults.
-        notes: gets the reason where pictures cannot be used; the model may be trained on text all the same.
+        images: the options of images; by default all of them are at their defaults.
+        notes: gets the reason where images cannot be used; the model may be trained on text all the same.
     """
     if getattr(config, "vision_config", None) is None:
         return None
@@ -34,8 +34,8 @@ def load_family(
         processor = load_image_processor(options, backend_of(images))
         if images is not None and notes is not None:
             notes += apply_image_options(processor, config, images)
-        return family_of(Checkpoint(config, processor, tokenizer, settings, shrinks_pictures(images)))
+        return family_of(Checkpoint(config, processor, tokenizer, settings, shrinks_images(images)))
     except UserError as error:
         if notes is not None:
-            notes.append(f"Pictures cannot be used: {error}")
+            notes.append(f"Images cannot be used: {error}")
         return None

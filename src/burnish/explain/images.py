@@ -1,0 +1,53 @@
+"""Images in ``burnish explain``: their number, sizes and tokens, and each in its place in a row."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from burnish.data.images.family import Family
+from burnish.data.images.image_file import ImageFile, images_of
+from burnish.explain.view import Line
+from burnish.loop.types import Row
+from burnish.run.prepare import Prepared
+
+
+def image_lines(rows: Sequence[Row], prepared: Prepared) -> list[Line]:
+    """What images the rows hold, and what they cost; nothing where they hold none."""
+    family = prepared.family
+    found = [image for row in rows for image in images_of(row)]
+    if family is None or not found:
+        return []
+    of_each = [one.end - one.begin for one in found]
+    tokens, whole = sum(of_each), sum(len(row["input_ids"]) for row in map(_longest, rows))
+    sizes = sorted((one.width * one.height, f"{one.width}x{one.height}") for one in found)
+    typical = sizes[len(sizes) // 2][1]
+    given = [family.given_sizes(one) for one in found]
+    patches = [family.patches(*steps[-1]) for steps in given]
+    resized = sum(len(steps) > 1 for steps in given)
+    distinct = len({one.identity for one in found})
+    per_step = sum(patches) / max(1, len(rows)) * (prepared.steps.rows_per_step or 1)
+    return [
+        Line("images", f"{len(found):,}, {distinct:,} distinct, in {len(rows):,} rows ({family.model_type})"),
+        Line("image sizes", f"{sizes[0][1]} to {sizes[-1][1]}, median {typical}; {resized:,} resized"),
+        Line("image tokens", f"{100 * tokens / whole:.3g}% of all, median {median(of_each):g} per image"),
+        Line("image patches", f"about {per_step:,.0f} per step"),
+    ]  # fmt: skip
+
+
+def _longest(row: Row) -> dict[str, Any]:
+    """The sequence of a row that its images are counted in."""
+    return {"input_ids": row.get("input_ids") or row.get("chosen_input_ids") or []}
+
+
+def image_in_words(image: ImageFile, number: int, family: Family | None) -> str:
+    """``[image 3: data/x.jpg 4032x3024 -> 756x560, 540 tokens]``"""
+    path = os.path.relpath(image.path)
+    path = image.path if path.startswith("..") else path
+    size = f"{image.width}x{image.height}"
+    if family is not None:
+        width, height = family.processed(*family.given_sizes(image)[-1])
+        size += f" -> {width}x{height}"
+    return f"[image {number}: {path} {size}, {image.end - image.begin:,} tokens]"

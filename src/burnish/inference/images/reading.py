@@ -1,0 +1,57 @@
+"""From the row of a prompt with images to a request.
+
+In:  a vision model, and its family. Out: ``ImageReader``, which prepares the images of a prompt. Images are
+     decoded when the request is made, in the thread that makes it; the tower runs in the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from burnish.data.batches.batching import collate_padded
+from burnish.data.images.family import Family
+from burnish.data.images.image_file import ImageFile, images_of
+from burnish.data.images.sources import Sight
+from burnish.loop.types import Row
+from burnish.models.images.collator import ImageCollator, ImageLayout
+from burnish.models.images.processor import ImageProcessor
+from burnish.models.images.prompts import PromptImages
+
+LOW_PIXELS = 512 * 512
+"""Pixels of an image that is asked for in low detail."""
+
+
+class ImageReader:
+    """Reads the images of prompts.
+
+    Args:
+        sight: how images are found, and the limits of their sizes.
+    """
+
+    def __init__(self, model: nn.Module, family: Family, sight: Sight) -> None:
+        self.family, self.sight = family, sight
+        config: Any = model.config
+        processor, pads = ImageProcessor.of(model, family.processor), partial(collate_padded, pad_id=0)
+        self._collator = ImageCollator(
+            pads, pads, ImageLayout.of(config), processor, images_of,
+            lambda image: processor.tensors(family.prepared(image)),
+        )  # fmt: skip
+
+    def image(self, url: str, place: str, detail: str = "auto") -> ImageFile:
+        """The image of a data URI. Raises BadImage."""
+        return self.sight.image(url, place, max_pixels=LOW_PIXELS if detail == "low" else None)
+
+    def num_tokens(self, image: ImageFile) -> int:
+        """Tokens that an image takes in a prompt."""
+        return len(self.family.of(image))
+
+    def of(self, row: Row) -> Mapping[str, Any]:
+        """The fields of a request that images fill; none where the row has none."""
+        if not row.get("images"):
+            return {}
+        found = PromptImages.of({"input_ids": row["input_ids"], "images": row["images"]}, self._collator)
+        return {"images": found, "content_hashes": found.content_hashes}

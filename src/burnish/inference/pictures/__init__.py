@@ -1,1 +1,0 @@
-"""Pictures in prompts: the family of the model, and what an engine is given of them."""
