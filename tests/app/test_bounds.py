@@ -326,7 +326,7 @@ def test_a_tokenized_path_within_a_file_does_not_speak_of_the_cache(
 
 
 @pytest.mark.slow
-def test_a_image_in_a_folder_with_chinese_letters_is_drawn_in_silence(user_folder: Path) -> None:
+def test_an_image_in_a_folder_with_chinese_letters_is_drawn_in_silence(user_folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "burnish", "train", "run.yaml", "output_dir=模型", "max_steps=2"],
         capture_output=True, text=True, check=False,

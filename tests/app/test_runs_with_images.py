@@ -154,7 +154,7 @@ def test_gguf_of_a_model_that_sees_is_refused(workplace, tmp_path, capsys):
     assert "mmproj" in capsys.readouterr().err
 
 
-def test_a_image_that_is_cut_off_is_named(workplace, tmp_path, capsys):
+def test_an_image_that_is_cut_off_is_named(workplace, tmp_path, capsys):
     data = tmp_path / "data"
     data.mkdir()
     record = golden()["records"]["one"]

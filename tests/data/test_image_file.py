@@ -73,7 +73,7 @@ def test_a_file_that_is_no_image_is_refused_by_what_it_begins_with(tmp_path, con
         read_header(tmp_path / "x.jpg")
 
 
-def test_a_image_with_too_many_pixels_is_refused_from_its_header(tmp_path):
+def test_an_image_with_too_many_pixels_is_refused_from_its_header(tmp_path):
     path = saved(tmp_path, Image.new("1", (10, 10)), "large.png")
     content = bytearray(path.read_bytes())
     content[16:24] = (30000).to_bytes(4, "big") + (20000).to_bytes(4, "big")
@@ -85,7 +85,7 @@ def test_a_image_with_too_many_pixels_is_refused_from_its_header(tmp_path):
         read_header(path)
 
 
-def test_a_image_that_is_cut_off_or_another_one_is_refused_when_it_is_decoded(tmp_path):
+def test_an_image_that_is_cut_off_or_another_one_is_refused_when_it_is_decoded(tmp_path):
     path = saved(tmp_path, drawn(300, 200), "p.jpg")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])

@@ -149,7 +149,7 @@ def test_placeholders_are_never_learned(folder):
             assert found.placeholder_id not in row["labels"]
 
 
-def test_a_image_is_never_cut(folder):
+def test_an_image_is_never_cut(folder):
     for case in GOLDEN["not_to_match"]:
         if "cutoff_len" in (case.get("options") or {}):
             row, found, stats = encoded(case, folder)
@@ -160,7 +160,7 @@ def test_a_image_is_never_cut(folder):
             assert row["input_ids"].count(found.placeholder_id) == whole
 
 
-def test_text_is_given_up_before_a_image(folder):
+def test_text_is_given_up_before_an_image(folder):
     case = {"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "large", "options": {}}
     row, _, _ = encoded(case, folder)
     (image,) = images_of(row)
@@ -214,14 +214,14 @@ def test_images_are_upright_and_on_white(folder):
     assert load(clear).getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_the_identity_of_a_image_changes_with_its_file_and_limits(folder):
+def test_the_identity_of_an_image_changes_with_its_file_and_limits(folder):
     one = read_header(folder / "p1_64x48.png")
     others = [read_header(folder / "p4_48x48.png"), replace(one, modified_ns=1), replace(one, max_pixels=9)]
     assert len({one.identity, *(other.identity for other in others)}) == 4
     assert ImageFile(**one.as_json()) == one
 
 
-def test_explain_describes_a_image_in_its_place(folder):
+def test_explain_describes_an_image_in_its_place(folder):
     row, found, _ = encoded({"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "two", "options": {}}, folder)
     pieces = pieces_of(row, found.tokenizer, found)
     described = [text for text, _, _ in pieces if text.startswith("[image")]

@@ -138,7 +138,7 @@ def test_a_model_that_mixes_rows_is_padded(models):
     assert keeps_images_apart(found.model, found.collator("padded"))
 
 
-def test_a_image_of_several_rows_goes_through_the_tower_once(models):
+def test_an_image_of_several_rows_goes_through_the_tower_once(models):
     found = models("qwen2_5_vl")
     row = rows_of(found, STEPS["qwen2_5_vl"]["rows"])[0]
     batch = found.collator("flat")([row, row])

@@ -48,7 +48,7 @@ def asked(*parts):
     return read(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": content}]})
 
 
-def test_a_prompt_with_a_image_has_the_ids_of_training(workplace, loaded):
+def test_a_prompt_with_an_image_has_the_ids_of_training(workplace, loaded):
     golden_row = next(r for r in golden()["llamafactory"] if (r["family"], r["record"]) == ("qwen2_5_vl", "one"))
     learned = next(at for at, label in enumerate(golden_row["labels"]) if label != -100)
     row = Prompter(loaded.template, loaded.images).row(asked({"url": uri(workplace)}, "What is it?"))
