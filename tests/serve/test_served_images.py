@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import struct
+import zlib
 
 import pytest
 
@@ -12,6 +14,7 @@ from burnish.run.plan.options import RunOptions
 from burnish.serve.api.body import read
 from burnish.serve.api.prompts import Prompter
 from burnish.serve.api.requests import ChatRequest
+from burnish.serve.api.served import ServedModel
 from burnish.serve.chat.backends import LocalBackend, Request
 from burnish.serve.chat.console import Console
 from burnish.serve.chat.session import ChatSession
@@ -74,6 +77,67 @@ def test_other_sources_of_images_are_refused(loaded, url, said):
     assert refused.value.status == 400
     assert said in refused.value.message
     assert "messages[0].content[0].image_url.url" in refused.value.message
+
+
+def messages_of(*messages):
+    content = [{"role": role, "content": [part_of(part) for part in parts]} for role, *parts in messages]
+    return read(ChatRequest, {"model": "m", "messages": content})
+
+
+def part_of(part):
+    return {"type": "image_url", "image_url": part} if isinstance(part, dict) else {"type": "text", "text": part}
+
+
+def test_neighboring_messages_of_one_role_keep_their_images_in_order(workplace, loaded):
+    images = [{"url": uri(workplace, name)} for name in ("p1_64x48.png", "p2_48x64.png", "p1_64x48.png")]
+    asks = messages_of(("user", "a", images[0]), ("user", images[1]), ("assistant", "b"), ("user", images[2], "c"))
+    row = Prompter(loaded.template, loaded.images).row(asks)
+    sizes = [(image["width"], image["height"]) for image in row["images"]]
+    assert sizes == [(64, 48), (48, 64), (64, 48)]
+
+
+def test_an_image_in_a_system_message_is_refused_and_not_left_out(workplace, loaded):
+    with pytest.raises(APIError, match="roles user and tool"):
+        Prompter(loaded.template, loaded.images).row(messages_of(("system", {"url": uri(workplace)}), ("user", "a")))
+
+
+def test_a_refusal_names_the_place_of_the_image_in_the_request(workplace, loaded):
+    bad = {"url": "data:image/png;base64,####"}
+    with pytest.raises(APIError) as refused:
+        Prompter(loaded.template, loaded.images).row(
+            messages_of(("system", "s"), ("user", "a", {"url": uri(workplace)}), ("user", "b", bad))
+        )
+    assert refused.value.param == "messages[2].content[1].image_url.url"
+
+
+def png_of(width, height):
+    """A PNG whose header has this size, and which is small: all of its pixels are alike, or missing."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+    body = b"".join(struct.pack(">I", len(c)) + k + c + struct.pack(">I", zlib.crc32(k + c)) for k, c in chunks)
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
+
+
+def test_decompression_bombs_are_refused_by_their_headers(loaded, monkeypatch):
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: pytest.fail("pixels were decoded"))
+    prompter = Prompter(loaded.template, loaded.images)
+    with pytest.raises(APIError, match="60000x60000 pixels; the most is 178,956,970"):
+        prompter.row(asked({"url": png_of(60000, 60000)}))
+    with pytest.raises(APIError, match="200,000,000 pixels in total"):
+        prompter.row(asked(*[{"url": png_of(10000, 10000)}] * 2))
+
+
+def test_an_image_whose_body_is_cut_off_is_refused(loaded):
+    with pytest.raises(APIError, match=r"cut off|damaged") as refused:
+        ServedModel(loaded, None, "m").chat_row(asked({"url": png_of(640, 480)}))
+    assert refused.value.status == 400
+
+
+def test_images_of_requests_are_not_kept_on_the_disk(workplace, loaded, tmp_path, monkeypatch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path))
+    _, fields = ServedModel(loaded, None, "m").chat_row(asked({"url": uri(workplace)}, "What?"))
+    assert fields["images"]
+    assert not list(tmp_path.rglob("*"))
 
 
 def test_a_text_model_refuses_images(workplace, loaded):

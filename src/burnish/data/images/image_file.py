@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from burnish.config.errors import MissingExtraError, UserError
 
@@ -48,6 +50,7 @@ class ImageFile:
         place: the name of the image in its record: ``images[1]``.
         is_animated: whether its file holds several frames or pages, of which the first is the image.
         begin, end: in a row, the tokens [begin, end) that stand for it, with the markers between them.
+        content: its bytes, where it is in memory only; ``path`` is a name for them then.
     """
 
     path: str
@@ -61,6 +64,7 @@ class ImageFile:
     is_animated: bool = False
     begin: int = 0
     end: int = 0
+    content: bytes = field(default=b"", repr=False)
 
     @property
     def identity(self) -> str:
@@ -75,7 +79,10 @@ class ImageFile:
 
     def as_json(self) -> dict[str, Any]:
         """What a row holds of an image; ``ImageFile(**...)`` reads it."""
-        return asdict(self)
+        found = asdict(self)
+        if not self.content:
+            del found["content"]
+        return found
 
 
 def images_of(row: Mapping[str, Any], prefix: str = "") -> list[ImageFile]:
@@ -97,13 +104,25 @@ def read_header(path: str | Path, **known: Any) -> ImageFile:
     path = os.path.abspath(path)
     status = os.stat(path)
     with _opened(path) as image:
-        width, height = image.size
-        if orientation(image) >= 5:
-            width, height = height, width
-        # The second image of an MPO, as phones write them, is a preview or another exposure.
-        is_animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
+        found = _header(image, path, known)
+    return replace(found, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+def in_memory(content: bytes, **known: Any) -> ImageFile:
+    """An image that is not kept as a file, by its header. Args: known: further fields. Raises: BadImage."""
+    name = f"memory:{sha256(content).hexdigest()}"
+    with _opened(BytesIO(content)) as image:
+        return _header(image, name, {**known, "num_bytes": len(content), "content": content})
+
+
+def _header(image: Image, path: str, known: Mapping[str, Any]) -> ImageFile:
+    width, height = image.size
+    if orientation(image) >= 5:
+        width, height = height, width
+    # The second image of an MPO, as phones write them, is a preview or another exposure.
+    is_animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     check_size(width, height)
-    return ImageFile(path, width, height, status.st_size, status.st_mtime_ns, is_animated=is_animated, **known)
+    return ImageFile(path, width, height, is_animated=is_animated, **known)
 
 
 def check_size(width: int, height: int) -> None:
@@ -125,6 +144,8 @@ def load(image: ImageFile) -> Image:
 
 def upright(image: ImageFile) -> Image:
     """Like ``load``, before gray, palettes and CMYK are converted to RGB."""
+    if image.content:
+        return _decoded(BytesIO(image.content), image, len(image.content))
     path = Path(image.path)
     if not path.is_file():
         raise UserError("the image is not there any more.", where=image.path, remedy="Put it back.")
@@ -132,13 +153,18 @@ def upright(image: ImageFile) -> Image:
     if image.num_bytes and size != image.num_bytes:
         what = f"the image is another file than when the rows were made ({size:,} bytes, was {image.num_bytes:,})."
         raise UserError(what, where=image.path, remedy="Put the old one back, or start anew.")
+    return _decoded(image.path, image, size)
+
+
+def _decoded(file: str | BytesIO, image: ImageFile, size: int) -> Image:
     try:
-        with _opened(image.path) as opened:
+        with _opened(file) as opened:
             turn = orientation(opened)
             opened.load()
             return _turned(_without_alpha(opened), turn)
     except (BadImage, OSError, SyntaxError, EOFError) as error:  # Pillow raises SyntaxError for a broken PNG
-        raise UserError(f"the image {cut_off(error, size)}", where=image.path, remedy="Replace the file.") from None
+        where = image.place if image.content else image.path
+        raise UserError(f"the image {cut_off(error, size)}", where=where, remedy="Replace the file.") from None
 
 
 def cut_off(error: BaseException, num_bytes: int) -> str:
@@ -161,8 +187,8 @@ def orientation(image: Image) -> int:
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
 
 
-def _opened(path: str) -> Image:
-    """A file as an image whose pixels are not decoded yet."""
+def _opened(path: str | BytesIO) -> Image:
+    """A file, or its content, as an image whose pixels are not decoded yet."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -184,21 +210,25 @@ def _opened(path: str) -> Image:
             raise BadImage(f"is not an image that can be read ({error}).") from None
 
 
-def _size_of_large(path: str) -> tuple[int, int]:
+def _size_of_large(path: str | BytesIO) -> tuple[int, int]:
     """The size in a header that ``Image.open`` refuses for it."""
     from PIL import Image
 
-    with open(path, "rb") as file:
+    with _bytes_of(path) as file:
         begin = file.read(16)
         for factory, accepts in Image.OPEN.values():
             if accepts is not None and accepts(begin) is True:
                 file.seek(0)
-                return factory(file, path).size
+                return factory(file, "").size
     return 0, 0
 
 
-def _no_image(path: str) -> str:
-    with open(path, "rb") as file:
+def _bytes_of(path: str | BytesIO) -> BinaryIO:
+    return open(path, "rb") if isinstance(path, str) else BytesIO(path.getvalue())
+
+
+def _no_image(path: str | BytesIO) -> str:
+    with _bytes_of(path) as file:
         begin = file.read(12)
     if not begin:
         return "is empty: a file of zero bytes."

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from burnish.data.images.image_file import BadImage, ImageFile, read_header
+from burnish.data.images.image_file import BadImage, ImageFile, in_memory, read_header
 from burnish.utils.files import cache_home
 
 _NO_BASE64 = re.compile(r"[^A-Za-z0-9+/=\s]")
@@ -71,6 +71,15 @@ class Sight:
             found = replace(found, modified_ns=0)
         return replace(found, min_pixels=min_pixels or self.min_pixels, max_pixels=max_pixels or self.max_pixels)
 
+    def sent(self, uri: str, place: str, max_pixels: int | None = None) -> ImageFile:
+        """The image in a data URI that came with a request; it is in memory only. Raises BadImage."""
+        try:
+            found = in_memory(_decoded(uri, place), place=place)
+        except BadImage as error:
+            said = str(error)
+            raise BadImage(said if said.startswith(place) else f"{place} {said}") from None
+        return replace(found, min_pixels=self.min_pixels, max_pixels=max_pixels or self.max_pixels)
+
     def _path(self, value: Any, place: str) -> tuple[str, str, bool]:
         """The file of an image, how an error shows it, and whether it is kept in the cache."""
         if isinstance(value, Mapping) and value.get("bytes") is not None:
@@ -118,7 +127,7 @@ def kept(content: bytes) -> str:
 
 def _decoded(uri: str, place: str) -> bytes:
     head, _, body = uri.partition(",")
-    if not head.endswith(";base64"):
+    if not head.startswith("data:") or not head.endswith(";base64"):
         raise BadImage(f'{place}: the data URI must begin "data:image/...;base64,". Received: "{_short(head)}".')
     if broken := _NO_BASE64.search(body):
         raise BadImage(f"{place}: the image's base64 is broken at letter {broken.start() + 1:,}.")

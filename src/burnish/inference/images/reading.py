@@ -43,7 +43,7 @@ class ImageReader:
 
     def image(self, url: str, place: str, detail: str = "auto") -> ImageFile:
         """The image of a data URI. Raises BadImage."""
-        return self.sight.image(url, place, max_pixels=LOW_PIXELS if detail == "low" else None)
+        return self.sight.sent(url, place, LOW_PIXELS if detail == "low" else None)
 
     def num_tokens(self, image: ImageFile) -> int:
         """Tokens that an image takes in a prompt."""

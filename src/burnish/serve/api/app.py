@@ -21,6 +21,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from burnish.serve.api.body import read
+from burnish.serve.api.image_access import ImageAccess
 from burnish.serve.api.metrics import ServerMetrics
 from burnish.serve.api.options import ApiOptions
 from burnish.serve.api.requests import (
@@ -75,6 +76,7 @@ class ServerState:
     versions: dict[str, str] = field(default_factory=dict)
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     prompts: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "burnish-prompts"))
+    opening: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "burnish-images"))
 
     def ready(self) -> CompletionService:
         """The service.
@@ -112,6 +114,7 @@ class Routes:
 
     def __init__(self, options: ApiOptions, state: ServerState) -> None:
         self.options, self.state = options, state
+        self.images = ImageAccess(options.allow_image_urls, options.media_root, options.max_image_bytes)
         self._said_ignored: set[str] = set()
         posts: Mapping[str, Callable[[Request], Awaitable[Any]]] = {
             "/v1/chat/completions": self.chat,
@@ -160,6 +163,8 @@ class Routes:
             message = f'"{asked.model}" is a reward model and cannot generate text. Use POST /v1/score/evaluation.'
             raise APIError(405, "model_cannot_generate", message, headers={"Allow": ""})
         if isinstance(asked, ChatRequest):
+            service.served.adapter_of(asked.model)
+            asked = await self._with_images(asked)
             prepared = await self._in_order(prepared_chat, service, asked)
         else:
             service.served.adapter_of(asked.model)
@@ -187,6 +192,12 @@ class Routes:
         except asyncio.CancelledError:
             self.state.ready()  # the server is ending: say so
             raise
+
+    async def _with_images(self, asked: ChatRequest) -> ChatRequest:
+        """The request with the images in it that it names by address or path."""
+        if not self.images.needs(asked):
+            return asked
+        return await asyncio.wrap_future(self.state.opening.submit(self.images.opened, asked))
 
     def _headers(self, ignored: tuple[str, ...]) -> dict[str, str]:
         if not ignored:
@@ -255,6 +266,7 @@ class Routes:
             }
             asked = self._read(ChatRequest, {**chat, "model": model, "continue_final_message": continues})
             service.refuse_long(asked.num_characters, "messages")
+            asked = await self._with_images(asked)
             ids = await self._in_order(service.served.chat_prompt, asked)
         pieces = [service.served.shown(token)[0] for token in ids]
         return Json({"tokens": ids, "count": len(ids), "max_model_len": service.served.context, "pieces": pieces})

@@ -233,7 +233,8 @@ async def drain(options: ApiOptions, state: ServerState) -> None:
     for answer in list(service.under_way):
         answer.fail(DRAINING)
     await _until(lambda: not service.under_way, _LAST_WORDS_S / 2)
-    state.prompts.shutdown(wait=False, cancel_futures=True)
+    for pool in (state.prompts, state.opening):
+        pool.shutdown(wait=False, cancel_futures=True)
     stop_rendering()
     closing: Awaitable[Any] = in_thread(service.served.engine.close)
     try:

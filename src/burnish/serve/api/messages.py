@@ -1,7 +1,7 @@
 """Messages and tools of a chat request, in OpenAI's form, as pydantic models.
 
-Refused, each with its place: parts that are neither text nor an image in a data URI (nothing is opened or fetched),
-arguments that are no JSON object, parameters of a tool that a template could not list.
+Refused, each with its place: parts that are neither text nor an image, arguments that are no JSON object, parameters
+of a tool that a template could not list.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validato
 from burnish.serve.api.body import TEXT_OR_OTHER, Body, problem, shown
 
 MOST_MESSAGES, MOST_TOOLS, MOST_CALLS, MOST_PARTS = 4096, 128, 128, 1024
-MOST_IMAGES, MOST_LETTERS = 64, 20_000_000 * 4 // 3 + 100
-"""Images in a request, and letters of a data URI: base64 writes three bytes as four letters."""
+MOST_IMAGES = 64
+"""Images in a request."""
 
 
 def _part_kind(kind: str) -> str:
@@ -25,21 +25,10 @@ def _part_kind(kind: str) -> str:
     return kind
 
 
-def _data_uri(url: str) -> str:
-    if url.lower().startswith(("http://", "https://")):
-        raise problem("unsupported_content", "is an address, and addresses are not fetched here. Send a data URI.")
-    if not url.startswith("data:"):
-        raise problem("unsupported_content", "must be a data URI (data:image/png;base64,...); files are not opened.")
-    if len(url) > MOST_LETTERS:
-        message = f"has {len(url):,} characters. The most is {MOST_LETTERS:,} (an image of 20 MB)."
-        raise problem("invalid_value", message)
-    return url
-
-
 class ImageUrl(Body):
     """An image, and in which detail it is read."""
 
-    url: Annotated[str, AfterValidator(_data_uri)]
+    url: str
     detail: Literal["auto", "low", "high"] = "auto"
 
 

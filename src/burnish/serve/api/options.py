@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +27,7 @@ ENVIRONMENT = {
 }
 _VERBOSE = {"0": "lines", "false": "lines", "1": "content", "true": "content"}
 LEAST_KEY = 8
+_HOST = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)*(:[0-9]{1,5})?")
 
 
 @dataclass
@@ -47,7 +49,18 @@ class ApiOptions:
     api_origins: list[str] = option([], "Allowed origins of browser requests (CORS), such as https://chat.example.org.")
     api_hosts: list[str] = option([], "Allowed host names besides localhost and api_host.")
     api_root_path: str = option("", "Path prefix under which a proxy serves the API, such as /llm.")
-    api_max_body: int = option(4 * 2**20, "Maximum size of a request body.", unit="bytes", ge=1024)
+    api_max_body: int = option(32 * 2**20, "Maximum size of a request body.", unit="bytes", ge=1024)
+    allow_image_urls: list[str] = option(
+        [],
+        "Host names from which images are fetched if a request contains their address, such as images.example.org. "
+        "Only public addresses are connected to, and redirects are not followed. Default: none.",
+    )
+    media_root: str | None = option(
+        None,
+        "Folder whose images a request may name by path or file:// address. Default: no files are opened.",
+        names_place=True,
+    )
+    max_image_bytes: int = option(20_000_000, "Maximum size of an image in a request.", unit="bytes", ge=1)
     api_max_waiting: int = option(64, "Maximum number of queued requests. Further requests get HTTP 429.", ge=0)
     api_max_choices: int = option(8, "Maximum number of choices per request (n).", ge=1, le=128)
     api_max_tokens: int = option(
@@ -110,11 +123,25 @@ def check_api(options: ApiOptions) -> list[Problem]:
                 remedy="Example: api_origins: [https://chat.example.org]",
             )
         )
+    problems += check_images(options)
     problems += [
         Problem(f'"api_origins" must be like https://chat.example.org. Received: "{origin}".')
         for origin in options.api_origins
         if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.rstrip("/").count("/") != 2)
     ]
+    return problems
+
+
+def check_images(options: ApiOptions) -> list[Problem]:
+    """Find what is wrong with the hosts and the folder of images."""
+    problems = [
+        Problem(f'"allow_image_urls" must list host names like images.example.org. Received: "{host}".')
+        for host in options.allow_image_urls
+        if not _HOST.fullmatch(host.lower())
+    ]
+    root = options.media_root
+    if root is not None and not os.path.isdir(os.path.expanduser(root)):
+        problems.append(Problem(f'"media_root" must be a folder. Received: "{root}".', option="media_root"))
     return problems
 
 

@@ -19,11 +19,12 @@ from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import load_template
 from burnish.data.chat.rows import Template
 from burnish.data.chat.table import TemplateSpec
-from burnish.data.images.image_file import BadImage
+from burnish.data.images.image_file import MOST_PIXELS, BadImage, ImageFile
 from burnish.data.stats import DataStats
 from burnish.inference.images.reading import ImageReader
 from burnish.loop.types import ContentPart, Example, Message, Row
-from burnish.serve.api.messages import MOST_IMAGES, ChatMessage, TextPart
+from burnish.serve.api.image_access import closed
+from burnish.serve.api.messages import MOST_IMAGES, ChatMessage, ImageUrl, TextPart
 from burnish.serve.api.requests import ChatRequest
 from burnish.serve.http.errors import APIError
 
@@ -100,49 +101,54 @@ class Prompter:
         system = None
         if messages and messages[0].role in ("system", "developer"):
             system, messages = messages[0].text, messages[1:]
+        images = self._images(request.messages)
         if self.template.spec is not None:
             messages = _joined(messages)
-        self._check_images(messages)
         words = self.template.spec.tool_call_words if self.template.spec else TemplateSpec.tool_call_words
         thoughts = self.template.spec.thought_words if self.template.spec else TemplateSpec.thought_words
         written = tuple(
-            replace(_message(message, words, thoughts), content=self._content(message, request.messages.index(message)))
+            replace(_message(message, words, thoughts), content=_content(message, images))
             if message.parts
             else _message(message, words, thoughts)
             for message in messages
         )
         return Example(written, system=system, tools=tools, source="the request", number=1)
 
-    def _check_images(self, messages: Sequence[ChatMessage]) -> None:
+    def _images(self, messages: Sequence[ChatMessage]) -> Mapping[int, ImageFile]:
+        """The image of each part, by the part's ``id``. Raises APIError where one cannot be read."""
         held = [message for message in messages if message.parts]
         if not held:
-            return
+            return {}
         if self.images is None:
             message = "The model reads text only: remove the image_url parts."
             raise APIError(400, "unsupported_content", message, param="messages")
         if any(message.role not in ("user", "tool") for message in held):
             message = "Images can be in messages of the roles user and tool only."
             raise APIError(400, "unsupported_content", message, param="messages")
-        number = sum(part.image_url is not None for message in held for part in message.parts)
-        if number > MOST_IMAGES:
-            message = f"The request has {number} images; the most is {MOST_IMAGES}."
+        places = [
+            (part, f"messages[{place}].content[{number}].image_url.url")
+            for place, message in enumerate(messages)
+            for number, part in enumerate(message.parts)
+            if part.image_url
+        ]
+        if len(places) > MOST_IMAGES:
+            message = f"The request has {len(places)} images; the most is {MOST_IMAGES}."
             raise APIError(400, "invalid_value", message, param="messages")
+        found = {id(part): self._image(part.image_url, param) for part, param in places if part.image_url}
+        pixels = sum(image.width * image.height for image in found.values())
+        if pixels > MOST_PIXELS:
+            message = f"The images of the request have {pixels:,} pixels in total; the most is {MOST_PIXELS:,}."
+            raise APIError(400, "invalid_value", message, param="messages")
+        return found
 
-    def _content(self, message: ChatMessage, place: int) -> tuple[ContentPart, ...]:
-        """The parts of a message with images. Raises APIError where one cannot be read."""
+    def _image(self, given: ImageUrl, param: str) -> ImageFile:
         assert self.images is not None
-        found = []
-        for number, part in enumerate(message.parts):
-            if part.image_url is None:
-                found.append(ContentPart("text", part.text or ""))
-                continue
-            param = f"messages[{place}].content[{number}].image_url.url"
-            try:
-                image = self.images.image(part.image_url.url, param, part.image_url.detail)
-            except BadImage as error:
-                raise APIError(400, "invalid_image", str(error), param=param) from None
-            found.append(ContentPart("image", image))
-        return tuple(found)
+        if not given.url.startswith("data:"):
+            raise closed(given.url, param)
+        try:
+            return self.images.image(given.url, param, given.detail)
+        except BadImage as error:
+            raise APIError(400, "invalid_image", str(error), param=param) from None
 
     def _begun(self, template: Template, text: str) -> list[int]:
         """The ids of an answer that is to be continued."""
@@ -232,6 +238,14 @@ def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         else:
             found.append(message)
     return found
+
+
+def _content(message: ChatMessage, images: Mapping[int, ImageFile]) -> tuple[ContentPart, ...]:
+    """The parts of a message with images."""
+    return tuple(
+        ContentPart("text", part.text or "") if part.image_url is None else ContentPart("image", images[id(part)])
+        for part in message.parts
+    )
 
 
 def _parts(message: ChatMessage) -> list[TextPart]:

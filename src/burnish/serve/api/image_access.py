@@ -1,0 +1,166 @@
+"""The images of a request that are not in the request itself: addresses and files, where the operator allows them.
+
+In:  a chat request. Out: the same request, with a data URI in the place of each address and file.
+Refused: addresses of hosts that ``allow_image_urls`` does not list, files outside of ``media_root``, what is too large.
+
+It runs before the prompt is made and in threads of its own, because a host may be slow and prompts are made one by one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from base64 import b64encode
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from burnish.serve.api.messages import ChatMessage, TextPart
+from burnish.serve.api.requests import ChatRequest
+from burnish.serve.http.errors import APIError
+from burnish.serve.http.fetching import NotFetchedError, fetched
+
+FETCH_TIMEOUT_S = 10.0
+CLOSED_ADDRESS = "is an address, and addresses are not fetched here. Send a data URI. (allow_image_urls opens hosts.)"
+CLOSED_FILE = (
+    "must be a data URI (data:image/png;base64,...); files are not opened. (media_root opens the files of a folder.)"
+)
+
+
+class ImageAccess:
+    """What a server opens for the images of requests.
+
+    Args:
+        hosts: from which addresses are fetched (``allow_image_urls``).
+        root: folder whose files are read (``media_root``); None for no files.
+        most_bytes: of one image.
+    """
+
+    def __init__(self, hosts: Collection[str] = (), root: str | None = None, most_bytes: int = 20_000_000) -> None:
+        self.hosts = frozenset(host.lower() for host in hosts)
+        self.root = None if root is None else Path(root).expanduser().resolve()
+        self.most_bytes = most_bytes
+
+    def needs(self, request: ChatRequest) -> bool:
+        """Return whether an image of the request is not in the request itself, or is to be refused."""
+        return any(self._is_elsewhere(part) for message in request.messages for part in message.parts)
+
+    def opened(self, request: ChatRequest) -> ChatRequest:
+        """The request with every image in it.
+
+        Raises:
+            APIError: 400, with the place of the image.
+        """
+        messages = [self._message(message, place) for place, message in enumerate(request.messages)]
+        return request.model_copy(update={"messages": messages})
+
+    def _message(self, message: ChatMessage, place: int) -> ChatMessage:
+        if not any(map(self._is_elsewhere, message.parts)):
+            return message
+        parts: Sequence[TextPart] = [
+            self._part(part, f"messages[{place}].content[{number}].image_url.url") if self._is_elsewhere(part) else part
+            for number, part in enumerate(message.parts)
+        ]
+        return message.model_copy(update={"content": list(parts)})
+
+    def _is_elsewhere(self, part: TextPart) -> bool:
+        if part.image_url is None:
+            return False
+        url = part.image_url.url
+        return not url.startswith("data:") or len(url) > letters_of(self.most_bytes)
+
+    def _part(self, part: TextPart, param: str) -> TextPart:
+        assert part.image_url is not None
+        content = self.content(part.image_url.url, param)
+        url = f"data:image/any;base64,{b64encode(content).decode()}"
+        return part.model_copy(update={"image_url": part.image_url.model_copy(update={"url": url})})
+
+    def content(self, url: str, param: str) -> bytes:
+        """The bytes behind an address or a path. Raises APIError: 400."""
+        if url.startswith("data:"):
+            raise _refusal(f"has {len(url):,} characters: an image may have {self.most_bytes:,} bytes.", param)
+        if _is_address(url):
+            if not self.hosts:
+                raise closed(url, param)
+            try:
+                return fetched(url, self.hosts, self.most_bytes, FETCH_TIMEOUT_S)
+            except NotFetchedError as error:
+                raise _refusal(str(error), param) from None
+        if self.root is None:
+            raise closed(url, param)
+        return read_below(self.root, _path_of(url, param), self.most_bytes, param)
+
+
+def closed(url: str, param: str) -> APIError:
+    """The refusal of an image that is not in the request, where nothing is opened."""
+    return _refusal(CLOSED_ADDRESS if _is_address(url) else CLOSED_FILE, param)
+
+
+def _is_address(url: str) -> bool:
+    return url.lower().startswith(("http://", "https://"))
+
+
+def letters_of(num_bytes: int) -> int:
+    """Letters of a data URI of so many bytes: base64 writes three bytes as four letters."""
+    return num_bytes * 4 // 3 + 100
+
+
+def _path_of(url: str, param: str) -> str:
+    """The path in a ``file://`` address, or a path as it is."""
+    if "://" not in url:
+        return url
+    try:
+        found = urlsplit(url)
+    except ValueError:
+        raise _refusal("is not a valid address.", param) from None
+    if found.scheme != "file" or found.netloc not in ("", "localhost"):
+        raise _refusal("must be a data URI, an http or https address, or a file of this machine.", param)
+    return unquote(found.path)
+
+
+def read_below(root: Path, path: str, most_bytes: int, param: str) -> bytes:
+    """The content of a regular file below ``root``, whatever links there are.
+
+    What lies outside and what is not there are refused in the same words, so that nobody learns which files exist. The
+    folders are opened one by one without following links, because a link could be put in place after the check.
+
+    Raises:
+        APIError: 400.
+    """
+    refusal = _refusal("is not a file below media_root.", param)
+    try:
+        real = Path(os.path.realpath(root / path, strict=True))
+        inner = real.relative_to(root)
+        handle = _opened_below(root, inner.parts)
+    except (OSError, ValueError):
+        raise refusal from None
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(handle)
+        raise refusal
+    with os.fdopen(handle, "rb") as file:
+        content = file.read(most_bytes + 1) if status.st_size <= most_bytes else None
+    if content is None or len(content) > most_bytes:
+        raise _refusal(f"is larger than {most_bytes:,} bytes.", param)
+    return content
+
+
+def _opened_below(root: Path, parts: Sequence[str]) -> int:
+    """A file descriptor of the file at ``parts`` below ``root``. Raises OSError, also for a link on the way."""
+    if not parts:
+        raise OSError(errno.EISDIR, "a folder")
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for name in parts[:-1]:
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        # Without O_NONBLOCK a pipe would be waited for.
+        return os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _refusal(said: str, param: str) -> APIError:
+    return APIError(400, "unsupported_content", f'"{param}" {said}', param=param)

@@ -1,0 +1,154 @@
+"""Fetches a file from one of the hosts that the operator has allowed.
+
+In:  an address, the allowed hosts, limits. Out: the bytes of the file.
+Refused: other schemes, hosts and ports; a name of which any address is not global (private networks, this machine, link
+local addresses such as those of cloud metadata, also as IPv6 addresses that contain one); redirects; files that are too
+large or take too long; encoded bodies, which could be small here and huge when decoded.
+
+A name is resolved once, and the connection is made to the address that was checked: with two look-ups the second could
+give another address. No proxy of the environment is used.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from socket import create_connection, getaddrinfo
+from urllib.parse import SplitResult, urlsplit
+
+PORTS = {"http": 80, "https": 443}
+_CHUNK = 1 << 16
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class NotFetchedError(ValueError):
+    """The text continues a sentence that begins with the name of the address."""
+
+
+def fetched(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float) -> bytes:
+    """The bytes behind an address.
+
+    Args:
+        hosts: those that are allowed, in lower case; with a port (``host:8080``) where it is not that of the scheme.
+        timeout_s: for everything: the look-up excepted, which the system limits.
+
+    Raises:
+        NotFetchedError: with the reason.
+    """
+    found = parsed(url, hosts)
+    host, port = found.hostname or "", found.port or PORTS[found.scheme]
+    address = global_address(host, port)
+    until = time.monotonic() + timeout_s
+    connection = _PinnedConnection(found.scheme, host, port, address, timeout_s)
+    clock = threading.Timer(timeout_s, connection.shut)
+    clock.start()
+    try:
+        path = found._replace(scheme="", netloc="", fragment="").geturl() or "/"
+        connection.request("GET", path, headers={"Accept-Encoding": "identity", "User-Agent": "burnish"})
+        return _body(connection.getresponse(), most_bytes)
+    except (OSError, HTTPException, ValueError) as error:
+        is_late = time.monotonic() >= until
+        if isinstance(error, NotFetchedError) and not is_late:
+            raise
+        reason = f"it took more than {timeout_s:g} s" if is_late else _reason(error)
+        raise NotFetchedError(f"could not be fetched: {reason}.") from None
+    finally:
+        clock.cancel()
+        connection.close()
+
+
+def parsed(url: str, hosts: Collection[str]) -> SplitResult:
+    """The parts of an address whose host and port are allowed. Raises NotFetchedError."""
+    try:
+        found = urlsplit(url)
+        host, port = (found.hostname or "").lower(), found.port
+    except ValueError:
+        raise NotFetchedError("is not a valid address.") from None
+    if found.scheme not in PORTS or not host:
+        raise NotFetchedError("is not a valid http or https address.")
+    if found.username is not None or found.password is not None:
+        raise NotFetchedError("must not contain a user name or a password.")
+    if any(letter <= " " or letter == "\x7f" for letter in url) or not url.isascii():
+        raise NotFetchedError("contains characters that must be percent-encoded.")
+    is_usual = port in (None, PORTS[found.scheme])
+    if (host if is_usual else f"{host}:{port}") not in hosts:
+        raise NotFetchedError("is on a host that allow_image_urls does not list.")
+    return found
+
+
+def global_address(host: str, port: int) -> Address:
+    """The first address of ``host``, if all of them are global. Raises NotFetchedError."""
+    try:
+        found = getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise NotFetchedError("has a host name that cannot be resolved.") from None
+    addresses = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in found]
+    if not addresses or not all(map(is_global, addresses)):
+        raise NotFetchedError("is on a host with an address that is not public.")
+    return addresses[0]
+
+
+def is_global(address: Address) -> bool:
+    """Return whether an address, and every IPv4 address that it contains, is one of the public internet."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if address in _NAT64:
+            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if not all(is_global(one) for one in inner if one is not None):
+            return False
+        if address.is_site_local:
+            return False
+    return address.is_global and not address.is_multicast
+
+
+class _PinnedConnection(HTTPConnection):
+    """A connection to an address that was checked, for a host of that name."""
+
+    def __init__(self, scheme: str, host: str, port: int, address: Address, timeout_s: float) -> None:
+        super().__init__(host, port, timeout=timeout_s)
+        self.scheme, self.address = scheme, address
+        self.connected: socket.socket | None = None  # ``sock`` is taken away once a response is being read
+
+    def connect(self) -> None:
+        found = create_connection((str(self.address), self.port), self.timeout)
+        if self.scheme == "https":
+            found = ssl.create_default_context().wrap_socket(found, server_hostname=self.host)
+        self.sock = self.connected = found
+
+    def shut(self) -> None:
+        """End what is under way in another thread."""
+        with suppress(OSError):
+            if self.connected is not None:
+                self.connected.shutdown(socket.SHUT_RDWR)
+
+
+def _body(response: HTTPResponse, most_bytes: int) -> bytes:
+    if 300 <= response.status < 400:
+        raise NotFetchedError(f"redirects (status {response.status}), and redirects are not followed.")
+    if response.status != 200:
+        raise NotFetchedError(f"could not be fetched: the host answered with status {response.status}.")
+    if response.getheader("Content-Encoding", "identity") != "identity":
+        raise NotFetchedError("could not be fetched: the host sends it compressed.")
+    found = bytearray()
+    while chunk := response.read1(_CHUNK):
+        found += chunk
+        if len(found) > most_bytes:
+            raise NotFetchedError(f"is larger than {most_bytes:,} bytes.")
+    if response.length:
+        raise NotFetchedError("could not be fetched: the connection ended too early.")
+    return bytes(found)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "the host does not answer"
+    if isinstance(error, ssl.SSLError):
+        return "its certificate or encryption was refused"
+    return "the connection failed"

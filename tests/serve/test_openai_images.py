@@ -1,0 +1,107 @@
+"""The openai client asks a model that sees: data URIs, files below media_root, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+if importlib.util.find_spec("openai") is None:
+    pytest.skip("the openai client is not installed", allow_module_level=True)
+
+import openai
+
+from burnish.inference.loading import engine_of, load_for_inference
+from burnish.run.plan.options import RunOptions
+from burnish.serve.api.app import ServerState, application
+from burnish.serve.api.completions import CompletionService
+from burnish.serve.api.options import ApiOptions
+from burnish.serve.api.responses import OutputQueue
+from burnish.serve.api.served import ServedModel
+from seeing import image_models
+from serve.client import post
+from serve.running import serve_app
+
+pytestmark = pytest.mark.run
+NAMES = ("p1_64x48.png", "p2_48x64.png")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seeing")
+    model, processor = image_models().build("qwen2_5_vl")
+    model.save_pretrained(folder / "model")
+    image_models().save_processor(processor, folder / "model")
+    image_models().write_images(folder / "media", NAMES)
+    loaded = load_for_inference(
+        RunOptions(model_name_or_path=str(folder / "model"), template="qwen2_vl", max_new_tokens=5)
+    )
+    loop, state = asyncio.new_event_loop(), ServerState()
+    outputs = OutputQueue(loop)
+    engine = engine_of(loaded, 8, outputs.deliver)
+    served = ServedModel(loaded, engine, "seeing")
+    state.service, state.models = CompletionService(served, outputs, 16, 60.0, set()), served.models()
+    state.phase = "ready"
+    port, end = serve_app(application(ApiOptions(media_root=str(folder / "media")), state, None), loop)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    yield SimpleNamespace(client=client, folder=folder, port=port)
+    end()
+    engine.close()
+
+
+def messages_about(url):
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+    return [{"role": "user", "content": parts}]
+
+
+def data_uri(real, name):
+    return f"data:image/png;base64,{base64.b64encode((real.folder / 'media' / name).read_bytes()).decode()}"
+
+
+def asked(real, url, **more):
+    return real.client.chat.completions.create(
+        model="seeing", messages=messages_about(url), temperature=0, max_tokens=4, logprobs=True, **more
+    )
+
+
+def chances(answer):
+    return [one.logprob for one in answer.choices[0].logprobs.content]
+
+
+def test_an_image_is_answered_as_data_uri_and_as_a_file_below_the_folder(real):
+    by_name = {name: chances(asked(real, data_uri(real, name))) for name in NAMES}
+    assert by_name[NAMES[0]] != pytest.approx(by_name[NAMES[1]], abs=1e-4)
+    for name in NAMES:
+        for url in (name, f"file://{real.folder}/media/{name}"):
+            assert chances(asked(real, url)) == pytest.approx(by_name[name], abs=1e-4)
+    assert asked(real, data_uri(real, NAMES[0])).usage.prompt_tokens > 4
+
+
+def test_a_stream_about_an_image_is_the_answer_in_pieces(real):
+    whole = asked(real, data_uri(real, NAMES[0])).choices[0].message.content
+    pieces = [chunk.choices[0].delta.content or "" for chunk in asked(real, data_uri(real, NAMES[0]), stream=True)]
+    assert "".join(pieces) == whole
+
+
+@pytest.mark.parametrize("url", ["https://example.com/a.png", "../model/config.json", "file:///etc/passwd", "no.png"])
+def test_what_is_not_opened_is_a_bad_request_with_its_place(real, url):
+    with pytest.raises(openai.BadRequestError) as refused:
+        asked(real, url)
+    assert refused.value.param == "messages[0].content[0].image_url.url"
+
+
+def test_a_file_that_is_not_an_image_is_a_bad_request(real):
+    (real.folder / "media" / "note.txt").write_text("hello")
+    with pytest.raises(openai.BadRequestError, match="is not an image"):
+        asked(real, "note.txt")
+
+
+def test_tokens_of_a_prompt_with_an_image_can_be_counted(real):
+    counts = [
+        post(real, "/tokenize", {"model": "seeing", "messages": messages_about(url)})[1]["count"]
+        for url in (NAMES[0], data_uri(real, NAMES[0]))
+    ]
+    assert counts[0] == counts[1] > 4
