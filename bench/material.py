@@ -21,7 +21,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, islice, product
-from math import exp
+from math import exp, log
 from pathlib import Path
 from random import Random
 from statistics import NormalDist
@@ -41,6 +41,7 @@ SIZES: dict[str, dict[str, int]] = {
               "num_attention_heads": 14, "num_key_value_heads": 2},
 }  # fmt: skip
 SIDES = ("output", "rejected")
+CONSTANT = 3.0  # the first direction of all embeddings where answers end at random: others deviate by 0.02
 HEAD = 64  # width of an attention head, in both
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma", "gpt2")
 
@@ -52,6 +53,7 @@ class Material:
     Args:
         layers: instead of the size's own number.
         longest, median: tokens of the longest row; words of a typical one.
+        ends: tokens of a typical answer of the model, which ends at random; None: none ends but by its limit.
         pairs: a file of LLaMA-Factory's ranking format (sharegpt), from which the conversations are taken.
     """
 
@@ -61,6 +63,7 @@ class Material:
     rows: int = 24
     longest: int = 1024
     median: int | None = None
+    ends: int | None = None
     pairs: Path | None = None
 
     @property
@@ -184,9 +187,26 @@ def make_model(asked: Material, folder: Path) -> int:
 
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(asked.family, **shape(asked)))
+    if asked.ends:
+        let_end(model, asked.ends)
     model.save_pretrained(folder)
     positions = sum(weight.numel() for name, weight in model.named_parameters() if name.endswith("wpe.weight"))
     return model.num_parameters() - positions
+
+
+def let_end(model: Any, tokens: int) -> None:
+    """Make the end token as likely as one in ``tokens`` after whatever text: one direction of the hidden states is the
+    same for all tokens, and the head of the end token reads it."""
+    import torch
+
+    weights, end = model.get_input_embeddings().weight, model.config.eos_token_id
+    with torch.no_grad():
+        weights[:, 0] = CONSTANT
+        ids = torch.randint(3, len(weights), (4, 64), generator=torch.Generator().manual_seed(SEED))
+        hidden = model(ids, output_hidden_states=True).hidden_states[-1][:, 1:].reshape(-1, weights.shape[1])
+        logits = hidden @ weights.T
+        wanted = logits.logsumexp(-1).mean() - log(tokens - 1)
+        weights[end, 0] += (wanted - logits[:, end].mean()) / hidden[:, 0].mean()
 
 
 def row(record: dict[str, str], tokenizer: Any) -> dict[str, list[int]]:
@@ -272,6 +292,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=24)
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest row, 32 to 4096")
     parser.add_argument("--pairs", type=Path, help="a ranking set of LLaMA-Factory, in place of made ones")
+    parser.add_argument("--ends", type=int, help="tokens of a typical answer of the model, which else never ends")
     parser.add_argument("--median", type=int, help="words of a typical row; a tenth of --longest if not given")
 
 

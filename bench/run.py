@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import report_beside
+import report_rollouts
 import report_training
 from answer_material import folder_in
 from document import where, write
@@ -53,6 +54,7 @@ from settings import (
     Setting,
     by_processes,
     preferences,
+    rewarded,
     starts_again,
     trainings,
     ways,
@@ -152,6 +154,15 @@ def other(asked: Asked) -> str:
     return report_training.other(found)
 
 
+def rollouts(asked: Asked) -> str:
+    found = []
+    for name, longest, ends in (("completions of 64 tokens", 64, None),
+                                ("completions that end at random, at most 128 tokens", 128, 70)):  # fmt: skip
+        material, settings = replace(asked.material, ends=ends), rewarded(longest)
+        found.append((name, asked.measured(settings, material), facts_of(made(material))))
+    return report_rollouts.rollouts(found, rewarded(0))
+
+
 def own_ways(asked: Asked) -> str:
     return report_training.ways(asked.measured(ways()), facts_of(made(asked.material)))
 
@@ -214,6 +225,7 @@ PARTS = {
     "batching": Part(beside(report_training.batching, BATCHING), FEWER),
     "scripts": Part(beside(report_training.scripts, SCRIPTS), SHORT),
     **{stage: Part(partial(preferred, stage), FEWER) for stage in PREFERENCES},
+    "rollouts": Part(rollouts, Material(longest=512), is_long=True),
     "start": Part(beside(report_beside.start, START)),
     "rows": Part(rows),
     "encoding": Part(beside(report_beside.encoding, ENCODING)),

@@ -180,6 +180,28 @@ def preferences(stage: str, method: str) -> tuple[Setting, ...]:
     )  # fmt: skip
 
 
+COMPLETIONS, GROUP = 32, 8
+"""Of a step from rewards, and of a prompt."""
+
+
+def rewarded(longest: int) -> tuple[Setting, ...]:
+    """GRPO on completions of at most ``longest`` tokens: TRL as it comes, and in other formats and micro-batches."""
+    data = {"stage": "grpo", "max_steps": 3, "learning_rate": 1e-6, "max_completion_length": longest,
+            "num_generations": GROUP, "gradient_accumulation_steps": COMPLETIONS // ROWS_PER_STEP}  # fmt: skip
+    lean, whole = {"gradient_checkpointing": False}, {"per_device_train_batch_size": COMPLETIONS}
+    whole["gradient_accumulation_steps"] = 1
+    ours = {**data, "reward_funcs": "[rewarded.even_share]", "log_completions": False}
+    return (
+        training(BASE, "trl", **data),
+        training("TRL, bf16, no checkpointing", "trl", **data, **lean),
+        training("TRL, bf16, no checkpointing, one micro-batch", "trl", **data | lean | whole),
+        training("TRL, bf16 weights, no checkpointing", "trl", **data, **lean, dtype="bfloat16"),
+        training("TRL, float32, no checkpointing", "trl", **data, **lean, bf16=False),
+        training(OURS, "burnish", bf16=True, **ours),
+        training("burnish, float32", "burnish", **ours),
+    )
+
+
 # Steps enough between two checkpoints that the first is on the disk when the second is due; their rows are short,
 # since a checkpoint does not depend on them.
 _SAVES = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import ways
-from gauge import Gauge, common, rows_counted
+from gauge import PREFERENCES, Gauge, common, rows_counted
 from material import facts_of, preference_sets
+from rewarded import REWARDED, RewardedGauge
 
 from burnish.kernels.probe import causal_lm, find_head
 from burnish.models.patches.attention import NAME as OWN_ATTENTION
@@ -50,6 +51,10 @@ class Stopwatch:
                 self.seconds += time.process_time() - begin
 
         return timed
+
+
+def gauge_of(stage: str) -> Gauge:
+    return RewardedGauge() if stage in REWARDED else Gauge(rows_counted(stage))
 
 
 def listen(gauge: Gauge, made: Any) -> None:
@@ -91,16 +96,19 @@ def run(material: Path, output: str, words: list[str]) -> None:
     without = [name for word in words if word.startswith("without=") for name in word.split("=")[1].split(",") if name]
     ways.take_out(without)
     options = [f"--{word}" for word in words if not word.startswith("without=")]
-    if any(word.startswith("--stage=") for word in options):
+    if any(word.startswith("--stage=") and word[8:] in PREFERENCES for word in options):
         del given["dataset"]
         given["dataset_dir"] = material
         preference_sets(material)
     file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *options])
     planned = plan(merge(file, flags, aliases()))
-    prepared, gauge, watch = prepare(planned), Gauge(rows_counted(planned.options.stage)), Stopwatch()
+    prepared, gauge, watch = prepare(planned), gauge_of(planned.options.stage), Stopwatch()
     made = build_loop(planned, prepared, create_engine(planned.options), None)
     listen(gauge, made)
-    made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
+    if isinstance(gauge, RewardedGauge):
+        made.objective.source.complete = gauge.around(made.objective.source.complete)
+    else:
+        made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
     for owner, name in (
         (made.objective, "loss"), (made.engine, "backward"), (made.engine, "clip"), (made.engine, "step"),
         (made.optimizer, "zero_grad"),

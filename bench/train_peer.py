@@ -21,6 +21,7 @@ from typing import Any
 
 from gauge import ANSWERS, PREFERENCES, Gauge, as_callback, common, rows_counted
 from material import facts_of, preference_sets
+from rewarded import REWARDED, trainer_of_trl
 
 
 def arguments(words: list[str]) -> dict[str, Any]:
@@ -118,6 +119,8 @@ def main(words: list[str]) -> None:
     model = load(material, given.pop("dtype", "float32"), stage)
     is_ours = given.get("made_by") == "burnish"
     make = {"trl": trl, "transformers": transformers}[library] if stage == "sft" else partial(preferences, stage)
+    if stage in REWARDED:
+        make = trainer_of_trl
     trainer, gauge = make(material, model, adapter, given)
     if is_ours and stage == "sft":
         gauge.watch(trainer)

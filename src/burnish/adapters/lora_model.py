@@ -223,6 +223,37 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def merged(model: nn.Module) -> Iterator[None]:
+    """Inside it, adapted layers compute with the sum of base and update, so that a token costs one product per layer.
+
+    The sums stand in tensors of their own, and the weights of the base come back as they were, to the bit. Without
+    effect where the sum would round the update away or is not defined: a base that is quantized or narrower than
+    float32, several adapters, a variant such as DoRA.
+    """
+    is_adapted = any(hasattr(module, "base_layer") for module in model.modules())
+    layers = [module for _, module in adapter_modules(model) if hasattr(module, "base_layer")] if is_adapted else []
+    kept = [layer.base_layer.weight.data for layer in layers] if all(map(_merges_exactly, layers)) else []
+    try:
+        for layer, weight in zip(layers, kept, strict=False):
+            (name,) = layer.active_adapters
+            layer.base_layer.weight.data = weight + layer.get_delta_weight(name)
+            layer.merged_adapters.append(name)
+        yield
+    finally:
+        for layer, weight in zip(layers, kept, strict=False):
+            layer.base_layer.weight.data = weight
+            layer.merged_adapters.clear()
+
+
+def _merges_exactly(layer: Any) -> bool:
+    if type(layer.base_layer) is not nn.Linear or layer.base_layer.weight.dtype not in (torch.float32, torch.float64):
+        return False
+    names = layer.active_adapters
+    is_plain = len(names) == 1 and names[0] in layer.lora_A and layer.lora_B[names[0]].bias is None
+    return is_plain and not (layer.merged or layer.disable_adapters or layer.lora_variant)
+
+
+@contextmanager
 def rows_through(model: nn.Module, adapters: Sequence[str]) -> Iterator[None]:
     """Each row of a batch through an adapter of its own; ``"__base__"`` for none.
 

@@ -14,6 +14,8 @@ import ctypes
 import os
 import platform
 
+import torch
+
 # From glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER, _LARGEST, _OF_ACTIVATIONS = -1, 2**31 - 1, 2**23
@@ -49,3 +51,10 @@ def keep_freed_memory(is_sharded: bool = False) -> bool:
     # returned.
     largest = _OF_ACTIVATIONS if is_sharded else _LARGEST
     return bool(set_option(_MMAP_THRESHOLD, largest)) and bool(set_option(_TRIM_THRESHOLD, _NEVER))
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of a device's memory, whatever is in use now."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -12,13 +12,16 @@ weights of its own) would be another class with ``complete`` and ``free``; it ha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import nn
 
 from burnish.config.errors import UserError
 from burnish.inference.types import GenerationRequest, NoiseKey, Sampling, StepOutput
+from burnish.report.console import note
 from burnish.utils.work import work
 
 if TYPE_CHECKING:  # these load transformers, for which a misspelled option does not wait
@@ -86,6 +89,10 @@ class CompletionSource(Protocol):
         ...
 
 
+class _OutOfMemoryError(Exception):
+    """A pass over the completions side by side did not fit into memory."""
+
+
 class SlotSource(CompletionSource):
     """The model that trains, answering over slots.
 
@@ -95,16 +102,32 @@ class SlotSource(CompletionSource):
             pass round otherwise with other neighbors.
         context: the longest prompt and completion together.
         exact: each completion alone in its passes, so that nothing depends on neighbors to the last bit.
+        merging: the context in which a trained adapter is part of the weights.
+
+    Out of memory, half as many completions are written side by side from then on, and the call begins again.
     """
 
-    def __init__(self, model: nn.Module, seats: int, context: int, precision: Precision, exact: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, seats: int, context: int, precision: Precision, exact: bool = False,
+        merging: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
         from burnish.inference.slots import SlotLimits
 
-        self.model, self.precision = model, precision
+        self.model, self.precision, self.merging = model, precision, merging
         self.limits = SlotLimits(seats, context, exact=exact, worth_waiting=_WORTH_WAITING)
         self.scheduler: Scheduler | None = None
 
     def complete(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
+    ) -> list[Completion]:
+        while True:
+            try:
+                with self.merging():
+                    return self._complete(prompts, keys, limits)
+            except _OutOfMemoryError:
+                self._halve_seats()
+
+    def _complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
         if self.scheduler is None:
@@ -126,6 +149,21 @@ class SlotSource(CompletionSource):
                 pass
         return [Completion(ids, at in ended) for at, ids in found.items()]
 
+    def _halve_seats(self) -> None:
+        if self.limits.slots == 1:
+            what = "There is not enough memory for a single completion."
+            raise UserError(what, remedy="Lower max_completion_length.", option="max_completion_length")
+        fewer = self.limits.slots // 2
+        note(
+            f"Out of memory with {self.limits.slots} completions side by side. The generation begins again with "
+            f"{fewer}. Set kept_seats: {fewer} when you resume this run: the number decides how sums are rounded."
+        )
+        assert self.scheduler is not None
+        self.scheduler.restart(fewer)
+        self.limits = self.scheduler.limits
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     def free(self) -> None:
         if self.scheduler is not None:
             self.scheduler.free()
@@ -135,9 +173,9 @@ def _sink(ids: list[int], on_stop: Callable[[], None], advance: Callable[[int], 
     def callback(made: StepOutput) -> None:
         ids.extend(made.ids)
         if made.reason in ("failed", "cancelled"):
-            is_memory = made.error is not None and made.error.code == "out_of_memory"
-            remedy = "Lower kept_seats or max_completion_length." if is_memory else ""
-            raise UserError(f"A completion failed: {made.error}", remedy=remedy, option="kept_seats")
+            if made.error is not None and made.error.code == "out_of_memory":
+                raise _OutOfMemoryError
+            raise UserError(f"A completion failed: {made.error}")
         if made.reason == "stop":
             on_stop()
         if made.reason is not None:

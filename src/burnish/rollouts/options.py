@@ -112,8 +112,8 @@ class RolloutOptions(RolloutLossOptions):
         False, "Leave completions that were cut at max_completion_length out of the loss."
     )
     kept_seats: int | None = option(
-        None, "Number of completions that are generated side by side. Default: as many as fit into memory, at most 64 "
-        "on a CPU and 256 on a GPU.", ge=1,
+        None, "Number of completions that are generated side by side. Default: those of a generation, at most 64 on a "
+        "CPU and 256 on a GPU, and as many as have their keys and values in a quarter of the memory.", ge=1,
     )  # fmt: skip
     log_completions: bool = option(True, "Print completions with their rewards, and write them to completions.jsonl.")
     num_completions_to_print: int | None = option(2, "Number of completions to print. None: all of a generation.", ge=0)

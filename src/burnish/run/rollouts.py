@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
+
+from burnish.adapters.lora_model import merged
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.data.rows.numbered import NumberedRows
 from burnish.loop.protocols import Engine
 from burnish.losses.base import StageObjective
 from burnish.models.load import context_length
+from burnish.parallel.memory import total_memory
 from burnish.rollouts.completions import SEATS_CPU, SEATS_GPU, SlotSource
 from burnish.rollouts.journal import CompletionsCallback, RolloutNotesCallback
 from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.rewards.functions import RewardFunction
 from burnish.rollouts.rewards.models import RewardServer, reward_model_of
+from burnish.run.plan.memory import DecoderShape
 from burnish.run.plan.options import RunOptions
 from burnish.run.prepare import Prepared
 
 _LONGEST = 1 << 20
+_SHARE = 0.25
+"""Of a device's memory, for keys and values in float32."""
 
 
 def begin_completions(objective: StageObjective, model: Any, engine: Engine, options: RunOptions) -> None:
@@ -27,10 +37,14 @@ def begin_completions(objective: StageObjective, model: Any, engine: Engine, opt
         return
     if options.reward_model is not None:
         objective.functions.append(reward_model_function(options, engine))
-    objective.source = SlotSource(
-        model, seats_of(objective, options, engine.device.type), context_length(model.config) or _LONGEST,
-        engine.precision, options.infer_exact,
-    )  # fmt: skip
+    context, longest = context_length(model.config) or _LONGEST, longest_of(options, model.config)
+    seats = seats_of(objective, engine.device, model.config, longest)
+    objective.source = SlotSource(model, seats, context, engine.precision, options.infer_exact, merging(model, engine))
+
+
+def merging(model: Any, engine: Engine) -> Callable[[], AbstractContextManager[None]]:
+    """The context in which a trained adapter is part of the weights; where ranks hold pieces, it is applied instead."""
+    return nullcontext if engine.splits_weights else partial(merged, model)
 
 
 def rollout_callbacks(objective: StageObjective, options: RunOptions) -> list[Any]:
@@ -42,10 +56,27 @@ def rollout_callbacks(objective: StageObjective, options: RunOptions) -> list[An
     return [*([seen] if options.log_completions else []), RolloutNotesCallback(options)]
 
 
-def seats_of(objective: RolloutObjective, options: RunOptions, device: str) -> int:
-    """Completions side by side: as the options say, else those of a generation up to a limit."""
-    of_a_generation = objective.rows_per_rank * options.num_generations
-    return options.kept_seats or min(SEATS_CPU if device == "cpu" else SEATS_GPU, of_a_generation)
+def longest_of(options: RunOptions, config: Any) -> int:
+    """Tokens of the longest prompt with its completion, as far as the options and the model tell."""
+    return min(context_length(config) or _LONGEST, options.cutoff_len + options.max_completion_length)
+
+
+def seats_of(objective: RolloutObjective, device: torch.device, config: Any, longest: int) -> int:
+    """Completions side by side: as the options say, else those of a generation up to a limit, as far as their keys and
+    values fit into a share of the device's memory. The share is of all memory, not of what is free: it decides how sums
+    round, so a resumed run needs the same number.
+
+    Args:
+        longest: tokens of prompt and completion together.
+    """
+    choices = objective.choices
+    if choices.kept_seats:
+        return choices.kept_seats
+    of_a_generation = objective.rows_per_rank * choices.num_generations
+    shape = DecoderShape.of(config.get_text_config())
+    num_bytes = 4 * 2 * shape.layers * shape.keys * longest
+    fitting = int(_SHARE * total_memory(device)) // max(num_bytes, 1)
+    return max(1, min(SEATS_CPU if device.type == "cpu" else SEATS_GPU, of_a_generation, fitting))
 
 
 def reward_model_function(options: RunOptions, engine: Engine) -> RewardFunction:

@@ -26,12 +26,13 @@ from burnish.losses.reference import Following, StartOfRun
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.load import context_length
 from burnish.parallel.single import set_seed
-from burnish.rollouts.completions import SEATS_CPU, SEATS_GPU, SlotSource
+from burnish.rollouts.completions import SlotSource
 from burnish.rollouts.journal import CompletionsCallback
 from burnish.rollouts.objective import LeaveOneOutObjective, RolloutObjective
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
 from burnish.rollouts.rewards.models import RewardModel, reward_model_of
+from burnish.run.rollouts import merging, seats_of
 from burnish.trainer.data.in_step import in_step
 from burnish.trainer.data.stream import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
@@ -260,10 +261,9 @@ class RolloutTrainer(TrlTrainer):
         objective.reference = reference_for(objective, choices, model, None, peft_config, engine)
         self._asked = replace(found, model=model)
         self.model_wrapped = self._made = objective.module(model)
-        seats = SEATS_CPU if engine.device.type == "cpu" else SEATS_GPU
-        seats = choices.kept_seats or min(seats, objective.rows_per_rank * choices.num_generations)
         context = context_length(model.config) or _LONGEST
-        objective.source = SlotSource(model, seats, context, engine.precision)
+        seats = seats_of(objective, engine.device, model.config, min(context, 4 * choices.max_completion_length))
+        objective.source = SlotSource(model, seats, context, engine.precision, merging=merging(model, engine))
         if self.tools or self.environments is not None:
             variables: Any = self.args.chat_template_kwargs
             form = ToolDialogue(self._tokenizer, schemas(self.tools), variables or {})

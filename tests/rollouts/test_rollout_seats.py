@@ -1,0 +1,115 @@
+"""Completions side by side: how many, what happens without memory for them, and adapters that are merged meanwhile."""
+
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from burnish.adapters.lora_model import merged
+from burnish.config.errors import UserError
+from burnish.inference.forward import OverSlots
+from burnish.inference.types import ROLLOUT, NoiseKey, Sampling
+from burnish.rollouts.completions import CompletionLimits, SlotSource
+from burnish.run import rollouts
+from small_run import make_model
+
+PROMPTS = [[3 + at // 2 % 7, 20, 30 + at // 2] for at in range(16)]
+KEYS = [NoiseKey(0, ROLLOUT, 1, at // 2, at % 2) for at in range(16)]
+LIMITS = CompletionLimits(10, frozenset({2}), Sampling(seed=0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("seats") / "model")
+
+
+def adapted(folder, dtype=torch.float32, **given):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    config = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **given)
+    model = get_peft_model(model, config).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.2)
+    return model
+
+
+def test_a_merged_adapter_gives_the_logits_of_an_applied_one_and_leaves_the_weights_as_they_were(folder):
+    model, ids = adapted(folder), torch.tensor([PROMPTS[0]])
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        plain, base = model(ids).logits, model.get_base_model()
+        with merged(base):
+            layer = base.model.layers[0].self_attn.q_proj
+            assert layer.merged
+            assert not torch.equal(
+                layer.base_layer.weight, before[next(n for n in before if "0.self_attn.q_proj.b" in n)]
+            )
+            torch.testing.assert_close(model(ids).logits, plain, atol=1e-5, rtol=1e-4)
+        assert torch.equal(model(ids).logits, plain)
+        with pytest.raises(KeyError), merged(base):
+            raise KeyError
+    assert not layer.merged
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("dtype", "given"), [(torch.bfloat16, {}), (torch.float32, {"use_dora": True})])
+def test_an_adapter_that_merging_would_round_away_or_that_is_no_sum_is_applied(folder, dtype, given):
+    model = adapted(folder, dtype, **given)
+    with merged(model):
+        assert not model.get_base_model().model.layers[0].self_attn.q_proj.merged
+
+
+def test_completions_of_a_merged_adapter_are_those_of_the_applied_one(folder):
+    model = adapted(folder)
+    made = [SlotSource(model, 8, 256, nullcontext, merging=each).complete(PROMPTS, KEYS, LIMITS)
+            for each in (nullcontext, partial(merged, model))]  # fmt: skip
+    assert made[0] == made[1]
+
+
+def test_out_of_memory_begins_again_with_half_as_many_seats(folder, monkeypatch, capsys):
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    whole = SlotSource(model, 4, 256, nullcontext).complete(PROMPTS, KEYS, LIMITS)
+    run, most = OverSlots.run, 4
+
+    def bounded(self, first, rows):
+        if len(rows) > most:
+            raise torch.OutOfMemoryError("not enough memory")
+        return run(self, first, rows)
+
+    monkeypatch.setattr(OverSlots, "run", bounded)
+    source = SlotSource(model, 16, 256, nullcontext)
+    assert source.complete(PROMPTS, KEYS, LIMITS) == whole
+    assert source.limits.slots == source.scheduler.limits.slots == 4
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Out of memory with 16 completions side by side" in said
+    assert "kept_seats: 4" in said
+
+
+def test_no_memory_for_a_single_completion_is_refused(folder, monkeypatch):
+    source = SlotSource(AutoModelForCausalLM.from_pretrained(folder).eval(), 2, 256, nullcontext)
+    source.complete(PROMPTS, KEYS, LIMITS)
+
+    def fails(self, first, rows):
+        raise torch.OutOfMemoryError("not enough memory")
+
+    source.free()
+    monkeypatch.setattr(OverSlots, "run", fails)
+    with pytest.raises(UserError, match="not enough memory for a single completion"):
+        source.complete(PROMPTS, KEYS, LIMITS)
+
+
+@pytest.mark.parametrize(("kept", "gigabytes", "seats"), [(None, 1000, 48), (None, 0.01, 4), (None, 0, 1), (7, 0, 7)])
+def test_seats_are_what_was_asked_for_or_those_of_a_generation_that_fit_into_memory(
+    folder, monkeypatch, kept, gigabytes, seats
+):
+    monkeypatch.setattr(rollouts, "total_memory", lambda device: int(gigabytes * 1e9))
+    config = AutoModelForCausalLM.from_pretrained(folder).config
+    config.update({"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 512})
+    objective = SimpleNamespace(choices=SimpleNamespace(kept_seats=kept, num_generations=8), rows_per_rank=6)
+    assert rollouts.seats_of(objective, torch.device("cpu"), config, 150) == seats
