@@ -72,10 +72,10 @@ def test_completions_of_a_merged_adapter_are_those_of_the_applied_one(folder):
     assert made[0] == made[1]
 
 
-def test_out_of_memory_begins_again_with_half_as_many_seats(folder, monkeypatch, capsys):
+def test_out_of_memory_begins_again_with_fewer_seats(folder, monkeypatch, capsys):
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    whole = SlotSource(model, 4, 256, nullcontext).complete(PROMPTS, KEYS, LIMITS)
-    run, most = OverSlots.run, 4
+    whole = SlotSource(model, 6, 256, nullcontext).complete(PROMPTS, KEYS, LIMITS)
+    run, most = OverSlots.run, 6
 
     def bounded(self, first, rows):
         if len(rows) > most:
@@ -85,10 +85,12 @@ def test_out_of_memory_begins_again_with_half_as_many_seats(folder, monkeypatch,
     monkeypatch.setattr(OverSlots, "run", bounded)
     source = SlotSource(model, 16, 256, nullcontext)
     assert source.complete(PROMPTS, KEYS, LIMITS) == whole
-    assert source.limits.slots == source.scheduler.limits.slots == 4
+    assert source.scheduler.facts().slots == 6
+    assert source.complete(PROMPTS, KEYS, LIMITS) == whole
     said = " ".join(capsys.readouterr().out.split())
     assert "Out of memory with 16 completions side by side" in said
-    assert "kept_seats: 4" in said
+    assert "begins again with 9. Set kept_seats: 9" in said
+    assert said.count("Out of memory") == 3
 
 
 def test_no_memory_for_a_single_completion_is_refused(folder, monkeypatch):

@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import count
 
 import torch
@@ -133,17 +132,6 @@ class Scheduler:
         self.forget()
         self.way.free()
         self._numbers, self._turn = count(1), 0
-
-    def restart(self, slots: int) -> None:
-        """Drop all requests, which hear no more of it, and their keys and values; go on with so many slots."""
-        self.limits = replace(self.limits, slots=slots)
-        self._answering = self._reading = 0
-        self._arrived.clear()
-        self._waiting.clear()
-        self._made, self._lacks_memory = [], False
-        self._slots = [Slot() for _ in range(slots)]
-        self.free()
-        self.way.resize(slots)
 
     def facts(self) -> EngineFacts:
         weights = {id(p): p.nbytes for p in self.model.parameters()}

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import nn
 
-from burnish.config.errors import UserError
+from burnish.config.errors import Problem, UserError
 from burnish.inference.types import GenerationRequest, NoiseKey, Sampling, StepOutput
 from burnish.report.console import note
 from burnish.utils.work import work
@@ -89,10 +89,6 @@ class CompletionSource(Protocol):
         ...
 
 
-class _OutOfMemoryError(Exception):
-    """A pass over the completions side by side did not fit into memory."""
-
-
 class SlotSource(CompletionSource):
     """The model that trains, answering over slots.
 
@@ -104,7 +100,7 @@ class SlotSource(CompletionSource):
         exact: each completion alone in its passes, so that nothing depends on neighbors to the last bit.
         merging: the context in which a trained adapter is part of the weights.
 
-    Out of memory, half as many completions are written side by side from then on, and the call begins again.
+    Out of memory, fewer completions are written side by side from then on, and the call begins again.
     """
 
     def __init__(
@@ -120,62 +116,68 @@ class SlotSource(CompletionSource):
     def complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
-        while True:
-            try:
-                with self.merging():
-                    return self._complete(prompts, keys, limits)
-            except _OutOfMemoryError:
-                self._halve_seats()
+        with self.merging():
+            while (found := self._completed(prompts, keys, limits)) is None:
+                pass
+        return found
 
-    def _complete(
+    def _completed(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
-    ) -> list[Completion]:
+    ) -> list[Completion] | None:
+        """The completions; None where memory ran out, after which the scheduler has fewer slots."""
         if self.scheduler is None:
             from burnish.inference.scheduler import Scheduler
 
             self.scheduler = Scheduler(self.model, self.limits, precision=self.precision)
         scheduler = self.scheduler
         scheduler.forget()
+        seats = scheduler.facts().slots
         found: dict[int, list[int]] = {at: [] for at in range(len(prompts))}
         ended: set[int] = set()
+        failed: list[Problem | None] = []
         with work("Generating", len(prompts), "completions") as advance:
             for at in _one_of_each_first(prompts):
                 request = GenerationRequest(
                     list(prompts[at]), limits.max_new_tokens, sampling=limits.sampling, stop_ids=limits.stop_ids,
                     noise=keys[at],
                 )  # fmt: skip
-                scheduler.submit(request, _sink(found[at], lambda at=at: ended.add(at), advance))  # type: ignore[misc]
+                on_stop = partial(ended.add, at)
+                scheduler.submit(request, _sink(found[at], on_stop, failed, advance))
             while scheduler.turn():
-                pass
+                if failed:
+                    scheduler.cancel_all()
+        if failed:
+            self._begin_again(seats, failed[0])
+            return None
         return [Completion(ids, at in ended) for at, ids in found.items()]
 
-    def _halve_seats(self) -> None:
-        if self.limits.slots == 1:
+    def _begin_again(self, seats: int, problem: Problem | None) -> None:
+        """Say that fewer completions fit into memory. Raises UserError where a completion failed otherwise."""
+        assert self.scheduler is not None
+        self.scheduler.free()
+        fewer = self.scheduler.facts().slots
+        if problem is None or problem.code != "out_of_memory":
+            raise UserError(f"A completion failed: {problem}")
+        if fewer == seats:
             what = "There is not enough memory for a single completion."
             raise UserError(what, remedy="Lower max_completion_length.", option="max_completion_length")
-        fewer = self.limits.slots // 2
         note(
-            f"Out of memory with {self.limits.slots} completions side by side. The generation begins again with "
-            f"{fewer}. Set kept_seats: {fewer} when you resume this run: the number decides how sums are rounded."
+            f"Out of memory with {seats} completions side by side. The generation begins again with {fewer}. Set "
+            f"kept_seats: {fewer} when you resume this run: the number decides how sums are rounded."
         )
-        assert self.scheduler is not None
-        self.scheduler.restart(fewer)
-        self.limits = self.scheduler.limits
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     def free(self) -> None:
         if self.scheduler is not None:
             self.scheduler.free()
 
 
-def _sink(ids: list[int], on_stop: Callable[[], None], advance: Callable[[int], None]) -> Callable[[StepOutput], None]:
+def _sink(
+    ids: list[int], on_stop: Callable[[], None], failed: list[Problem | None], advance: Callable[[int], None]
+) -> Callable[[StepOutput], None]:
     def callback(made: StepOutput) -> None:
         ids.extend(made.ids)
         if made.reason in ("failed", "cancelled"):
-            if made.error is not None and made.error.code == "out_of_memory":
-                raise _OutOfMemoryError
-            raise UserError(f"A completion failed: {made.error}")
+            failed.append(made.error)
         if made.reason == "stop":
             on_stop()
         if made.reason is not None:

@@ -66,6 +66,7 @@ class ObjectiveChoices(RolloutLossChoices, AdvantageChoices, GenerationChoices, 
     disable_dropout: bool
     generation_batch_size: int | None
     gradient_accumulation_steps: int
+    kept_seats: int | None
     missing_eos_penalty: float | None
     num_generations: int
     num_generations_eval: int | None
