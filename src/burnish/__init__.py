@@ -1,7 +1,7 @@
 """burnish fine-tunes transformer models.
 
-``import burnish`` loads nothing but this file; each public name is imported when it is first used, so that the
-command line answers at once and a script pays only for what it touches.
+``import burnish`` loads this file only. Each public name is imported on first use, so that the command line starts
+quickly and a script imports only what it uses.
 """
 
 import sys
@@ -12,7 +12,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Public name -> the module that holds it.
+# Public name -> the module that defines it.
 _PUBLIC: dict[str, str] = {
     "UserError": "burnish.config.errors",
     "IGNORE_INDEX": "burnish.loop.types",
@@ -57,13 +57,13 @@ def __getattr__(name: str) -> Any:
         if name in reexports.OWNER_OF:
             return reexports.reexported(name)
         if message := reexports.message_for(name):
-            # ``from burnish import name`` would replace the message of an AttributeError by its own.
+            # ``from burnish import name`` would replace an AttributeError's message with a generic one.
             raise ImportError(message) if _is_import(sys._getframe(1)) else AttributeError(message)
     raise AttributeError(f"module 'burnish' has no attribute {name!r}")
 
 
 def _is_import(frame: FrameType) -> bool:
-    """Return whether ``frame`` executes ``from burnish import name``; an attribute access otherwise."""
+    """Return whether ``frame`` is executing ``from burnish import name`` rather than an attribute access."""
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 

@@ -1,4 +1,4 @@
-"""``python -m burnish``: the same as the command ``burnish``."""
+"""``python -m burnish`` is the same as the command ``burnish``."""
 
 import sys
 

@@ -1,10 +1,14 @@
 """The command line: ``burnish <command> [run.yaml] [key=value ...] [--key value ...]``.
 
-In: the words after ``burnish``. Out: an exit status, 0 for done, 2 for something the user gave that is wrong (options,
-data, models, folders), 1 for what the machine did wrong, 3 where a run came to its end and could not save a checkpoint
-on the way, 124 where max_train_seconds ended it, 128 + signal where a signal did.
+Exit status:
+    0: success.
+    1: a failure of the machine.
+    2: an error in what the user passed (options, data, models, folders).
+    3: the run finished, but an intermediate checkpoint could not be saved.
+    124: ``max_train_seconds`` ended the run.
+    128 + signal: a signal ended the run.
 
-This file imports nothing heavy, so that ``burnish --help`` answers at once: each command imports what it needs.
+This file imports no heavy library, so that ``burnish --help`` starts quickly. Each command imports what it needs.
 """
 
 from __future__ import annotations
@@ -30,32 +34,32 @@ Arguments = list[str]
 
 
 def command(arguments: Sequence[str] | None = None) -> int:
-    """Run ``main`` in a process of its own."""
-    # Imports and encoding make a million objects and next to no cycles. With Python's default of 700 objects, the
-    # searches for cyclic garbage among them took 1.7 s of a start and a third of encoding 20,000 records.
+    """Entry point of the ``burnish`` process: run ``main``, then exit the interpreter quickly."""
+    # Imports and encoding create about a million objects and few reference cycles. With Python's default threshold of
+    # 700 objects, cyclic garbage collection took 1.7 s of start-up and a third of encoding 20,000 records.
     gc.set_threshold(100_000, 50, 100)
     status = main(arguments)
-    if (parallel := sys.modules.get("burnish.parallel.multi_process")) is not None:  # several processes have worked
+    if (parallel := sys.modules.get("burnish.parallel.multi_process")) is not None:  # a distributed run
         parallel.close_group()
-    gc.freeze()  # the interpreter's last searches would go through all that was imported
+    gc.freeze()  # otherwise the collections at interpreter exit traverse every imported module
     exit_quietly(status)
     return status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Every exception becomes a sentence and an exit status here, and nowhere else."""
-    # GNU OpenMP's threads spin while they wait for each other, and on a busy machine hinder each other: ten times
-    # slower was measured on two busy cores. The variable is read when torch is imported.
+    """Run one command and return its exit status. All exceptions are turned into messages here."""
+    # GNU OpenMP threads busy-wait for each other, which slows down a loaded machine: ten times slower was measured on
+    # two busy cores. The variable is read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "RANK" in os.environ:
-        # torch's C++ code warns of harmless things (a search for unused weights that found none, for example).
+        # torch's C++ code logs harmless warnings, for example that a search for unused parameters found none.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take_debug(words)
     try:
         with stopping_at_once():
             return _run(words)
-    except BaseException as error:  # the outermost frame: an error that is not explained here would be a traceback
+    except BaseException as error:  # the outermost frame: anything not explained here would print a traceback
         return _explain(error, words, debug)
 
 
@@ -76,7 +80,7 @@ def _run(words: Arguments) -> int:
 
 
 def _named(place: str) -> Any:
-    """Import what ``module:name`` names, ``module`` within burnish."""
+    """Import and return the object that ``module:name`` refers to, with ``module`` relative to burnish."""
     module, _, name = place.partition(":")
     return getattr(import_module(f"burnish.{module}"), name)
 
@@ -90,19 +94,19 @@ def _explain(error: BaseException, words: Arguments, debug: bool) -> int:
 
 
 def _output_dir(words: Arguments) -> str | None:
-    """The folder for the traceback of a failure, as far as it is known from arguments that may be wrong."""
+    """Return ``output_dir`` for writing a traceback, or None. The arguments may be invalid."""
     from burnish.run.plan.config_files import read_arguments
 
     try:
         file, flags = read_arguments(words[1:])
-    except (UserError, OSError, RecursionError, MemoryError):  # reading the arguments may be the failure itself
+    except (UserError, OSError, RecursionError, MemoryError):  # parsing the arguments may be the failure itself
         return None
     given = {**file, **flags}.get("output_dir")
     return str(given.value) if given is not None else None
 
 
 def _take_debug(words: Arguments) -> bool:
-    """Remove a bare ``--debug``, and return whether there was one. ``--debug value`` is an option like others."""
+    """Remove ``--debug`` without a value and return whether it was there. ``--debug value`` is an ordinary option."""
     for position, word in enumerate(words):
         following = words[position + 1 : position + 2]
         if word == "--debug" and (not following or following[0].startswith("--") or "=" in following[0]):
@@ -155,7 +159,7 @@ def _export(words: Arguments) -> int:
     from burnish.run.plan.plan import placing, provenance_of
     from burnish.serve.command_line import export_values
 
-    interruptible()  # on an interrupt, an incomplete model is removed
+    interruptible()  # an interrupted export removes its incomplete model
 
     given = export_values(words)
     with placing(provenance_of(given)):
@@ -164,7 +168,7 @@ def _export(words: Arguments) -> int:
 
 
 def _planner(words: Arguments) -> int:
-    """Answers the page's questions about runs that are not begun; started by it, and by nobody else."""
+    """Answer the web UI's questions about planned runs. The web UI starts this process."""
     from burnish.serve.page.planner_process import planner
 
     return planner()
@@ -198,7 +202,7 @@ def _refuse_words(command: str, words: Arguments) -> None:
 def _plan(words: Arguments) -> Plan:
     from burnish.run.plan.config_files import merge, read_arguments
 
-    file, flags = read_arguments(words)  # first, so that faults of the arguments are reported before torch is loaded
+    file, flags = read_arguments(words)  # first, so that argument errors are reported before torch is loaded
     from burnish.run.plan.checks import problems_in_files
     from burnish.run.plan.plan import aliases, plan
 
@@ -209,7 +213,7 @@ NEEDED_BY_EXPORT = (
     "model_name_or_path", "adapter_name_or_path", "template", "trust_remote_code", "infer_dtype", "hf_hub_token",
     "export_",
 )  # fmt: skip
-"""Options that ``burnish export`` reads, by the beginning of their names."""
+"""Options that ``burnish export`` reads: full names or prefixes."""
 _RUN = ("run.plan.options:RunOptions",)
 _WEB = ("serve.page.options:WebOptions",)
 _CHAT = ("models.generate:GenerationOptions", "inference.options:InferOptions")
@@ -220,11 +224,16 @@ _PREDICT = (
 
 @dataclass(frozen=True)
 class Command:
-    """One command. What it needs is imported when it runs: ``module:name`` stands for it until then.
+    """One command of the command line.
+
+    ``run`` and ``options`` may be strings of the form ``module:name``, which are imported when the command runs.
 
     Args:
-        run: takes the words after the command, and returns an exit status.
-        options: the groups that its help lists; beginnings: of the names of those that it reads.
+        usage: arguments, as shown in the help.
+        summary: one-line description.
+        run: function that takes the arguments after the command and returns an exit status.
+        options: option groups to list in the command's help.
+        beginnings: prefixes of the options that the command reads; only those are listed.
     """
 
     usage: str
@@ -323,13 +332,13 @@ def _help() -> str:
 
 
 def _purpose(command: str) -> str:
-    """The purpose of a command, and its usage."""
+    """Return the summary and the usage line of a command."""
     told = COMMANDS[command]
     return f"burnish {command}: {told.summary}\n\nusage: burnish {command} {told.usage}".rstrip()
 
 
 def _tell_of(command: str, words: Arguments) -> int:
-    """Print what a command does, and its options: all of them, or those that speak of the first word."""
+    """Print a command's help with all its options, or only the options that contain the first of ``words``."""
     print_result(_purpose(command))
     if groups := COMMANDS[command].options:
         from burnish.config.options import union

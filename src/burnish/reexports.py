@@ -1,7 +1,8 @@
-"""Names of other libraries that a training script imports beside the trainers.
+"""Re-exports of transformers, TRL and PEFT.
 
-A script that changes ``from transformers import ...`` or ``from trl import ...`` to ``from burnish import ...`` gets
-these from the library that owns them. In: a name. Out: the object, or the message for a name that exists nowhere.
+A script can replace ``from transformers import ...`` or ``from trl import ...`` with ``from burnish import ...``: names
+that burnish does not define come from the library that owns them. Names that no library has any more get an error
+message.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ ABSENT = {
         "template from a file, or from another tokenizer with its tokens."
     ),
 }  # fmt: skip
-"""Name that was removed from its library, or is not supported yet -> error message with ``{name}``."""
+"""Name that was removed from its library or is not supported yet -> error message, with the placeholder ``{name}``."""
 
 
 def reexported(name: str) -> Any:
-    """The object that ``OWNER_OF`` names.
+    """Return the object called ``name`` from the library that owns it.
 
     Raises:
-        ImportError: where its library is not installed.
+        ImportError: if that library is not installed.
     """
     library = OWNER_OF[name]
     try:
@@ -70,5 +71,5 @@ def reexported(name: str) -> Any:
 
 
 def message_for(name: str) -> str:
-    """The message for a name that scripts import and that is not available; "" for any other name."""
+    """Return the error message for an unavailable name that scripts commonly import, or "" for any other name."""
     return ABSENT.get(name, "").replace("{name}", name)

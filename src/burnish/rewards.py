@@ -1,4 +1,4 @@
-"""The built-in reward functions, with TRL's names and results: ``from burnish.rewards import accuracy_reward``."""
+"""Built-in reward functions with TRL's names and results: ``from burnish.rewards import accuracy_reward``."""
 
 from burnish.rollouts.rewards.builtin import (
     CosineScaledReward as get_cosine_scaled_reward,

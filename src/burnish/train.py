@@ -1,4 +1,4 @@
-"""``python -m burnish.train --stage sft ...``: the same as ``burnish train``, for torchrun and for older scripts."""
+"""``python -m burnish.train --stage sft ...`` is the same as ``burnish train``, for torchrun and for older scripts."""
 
 import sys
 

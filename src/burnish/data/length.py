@@ -1,6 +1,6 @@
-"""Length of a record in characters, and the bound on it: a record without end would take time and memory without end.
+"""Length of a record in characters, and its upper bound: an endless record would take unbounded time and memory.
 
-In: an example, or the columns of a script's row. Refused, by place: more than ``core.bounds.LONGEST_RECORD``.
+Records of more than ``config.bounds.LONGEST_RECORD`` characters are refused, with the place of the record.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ REMEDY = "Split it into several records, for example by chapters or paragraphs."
 
 
 def num_characters(example: Example) -> int:
-    """The characters of all its texts."""
+    """Return the total number of characters in the texts of an example."""
     turns = (part for part in (example.messages, example.chosen, example.rejected, example.other) if part)
     contents = map(texts_in, turns)
     return _num_in([example.text, example.prompt, example.completion, example.system, example.tools, *contents])
 
 
 def texts_in(part: str | Iterable[Message]) -> list[str]:
-    """A text, or the texts of messages: those of their parts that are text."""
+    """Return a list with the text, or the texts of the text parts of messages."""
     if isinstance(part, str):
         return [part]
     return [piece.value for message in part for piece in message.parts if piece.kind == "text"]
@@ -37,7 +37,7 @@ def refuse_endless(examples: Iterable[Example]) -> None:
 
 
 def endless(columns: Iterable[Any]) -> str:
-    """The sentence on a script's row whose texts are too long together, and its remedy; "" where they are not."""
+    """Return the error message for a script's row whose texts are too long in total, or ""."""
     size = _num_in(columns)
     return f"{_too_long(size)} {REMEDY}" if size > LONGEST_RECORD else ""
 

@@ -1,6 +1,6 @@
-"""Options of the data, and the checks of them that need no file.
+"""Options of the datasets, and the checks of these options that need no file.
 
-Names and defaults are LLaMA-Factory's, where it has the option.
+Names and defaults are those of LLaMA-Factory where it has the option.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DataOptions:
 
 @check
 def check_data(options: DataOptions) -> list[Problem]:
-    """Find what is wrong with the options without reading a file."""
+    """Return the problems with the data options. Reads no file."""
     problems = []
     if not (options.dataset or options.eval_dataset or options.tokenized_path):
         problems.append(

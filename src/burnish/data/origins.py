@@ -1,8 +1,4 @@
-"""The records behind the rows of a step: ``data.json, record 17``, for sentences about a step that went wrong.
-
-In: the examples of a training set, which need not be kept, and its rows before packing. Out: a function from the items
-of a step (rows or packs, by their index) to the places of their records.
-"""
+"""Map the rows of a step back to their records (``data.json, record 17``), for warnings about a bad step."""
 
 from __future__ import annotations
 
@@ -15,11 +11,12 @@ from burnish.loop.types import Row
 
 
 class Origins:
-    """Places of records, by the index of a row or a pack.
+    """Return the places of the records in a step, given the indices of its rows or packs.
 
     Args:
-        rows: before they were packed.
-        pack: rows -> packs; None where rows are not packed.
+        examples: examples of the training set, which need not be in memory.
+        rows: rows before packing.
+        pack: function rows -> packs, or None if rows are not packed.
     """
 
     def __init__(self, examples: Examples, rows: RowSet[Any], pack: Callable[[Any], Sequence[Row]] | None) -> None:
@@ -27,12 +24,12 @@ class Origins:
         self.rows, self.pack = rows, pack
 
     def __call__(self, items: Sequence[int]) -> list[str]:
-        """The places of the records in ``items``, each once."""
+        """Return the places of the records in ``items`` (row or pack indices), without duplicates."""
         rows = items if self.pack is None else [row for item in items for row in self._rows_of(item)]
         return list(dict.fromkeys(self.place(self.rows.origin(row)) for row in rows))
 
     def _rows_of(self, item: int) -> list[int]:
-        """The rows of a pack: rows of the same lengths whose tokens are their own indices are packed again."""
+        """Return the rows of a pack, found by packing rows of the same lengths whose tokens are their row numbers."""
         assert self.pack is not None
         tagged = [{"input_ids": [n] * len(ids), "labels": [n] * len(ids)} for n, ids in enumerate(self._ids())]
         return list(dict.fromkeys(self.pack(tagged)[item]["input_ids"]))
@@ -42,6 +39,6 @@ class Origins:
 
 
 def origins_in_words(places: Sequence[str], most: int = 8) -> str:
-    """``data.json, record 3; data.json, record 9 and 4 more``."""
+    """Format places: ``data.json, record 3; data.json, record 9 and 4 more``."""
     more = f" and {len(places) - most:,} more" if len(places) > most else ""
     return "; ".join(places[:most]) + more

@@ -1,7 +1,7 @@
-"""DataStats of records that were dropped, cut or changed on their way to rows: by reason, with record numbers.
+"""Statistics of records that were dropped, truncated or changed during encoding, with reasons and record numbers.
 
-Nothing is dropped, cut or left without a label silently. Code that does such a thing adds it here; ``explain``, the log
-and the model card read it.
+No record is dropped, truncated or left without labels silently: the code that does it adds a reason here. ``explain``,
+the log and the model card print the statistics.
 """
 
 from __future__ import annotations
@@ -14,32 +14,36 @@ from typing import Any
 from burnish.loop.types import Example
 
 TRUNCATED = "truncated"
-"""Kind of the reasons of examples that lost content: the first word of a reason."""
+"""First word of the reasons of examples that lost content."""
 SHOWN = 5
-"""Number of record numbers named per reason; the others are counted."""
+"""Maximum number of record numbers printed per reason."""
 
 
 @dataclass
 class DataStats:
-    """Reason -> the records that it applies to, in the order in which they were read."""
+    """Reason -> the records it applies to, in reading order."""
 
     records: dict[str, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     seen: int = 0
 
     def add(self, reason: str, example: Example) -> None:
-        """Count a record. Args: reason: a participle phrase: "dropped: the assistant turn is empty"."""
+        """Count a record.
+
+        Args:
+            reason: a participle phrase, for example "dropped: the assistant turn is empty".
+        """
         self.records[reason].append((example.source, example.number))
 
     @property
     def has_truncated(self) -> bool:
-        """Whether a longer ``cutoff_len`` would keep more of the examples."""
+        """Whether a larger ``cutoff_len`` would keep more of the examples."""
         return any(kind_of(reason) == TRUNCATED or "cutoff_len" in reason for reason in self.records)
 
     def count(self, reason: str) -> int:
         return len(self.records.get(reason, ()))
 
     def dropped(self, examples: Sequence[Example]) -> list[str]:
-        """The reasons why all of ``examples`` were dropped; empty where one of them is used."""
+        """Return the reasons why ``examples`` were dropped, or an empty list if at least one of them is used."""
         reasons = [reason for reason in self.records if kind_of(reason) == "dropped"]
         places = {(example.source, example.number) for example in examples[: sum(map(self.count, reasons)) + 1]}
         found = [reason for reason in reasons if not places.isdisjoint(self.records[reason])]
@@ -49,7 +53,7 @@ class DataStats:
         return ((reason, len(found)) for reason, found in sorted(self.records.items()))
 
     def sentences(self) -> list[str]:
-        """A line per reason: ``dropped: the assistant turn is empty: 2 of 1000 examples (train.json: 17, 204)``."""
+        """Return a line per reason: ``dropped: all responses are empty: 2 of 1000 examples (train.json: 17, 204)``."""
         return [f"{reason}: {count} of {self.seen} examples ({self._places(reason)})" for reason, count in self]
 
     def _places(self, reason: str) -> str:
@@ -76,5 +80,5 @@ class DataStats:
 
 
 def kind_of(reason: str) -> str:
-    """The kind of a reason, its first word: ``dropped``, ``truncated`` or ``kept``."""
+    """Return the first word of a reason: ``dropped``, ``truncated`` or ``kept``."""
     return reason.split(maxsplit=1)[0].rstrip(":,")

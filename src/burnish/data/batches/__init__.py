@@ -1,3 +1,4 @@
-"""Rows -> the groups of an epoch. In: rows and the division of a step. Out: micro-batches, padding-free, padded or
-packed, in an order that depends on (seed, epoch) alone. Begin with ``stream.py``, then ``batching.py``.
+"""Batches: rows -> micro-batches (padding-free, padded or packed), in an order that depends on (seed, epoch) only.
+
+Begin with ``stream.py``, then ``batching.py``.
 """

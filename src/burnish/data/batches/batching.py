@@ -1,16 +1,15 @@
-"""Rows -> micro-batches: padding-free, padded, or packed.
+"""Collate rows into micro-batches (padding-free or padded), and pack rows.
 
-In: rows (``input_ids`` and ``labels`` as plain lists; a pack gives the lengths of its rows in ``seq_lengths``). Out: a
-``Batch`` of tensors on the CPU, and for packing, the rows that share a pack.
+A row has ``input_ids`` and ``labels`` as lists; a pack also has the lengths of its rows in ``seq_lengths``. A ``Batch``
+holds tensors on the CPU.
 
-In a padding-free batch the sequences of a micro-batch are concatenated to one row: the linear layers see real tokens
-only, and ``cu_seq_lens_q`` tells the attention where each sequence begins. Padding is for models that cannot keep the
-sequences of a row apart. In a pack, however it was made, a document never attends to another one; where the model
-cannot run padding-free, packs are split into their rows again. (LLaMA-Factory's plain ``packing`` lets documents attend
-to each other; that is not copied.)
+A padding-free batch concatenates the sequences of a micro-batch into one row. Linear layers then process no padding,
+and ``cu_seq_lens_q`` tells attention where each sequence begins. Padding is used for models that cannot separate the
+sequences of a row. In a pack, a document never attends to another one; for models that cannot run padding-free, packs
+are split into their rows again. (LLaMA-Factory's plain ``packing`` allows attention between documents.)
 """
 
-# R rows in a micro-batch, S sequences in it (in packs there are more than rows), T tokens
+# R rows of a micro-batch, S sequences in it (S > R with packs), T tokens
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ def check_batching(options: BatchingOptions) -> list[Problem]:
 
 
 class PackingChoices(Protocol):
-    """The options that say how rows are packed."""
+    """Options that control packing."""
 
     packing: bool | None
     packing_strategy: str | None
@@ -95,7 +94,7 @@ class PackingChoices(Protocol):
 
 
 def packs_rows(options: PackingChoices, default: str | None, is_eval: bool = False) -> bool:
-    """Return whether rows are packed. Args: default: the strategy of the objective (``default_packing``), or None."""
+    """Return whether rows are packed. ``default`` is the objective's strategy (``default_packing``), or None."""
     if is_eval and options.eval_packing is not None:
         return bool(options.eval_packing)
     if options.packing is None:
@@ -104,7 +103,7 @@ def packs_rows(options: PackingChoices, default: str | None, is_eval: bool = Fal
 
 
 def splits_rows(options: PackingChoices, default: str | None, is_eval: bool = False) -> bool:
-    """Return whether packing takes rows of any length and splits them itself, so that rows need not be truncated."""
+    """Return whether the packing strategy splits long rows itself, so that rows need no truncation."""
     return packs_rows(options, default, is_eval) and strategy_of(options, default) != "bfd"
 
 
@@ -118,14 +117,15 @@ def strategy_of(options: PackingChoices, default: str | None) -> str:
 def collator(
     options: BatchingOptions, pad_id: int, is_padding_free: bool, shares_prefixes: bool = False
 ) -> Callable[[Sequence[Row]], Batch]:
-    """The function that makes a micro-batch of rows.
+    """Return the function that collates rows into a micro-batch.
 
     Args:
-        pad_id: the token that fills up rows, where they are padded.
-        is_padding_free: make padding-free batches: ``padding_free`` or packing asks for it, and the model keeps the
-            sequences of a row apart (``models.attention.make_padding_free``).
-        shares_prefixes: padding-free rows may share prefixes (``ops.probe.shares_prefixes``), and end at the last token
-            that a loss depends on.
+        options: batching options.
+        pad_id: padding token id.
+        is_padding_free: make padding-free batches. Requires ``padding_free`` or packing, and a model that separates
+            the sequences of a row (``models.attention.make_padding_free``).
+        shares_prefixes: compute common prefixes of padding-free rows once, and drop tokens after the last one that
+            affects the loss (``ops.probe.shares_prefixes``).
     """
     if is_padding_free:
         return collate_prefix_sharing if shares_prefixes else collate_padding_free
@@ -140,12 +140,14 @@ def collator(
 def collate_padding_free(rows: Sequence[Row]) -> Batch:
     """Concatenate all sequences to one row, without padding.
 
+    Args:
+        rows: R rows or packs, S sequences in total.
     Returns:
         input_ids, labels: (1, T); the first label of each sequence is ``IGNORE_INDEX``, since nothing predicts it.
-        position_ids: (1, T), from 0 in each sequence.
-        cu_seq_lens_q, cu_seq_lens_k: (S + 1,) int32, where each sequence begins, and T.
+        position_ids: (1, T), starting from 0 in each sequence.
+        cu_seq_lens_q, cu_seq_lens_k: (S + 1,) int32, start of each sequence, and T.
         max_length_q, max_length_k: int, tokens of the longest sequence.
-        loss_weights: (1, T) float32, sequence: (1, T), only where a row has them.
+        loss_weights: (1, T) float32, and sequence: (1, T), only if a row has them.
     """
     lengths = [length for row in rows for length in lengths_of(row)]
     begins = list(accumulate(lengths, initial=0))
@@ -168,18 +170,18 @@ def collate_padding_free(rows: Sequence[Row]) -> Batch:
 
 
 def collate_prefix_sharing(rows: Sequence[Row]) -> Batch:
-    """Like ``collate_padding_free``, with only the tokens that have to be computed (``prefix_sharing.py``).
+    """Like ``collate_padding_free``, but with the tokens that affect the loss only (``prefix_sharing.py``).
 
-    The last token of a row predicts a token that is left out. The label of that one takes the place of the first label
-    of the next sequence, which in a padding-free batch is not used; after the last row, the token itself is kept.
+    The last token of a row predicts a token that is dropped. The label of that token is stored in the first label of
+    the next sequence, which a padding-free batch does not use. After the last row, the token itself is kept.
 
     Returns:
-        The same, with S the number of segments, and besides:
-        position_ids: (1, T), of each token in its own sequence.
-        key_runs: the tokens that each segment attends to, as (begin, length) of runs of tokens, segment after segment.
-        cu_seq_lens_k: (S + 1,) int32, where these begin; max_length_k: int, the most that one segment has.
+        The same as ``collate_padding_free``, with S the number of segments, and in addition:
+        position_ids: (1, T), position of each token in its own sequence.
+        key_runs: tokens that each segment attends to, as runs (begin, length), segment by segment.
+        cu_seq_lens_k: (S + 1,) int32, start of each segment's keys; max_length_k: int, the largest number of keys.
         num_tokens: int, tokens of the rows.
-        Where no segment continues another, keys are the segments' own, as in ``collate_padding_free``.
+        If no segment continues another, the keys are the segment's own, as in ``collate_padding_free``.
     """
     sequences = [sequence for row in rows for sequence in sequences_of(row)]
     found = segments(sequences)
@@ -210,12 +212,12 @@ def collate_prefix_sharing(rows: Sequence[Row]) -> Batch:
 def collate_padded(
     rows: Sequence[Row], pad_id: int, pad_to_multiple_of: int | None = None, learns_padding: bool = False
 ) -> Batch:
-    """Make one row per sequence, padded on the right. Packs are split into their sequences.
+    """Collate one padded row per sequence (right padding). Packs are split into their sequences.
 
     Returns:
-        input_ids, labels: (S, T); labels of padding are ``IGNORE_INDEX``, or ``pad_id`` under ``learns_padding``.
-        attention_mask: (S, T) 1 for a token, 0 for padding.
-        loss_weights: (S, T) float32, sequence: (S, T), only where a row has them.
+        input_ids, labels: (S, T); labels of padding are ``IGNORE_INDEX``, or ``pad_id`` with ``learns_padding``.
+        attention_mask: (S, T), 1 for a token, 0 for padding.
+        loss_weights: (S, T) float32, and sequence: (S, T), only if a row has them.
     """
     sequences = [sequence for row in rows for sequence in sequences_of(row)]
     multiple = pad_to_multiple_of or 1
@@ -235,13 +237,13 @@ def collate_padded(
 
 
 def lengths_of(row: Mapping[str, Any]) -> list[int]:
-    """Tokens of each sequence in a row: of the only one, of all that are packed into it, or of a pair's answers."""
+    """Return the number of tokens of each sequence in a row: one, those of a pack, or the responses of a pair."""
     ids = [values for name, values in row.items() if name.endswith("input_ids")]
     return list(row.get("seq_lengths") or map(len, ids))
 
 
 def answers_of(row: Mapping[str, Any]) -> dict[str, Row]:
-    """The sequences of a row by what they are: "chosen" and "rejected" of a pair, "" and "kl" of a verdict, else ""."""
+    """Return the sequences of a row by name: "chosen" and "rejected", "" and "kl" with a KTO label, else ""."""
     prefixes = [name.removesuffix("input_ids") for name in row if name.endswith("input_ids")]
     return {
         prefix.rstrip("_"): {"input_ids": ids, "labels": row.get(f"{prefix}labels") or [IGNORE_INDEX] * len(ids)}
@@ -251,7 +253,7 @@ def answers_of(row: Mapping[str, Any]) -> dict[str, Row]:
 
 
 def sequences_of(row: Row) -> list[Row]:
-    """The rows in a pack; the row itself where it is no pack."""
+    """Return the rows of a pack, or the row itself if it is not a pack."""
     if not row.get("seq_lengths"):
         return [row]
     ends = list(accumulate(row["seq_lengths"]))
@@ -268,10 +270,10 @@ def _slice(row: Row, begin: int, end: int) -> Row:
 
 
 def _shifted(row: Row, by: int, begin: int = 0, end: int | None = None) -> list[dict[str, Any]]:
-    """The images of the tokens from ``begin`` to ``end``, ``by`` tokens further on.
+    """Return the images within the tokens ``begin`` to ``end``, with positions moved by ``by`` tokens.
 
     Raises:
-        UserError: where these bounds cut through an image.
+        UserError: if the slice would split an image.
     """
     end = len(row["input_ids"]) if end is None else end
     images = [one for one in row.get("images", ()) if one["end"] > begin and one["begin"] < end]
@@ -298,14 +300,16 @@ def _column(row: Row, name: str) -> Sequence[float]:
 
 
 def pack(rows: Sequence[Row], capacity: int, strategy: str = "bfd", drop_incomplete: bool = False) -> list[Row]:
-    """Pack rows into packs of at most ``capacity`` tokens; each pack holds the lengths of its rows.
+    """Pack rows into packs of at most ``capacity`` tokens. Each pack stores the lengths of its rows.
 
     Args:
-        strategy: "bfd" keeps rows whole, best fit decreasing; "bfd_split" first splits those that are longer than a
-            pack; "wrapped" concatenates all rows in their order and splits the result every ``capacity`` tokens.
-        drop_incomplete: with "wrapped", leave out the last block where it is not full.
+        rows: rows to pack.
+        capacity: tokens of a full pack.
+        strategy: "bfd": best-fit decreasing, rows stay whole. "bfd_split": the same, after splitting rows that are
+            longer than a pack. "wrapped": concatenate all rows in order and split every ``capacity`` tokens.
+        drop_incomplete: with "wrapped", drop the last block if it is not full.
     Raises:
-        ValueError: where a row is longer than a pack, under "bfd".
+        ValueError: if a row is longer than a pack, with "bfd".
     """
     if strategy == "wrapped":
         return list(_blocks(rows, capacity, drop_incomplete))
@@ -316,20 +320,20 @@ def pack(rows: Sequence[Row], capacity: int, strategy: str = "bfd", drop_incompl
 
 
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Assign rows to packs: best-fit decreasing over the whole set.
+    """Assign rows to packs with best-fit decreasing over the whole dataset.
 
-    From the longest row to the shortest, each goes into the fullest pack that still has room for it. The number of
-    packs is at most 11/9 of the best possible number, plus 4 (Johnson et al. 1974, https://doi.org/10.1137/0203025).
-    Sorting costs n log n. The fullest pack with room is found in an integer with a bit for each amount of free room: it
-    is the lowest bit that is set, from the row's length on.
+    From longest to shortest, each row goes into the fullest pack that still has room for it. The number of packs is at
+    most 11/9 of the optimum plus 4 (Johnson et al. 1974, https://doi.org/10.1137/0203025). Sorting takes O(n log n).
+    The fullest pack with room is found in an integer with a bit for each amount of free room: it is the lowest set bit
+    from the row's length on.
 
     Returns:
-        Indices into ``lengths``, a list per pack, in an order that depends on the lengths alone.
+        Indices into ``lengths``, one list per pack. The order depends on the lengths only.
     """
     packs: list[list[int]] = []
-    # Free room -> the packs that have it, oldest first.
+    # Free room -> packs with that room, oldest first.
     with_room: list[deque[int]] = [deque() for _ in range(capacity + 1)]
-    rooms = 0  # bit r is set where some pack has r tokens free
+    rooms = 0  # bit r is set if a pack has r free tokens
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
         length = lengths[index]
         if length > capacity:
@@ -337,7 +341,7 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         fitting = rooms >> length
         room = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
         if fitting:
-            chosen = with_room[room].popleft()  # the oldest of equals, as TRL's bfd takes it
+            chosen = with_room[room].popleft()  # the oldest of equally full packs, like TRL's bfd
             rooms &= ~(0 if with_room[room] else 1 << room)
         else:
             chosen = len(packs)
@@ -349,7 +353,7 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _blocks(rows: Sequence[Row], capacity: int, drop_incomplete: bool) -> Iterator[Row]:
-    """Concatenate all rows and split the result every ``capacity`` tokens; a block holds the lengths of its parts."""
+    """Concatenate all rows and yield blocks of ``capacity`` tokens. A block stores the lengths of its parts."""
     parts: list[Row] = []
     free = capacity
     for row in rows:

@@ -1,8 +1,8 @@
-"""A token budget: the rows of a step in as few micro-batches as possible, none with more tokens than is allowed.
+"""Token budget: split the rows of a step into as few micro-batches as possible, each within a maximum number of tokens.
 
-In: the rows of a rank in a step, their lengths, and how many tokens a micro-batch may have. Out: micro-batches. The
-rows of a step, and so its update, are still determined by batch size, accumulation and ranks (``loop/loop.py`` divides
-by the weight of the whole step); only their division changes: short rows share a micro-batch, a long row has its own.
+Batch size, accumulation and number of ranks still determine the rows of a step, and therefore its update
+(``loop/loop.py`` divides by ``num_items`` of the whole step). Only the division into micro-batches changes: short rows
+share a micro-batch, a long row has its own.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ from burnish.data.batches.batching import pack_best_fit
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens that a micro-batch may have, padding included.
+    """Maximum number of tokens of a micro-batch, including padding.
 
     Args:
-        pads: whether rows are padded to the longest one beside them, and so cost its length.
+        max_tokens: the maximum.
+        pads: whether rows are padded to the longest row of their micro-batch.
     """
 
     max_tokens: int
     pads: bool
 
     def micro_batches(self, items: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """Divide ``items`` into micro-batches, within which they keep their order. ``lengths[item]`` is at most
-        ``max_tokens``."""
+        """Split ``items`` into micro-batches that preserve their order.
+
+        ``lengths[item]`` is at most ``max_tokens``.
+        """
         if self.pads:
             return self._side_by_side(items, lengths)
         parts = pack_best_fit([lengths[item] for item in items], self.max_tokens)
         return [[items[place] for place in sorted(part)] for part in parts]
 
     def _side_by_side(self, items: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """Put rows of similar length together: from the longest on, as many as fit at the length of the first."""
+        """Group rows of similar length: from the longest down, as many as fit when padded to the first one."""
         places = sorted(range(len(items)), key=lambda place: lengths[items[place]], reverse=True)
         parts: list[list[int]] = []
         while places:
@@ -45,7 +48,7 @@ class Budget:
 
 
 def check_budget(max_tokens: int | None, longest: int) -> list[Problem]:
-    """Check that the longest row or pack fits, because a row is never split."""
+    """Return a problem if the longest row or pack exceeds the budget, because rows are never split."""
     if max_tokens is None or longest <= max_tokens:
         return []
     what = f'"max_tokens_per_batch" ({max_tokens:,}) is smaller than the longest row ({longest:,} tokens).'

@@ -1,18 +1,18 @@
-"""Prefix sharing: compute a prefix that rows have in common once, and skip tokens that no loss depends on.
+"""Prefix sharing: compute common prefixes of rows once, and skip tokens that do not affect the loss.
 
-In: sequences (token ids and labels). Out: segments, each a part of one sequence with the segments that precede it;
-together they hold every token on whose hidden states a loss depends.
+Sequences (token ids and labels) are divided into segments. Each segment is a part of one sequence and refers to the
+segments that precede it. Together the segments contain every token whose hidden states affect a loss.
 
     rows      a b c d e        segments   0  a b c
               a b c f g h                 1  d         continues 0
               x y                         2  f g       continues 0
                                           3  x
 
-Rows often share a system prompt, the description of tools, the turns before the one that is learned. Under causal
-attention the hidden states of such a prefix do not depend on what follows, so they are computed once in every layer,
-and the gradients of all rows add up in them. A shared prefix ends before the first position that predicts a learned
-token: from there on each row has a loss of its own. The last learned token is predicted and predicts nothing, so
-neither it nor what follows it is computed.
+Rows often share a system prompt, tool definitions, or the turns before the trained one. With causal attention, the
+hidden states of such a prefix do not depend on what follows. They are computed once in every layer, and the gradients
+of all rows are summed in them. A shared prefix ends before the first position that predicts a trained token, because
+from there on each row has its own loss. The last trained token is predicted but predicts nothing, so neither it nor
+later tokens are computed.
 """
 
 # T tokens of a sequence
@@ -28,18 +28,19 @@ from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.utils.sequences import shared_beginning
 
 _LEAST_SPARED = 32
-"""Tokens that sharing has to save; fewer do not pay for the attention of a segment to keys of another one."""
+"""Minimum number of tokens saved by sharing. Below it, attention to keys of other segments costs more than it saves."""
 
 
 @dataclass(frozen=True)
 class PrefixNode:
-    """A part of one sequence.
+    """A segment: a part of one sequence.
 
     Args:
-        sequence: the number of that sequence.
-        begin, end: positions of the part's tokens in it.
-        path: numbers of the segments that precede the part, from the first on.
-        is_last: whether its sequence ends here, so that its last token predicts the token at ``end``.
+        sequence: index of the sequence.
+        begin: position of its first token in the sequence.
+        end: position after its last token.
+        path: indices of the segments that precede it, first to last.
+        is_last: whether the sequence ends here, so that the last token predicts the token at ``end``.
     """
 
     sequence: int
@@ -54,13 +55,15 @@ class PrefixNode:
 
 
 def segments(sequences: Sequence[Row], least_spared: int = _LEAST_SPARED) -> list[PrefixNode]:
-    """Divide the needed tokens of all sequences into segments; a shared prefix is one segment. A segment comes after
-    those that it continues; where nothing is shared, segments are in the order of the sequences. A sequence from which
-    nothing is learned has no segment."""
+    """Divide the needed tokens of all sequences into segments, with one segment per shared prefix.
+
+    A segment comes after those that it continues. If nothing is shared, segments are in the order of the sequences. A
+    sequence without trained tokens has no segment.
+    """
     bounds = [_learned(sequence["labels"]) for sequence in sequences]
     needed = [number for number, (_, last) in enumerate(bounds) if last > 0]
     shareable = _contents(sequences, {number: bounds[number][0] - 1 for number in needed})
-    # In sorted order, neighbours have the longest prefixes in common.
+    # In sorted order, neighbours have the longest common prefixes.
     order = sorted(needed, key=shareable.__getitem__)
     common = [shared_beginning(shareable[a], shareable[b]) for a, b in pairwise(order)]
     found: list[PrefixNode] = []
@@ -82,7 +85,7 @@ def segments(sequences: Sequence[Row], least_spared: int = _LEAST_SPARED) -> lis
 
 
 def _contents(sequences: Sequence[Row], lengths: Mapping[int, int]) -> dict[int, list[Any]]:
-    """Comparable values for the first positions of sequences: ids, or pairs of id and hash if any row has images."""
+    """Return comparable values for the first positions of sequences: ids, or (id, hash) pairs if any row has images."""
     if not any("content_hashes" in sequences[number] for number in lengths):
         return {number: list(sequences[number]["input_ids"][:length]) for number, length in lengths.items()}
     return {
@@ -96,7 +99,7 @@ def _hashes(sequence: Row) -> Iterable[int]:
 
 
 def _learned(labels: Sequence[int]) -> tuple[int, int]:
-    """Positions of the first and the last token that is predicted and learned; 0 and 0 where there is none."""
+    """Return the positions of the first and last predicted and trained token, or (0, 0) if there is none."""
     places = range(1, len(labels))
     first = next((place for place in places if labels[place] != IGNORE_INDEX), 0)
     return first, next((place for place in reversed(places) if labels[place] != IGNORE_INDEX), 0)

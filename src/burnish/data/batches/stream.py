@@ -1,13 +1,12 @@
-"""The stream of groups of an epoch, in an order that depends on (seed, epoch) and on nothing else.
+"""Data loader for training: the step batches of an epoch, in an order that depends on (seed, epoch) only.
 
-The order is global. A step takes ``rows_per_step`` items of it. Where their lengths are known, ranks share them so that
-each has about as many tokens; else micro-batch ``m`` of rank ``r`` takes the items from ``(m * world_size + r) *
-batch_size`` on, as accelerate's ``BatchSamplerShard`` deals them. So a run that goes on with another number of ranks
-sees the same items in the same steps, and to resume is to set two numbers: epoch, position.
+The order is global, and a step takes ``rows_per_step`` items of it. If lengths are known, items are distributed over
+the ranks so that each has about the same number of tokens. Otherwise micro-batch ``m`` of rank ``r`` takes the items
+from ``(m * world_size + r) * batch_size`` on, like accelerate's ``BatchSamplerShard``. A run that resumes with another
+number of ranks therefore sees the same items in the same steps, and its position is two numbers: epoch and position.
 
-In:  items (rows or packs) that can be indexed, a function that collates some of them.
-Out: step batches. A rank for which the last, incomplete step has no items gets a blank batch, whose weight is 0. Where
-     rows are streamed, a micro-batch whose examples all give no row (None) is blank too.
+A rank without items in the last, incomplete step gets a blank batch with ``num_items`` 0. When streaming, a micro-batch
+whose examples all give no row (None) is blank too.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class StreamOptions:
 
 
 class ReadAheadChoices(Protocol):
-    """The options that say what is read ahead."""
+    """Options that control worker processes and prefetching."""
 
     dataloader_num_workers: int
     dataloader_prefetch_factor: int | None
@@ -63,7 +62,7 @@ class ReadAheadChoices(Protocol):
 
 @notes
 def stream_notes(options: ReadAheadChoices) -> list[str]:
-    """Notes on options that are not followed to the letter."""
+    """Return notes on options that have no effect or are reduced."""
     asked, cores = options.dataloader_num_workers, os.cpu_count() or 1
     if options.dataloader_prefetch_factor is not None and not asked:
         return ['"dataloader_prefetch_factor" has no effect without dataloader_num_workers.']
@@ -76,14 +75,19 @@ def stream_notes(options: ReadAheadChoices) -> list[str]:
 
 @dataclass(frozen=True)
 class StepPartition:
-    """The division of an order into groups, micro-batches and the shares of ranks.
+    """Division of an order into steps, micro-batches and ranks.
 
     Args:
-        budget: divides a rank's share of a step into micro-batches, in place of ``batch_size``.
+        batch_size: items per micro-batch of one rank.
+        accumulation: micro-batches per step.
+        world_size: number of ranks.
+        rank: this rank.
+        drop_last: drop the last items if they do not fill a micro-batch on every rank.
+        budget: divides a rank's items of a step into micro-batches, instead of ``batch_size``.
     """
 
-    batch_size: int  # items in a micro-batch of one rank
-    accumulation: int  # micro-batches in a group
+    batch_size: int
+    accumulation: int
     world_size: int = 1
     rank: int = 0
     drop_last: bool = False
@@ -94,10 +98,11 @@ class StepPartition:
         return self.batch_size * self.accumulation * self.world_size
 
     def micro_batches(self, chosen: Sequence[int], lengths: Sequence[int] | None = None) -> list[Sequence[int]]:
-        """This rank's micro-batches of one step; empty ones where there are not enough items. Every rank has as many.
+        """Return this rank's micro-batches of one step. Every rank has the same number; missing ones are empty.
 
         Args:
-            lengths: tokens of every item, for the budget, and so that no rank waits long for another.
+            chosen: items of the step, over all ranks.
+            lengths: tokens of every item, for the budget and for balancing tokens between ranks.
         """
         if lengths is None or (self.world_size == 1 and self.budget is None):
             return self._in_turn(chosen)
@@ -109,7 +114,7 @@ class StepPartition:
         return [*mine, *([[]] * (most - len(mine)))]
 
     def _in_turn(self, chosen: Sequence[int]) -> list[Sequence[int]]:
-        """A micro-batch for each rank, then another one for each, in the order of the items."""
+        """Return every ``world_size``-th micro-batch, in the order of the items."""
         across = self.batch_size * self.world_size
         starts = range(self.rank * self.batch_size, max(1, -(-len(chosen) // across)) * across, across)
         return [chosen[start : start + self.batch_size] for start in starts]
@@ -121,14 +126,14 @@ class StepPartition:
 
 
 def balanced(chosen: Sequence[int], lengths: Sequence[int], world_size: int) -> list[list[int]]:
-    """The items of one step shared out so that every rank has about as many tokens, and as many items or one less.
+    """Distribute the items of one step over ranks, with about equal numbers of tokens and at most one item difference.
 
-    The longest first, each to the rank that has the fewest tokens and room for it (Graham 1969, longest processing time
-    first, https://doi.org/10.1137/0117039). Each share goes from long to short, so that micro-batches which ranks
-    compute at the same time are alike.
+    From longest to shortest, each item goes to the rank with the fewest tokens that has room (Graham 1969, longest
+    processing time first, https://doi.org/10.1137/0117039). Each rank's items are sorted from long to short, so that
+    micro-batches computed at the same time have similar sizes.
     """
     room = -(-len(chosen) // world_size)
-    full_ranks = len(chosen) - (room - 1) * world_size  # ranks that get one item more than the others
+    full_ranks = len(chosen) - (room - 1) * world_size  # ranks that get one more item than the others
     shares: list[list[int]] = [[] for _ in range(world_size)]
     tokens = [0] * world_size
     for item in sorted(chosen, key=lambda item: lengths[item], reverse=True):
@@ -141,10 +146,12 @@ def balanced(chosen: Sequence[int], lengths: Sequence[int], world_size: int) -> 
 
 
 def share_of_waiting(parts: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int) -> float:
-    """The share of their time that ranks wait for each other, if time goes with tokens.
+    """Return the fraction of time that ranks wait for each other, if time is proportional to tokens.
 
     Args:
-        parts: the items of each step.
+        parts: items of each step.
+        lengths: tokens of each item.
+        world_size: number of ranks.
     """
     needed = spent = 0
     for chosen in parts:
@@ -156,12 +163,18 @@ def share_of_waiting(parts: Sequence[Sequence[int]], lengths: Sequence[int], wor
 
 def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", lengths: Sequence[int] | None = None,
              batch_size: int = 1, buffer_size: int | None = None) -> list[int]:  # fmt: skip
-    """The order of one epoch.
+    """Return the order of one epoch.
 
     Args:
-        buffer_size: shuffle only within runs of so many consecutive items, instead of the whole set.
+        num_items: number of items.
+        seed: seed of the run.
+        epoch: index of the epoch.
+        strategy: "random", "sequential" or "group_by_length".
+        lengths: tokens of each item, for "group_by_length".
+        batch_size: items of a step on one rank, for "group_by_length".
+        buffer_size: shuffle within blocks of this many consecutive items only.
 
-    "random" is torch's permutation under ``seed + epoch``, which is the order that accelerate's
+    "random" is torch's permutation with seed ``seed + epoch``, which is the order that accelerate's
     ``SeedableRandomSampler`` gives a transformers ``Trainer``.
     """
     generator = torch.Generator().manual_seed(seed + epoch)
@@ -178,10 +191,10 @@ def order_of(num_items: int, seed: int, epoch: int, strategy: str = "random", le
 
 
 def _grouped_by_length(order: list[int], lengths: Sequence[int], batch_size: int) -> list[int]:
-    """Put similar lengths beside each other: split the shuffled items into runs of up to 50 batches and sort each run.
+    """Group items of similar length: split the shuffled items into blocks of up to 50 batches and sort each block.
 
-    The longest item of all comes first, so that a run which does not fit into memory fails at once
-    (transformers, ``get_length_grouped_indices``).
+    The longest item comes first, so that a run that does not fit into memory fails at once (transformers,
+    ``get_length_grouped_indices``).
     """
     stretch = max(1, min(len(order) // (batch_size * 4), 50)) * batch_size
     stretches = [order[start : start + stretch] for start in range(0, len(order), stretch)]
@@ -193,17 +206,17 @@ def _grouped_by_length(order: list[int], lengths: Sequence[int], batch_size: int
 
 
 class StepBatchLoader(Stream):
-    """The step batches of an epoch, and a cursor: the epoch, and the position in it, as plain data.
+    """Base class: the step batches of an epoch and the position in it, which can be saved and restored.
 
-    Subclasses give ``step_batches``, ``length`` and ``leave_out``.
+    Subclasses define ``step_batches``, ``length`` and ``leave_out``.
     """
 
     epoch = 0
-    position = 0  # of this epoch, in the unit of ``length``
+    position = 0  # within this epoch, in units of ``length``
 
     @property
     def length(self) -> int:
-        """Items, or micro-batches, of the current epoch."""
+        """Number of items or micro-batches of the current epoch."""
         raise NotImplementedError
 
     def advance(self, step_batch: StepBatch) -> None:
@@ -225,18 +238,19 @@ class StepBatchLoader(Stream):
 
 
 class RowStream(StepBatchLoader):
-    """The step batches of a training set that has a length.
+    """The step batches of a training set of known length.
 
     Args:
         items: rows or packs.
-        collate: items of one micro-batch -> batch, on the CPU.
-        cut: the division of a step into micro-batches and ranks.
-        seed: the seed of the order.
-        buffer_size: see ``order_of``.
+        collate: collates items of one micro-batch into a batch on the CPU.
+        cut: division of a step into micro-batches and ranks.
+        seed: seed of the order.
+        options: data loader options.
         lengths: tokens of each item, for "group_by_length" and for a budget.
-        keys: all items of a step -> the key of each in ``items``, if a row depends on the others of its step.
-        blank_row: the row of a blank micro-batch, with the columns that ``collate`` needs.
-        ahead: rows of micro-batches -> the same, of which it begins to prepare those that follow.
+        buffer_size: see ``order_of``.
+        keys: function from all items of a step to their keys in ``items``, if a row depends on the others of its step.
+        blank_row: row of a blank micro-batch, with the columns that ``collate`` needs.
+        ahead: wraps an iterator over the rows of micro-batches, to prepare later micro-batches ahead of time.
     """
 
     def __init__(
@@ -255,41 +269,41 @@ class RowStream(StepBatchLoader):
         self.blank_row = blank_row or BLANK_ROW
         self.collate = collate
         self.lengths = lengths
-        self.left_out: frozenset[int] = frozenset()  # items that no step takes; their places in the order stay
+        self.left_out: frozenset[int] = frozenset()  # skipped items, which keep their places in the order
 
     @property
     def length(self) -> int:
-        """The number of items that an epoch uses."""
+        """The number of items used in an epoch."""
         across = self.cut.batch_size * self.cut.world_size
         return len(self.items) - (len(self.items) % across if self.cut.drop_last else 0)
 
     def step_batches(self) -> Iterator[StepBatch]:
-        """Yield the groups from the cursor to the end of the epoch."""
+        """Yield the step batches from the current position to the end of the epoch."""
         epoch, size, across = self.epoch, self.length, self.cut.batch_size * self.cut.world_size
         order = self.order(epoch)[:size]
         starts = range(self.position, size, self.cut.rows_per_step)
 
-        # Lazily: a long epoch has too many steps for a list.
+        # A generator: a long epoch has too many steps for a list.
         steps, again = tee(self._partition(order[start : start + self.cut.rows_per_step]) for start in starts)
         batches = self._batches(part or order[:1] for group in again for part in group)
         for start, group in zip(starts, steps, strict=True):
             end = min(start + self.cut.rows_per_step, size)
             items = self._kept(order[start:end])
             made = [_blank(next(batches)) if not part else next(batches) for part in group]
-            if not items:  # no step: all of its rows are left out
+            if not items:  # all rows of the step are skipped, so there is no step
                 self.position = end
                 continue
             yield StepBatch(
                 made,
                 cursor={"epoch": epoch, "position": end},
-                epoch=epoch + -(-end // across) / -(-size // across),  # an incomplete micro-batch counts 1
+                epoch=epoch + -(-end // across) / -(-size // across),  # an incomplete micro-batch counts as one
                 items=items,
                 num_rows=sum(len(part) for part in group),
                 num_tokens=sum(num_tokens(batch) for batch, part in zip(made, group, strict=True) if part),
             )
 
     def _batches(self, parts: Iterator[Sequence[Any]]) -> Iterator[Batch]:
-        """The batch of each micro-batch, collated here or by worker processes."""
+        """Return the batch of each micro-batch, collated here or by worker processes."""
         items = self.items
         if self.options.dataloader_num_workers == 0 or getattr(items, "is_streamed", False):
             taken = items.some if isinstance(items, OnDemand) else lambda part: [items[index] for index in part]
@@ -306,12 +320,12 @@ class RowStream(StepBatchLoader):
                 num_workers=min(self.options.dataloader_num_workers, os.cpu_count() or 1),
                 prefetch_factor=self.options.dataloader_prefetch_factor,
                 pin_memory=self.options.dataloader_pin_memory and torch.cuda.is_available(),
-                generator=torch.Generator(),  # its own, so that the global one is not drawn from
+                generator=torch.Generator(),  # a separate one, which leaves the global random state unchanged
             )
         )
 
     def _partition(self, step: list[int]) -> list[Sequence[Any]]:
-        """This rank's micro-batches of a step: items, or what stands for them where a row depends on its step."""
+        """Return this rank's micro-batches of a step: items, or their keys if a row depends on its step."""
         chosen = self._kept(step)
         parts: list[Sequence[Any]] = self.cut.micro_batches(chosen, self.lengths)
         if self.keys is None:
@@ -323,7 +337,7 @@ class RowStream(StepBatchLoader):
         return [item for item in chosen if item not in self.left_out] if self.left_out else chosen
 
     def order(self, epoch: int) -> list[int]:
-        """The items of an epoch in the order of their use; the same on every rank."""
+        """Return the items of an epoch in order of use; the same on every rank."""
         per_step = self.cut.batch_size * self.cut.accumulation
         strategy = "group_by_length" if self.options.group_by_length else self.options.train_sampling_strategy
         return order_of(len(self.items), self.seed, epoch, strategy, self.lengths, per_step, self.buffer_size)
@@ -340,20 +354,22 @@ class RowStream(StepBatchLoader):
 
 
 BLANK_ROW: Row = {"input_ids": [0, 0], "labels": [IGNORE_INDEX, 0]}
-"""The row of a blank micro-batch; its weight is set to 0. One position has a label, because every rank has to take part
-in a backward pass, and without a label there would be none."""
+"""The row of a blank micro-batch, whose ``num_items`` is set to 0.
+
+One position has a label, because every rank must take part in the backward pass, which needs a loss.
+"""
 
 
 def collate_present(
     rows: Sequence[Row | None], collate: Callable[[Sequence[Any]], Batch], blank_row: Row = BLANK_ROW
 ) -> Batch:
-    """Collate the rows that are not None; make a blank micro-batch where all are."""
+    """Collate the rows that are not None. Return a blank micro-batch if there are none."""
     present = [row for row in rows if row is not None]
     return collate(present) if present else _blank(collate([blank_row]))
 
 
 class EvalBatches:
-    """The batches of an evaluation set, in the order of its rows, divided between ranks; can be iterated repeatedly."""
+    """The batches of an evaluation set, in row order, divided between ranks. It can be iterated repeatedly."""
 
     def __init__(
         self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], batch_size: int,
@@ -377,7 +393,7 @@ class EvalBatches:
 
 
 def num_tokens(batch: Batch) -> int:
-    """Count the tokens of a batch on the CPU, without padding; a shared prefix counts for each row that has it."""
+    """Return the number of tokens of a batch on the CPU, without padding. A shared prefix counts once per row."""
     if "num_tokens" in batch:
         return int(batch["num_tokens"])
     mask = batch.get("attention_mask")
@@ -388,7 +404,7 @@ def num_tokens(batch: Batch) -> int:
 
 
 def _blank(batch: Batch) -> Batch:
-    """A batch of the same shape from which nothing is learned; so are the batches within it."""
+    """Return a batch of the same shape without labels to train on, including nested batches."""
     blank = {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
     for name, value in batch.items():
         if isinstance(value, dict) and "labels" in value:

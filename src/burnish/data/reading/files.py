@@ -1,9 +1,8 @@
-"""Files -> records: the files of a data set, and the reader of each type.
+"""Read records from the files of a dataset: one reader per file type.
 
-In: a file of a known type, or a folder of files of one type. Out: records (column -> value) in the order of the file,
-one at a time, so that the first can be used before the rest is read.
-
-Refuses, with file and line: unknown file types, Python loading scripts, folders of mixed types, broken files.
+The input is a file of a supported type, or a folder of files of one type. Records (column -> value) are yielded in file
+order, one at a time. Unknown file types, Python loading scripts, folders of mixed types and broken files are refused
+with an error that names the file and line.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from burnish.utils.files import check_below_roots, odd_kind
 
 _CSV_FIELD = 2**31 - 1
 _PAPERS = (".", "LICENSE", "README", "dataset_info", "dataset_dict")
-"""Beginnings of the names of files that lie beside data and hold none."""
+"""Name prefixes of files in a dataset folder that contain no data."""
 
 
 def read_records(path: Path) -> Iterator[Values]:
-    """The records of one file, in order.
+    """Yield the records of one file, in order.
 
     Raises:
-        UserError: if the file cannot be read as what its name says; names the line or the byte.
+        UserError: if the content does not match the file type; names the line or the byte.
     """
     reader = READERS.get(path.suffix.lower())
     if reader is None:
@@ -47,8 +46,10 @@ def read_records(path: Path) -> Iterator[Values]:
 
 
 def line_of(path: Path, number: int) -> int | None:
-    """The line on which record ``number`` (from 1) begins, or None where the file has no lines. The file is read again
-    for it, so that only a run which fails anyway pays for line numbers."""
+    """Return the line on which record ``number`` (from 1) begins, or None for a format without lines.
+
+    The file is read again, so that line numbers cost nothing unless an error is reported.
+    """
     locate = _LOCATORS.get(path.suffix.lower())
     if locate is None or not path.is_file():
         return None
@@ -56,13 +57,15 @@ def line_of(path: Path, number: int) -> int | None:
 
 
 def data_files(path: Path, is_download: bool = False) -> list[Path]:
-    """The files of a data set: ``path`` itself, or the files of a folder in the order of their names. Folders in it,
-    hidden files and those that describe the data (README, LICENSE, dataset_info.json) are skipped.
+    """Return the files of a dataset: ``path`` itself, or the files of that folder in the order of their names.
+
+    Subfolders, hidden files and descriptions (README, LICENSE, dataset_info.json) are skipped.
 
     Args:
-        is_download: burnish has written them itself, so that they may lie anywhere.
+        path: file or folder.
+        is_download: the files were downloaded by burnish, so they may be outside the allowed folders.
     Raises:
-        UserError: if there are none, they are of several types, of a type that is not read, or may not be read.
+        UserError: if there are no files, their types differ or are not supported, or access to them is not allowed.
     """
     files = _files_of(path)
     for file in () if is_download else files:
@@ -90,7 +93,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def missing_file(path: Path, where: str = "") -> Problem:
-    """The problem that ``path`` is not there, with its absolute name and similar names beside it."""
+    """Return the problem that ``path`` does not exist, with its absolute path and files of similar names."""
     folder = path.absolute().parent
     if not folder.is_dir():
         return Problem(f'"{path.name}" does not exist: there is no folder "{folder}".', where=where)
@@ -101,7 +104,7 @@ def missing_file(path: Path, where: str = "") -> Problem:
 
 
 def unknown_type(path: Path) -> Problem:
-    """The problem that ``path`` is of no type that is read here."""
+    """Return the problem that the type of ``path`` is not supported."""
     if path.suffix == ".py":
         return loading_script(path)
     kind = f'file type "{path.suffix}"' if path.suffix else "file without a suffix"
@@ -109,7 +112,7 @@ def unknown_type(path: Path) -> Problem:
 
 
 def loading_script(path: Path | str, where: str = "") -> Problem:
-    """The problem that ``path`` is code that would have to be run to get its records."""
+    """Return the problem that ``path`` is code, which would have to be executed to get its records."""
     return Problem(
         f'"{path}" is a Python loading script. burnish does not run code from datasets.',
         where,
@@ -133,14 +136,14 @@ def _types() -> str:
 
 
 def read_text(path: Path) -> Iterator[Values]:
-    """Yield a record per line, in the column "text"; as in datasets' text loader, empty lines are records too."""
+    """Yield a record per line, in the column "text". Empty lines are records too, as in the text loader of datasets."""
     _refuse_json(path)
     with path.open("rb") as file:
         yield from ({"text": decoded(path, line).rstrip("\r\n")} for line in byte_lines(file))
 
 
 def _refuse_json(path: Path) -> None:
-    """Refuse a text file whose first lines are JSON: read as text, its braces and keys would be trained."""
+    """Raise UserError if the first lines of a text file are JSON: its braces and keys would be trained as text."""
     with path.open("rb") as file:
         first = [line for line in (line.removeprefix(BOM) for line in islice(file, 10)) if line.strip()][:3]
     if first and all(_begins_records(line) for line in first[: 1 if first[0].lstrip()[:1] == b"[" else 3]):
@@ -153,7 +156,7 @@ def _refuse_json(path: Path) -> None:
 
 
 def _begins_records(line: bytes) -> bool:
-    """Return whether a line is an object, or begins a list of objects."""
+    """Return whether a line is a JSON object or begins a list of objects."""
     if line.lstrip()[:1] == b"[":
         return line.strip() == b"[" or line.lstrip()[1:].lstrip()[:1] == b"{"
     try:
@@ -163,15 +166,14 @@ def _begins_records(line: bytes) -> bool:
 
 
 def read_csv(path: Path) -> Iterator[Values]:
-    """Yield a record per row under a header. Every value is text as written: "007" stays "007"."""
+    """Yield a record per row below the header. Values are not converted: "007" remains "007"."""
     rows = _csv_rows(path)
     _, header = next(rows, (0, []))
     yield from (dict(zip(header, row, strict=True)) for _, row in rows)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield line number and values of the header and of the rows under it, without blank ones; a quoted value may hold
-    line ends."""
+    """Yield line number and values of the header and of each non-blank row. A quoted value may contain line breaks."""
     csv.field_size_limit(_CSV_FIELD)  # the default, 128 KiB, is less than a long document; the setting is global
     num_columns = 0
     with path.open("rb") as file:
@@ -196,14 +198,14 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def read_parquet(path: Path) -> Iterator[Values]:
-    """The rows of a Parquet file."""
+    """Yield the rows of a Parquet file."""
     import pyarrow.parquet  # type: ignore[import-untyped, unused-ignore]
 
     return _rows_of(path, "Parquet", lambda: pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000))
 
 
 def read_arrow(path: Path) -> Iterator[Values]:
-    """The rows of an Arrow file."""
+    """Yield the rows of an Arrow file."""
     return _rows_of(path, "Arrow", lambda: arrow_table(path).to_batches())
 
 
@@ -212,22 +214,22 @@ def _rows_of(path: Path, kind: str, batches: Callable[[], Iterable[Any]]) -> Ite
 
     try:
         for batch in batches():
-            batch.validate(full=True)  # offsets that lead out of the file would be followed
+            batch.validate(full=True)  # pyarrow would follow offsets that point outside the file
             yield from batch.to_pylist()
     except (pyarrow.lib.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(_not_of_type(path, kind, error)) from None
 
 
 def arrow_table(path: Path) -> Any:
-    """An Arrow file, stream (as datasets writes it) or random access, as a table that is mapped into memory.
+    """Return an Arrow file as a memory-mapped table; it may have the stream format (datasets) or the file format.
 
     Raises:
-        UserError: if the file is neither.
+        UserError: if the file has neither format.
     """
     import pyarrow.ipc  # type: ignore[import-untyped, unused-ignore]
     import pyarrow.lib
 
-    source = pyarrow.memory_map(str(path))  # held open by the table
+    source = pyarrow.memory_map(str(path))  # the table keeps it open
     try:
         return pyarrow.ipc.open_stream(source).read_all()
     except pyarrow.lib.ArrowInvalid:
@@ -250,7 +252,7 @@ READERS: dict[str, Callable[[Path], Iterator[Values]]] = {
     ".json": read_json_records, ".jsonl": read_json_records, ".csv": read_csv, ".parquet": read_parquet,
     ".arrow": read_arrow, ".txt": read_text,
 }  # fmt: skip
-"""File type -> its reader."""
+"""File suffix -> reader."""
 
 _LOCATORS: dict[str, Callable[[Path], Iterator[int]]] = {
     ".json": json_places,

@@ -1,9 +1,9 @@
-"""JSON and JSON Lines -> records, and the line of each. Errors name the line or the byte of a file.
+"""Read records from JSON and JSON Lines files, with errors that name the line or the byte.
 
-In: a UTF-8 file; a byte order mark is accepted. Out: records in order, one at a time. These files are read here and not
-by a library, because the errors of libraries name no record and no line.
+Files are UTF-8, with or without a byte order mark. Records are yielded in order, one at a time. No JSON library for
+records is used, because the errors of libraries name neither the record nor the line.
 
-Refuses: text that is not UTF-8, broken or incomplete JSON, a key given twice, records that are not objects, a list
+Refused: text that is not UTF-8, broken or incomplete JSON, duplicate keys, records that are not objects, and a list
 wrapped in an object.
 """
 
@@ -25,13 +25,13 @@ Values: TypeAlias = Mapping[str, Any]
 BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _SHOWN = 5
-"""Number of broken lines that one error names; the others are counted."""
+"""Maximum number of broken lines named in one error."""
 _RECORD_KEYS = {"messages", "conversations", "conversation", "instruction", "prompt", "question", "text", "completion"}
-"""An object with one of these is a record, whatever lists it holds."""
+"""Keys that identify an object as a record, even if it also contains lists of objects."""
 
 
 def read_json_records(path: Path) -> Iterator[Values]:
-    """Read a JSON list of records or JSON Lines, whichever the file holds; its name does not matter."""
+    """Yield the records of a JSON list or of JSON Lines. The format is detected from the content, not from the name."""
     if first_character(path) == "[":
         yield from _json_list(path)
     else:
@@ -39,14 +39,14 @@ def read_json_records(path: Path) -> Iterator[Values]:
 
 
 class UnreadableJson(json.JSONDecodeError):
-    """Raised for JSON that is complete and cannot be used; the position in the text is not known."""
+    """Raised for syntactically complete JSON that cannot be used; it has no position in the text."""
 
 
 _ONCE = json.JSONDecoder(object_pairs_hook=each_key_once)
 
 
 def parsed_file(text: str) -> Any:
-    """Like ``parsed``, for the content of a file: UnreadableJson also where an object has a key twice."""
+    """Like ``parsed``, but also raises UnreadableJson for an object with a duplicate key."""
     return parsed(text, _ONCE.decode)
 
 
@@ -54,8 +54,8 @@ def parsed(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
     """Parse JSON text.
 
     Raises:
-        JSONDecodeError: if it is no JSON.
-        UnreadableJson: a number of more than 4300 digits, brackets within brackets a thousand deep.
+        JSONDecodeError: if the text is not JSON.
+        UnreadableJson: if it has a number of more than 4300 digits, or is nested about a thousand levels deep.
     """
     try:
         return decode(text)
@@ -90,10 +90,10 @@ def _json_list(path: Path) -> Iterator[Values]:
 
 
 def _json_lines(path: Path) -> Iterator[Values]:
-    """Yield a record per line. An error names the broken lines of the whole file, not only the first."""
+    """Yield a record per line. The error names all broken lines of the file, not only the first."""
     broken: list[Problem] = []
     number = line = 0
-    is_cut = False  # whether the last line is the only one that is broken
+    is_cut = False  # whether only the last line is broken
     for line, text in enumerate(text_lines(path), start=1):
         if not text or text.isspace():
             continue
@@ -132,7 +132,7 @@ def broken_line(path: Path, line: int, text: str, error: json.JSONDecodeError) -
 
 
 def _refuse_document(path: Path) -> None:
-    """Refuse a file that is one JSON document spread over several lines; its first line is not JSON."""
+    """Raise UserError if the file is one JSON document over several lines, so that its first line alone is not JSON."""
     try:
         document = parsed(whole_text(path))
     except json.JSONDecodeError:
@@ -144,7 +144,7 @@ def _refuse_document(path: Path) -> None:
 
 
 def _wrapped(record: Values) -> str | None:
-    """The key under which an object holds a list of records, as in {"data": [...]}."""
+    """Return the key under which an object holds a list of records, as in {"data": [...]}, or None."""
     if _RECORD_KEYS & record.keys():
         return None
     lists = (key for key, value in record.items() if isinstance(value, list) and value)
@@ -168,7 +168,7 @@ def refuse(path: Path, number: int, record: Any) -> Values:
 
 
 def _starts(text: str, decoder: json.JSONDecoder) -> Iterator[int]:
-    """Yield the start of each complete element of a JSON list, up to one that ``decoder`` refuses."""
+    """Yield the start of each complete element of a JSON list, up to the first that ``decoder`` cannot parse."""
     at = text.index("[") + 1
     while True:
         while at < len(text) and text[at] in " \t\r\n,":
@@ -196,7 +196,7 @@ def json_places(path: Path) -> Iterator[int]:
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file without their ends. A byte order mark at its start is not part of the text."""
+    """Yield the lines of a UTF-8 file without line ends. A leading byte order mark is removed."""
     offset = 0
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -228,17 +228,16 @@ def whole_text(path: Path) -> str:
 
 
 def decoded(path: Path, raw: bytes) -> str:
-    """Decode a part of ``path``. Raises UserError, which names the line, where it is not UTF-8."""
+    """Decode a part of ``path``. Raises UserError with the line number if it is not UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
-        deque(text_lines(path), maxlen=0)  # finds the line, and raises
+        deque(text_lines(path), maxlen=0)  # raises an error with the line number
         raise
 
 
 def byte_lines(file: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield each line with its end, which may also be a carriage return, as on old systems. A byte order mark at the
-    start is not part of the text."""
+    """Yield each line with its line end, which may be a lone carriage return. A leading byte order mark is removed."""
     is_first = True
     for raw in file:
         for line in raw.splitlines(keepends=True):
@@ -247,7 +246,7 @@ def byte_lines(file: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def first_character(path: Path) -> str:
-    """The first character of the file that is not white space."""
+    """Return the first non-whitespace character of the file."""
     with path.open("rb") as file:
         start = file.read(len(BOM)).removeprefix(BOM)
         while chunk := start or file.read(4096):
@@ -258,9 +257,9 @@ def first_character(path: Path) -> str:
 
 
 def shortened(value: Any, length: int = 160) -> str:
-    """A value as an error shows it: as JSON if possible, and in at most ``length`` characters."""
+    """Format a value for an error message: as JSON if possible, at most ``length`` characters."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = text.encode(errors="backslashreplace").decode()  # half a surrogate pair could not be printed
+    text = text.encode(errors="backslashreplace").decode()  # a lone surrogate could not be printed
     return text if len(text) <= length else text[: length - 4] + " ..."
 
 

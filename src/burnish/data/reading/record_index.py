@@ -1,11 +1,10 @@
-"""Random access to the records of a file, each parsed when it is used. In: a path. Out: a ``Table``.
+"""Random access to the records of a file; each record is parsed when it is read.
 
-JSON Lines files are indexed by the place of each line; memory holds the places and no record. The records of other
-text formats (a JSON list, CSV, plain text) are first written as JSON Lines to an unnamed temporary file, since one of
-their records cannot be found without parsing those before it. Arrow and Parquet files are read by the datasets library,
-which maps them into memory.
+JSON Lines files are indexed by the byte range of each line; only these positions are held in memory. Other text formats
+(JSON list, CSV, plain text) are first converted to JSON Lines in an unnamed temporary file, since their records cannot
+be located without parsing all records before them. Arrow and Parquet files are memory-mapped by the datasets library.
 
-Raises the errors of ``files.py`` when the file is opened, and for a broken line of JSON Lines when it is used.
+Opening a file raises the errors of ``files.py``. A broken line of JSON Lines raises when it is read.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from burnish.utils.sequences import OnDemand
 
 
 class Table(Protocol):
-    """The records of a file or of a set of a hub."""
+    """Indexed records of a file or of a hub dataset."""
 
-    path: Path  # as an error names it
+    path: Path  # used in error messages
     content_hash: str
 
     def __len__(self) -> int: ...
@@ -45,24 +44,26 @@ class Table(Protocol):
 
 
 def open_table(path: Path) -> Table:
-    """Open a file for random access. Raises UserError where it is not of the type that its name says."""
+    """Open a file for random access. Raises UserError if its content does not match its suffix."""
     suffix = path.suffix.lower()
     if suffix not in (".arrow", ".parquet"):
         return RecordIndex(path)
     import datasets
 
-    next(read_records(path), None)  # refuses a file of another type
+    next(read_records(path), None)  # raises if the content has another type
     if suffix == ".arrow":
         return DatasetTable(path, datasets.Dataset(arrow_table(path)), OpenFile(path))
     return DatasetTable(path, datasets.Dataset.from_parquet(str(path)), OpenFile(path), is_copy=True)
 
 
 class DatasetTable:
-    """A dataset of the datasets library, mapped into memory.
+    """A memory-mapped dataset of the datasets library.
 
     Args:
-        file: of a local file; None for a dataset of a hub.
-        is_copy: ``rows`` are mapped from another file, in the cache of datasets.
+        path: used in error messages.
+        rows: ``datasets.Dataset``.
+        file: the local file; None for a hub dataset.
+        is_copy: ``rows`` are mapped from a converted file in the cache of datasets.
     """
 
     def __init__(self, path: Path, rows: Any, file: OpenFile | None = None, is_copy: bool = False) -> None:
@@ -74,15 +75,15 @@ class DatasetTable:
 
     def __getitem__(self, index: int, /) -> Values:
         if self._mapped is not None:
-            self._mapped.refuse_if_changed()  # to read the mapping of a truncated file would end the process
+            self._mapped.refuse_if_changed()  # reading the mapping of a truncated file would crash the process
         found: Values = self._rows[index]
         return found
 
 
 class RecordIndex(OnDemand[Values]):
-    """The records of a text file, by the place of each in JSON Lines.
+    """Records of a text file, located by the byte range of their lines.
 
-    Records of JSON Lines are read from the file itself, which must not change.
+    JSON Lines files are read directly and must not change.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,7 +92,7 @@ class RecordIndex(OnDemand[Values]):
         self.content_hash = self._source.content_hash
         is_lines = path.suffix.lower() in (".json", ".jsonl") and first_character(path) != "["
         if is_lines:
-            next(read_records(path), None)  # refuses a file that is not JSON Lines at all
+            next(read_records(path), None)  # raises if the file is not JSON Lines
         self._is_lines = is_lines
         self._file = self._source.file if is_lines else _as_lines(path)
         self._file.seek(0)
@@ -104,7 +105,7 @@ class RecordIndex(OnDemand[Values]):
         if self._is_lines:
             self._source.refuse_if_changed()
         begin, end = self._begins[index], self._ends[index]
-        # pread does not move the file position, which forked processes share.
+        # pread does not move the file position, which is shared with forked processes.
         text = decoded(self.path, os.pread(self._file.fileno(), end - begin, begin))
         try:
             record = parsed_file(text)
@@ -115,7 +116,7 @@ class RecordIndex(OnDemand[Values]):
 
 
 class OpenFile:
-    """A file that stays open during training, so that renaming or replacing its path has no effect."""
+    """A file that stays open during training, so that renaming or replacing it on disk has no effect."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.file = path, path.open("rb")
@@ -123,7 +124,7 @@ class OpenFile:
         self._seen = self._size_and_time()
 
     def refuse_if_changed(self) -> None:
-        """Raise UserError where the content is no longer what it was when the file was opened."""
+        """Raise UserError if the content has changed since the file was opened."""
         now = self._size_and_time()
         if now == self._seen:
             return
@@ -145,8 +146,8 @@ class OpenFile:
 
 
 def _as_lines(path: Path) -> BinaryIO:
-    """The records of a file as JSON Lines, in a temporary file without a name."""
-    file = TemporaryFile()  # noqa: SIM115 - open as long as the index is
+    """Write the records of a file as JSON Lines to an unnamed temporary file."""
+    file = TemporaryFile()  # noqa: SIM115 - stays open as long as the index
     for record in read_records(path):
         file.write(json.dumps(record).encode() + b"\n")
     file.seek(0)
@@ -154,7 +155,7 @@ def _as_lines(path: Path) -> BinaryIO:
 
 
 def _line_places(file: BinaryIO) -> tuple[array[int], array[int]]:
-    """(begin, end) in bytes of every line that is not blank."""
+    """Return (begin, end) in bytes of every non-blank line."""
     begins, ends, end = array("q"), array("q"), 0
     for line in file:
         begin, end = end, end + len(line)

@@ -1,3 +1,1 @@
-"""Encoded rows. In: examples and an objective's function that encodes them. Out: rows in concatenated arrays, made once
-and cached on disk, or made while the loop runs. Begin with ``encode.py``.
-"""
+"""Encoded rows: encoded once and cached on disk, or encoded on the fly when streaming. Begin with ``encode.py``."""

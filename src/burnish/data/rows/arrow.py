@@ -1,4 +1,4 @@
-"""Encoded rows as an Arrow table over the same memory, for the ``datasets`` library."""
+"""Encoded rows as an Arrow table that shares their memory, for the ``datasets`` library."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TYPES: Mapping[str, pa.DataType] = {
     "margin": pa.float32(), "label": pa.bool_(), "images": pa.list_(pa.struct(list(_IMAGE.items()))),
     "kl_images": pa.list_(pa.struct(list(_IMAGE.items()))),
 }  # fmt: skip
-"""Types of columns that hold one value per row, or its images; all others hold token ids, or labels."""
+"""Types of columns that hold one value per row or the row's images. All other columns are lists of ids or labels."""
 
 
 def arrow_table(rows: Rows, names: tuple[str, ...]) -> pa.Table:
-    """These columns of the rows; lists of int32, but for those of ``TYPES``."""
+    """Return a table with the columns ``names``: those of ``TYPES`` with their type, all others as lists of int32."""
     schema = pa.schema([(name, TYPES.get(name, pa.list_(pa.int32()))) for name in names])
     blocks = [pa.table([_column(block, field) for field in schema], schema=schema) for block in rows.blocks()]
     return pa.concat_tables([schema.empty_table(), *blocks])
@@ -32,6 +32,6 @@ def _column(block: pa.RecordBatch, field: pa.Field) -> pa.Array:
     if field.name not in block.schema.names:
         return pa.nulls(len(block), field.type) if field.name in TYPES else pa.array([[]] * len(block), field.type)
     lists = block.column(field.name)
-    if field.name in TYPES:  # the bytes of JSON
+    if field.name in TYPES:  # stored as JSON bytes
         return pa.array([json.loads(bytes(value)) if value else None for value in lists.to_pylist()], field.type)
     return pa.ListArray.from_arrays(lists.offsets, lists.values)  # a row without the column has an empty list

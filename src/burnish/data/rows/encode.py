@@ -1,13 +1,12 @@
-"""Examples -> rows, once: encoded in batches, cached on disk under a hash of everything that they depend on.
+"""Encode examples into rows, in batches, with a cache on disk.
 
-In: examples, a function that encodes a batch of them, and everything else that the rows depend on (``fingerprint``).
-Out: ``Rows``. Statistics of dropped and truncated examples are stored with the rows.
+The cache key is a hash of everything that the rows depend on: the examples, template, tokenizer and options. The cache
+is in $BURNISH_CACHE or ~/.cache/burnish. An entry is a folder written under a temporary name and renamed when it
+is complete. If several processes need the same rows, one encodes and the others wait. Statistics of dropped and
+truncated examples are stored with the rows.
 
-The cache is $BURNISH_CACHE or ~/.cache/burnish. An entry is a folder, written under another name and renamed when it is
-whole; of several processes that need the same rows one encodes, and the others wait for it. ``tokenized_path`` keeps
-such a folder at a place that the user chooses.
-
-Refuses rows from a ``tokenized_path`` that were made from other data or settings, and names the differences.
+``tokenized_path`` keeps such a folder at a location that the user chooses. Rows of a ``tokenized_path`` that were made
+from other data or settings are refused with an error that lists the differences.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from burnish.utils.files import cache_home, named_where_full, open_lock
 from burnish.utils.work import work
 
 Encode: TypeAlias = "Callable[[Sequence[Any], DataStats], Sequence[Row | None]]"
-"""A batch of examples, or of what it makes examples of -> a row for each, None where it gives none; reasons go into the
+"""Encodes a batch of examples. Returns a row per example, or None for an example without a row, and adds reasons to the
 stats."""
 Encoded: TypeAlias = "tuple[Sequence[Row | None], DataStats]"
-"""A row for each example, None where it gives none, and the stats of what was dropped or cut."""
+"""A row per example (None for an example without a row), and statistics of what was dropped or truncated."""
 
 BATCH_SIZE = 1000
-"""Examples encoded together if no option says otherwise: enough for all threads of a tokenizer."""
+"""Default number of examples encoded together: enough for all threads of a tokenizer."""
 _STARTED = time.time()
 IN_CACHE = "Set the environment variable BURNISH_CACHE to a writable folder."
 
@@ -54,26 +53,29 @@ def encode_rows(
     options: DataOptions | None = None, name: str = "train", data: str | None = None, places: str | None = None,
     title: str | None = None,
 ) -> Rows:  # fmt: skip
-    """The rows of ``examples``: from the cache if they were encoded before, else encoded and cached.
+    """Return the rows of ``examples``, from the cache if they were encoded before.
 
     Args:
-        fingerprint: everything that the rows depend on apart from the examples: template, tokenizer, options. With a
-            mapping, an error can name the differences where rows of a ``tokenized_path`` are refused.
-        options: ``DataOptions``; None keeps the rows in memory.
-        name: the name of the set, for its folder in ``tokenized_path``.
-        data: the ``content_hash`` of the examples, where it is known.
-        places: what identifies their files and record numbers, where it is known.
-        title: of the progress bar; default: made from the examples.
+        examples: examples to encode.
+        encode: function that encodes a batch of examples.
+        stats: statistics that dropped and truncated examples are added to.
+        fingerprint: everything that the rows depend on besides the examples: template, tokenizer, options. With a
+            mapping, the error about a ``tokenized_path`` made with other settings can name the differences.
+        options: data options; None keeps the rows in memory.
+        name: name of the dataset, used as its folder in ``tokenized_path``.
+        data: ``content_hash`` of the examples, if known.
+        places: identifies their files and record numbers, if known.
+        title: title of the progress bar. Default: derived from the examples.
 
     Raises:
-        UserError: if ``tokenized_path`` holds rows that were made otherwise.
+        UserError: if ``tokenized_path`` holds rows that were made from other data or settings.
     """
     if options is None:
         writer = RowWriter()
         _encode_all(examples, encode, stats, writer, BATCH_SIZE, 1, title)
         return writer.in_memory()
     made_from = _made_from(data or content_hash(examples), fingerprint)
-    if places is None:  # the statistics name them
+    if places is None:  # part of the key, since the statistics name records by file and number
         places = "\n".join(f"{example.source}:{example.number}" for example in examples)
     folder = _folder(options, name, made_from, places)
     with alone(folder, "Set another tokenized_path." if options.tokenized_path else IN_CACHE):
@@ -88,7 +90,7 @@ def _make(
     folder: Path, examples: Sequence[Any], encode: Encode, made_from: Mapping[str, Any], options: DataOptions,
     title: str | None,
 ) -> None:  # fmt: skip
-    """Encode into a temporary folder, and rename it to ``folder`` when it is whole."""
+    """Encode into a temporary folder, and rename it to ``folder`` when it is complete."""
     stats = DataStats()
     size, workers = options.preprocessing_batch_size, _num_workers(options, len(examples))
     with replacing(folder) as partial:
@@ -107,7 +109,7 @@ def _key(data: Any) -> str:
 def _made_from(data: str, fingerprint: str | Mapping[str, Any]) -> dict[str, Any]:
     settings = {"settings": fingerprint} if isinstance(fingerprint, str) else dict(fingerprint)
     made_from = {"burnish": burnish.__version__, "data": data, **settings}
-    return dict(json.loads(json.dumps(made_from, default=str)))  # as it will be read back, to be compared with that
+    return dict(json.loads(json.dumps(made_from, default=str)))  # the form in which it is read back and compared
 
 
 def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], places: str) -> Path:
@@ -121,9 +123,9 @@ def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], place
 
 
 def _is_stale(folder: Path, options: DataOptions) -> bool:
-    """Return whether the rows must be encoded: there are none, or they are to be overwritten.
+    """Return whether the rows must be encoded: there are none, or ``overwrite_cache`` is set.
 
-    Of several processes one overwrites; rows that are younger than this process were written by another of them.
+    With several processes, only one of them overwrites: rows newer than this process were written by another one.
     """
     manifest = folder / MANIFEST
     if not manifest.is_file() or (options.tokenized_path is None and not is_whole(folder)):
@@ -141,8 +143,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def _refuse_others(folder: Path, made_from: Mapping[str, Any], options: DataOptions, has_data: bool) -> None:
-    """Refuse rows of a ``tokenized_path`` that were made from something else; in a run that names no data, from other
-    settings."""
+    """Raise UserError if ``tokenized_path`` was made from other settings, or, for a run with data, from other data."""
     if options.tokenized_path is None:
         return
     before = read_rows_manifest(folder)["made_from"]
@@ -166,7 +167,7 @@ def _difference(key: str, before: Any, now: Any) -> str:
 
 @contextmanager
 def alone(folder: Path, remedy: str = IN_CACHE) -> Iterator[None]:
-    """Lock the place of a folder; other processes wait. The lock ends with the process, however that ends."""
+    """Hold an exclusive lock for a folder; other processes wait. The lock is released when the process ends."""
     begin_place(folder.parent, remedy)
     is_full = named_where_full(folder.parent, f"Free some space. {remedy}")
     with is_full, open_lock(folder.parent / f".{folder.name}.lock") as lock:
@@ -175,7 +176,7 @@ def alone(folder: Path, remedy: str = IN_CACHE) -> Iterator[None]:
 
 
 def begin_place(folder: Path, remedy: str = IN_CACHE) -> None:
-    """Make a folder for rows. Raises UserError where it cannot be made."""
+    """Create a folder for rows. Raises UserError if it cannot be created or written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -188,7 +189,7 @@ def begin_place(folder: Path, remedy: str = IN_CACHE) -> None:
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces ``folder`` if the ``with`` block succeeds, and is removed if it fails."""
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed: the lock keeps others out
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process; the lock keeps other processes out
     partial.mkdir()
     try:
         yield partial
@@ -217,7 +218,7 @@ def _encode_all(
 
 
 def _title(examples: Sequence[Example]) -> str:
-    """``Encoding``, and the longest record where it will take its time."""
+    """Return the title of the progress bar. It names the longest record if that one is very long."""
     sizes = ((num_characters(example), -number) for number, example in enumerate(examples))
     size, place = max(sizes, default=(0, 0))
     if size < LONG_RECORD:
@@ -229,7 +230,7 @@ def _batches(examples: Sequence[Any], encode: Encode, starts: range, num_workers
     """Yield rows and stats of each batch, in order."""
 
     def encoded(start: int) -> Encoded | tuple[Problem, ...]:
-        """Encode one batch, or return its problems: an exception would lose them on its way between processes."""
+        """Encode one batch, or return its problems, since an exception would lose them between processes."""
         counted = DataStats()
         try:
             return encode(examples[start : start + starts.step], counted), counted
@@ -243,9 +244,9 @@ def _batches(examples: Sequence[Any], encode: Encode, starts: range, num_workers
 
 
 def _in_processes(encoded: Callable[[int], Any], starts: range, num_workers: int) -> Iterator[Any]:
-    """Yield ``encoded(start)`` for each start, in order, from forked processes, which inherit the examples.
+    """Yield ``encoded(start)`` for each start, in order, computed by forked processes that inherit the examples.
 
-    Process k takes every batch whose number is k modulo ``num_workers``, and waits while nobody has read its last one.
+    Process k encodes the batches whose number is k modulo ``num_workers``. It blocks until its last result was read.
     """
     context = get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(num_workers)]
@@ -271,8 +272,7 @@ def _in_processes(encoded: Callable[[int], Any], starts: range, num_workers: int
 
 
 def _send_all(encoded: Callable[[int], Any], starts: range, pipes: Sequence[Any], mine: int) -> None:
-    """The body of an encoding process. Closes the ends of the pipes that belong to others, so that a dead process is
-    noticed."""
+    """Body of an encoding process. It closes the other processes' pipe ends, so that a dead process is noticed."""
     for number, (receiver, sender) in enumerate(pipes):
         receiver.close()
         if number != mine:
@@ -282,7 +282,7 @@ def _send_all(encoded: Callable[[int], Any], starts: range, pipes: Sequence[Any]
 
 
 def _num_workers(options: DataOptions, num_examples: int) -> int:
-    """The number of encoding processes: as the options say, but not more than cores or batches; 1 without fork."""
+    """Return the number of encoding processes: as configured, but at most one per core or batch, and 1 without fork."""
     if "fork" not in get_all_start_methods():
         return 1
     batch_size: int = options.preprocessing_batch_size
@@ -293,8 +293,8 @@ def _num_workers(options: DataOptions, num_examples: int) -> int:
 
 @contextmanager
 def without_tokenizer_threads() -> Iterator[None]:
-    """Switch the tokenizer's threads off in the ``with`` block: processes run in parallel, and threads do not survive
-    a fork."""
+    """Disable the tokenizer's threads in the ``with`` block: the processes are parallel already, and threads do not
+    survive a fork."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

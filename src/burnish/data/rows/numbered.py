@@ -1,4 +1,4 @@
-"""Rows that know their number in the set, where something is a function of it."""
+"""Rows that carry their index, for values that are looked up by row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from burnish.loop.types import Row
 
 
 class NumberedRows(RowsOver):
-    """Rows with a column ``row``, their number in the set."""
+    """Rows with an additional column ``row``: their index in the dataset."""
 
     def made(self, index: int) -> Row | None:
         row: Any = self.rows[index]

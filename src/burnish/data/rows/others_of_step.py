@@ -1,8 +1,8 @@
-"""Rows of verdicts whose other answer comes from their own step (``kl_pairing: group``).
+"""KTO rows with a mismatched completion from the same step, for the KL term (``kl_pairing: group``).
 
-In: rows with an answer each, and the rows of a step in the order of the epoch, on all ranks. Out: the same rows, each
-with the answer of the row before it in that step whose answer is another; the first look back to the last. The order of
-an epoch is global, so neither micro-batches nor ranks have a say in it. A row that finds no other answer has none.
+Each row gets the completion of the nearest preceding row in its step whose completion differs; the search wraps around
+from the first row to the last. A step covers all ranks and is ordered globally, so the pairing depends neither on
+micro-batches nor on ranks. A row for which no other completion exists gets none.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from burnish.data.rows.row_set import RowSet, RowsOver
 from burnish.loop.types import IGNORE_INDEX, Row
 
 Key: TypeAlias = tuple[int, int | None]
-"""A row, and the row whose answer it takes."""
+"""A row index, and the index of the row whose completion it is paired with."""
 _KEPT = 4096
-"""Rows that are kept at hand: a row is asked for when its step is dealt, and when it is collated."""
+"""Size of the row cache. A row is read twice: when its step is partitioned, and when it is collated."""
 
 
 class RowsWithOthers(RowsOver):
-    """Args: rows: None where an example gives no row. limit: the tokens that a row may have."""
+    """Rows with the columns ``kl_input_ids`` and ``kl_labels``.
+
+    Args:
+        rows: encoded rows; None for an example without a row.
+        limit: maximum number of tokens of a row.
+    """
 
     def __init__(self, rows: RowSet[Any], limit: int) -> None:
         super().__init__(rows)
@@ -37,13 +42,17 @@ class RowsWithOthers(RowsOver):
         return self.some([index])[0]
 
     def some(self, items: Sequence[int | Key]) -> list[Row | None]:
-        """The rows of these numbers or keys."""
+        """Return the rows with these indices or keys."""
         keys = [item if isinstance(item, tuple) else (item, None) for item in items]
         self._fetch([number for key in keys for number in key if number is not None])
         return [self._joined(number, other) for number, other in keys]
 
     def keys_of_step(self, chosen: Sequence[int]) -> Mapping[int, Key]:
-        """The key of each row of a step. Args: chosen: all of them, on all ranks, in order."""
+        """Return the key of each row of a step.
+
+        Args:
+            chosen: row indices of the whole step, over all ranks, in order.
+        """
         self._fetch(chosen)
         return keys_of(chosen, [row and answer_of(row) for row in map(self._at_hand.get, chosen)])
 
@@ -67,7 +76,12 @@ class RowsWithOthers(RowsOver):
 
 
 def keys_of(chosen: Sequence[int], answers: Sequence[Any]) -> dict[int, Key]:
-    """The key of each row of a step. Args: answers: to each of them, something false where a row has none."""
+    """Return the key of each row of a step.
+
+    Args:
+        chosen: row indices of the step, in order.
+        answers: completion of each of them; a falsy value for a row without one.
+    """
     found: dict[int, Key] = {}
     for place, number in enumerate(chosen):
         before = (place - back for back in range(1, len(chosen)))
@@ -77,7 +91,7 @@ def keys_of(chosen: Sequence[int], answers: Sequence[Any]) -> dict[int, Key]:
 
 
 def answer_of(row: Row) -> list[int]:
-    """The tokens of a row from the first learned one on."""
+    """Return the tokens of a row from the first trained token on."""
     return list(row["input_ids"][_begin(row) :])
 
 

@@ -1,8 +1,7 @@
-"""The reference's log-probabilities, computed once before the first step, beside the rows that they belong to.
+"""Log-probabilities of the reference model, computed once before the first step and stored with their rows.
 
-In: rows, and a reference that answers now: a second model, the model without its adapter, or the policy before it is
-trained, of which then no copy is needed. Out: the same rows with a number per answer. Every row is asked once, without
-a gradient; a step asks the reference nothing any more.
+The reference is a second model, the model without its adapter, or the policy before training, which then needs no copy.
+Each row is evaluated once without gradients; training steps need no reference model.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from burnish.utils.work import work
 
 
 class AsksReference(Protocol):
-    """An objective that compares with a reference."""
+    """An objective that compares the policy with a reference model."""
 
     @property
     def collate(self) -> Callable[[Sequence[Row]], Batch]: ...
@@ -29,10 +28,10 @@ class AsksReference(Protocol):
 
 
 class RowsWithReference(RowsOver):
-    """Rows, and once they were ``filled`` a number per answer in each.
+    """Rows with one reference value per completion, after ``fill`` or ``restore``.
 
     Args:
-        rows: encoded; None where an example gives no row.
+        rows: encoded rows; None for an example without a row.
     """
 
     def __init__(self, rows: RowSet[Any]) -> None:
@@ -45,16 +44,16 @@ class RowsWithReference(RowsOver):
         return completed  # type: ignore[no-any-return]
 
     def numbers(self, index: int) -> dict[str, float]:
-        """Column -> what the reference says of a row; NaN where it is not asked."""
+        """Return column name -> the row's reference value; NaN for rows that were not evaluated."""
         return {name: of[index] for name, of in self.columns.items()}
 
     def restore(self, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Fill in the ``numbers`` of all rows, as they were kept."""
+        """Restore the ``numbers`` of all rows from a saved list."""
         for name in kept[0] if kept else ():
             self.columns[name] = array("d", [one[name] for one in kept])
 
     def batches(self, objective: AsksReference, size: int) -> Iterator[Batch]:
-        """Everything that ``fill`` asks about, on the CPU."""
+        """Yield every batch that ``fill`` evaluates, on the CPU."""
         for part in self._parts(size):
             rows: Any = [self.rows[number] for number in part if self.rows[number] is not None]
             if rows:
@@ -64,12 +63,12 @@ class RowsWithReference(RowsOver):
         return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
     def fill(self, objective: AsksReference, module: nn.Module, engine: Engine, size: int) -> None:
-        """Ask the reference, ``size`` rows at a time, the batches dealt to all ranks."""
+        """Evaluate the reference on all rows, in batches of ``size`` that are distributed over the ranks."""
         parts = self._parts(size)
         mine, found = parts[engine.rank :: engine.world_size], []
         with work("Reference", len(self)) as advance:
             for at in range(-(-len(parts) // engine.world_size)):
-                part = mine[at] if at < len(mine) else parts[0]  # all ranks ask as often: each may hold a piece
+                part = mine[at] if at < len(mine) else parts[0]  # equal count on all ranks: each may hold a shard
                 there = [number for number in part if self.rows[number] is not None]
                 rows: Any = [self.rows[number] for number in there]
                 columns = objective.reference_columns(module, rows, engine) if rows else {}

@@ -1,6 +1,6 @@
-"""The rows of a dataset: in memory, in a file, or encoded when they are used (streaming).
+"""The rows of a dataset: in memory, in a file, or encoded on access (streaming).
 
-In: a number. Out: a row, or None where an example gives none; and what is known of rows without reading them.
+Indexing returns a row, or None for an example without a row. Lengths are known without reading rows, unless streaming.
 """
 
 from __future__ import annotations
@@ -18,41 +18,44 @@ RowT_co = TypeVar("RowT_co", bound="Row | None", covariant=True)
 
 
 class RowSet(OnDemand[RowT_co]):
-    """The rows of a dataset. Subclasses give ``__len__`` and ``made``."""
+    """Base class for the rows of a dataset. Subclasses define ``__len__`` and ``made``."""
 
     is_streamed = False
-    """True where rows are encoded when they are used, so that lengths and stats are not known before."""
+    """True if rows are encoded on access, so that their lengths and statistics are not known in advance."""
 
     @cached_property
     def lengths(self) -> Sequence[int]:
-        """Tokens of each row; of a pack or of one of several sequences, of all of them."""
+        """Number of tokens of each row: the sum over its sequences."""
         return [0 if row is None else sum(lengths_of(row)) for row in self]
 
     @cached_property
     def sequence_lengths(self) -> Sequence[int]:
-        """Tokens of each sequence, in no order: a pack has several, and a pair."""
+        """Number of tokens of each sequence, in no particular order. A pack or a pair has several sequences."""
         return [length for row in self if row is not None for length in lengths_of(row)]
 
     @cached_property
     def has_images(self) -> bool:
-        """Whether a row has images; taken to be so where rows are not known before."""
+        """Whether any row has images; always True when streaming, where rows are not known in advance."""
         return self.is_streamed or any("images" in row for row in self if row is not None)
 
     def origin(self, index: int) -> int:
-        """The number of the example that a row was made from."""
+        """Return the index of the example that a row was made from."""
         return index
 
     def keys_of_step(self, chosen: Sequence[int]) -> Mapping[int, Any]:
-        """Return a key for each row of a step (of all ranks, in order), where a row depends on the others of it."""
+        """Return a key for each row of a step (all ranks, in order).
+
+        Keys other than the index are needed if a row depends on the other rows of its step.
+        """
         return dict(zip(chosen, chosen, strict=True))
 
     def counted(self) -> DataStats:
-        """Count what was dropped or cut since the run began."""
+        """Return statistics of what was dropped or truncated since the run began."""
         return DataStats()
 
 
 class RowsOver(RowSet["Row | None"]):
-    """Rows with more in them; what is known of the rows below holds."""
+    """Wrapper that adds columns to rows. Lengths and statistics are those of the wrapped rows."""
 
     def __init__(self, rows: RowSet[Any]) -> None:
         self.rows, self.is_streamed = rows, rows.is_streamed
@@ -80,7 +83,7 @@ class RowsOver(RowSet["Row | None"]):
 
 
 class ListedRows(RowSet[Row]):
-    """Rows in memory, such as packs."""
+    """Rows in memory, for example packs."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -95,7 +98,7 @@ class ListedRows(RowSet[Row]):
 def packed(
     rows: RowSet[Row], options: PackingChoices, default: str | None, capacity: int, is_eval: bool = False
 ) -> RowSet[Row]:
-    """Pack ``rows`` into packs of ``capacity`` tokens if the options ask for it; else return them as they are."""
+    """Return packs of ``capacity`` tokens if the options enable packing, otherwise ``rows``."""
     if not packs_rows(options, default, is_eval):
         return rows
     return ListedRows(pack(rows, capacity, strategy_of(options, default), options.drop_incomplete_block))

@@ -1,14 +1,15 @@
-"""Encoded rows as Arrow tables: in memory, or in a folder from which they are mapped into memory.
+"""Storage of encoded rows as Arrow record batches, in memory or memory-mapped from a folder.
 
-In: rows, one at a time, with any columns: lists of numbers, and values that JSON has. Out: ``Rows``, a sequence that
-returns them as they were added, arrays as lists; memory holds only their lengths.
+Rows may have any columns: lists of numbers, or JSON values. ``Rows`` returns them as they were added, with arrays as
+lists. Only the lengths are held in memory.
 
-A folder holds ``rows.arrow`` and ``rows.json``. The first consists of blocks of up to ``BLOCK_ROWS`` rows, each a whole
-Arrow stream, so that a column may begin in a later block. The last block is the index: the example that each row was
-made from, and the lengths of its sequences. The second file has the place and the checksum of each block, and further
-facts from the writer. The index is checked when the folder is opened, and every other block when it is first read.
+A folder holds two files:
 
-Raises UserError for a folder or a block that is not as it was written.
+- ``rows.arrow``: blocks of up to ``BLOCK_ROWS`` rows. Each block is a complete Arrow stream, so that a column may first
+  appear in a later block. The last block is the index: the example that each row was made from, and its lengths.
+- ``rows.json``: the position and checksum of each block, and metadata of the writer.
+
+The index is verified when the folder is opened, each other block when it is first read. Damage raises UserError.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ if TYPE_CHECKING:
 MANIFEST = "rows.json"
 BLOCKS = "rows.arrow"
 LAYOUT = 5
-"""Version of the layout of a folder."""
+"""Version of the folder's format."""
 BLOCK_ROWS, BLOCK_NUMBERS = 1000, 1 << 20
-"""Most rows of a block, and most numbers in the sequences of its rows before it is full."""
+"""Maximum number of rows per block, and the total sequence length at which a block is full."""
 
 _ORIGIN = "origin"
-_KINDS = {int: "i", float: "d"}  # of array.array, for lists
+_KINDS = {int: "i", float: "d"}  # type code of array.array for lists of this type
 _REMEDY = "Delete the folder to tokenize the dataset again."
 
 
@@ -49,9 +50,9 @@ class Rows(RowSet[Row]):
     """Encoded rows. The lengths are known without reading a row.
 
     Args:
-        index: a row per row: ``origin``, and the length of each column of token ids.
-        blocks: number of rows -> function that returns the table, for each block in order.
-        folder: where they are mapped from; None in memory.
+        index: a record batch with ``origin`` and the length of each column of token ids, for each row.
+        blocks: (number of rows, function that returns the record batch) for each block, in order.
+        folder: folder that the rows are mapped from; None in memory.
         is_cache: see ``open_rows``.
     """
 
@@ -67,7 +68,7 @@ class Rows(RowSet[Row]):
 
     @cached_property
     def lengths(self) -> Sequence[int]:
-        """Tokens of each row; of one of several sequences, of all of them."""
+        """Number of tokens of each row: the sum over its sequences."""
         return array("q", map(sum, zip(*self._lengths, strict=True)))
 
     @cached_property
@@ -76,7 +77,7 @@ class Rows(RowSet[Row]):
 
     @cached_property
     def _lengths(self) -> list[list[int]]:
-        """Tokens of each row, by the columns that hold token ids: one, or several where a row is several sequences."""
+        """Number of tokens of each row, for each column of token ids (several if a row has several sequences)."""
         return [numbers_of(self._index.column(name)).tolist() for name in self._index.schema.names if name != _ORIGIN]
 
     @cached_property
@@ -99,11 +100,11 @@ class Rows(RowSet[Row]):
         return {name: value for name, value in found if value is not None}
 
     def blocks(self) -> list[pyarrow.RecordBatch]:
-        """All rows as Arrow batches, which may differ in their columns: lists of numbers, or of the bytes of JSON."""
+        """Return all rows as Arrow record batches. Columns are lists of numbers or JSON bytes, and may differ."""
         return [block() for _, block in self._blocks]
 
     def __reduce__(self) -> Any:
-        """Pickle for another process: it maps the same file; rows in memory are copied."""
+        """Pickle for another process: rows in a folder are mapped again, rows in memory are copied."""
         if self.folder is not None:
             return open_rows, (self.folder, self.is_cache)
         return _in_memory, (self._index, self.blocks())
@@ -114,10 +115,14 @@ def _in_memory(index: pyarrow.RecordBatch, blocks: Sequence[pyarrow.RecordBatch]
 
 
 def open_rows(folder: Path, is_cache: bool = False) -> Rows:
-    """Open the rows of a folder. Raises UserError where its manifest, the size of its file or its index is damaged.
+    """Open the rows of a folder.
 
     Args:
-        is_cache: a damaged block makes the folder invalid, so that the next run encodes the rows again.
+        folder: folder written by ``RowWriter``.
+        is_cache: if true, a damaged block invalidates the folder, so that the next run encodes the rows again.
+
+    Raises:
+        UserError: if the manifest, the file size or the index is damaged.
     """
     manifest = read_rows_manifest(folder)
     with (folder / BLOCKS).open("rb") as file:
@@ -146,7 +151,7 @@ def _block(
 
 
 def read_rows_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder. Raises UserError where it is damaged, or the file beside it has another size."""
+    """Return the manifest of a folder. Raises UserError if it is damaged or the size of the data file differs."""
     if not (folder / MANIFEST).is_file():
         raise UserError(f"the tokenized dataset has no {MANIFEST}.", str(folder), remedy=_REMEDY)
     manifest = read_object(folder / MANIFEST, _REMEDY, [("layout", int)])
@@ -170,7 +175,7 @@ def _size_of(path: Path) -> int:
 
 
 class RowWriter:
-    """Collects rows to blocks: in a file of ``folder``, or in memory where that is None."""
+    """Writes rows in blocks to a file of ``folder``, or to memory if ``folder`` is None."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -183,10 +188,11 @@ class RowWriter:
         self._lengths: dict[str, array[int]] = {}
 
     def add(self, origin: int, row: Row) -> None:
-        """Append a row; a column that is None, or an empty array, is left out.
+        """Append a row. Columns that are None or an empty array are omitted.
 
         Args:
-            origin: the index of the example that the row was made from.
+            origin: index of the example that the row was made from.
+            row: column name -> value.
         """
         for name, values in row.items():
             if name.endswith("input_ids"):
@@ -208,7 +214,7 @@ class RowWriter:
         return _in_memory(self._index(), self._in_memory)
 
     def close(self, **known: Any) -> None:
-        """Finish the folder. ``known`` is written into its manifest."""
+        """Finish the folder. ``known`` is added to its manifest."""
         assert self.folder is not None
         assert self._file is not None
         self._flush()
@@ -244,7 +250,7 @@ class RowWriter:
         )
 
 
-# pyarrow.array and pyarrow.table import pandas (0.4 s, 40 MB); arrays made of buffers do not.
+# pyarrow.array and pyarrow.table import pandas (0.4 s, 40 MB); arrays built from buffers do not.
 
 
 def _block_of(rows: Sequence[Row]) -> pyarrow.RecordBatch:
@@ -259,7 +265,7 @@ def _batch(columns: Mapping[str, pyarrow.Array]) -> pyarrow.RecordBatch:
 
 
 def _column(values: Sequence[Any]) -> pyarrow.Array:
-    """The values of a column, None where a row has none: lists of numbers as such, everything else as JSON texts."""
+    """Build a column: lists of numbers natively, any other value as JSON text. None means that a row has no value."""
     lists = [value for value in values if isinstance(value, list | array)]
     first: Any = next(filter(len, lists), [0])
     kind = first.typecode if isinstance(first, array) else _KINDS.get(type(first[0]))
@@ -277,7 +283,7 @@ def _as_json(value: Any) -> str:
 
 
 def _lists(kind: str, values: Sequence[Any]) -> pyarrow.Array:
-    """An array with a list of numbers for each value; null for None, and for an empty ``array``."""
+    """Build an array with a list of numbers per value; None and an empty ``array`` become null."""
     import pyarrow  # type: ignore[import-untyped, unused-ignore]
 
     flat, ends, valid = array(kind), array("i", [0]), bytearray(-(-len(values) // 8))
@@ -303,14 +309,14 @@ def _numbers(values: array[Any]) -> pyarrow.Array:
 
 
 def numbers_of(column: pyarrow.Array) -> memoryview[Any]:
-    """The numbers of an array without nulls, over the same memory."""
+    """Return the numbers of an array without nulls, sharing its memory."""
     kind = {"uint8": "B", "int32": "i", "int64": "q", "double": "d"}[str(column.type)]
     content: Any = memoryview(column.buffers()[1] or b"")
     return content.cast(kind)[: len(column)]  # type: ignore[no-any-return]
 
 
 def _reader(column: pyarrow.Array) -> Callable[[int], Any]:
-    """A function from the number of a row to its value, None where it has none."""
+    """Return a function from a row's position in the block to its value (None if it has none)."""
     ends: Any = memoryview(column.buffers()[1]).cast("i")
     numbers = numbers_of(column.values)
     valid = None if not column.null_count else column.is_valid().to_pylist()

@@ -1,8 +1,7 @@
-"""Rows of a streamed dataset, each encoded when it is used and not kept.
+"""Rows of a streamed dataset: encoded on access and not kept.
 
-In: examples that stay in their files, and a function that encodes some of them. Out: ``StreamedRows``, a sequence with
-a row per example, None where an example gives none. An example that gives no row keeps its place in the order and has
-no label, so the examples of a step depend on options and data alone, and a resumed run continues at its position.
+An example without a row keeps its place in the order and contributes no label. The examples of a step therefore depend
+on the options and the data only, and a resumed run continues at its position.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from burnish.loop.types import Row, as_lists
 
 
 class StreamedRows(RowSet["Row | None"]):
-    """A row per example.
+    """One row per example; None for an example without a row.
 
     Args:
-        encode: a batch of examples -> their rows.
-        check: raises UserError for a row that the run cannot take.
+        examples: examples that stay in their files.
+        encode: function that encodes a batch of examples.
+        check: raises UserError for a row that the run cannot use.
     """
 
     is_streamed = True
@@ -30,7 +30,7 @@ class StreamedRows(RowSet["Row | None"]):
     def __init__(self, examples: Examples, encode: Encode, check: Callable[[Row], None] = lambda row: None) -> None:
         self.examples, self.encode, self.check = examples, encode, check
         self.stats = DataStats()
-        self._is_seen = bytearray(len(examples))  # 1 for an example that is in the stats
+        self._is_seen = bytearray(len(examples))  # 1 for an example that is counted in the stats
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -39,7 +39,7 @@ class StreamedRows(RowSet["Row | None"]):
         return self.some([index])[0]
 
     def some(self, examples: Sequence[int]) -> list[Row | None]:
-        """The rows of these examples. Raises UserError where one of them cannot be encoded."""
+        """Return the rows of these examples. Raises UserError if one of them cannot be encoded."""
         stats = DataStats()
         found = self.examples.make(examples, stats)
         present = [example for example in found if example is not None]
@@ -55,7 +55,7 @@ class StreamedRows(RowSet["Row | None"]):
         return [as_lists(row) for row in made]
 
     def counted(self) -> DataStats:
-        """The stats of the examples so far, each counted once."""
+        """Return the statistics of the examples read so far, each counted once."""
         whole = DataStats(seen=sum(self._is_seen) if self.stats.seen else 0)
         for reason, found in self.stats.records.items():
             whole.records[reason] = list(dict.fromkeys(found))

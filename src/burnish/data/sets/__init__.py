@@ -1,3 +1,4 @@
-"""The data sets of a run. In: names from the options, ``dataset_info.json``, records. Out: typed examples to learn from
-and to evaluate on, mixed as the options say. Begin with ``sources.py``; a format of one's own goes into ``formats.py``.
+"""The datasets of a run: from names in the options and ``dataset_info.json`` to typed examples, mixed and split.
+
+Begin with ``sources.py``. Custom record formats are registered as in ``formats.py``.
 """

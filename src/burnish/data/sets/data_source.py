@@ -1,4 +1,4 @@
-"""A data set before it is read: the place of its records, and what is said of their layout."""
+"""Description of a dataset before it is read: location and layout."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ SourceKind: TypeAlias = Literal["file", "hf_hub", "ms_hub", "cloud", "records"]
 
 @dataclass(frozen=True)
 class DataSource:
-    """One data set: the place of its records, and their description.
+    """Location and description of one dataset.
 
     Args:
-        name: as the user gave it.
-        kind: the kind of ``location``.
-        location: a path, a hub id, an address, or the records themselves.
-        where: its name in errors: the entry, or the path.
-        formatting, columns, tags: the layout as described; None where nothing is given.
-        ranking: whether the description says that it holds pairs of answers.
+        name: name given by the user.
+        kind: kind of ``location``.
+        location: path, hub id, URL, or the records themselves.
+        where: name of the dataset in error messages: its entry or path.
+        formatting: record format, or None if not specified.
+        columns: part -> column, or None if not specified.
+        tags: role names and keys, or None if not specified.
+        ranking: whether the description declares preference pairs.
+        subset: subset of a hub dataset.
+        split: split of a hub dataset.
+        folder: folder within a hub repository.
+        num_samples: number of records to sample.
         is_described: it has an entry in a ``dataset_info.json``; missing keys have LLaMA-Factory's defaults.
     """
 

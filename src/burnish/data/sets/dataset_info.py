@@ -1,11 +1,10 @@
-"""``dataset_info.json``, or a bare path -> place and description of the records of each named data set.
+"""Resolve dataset names through ``dataset_info.json``, or as paths, to a ``DataSource`` each.
 
-In: the names a user gave, and the folder (or mapping, or hub repository) that describes them. Out: a ``DataSource``
-each. The keys are LLaMA-Factory's (data/README.md there). One difference: a tag that "tags" does not name keeps its
-usual name, where LLaMA-Factory leaves that role without one and drops the rows that use it.
+The keys are LLaMA-Factory's (data/README.md there), with one difference. A tag that is missing from "tags" keeps its
+default name. LLaMA-Factory instead leaves that role undefined and drops the examples that use it.
 
-Refuses, all at once: a broken file with line and column, a name or a key given twice, names that are not there with the
-nearest that are, misspelled keys, files outside the folder, loading scripts.
+All problems are reported at once: broken files with line and column, duplicate names or keys, unknown names with close
+matches, misspelled keys, files outside the folder, and loading scripts.
 """
 
 from __future__ import annotations
@@ -42,17 +41,18 @@ _COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "too
 def find_sources(
     names: Sequence[str], dataset_dir: str | Info, fetch: Callable[[str], Path], bare: Mapping[str, Any], asked: str
 ) -> list[DataSource]:
-    """The data sets of these names.
+    """Return the datasets with the given names.
 
     Args:
-        asked: the option that names them, for errors.
+        names: names of entries, or paths.
         dataset_dir: a folder, ONLINE (names are hub ids), REMOTE:repo (a hub repository with a dataset_info.json), or
             the content of such a file.
-        fetch: the dataset_info.json of a hub repository -> a local file.
-        bare: formatting, columns and tags of data sets that no entry describes.
+        fetch: downloads the dataset_info.json of a hub repository and returns its local path.
+        bare: formatting, columns and tags of datasets without an entry.
+        asked: option that contains the names, for error messages.
 
     Raises:
-        UserError: with every name that cannot be found and every entry that is wrong.
+        UserError: with every unknown name and every invalid entry.
     """
     if dataset_dir == ONLINE:
         kind: SourceKind = "ms_hub" if uses_modelscope() else "hf_hub"
@@ -73,9 +73,9 @@ def find_sources(
 
 
 def local_files(options: DataOptions) -> Iterator[tuple[str, Path]]:
-    """The files and folders of this machine that data sets are read from, each with the option that names the set.
+    """Yield the local files and folders that datasets are read from, each with the option that names the dataset.
 
-    A name that cannot be found is passed over: ``load_datasets`` says what is wrong with it.
+    Unknown names are skipped, because ``load_datasets`` reports them.
     """
     for option in ("dataset", "eval_dataset"):
         for name in getattr(options, option) or []:
@@ -90,7 +90,7 @@ def local_files(options: DataOptions) -> Iterator[tuple[str, Path]]:
 
 
 def _read_info(dataset_dir: str | Info, fetch: Callable[[str], Path]) -> tuple[Info | None, str, Path | None]:
-    """(entries or None, how an error names them, the folder that their files are in or None)."""
+    """Return (entries or None, their name in error messages, folder of the data files or None)."""
     if isinstance(dataset_dir, Mapping):
         return dataset_dir, "dataset_dir", None
     if dataset_dir.startswith(REMOTE):
@@ -164,7 +164,7 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
 
 
 def _place(entry: Info, where: str, folder: Path | None) -> tuple[SourceKind, Any]:
-    """The place of the records; where an entry gives several, the one that LLaMA-Factory takes."""
+    """Return the location of the records. If an entry has several, LLaMA-Factory's precedence applies."""
     given = {key: entry[key] for key in _PLACES if entry.get(key) is not None}
     if "ms_hub_url" in given and (uses_modelscope() or "hf_hub_url" not in given):
         return "ms_hub", given["ms_hub_url"]
@@ -183,7 +183,7 @@ def _place(entry: Info, where: str, folder: Path | None) -> tuple[SourceKind, An
 
 
 def _inside(folder: Path | None, file_name: str, where: str) -> Path:
-    """The file of an entry. It must be in the folder, so that a description that came with data opens no other file."""
+    """Return the data file of an entry. It must be inside the folder: a downloaded entry cannot open other files."""
     if folder is None:
         path = Path(file_name)
     else:
@@ -205,7 +205,7 @@ def _inside(folder: Path | None, file_name: str, where: str) -> Path:
 def _bare(
     name: str, folder: Path | None, info: Info | None, where: str, bare: Mapping[str, Any], asked: str
 ) -> DataSource:  # fmt: skip
-    """A name without an entry: a file or folder, as seen from here or from ``dataset_dir``."""
+    """Return the source for a name without an entry: a file or folder, relative to here or to ``dataset_dir``."""
     for path in (Path(name), *([folder / name] if folder is not None else [])):
         if path.exists():
             return DataSource(name, "file", path, str(path), **bare)

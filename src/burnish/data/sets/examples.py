@@ -1,7 +1,7 @@
-"""The examples of a run: a hash of their content, a check for answers, and examples that are streamed.
+"""The examples of a run, in memory or streamed; their content hash; and the check for empty responses.
 
-In: records and their layout. Out: examples. ``StreamedExamples`` makes an example when it is used, so problems of its
-record are found then; the error sentences are those of a dataset that is read as a whole.
+``StreamedExamples`` converts a record when it is accessed, so problems of a record are found then. The error messages
+are the same as for a dataset in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
 Located: TypeAlias = tuple[Values, str, int]
-"""A record, its source as an error names it, and its number in it from 1."""
+"""A record, its source for error messages, and its number within the source, from 1."""
 
 EMPTY = "dropped: all responses are empty"
 EMPTY_KEPT = "kept: a response is empty"
@@ -38,7 +38,7 @@ MARKED = "kept: {mark} is trained as plain text"
 
 
 def content_hash(examples: Sequence[Example]) -> str:
-    """A hash of the content of the examples, in their order; their file names do not count."""
+    """Return a hash of the content and order of the examples. It does not depend on file names."""
     hashed = blake2b(digest_size=16)
     for example in examples:
         parts = [example.system, example.tools, example.text, example.prompt, example.completion]
@@ -48,14 +48,14 @@ def content_hash(examples: Sequence[Example]) -> str:
             parts += [repr((example.chosen, example.rejected, example.tag, example.other, example.margin))]
         if example.extra:
             parts.append(json.dumps(example.extra, sort_keys=True, default=str))
-        # Each part has its length before it, so that "ab" + "c" and "a" + "bc" hash differently.
+        # Each part is preceded by its length, so that "ab" + "c" and "a" + "bc" have different hashes.
         sized = ["-" if part is None else f"{len(part)}:{part}" for part in (str(len(parts)), *parts)]
         hashed.update("".join(sized).encode(errors="surrogatepass"))
     return hashed.hexdigest()
 
 
 def _hashed_content(message: Message) -> list[str]:
-    """What a message says: its text; or the kind and the value of each part. And the message as its record has it."""
+    """Return the text of a message, or kind and value of each of its parts; and the original message, if it is kept."""
     if isinstance(message.content, str):
         found = [message.content]
     else:
@@ -64,7 +64,7 @@ def _hashed_content(message: Message) -> list[str]:
 
 
 def _identity(value: Any) -> str:
-    """A text, or what tells an image from others."""
+    """Return a text, or the string that identifies an image."""
     return value if isinstance(value, str) else str(value.identity)
 
 
@@ -72,34 +72,34 @@ def _identity(value: Any) -> str:
 
 
 class Examples(OnDemand[Example]):
-    """The examples of a run, or of one set in it."""
+    """Base class for the examples of a run, or of one dataset."""
 
     is_streamed = False
-    """True where the records stay in their files, so that problems of a record are found when it is used."""
+    """True if records stay in their files, so that problems of a record are found when it is accessed."""
 
     @cached_property
     def content_hash(self) -> str:
-        """Changes with what the examples say, and with their order."""
+        """A hash of the content and order of the examples."""
         raise NotImplementedError
 
     def make(self, indices: Sequence[int], stats: DataStats) -> list[Example | None]:
-        """Make these examples, None where a record gives none; dropped records are counted."""
+        """Return these examples, None for records that give none. Dropped records are counted in ``stats``."""
         raise NotImplementedError
 
     def chosen(self, indices: Sequence[int]) -> Examples:
-        """The examples at ``indices``, in that order."""
+        """Return the examples at ``indices``, in that order."""
         raise NotImplementedError
 
     def answered(self, on_empty_target: str, stats: DataStats) -> Examples:
-        """The examples that have something to learn, if that is known before they are used."""
+        """Return the examples with a non-empty response. Streamed examples are returned as they are."""
         return self
 
     def held(self, stats: DataStats) -> ListedExamples:
-        """All examples, in memory, without those that a record does not give."""
+        """Return all examples in memory, without records that give none."""
         return ListedExamples([example for example in self.make(range(len(self)), stats) if example is not None])
 
     def places(self) -> Callable[[int], str]:
-        """Return a function that tells the file and record of an example, and that holds no text of it."""
+        """Return a function from index to the file and record of an example. It holds no text of the examples."""
         raise NotImplementedError
 
 
@@ -129,7 +129,7 @@ class ListedExamples(Examples):
         return ListedExamples([self.examples[index] for index in indices])
 
     def answered(self, on_empty_target: str, stats: DataStats) -> ListedExamples:
-        """The examples that have something to learn. Raises UserError where there are examples, and none has."""
+        """Return the examples with a non-empty response. Raises UserError if all responses are empty."""
         kept = [e for e in with_answers(self.examples, on_empty_target, stats) if e is not None]
         if self.examples and not kept:
             raise UserError(empty_problem(self.examples, are_all=True))
@@ -148,8 +148,9 @@ class StreamedSet:
     """One dataset whose records stay in their files.
 
     Args:
-        chosen: the records that belong to it, numbered across all files.
-        layout: how they are read.
+        files: indexed files.
+        chosen: record numbers of the dataset, counted across all files.
+        layout: format and columns of the records.
     """
 
     files: Sequence[Table]
@@ -160,7 +161,7 @@ class StreamedSet:
         return len(self.chosen)
 
     def located(self, index: int) -> Located:
-        """The record of an example, its file, and its number in it."""
+        """Return the record of an example, its file, and its number within the file."""
         number = self.chosen[index]
         for file in self.files:
             if number < len(file):
@@ -169,12 +170,12 @@ class StreamedSet:
         raise IndexError(index)
 
     def make_one(self, index: int, stats: DataStats, on_bad_record: str, bad: Bad) -> Example | None:
-        """Make an example; None, and its problem in ``bad``, where the record breaks its format."""
+        """Return an example. If its record breaks the format, return None and add the problem to ``bad``."""
         return next(converted([self.located(index)], self.layout, stats, on_bad_record, bad))
 
     @cached_property
     def content_hash(self) -> str:
-        """A hash of the files' bytes, of the layout, and of the choice of records."""
+        """A hash of file contents, layout and selected records."""
         layout = self.layout
         known = [sorted(layout.columns.items()), sorted(layout.tags.items()), layout.format]
         hashed = blake2b(json.dumps([[f.content_hash for f in self.files], known]).encode(), digest_size=16)
@@ -183,13 +184,14 @@ class StreamedSet:
 
 
 class StreamedExamples(Examples):
-    """Examples of several datasets in an order, each made when it is used.
+    """Examples of several datasets in a given order, each created when it is accessed.
 
     Args:
-        sets: the datasets; one whose records cannot stay in a file is in memory.
-        order: (N, 2) dataset, and row in it, of each example.
-        on_bad_record, on_empty_target: treatment of records that break their format, or whose answers are all empty.
-        looks_back: each example gets the answer of an earlier record with another text, as
+        sets: the datasets. A dataset whose records cannot stay in a file is in memory.
+        order: (N, 2) int64, dataset index and row within it for each example.
+        on_bad_record: what to do with records that break their format: "raise" or "drop".
+        on_empty_target: what to do with records whose responses are all empty: "raise", "drop" or "keep".
+        looks_back: give each example the response of an earlier record with another text, as
             ``data.sets.preferences.with_other_answers`` does for examples in memory.
     """
 
@@ -206,11 +208,11 @@ class StreamedExamples(Examples):
         return len(self.order)
 
     def make(self, indices: Sequence[int], stats: DataStats) -> list[Example | None]:
-        """Make these examples.
+        """Return these examples, None for dropped records.
 
         Raises:
-            UserError: with all records among these that break their format or have no answer, where that is not
-                allowed.
+            UserError: with all of these records that break their format or have empty responses, unless such records
+                are dropped.
         """
         found = self._read(indices, stats)
         if not self.looks_back:
@@ -229,7 +231,7 @@ class StreamedExamples(Examples):
         for back in range(1, min(len(self), LOOKED_BACK + 1)):
             try:
                 (before,) = self._read([(index - back) % len(self)], DataStats())
-            except UserError:  # a bad record, which stops the run when it is used itself
+            except UserError:  # a bad record raises when it is accessed itself
                 continue
             if before is not None and said(last_answer(before)) != said(last_answer(example)):
                 return replace(example, other=last_answer(before))
@@ -241,7 +243,7 @@ class StreamedExamples(Examples):
         return StreamedExamples(self.sets, chosen, self.on_bad_record, self.on_empty_target, self.looks_back)
 
     def made(self, index: int) -> Example:
-        """Make one example. Raises IndexError for a record that gives none."""
+        """Return one example. Raises IndexError if its record gives none."""
         (example,) = self.make([index], DataStats())
         if example is None:
             raise IndexError(f"example {index} has no trainable tokens")
@@ -259,24 +261,25 @@ class StreamedExamples(Examples):
 
     @cached_property
     def content_hash(self) -> str:
-        """Changes with the content of the files, how it is read, and the order."""
+        """A hash of file contents, layouts, options and order."""
         known = [*(some.content_hash for some in self.sets), self.on_bad_record, self.on_empty_target]
         return blake2b(json.dumps(known).encode() + self.order.tobytes(), digest_size=16).hexdigest()
 
 
 LOOKED_BACK = 100
-"""Records among which an answer with another text is looked for."""
+"""Number of earlier records searched for a response with another text."""
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
 def with_answers(examples: Sequence[Example | None], on_empty_target: str, stats: DataStats) -> list[Example | None]:
-    """The examples, None in place of those that have nothing to learn. Examples without any answer are counted later,
-    by the template.
+    """Return the examples, with None in place of those whose responses are all empty.
+
+    Examples without any response turn are kept here. They are counted later, by the template.
 
     Raises:
-        UserError: for those that have nothing to learn, under "raise".
+        UserError: if a response is empty and ``on_empty_target`` is "raise".
     """
     kept: list[Example | None] = []
     empty: list[Example] = []
@@ -298,7 +301,7 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, stats
 
 
 def marks_in(example: Example) -> list[str]:
-    """The marks of images, videos and audio in a conversation, or in a prompt and its answers."""
+    """Return the placeholders of images, videos and audio that occur in the texts of an example."""
     parts = [
         example.text, example.system, example.prompt, example.completion, example.messages, example.chosen,
         example.rejected,
@@ -316,7 +319,7 @@ def _answers(example: Example) -> list[str]:
 
 
 def empty_problem(empty: Sequence[Example], are_all: bool) -> Problem:
-    """The problem that the answers of ``empty`` are all empty."""
+    """Return the problem that the responses of ``empty`` are empty."""
     others = same_in([example.number for example in empty[1:]])
     what = "the assistant turn is empty."
     remedy = "Fill in the response, or set on_empty_target: drop."

@@ -1,19 +1,18 @@
-"""Records -> examples, by the format of their data set.
+"""Record formats: functions that convert a record to an example.
 
-In: records with their places, and the layout of the data set (``layouts.py`` finds it). Out: examples. A record that
-breaks its format is refused with file, record, line and column, or counted and left out (``on_bad_record``). A
-conversation whose roles do not alternate is passed on: the template decides whether it can be written.
+The layout of a dataset (``layouts.py``) names the format. A record that breaks it is refused with file, record, line
+and column, or counted and dropped (``on_bad_record``). Whether roles alternate is not checked here: the template
+decides whether it can render a conversation.
 
-A format is one function from a record to an example:
+A format is one function:
 
     @FORMATS.register("qa", columns={"prompt": "question", "response": "answer"})
     def qa(record: Record) -> Example:
         return record.example(prompt=record.text("prompt"), completion=_response(record))
 
-alpaca, sharegpt and openai are LLaMA-Factory's (src/llamafactory/data/converter.py, August 2026) but for three points.
-Its ``openai`` adds "detailed thinking off" to the system message; here nothing is added. It loses the arguments'
-structure where OpenAI wrote them as text; here they are read. It joins the answers of parallel calls in Qwen's tags;
-here each is a message, and the template joins them.
+alpaca, sharegpt and openai follow LLaMA-Factory (src/llamafactory/data/converter.py, August 2026), with three
+differences for ``openai``. "detailed thinking off" is not added to the system message. Tool-call arguments given as
+JSON text are parsed. Responses of parallel tool calls remain separate messages, which the template joins.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
 
 SHOWN = 5
-"""Number of kinds of faults, and of records of each kind, that one error names; the others are counted."""
+"""Maximum number of kinds of faults, and of records per kind, that one error names."""
 
 Format: TypeAlias = Callable[[Record], Example]
 FORMATS: Registry[Format] = Registry("format")
-"""Traits of a member:
+"""Traits of a format:
 
-- ``columns``: part -> column, for data sets that name none;
-- ``optional``: the same, for parts that a record may lack;
-- ``tags``: names of roles and keys, for data sets that do not give them;
-- ``holds``: the kind of its records (``RecordNeeds.kind``), if not answers: "pairs", or a kind of a stage;
-- ``finds``: a record -> its columns by part if it is of this format, else None; by default, if all of ``columns`` that
-  are not optional are there.
+- ``columns``: part -> default column;
+- ``optional``: part -> default column, for parts that a record may lack;
+- ``tags``: default role names and keys;
+- ``holds``: kind of its records (``RecordNeeds.kind``): "pairs", or a custom kind. Default: responses;
+- ``finds``: function that returns a record's columns by part if the record has this format, else None. Default: checks
+  that all required columns are present.
 """
 
 
@@ -56,9 +55,9 @@ FORMATS: Registry[Format] = Registry("format")
     optional={"query": "input", "history": "history", "system": "system", "tools": "tools"},
 )
 def alpaca(record: Record) -> Example:
-    """An instruction, its input and the output; earlier turns in the history."""
+    """An instruction with optional input, and the output. Earlier turns are in the history."""
     if set(record.layout.columns) == {"prompt"} and record.layout.needs.kind != "prompts":
-        return record.example(text=record.text("prompt"))  # LLaMA-Factory's way to name a column of plain text
+        return record.example(text=record.text("prompt"))  # LLaMA-Factory's configuration for plain text
     instruction, query = record.text_or_none("prompt"), record.text_or_none("query")
     if instruction is None and not query:
         column = record.layout.columns["prompt"]
@@ -85,7 +84,7 @@ def _history(record: Record) -> Iterator[Message]:
 
 
 def _finds_turns(role_key: str) -> Callable[[Values], Mapping[str, str] | None]:
-    """Make a function that finds a column with a list of messages whose roles are under ``role_key``."""
+    """Return a function that finds a column of messages whose roles have the key ``role_key``."""
 
     def find(values: Values) -> Mapping[str, str] | None:
         for column in ("messages", "conversations", "conversation"):
@@ -104,7 +103,7 @@ _BESIDE = {"system": "system", "tools": "tools"}
     "sharegpt", columns={"messages": "conversations"}, optional=_BESIDE, tags=SHAREGPT_TAGS, finds=_finds_turns("from")
 )
 def sharegpt(record: Record) -> Example:
-    """A list of messages with "from" and "value", or whatever the tags call them."""
+    """A list of messages with "from" and "value", or the keys set in the tags."""
     return conversation(record, messages_of(record, "messages"))
 
 
@@ -112,7 +111,7 @@ def sharegpt(record: Record) -> Example:
     "openai", columns={"messages": "messages"}, optional=_BESIDE, tags=OPENAI_TAGS, finds=_finds_turns("role")
 )
 def openai(record: Record) -> Example:
-    """A list of messages with "role" and "content", tool calls in "tool_calls"."""
+    """A list of messages with "role" and "content". Tool calls are in "tool_calls"."""
     return conversation(record, messages_of(record, "messages"))
 
 
@@ -120,7 +119,7 @@ def openai(record: Record) -> Example:
     "prompt_completion", columns={"prompt": "prompt", "response": "completion"}, optional=_BESIDE, tags=OPENAI_TAGS
 )
 def prompt_completion(record: Record) -> Example:
-    """A prompt and what follows it, both text or both lists of messages; the completion is learned."""
+    """A prompt and a completion, both text or both lists of messages. Only the completion is trained."""
     if isinstance(record.value("prompt"), str) and record.turns_or_none("prompt") is None:
         return record.example(prompt=record.text("prompt"), completion=_response(record))
     before = map(as_context, messages_of(record, "prompt"))
@@ -140,7 +139,7 @@ def _response(record: Record) -> str | None:
     holds="pairs",
 )
 def preference(record: Record) -> Example:
-    """Two answers, text or messages, to a prompt of the same kind; or two that begin with it."""
+    """A prompt and two responses, as text or messages. Without a prompt, both responses begin with it."""
     prompt = record.value("prompt")
     if prompt is None or (isinstance(prompt, str) and record.turns_or_none("prompt") is None):
         answers_are_text = isinstance(record.value("chosen"), str) and record.turns_or_none("chosen") is None
@@ -160,16 +159,22 @@ def text(record: Record) -> Example:
 
 
 Bad: TypeAlias = "list[tuple[Record, BadRecord]]"
-"""Records that break their format, and how."""
+"""Records that break their format, each with its error."""
 
 
 def convert_records(
     records: Iterable[tuple[Values, str, int]], layout: Layout, stats: DataStats, on_bad_record: str = "raise"
 ) -> list[Example]:
-    """Convert records to examples; a record is (values, source, its number in the source from 1).
+    """Convert records to examples.
+
+    Args:
+        records: (values, source, record number from 1) for each record.
+        layout: format and columns.
+        stats: statistics that dropped records are added to.
+        on_bad_record: "raise" or "drop".
 
     Raises:
-        UserError: for records that break the format, unless they are dropped and some are left.
+        UserError: if records break the format and are not dropped, or if no example remains.
     """
     bad: Bad = []
     examples = [e for e in converted(records, layout, stats, on_bad_record, bad) if e is not None]
@@ -181,7 +186,7 @@ def convert_records(
 def converted(
     records: Iterable[tuple[Values, str, int]], layout: Layout, stats: DataStats, on_bad_record: str, bad: Bad
 ) -> Iterator[Example | None]:
-    """Yield the example of each record, None for one that breaks the format, which is added to ``bad``."""
+    """Yield the example of each record. A record that breaks the format yields None and is added to ``bad``."""
     read = FORMATS[layout.format]
     for values, source, number in records:
         record, example = Record(values, source, number, layout), None
@@ -207,7 +212,7 @@ def converted(
 
 
 def bad_records(bad: Bad, are_all: bool) -> list[Problem]:
-    """A problem for each kind of fault, at the first record that has it; the last problem has the remedy."""
+    """Return a problem for each kind of fault, located at its first record. The last problem has the remedy."""
     kinds: dict[str, list[tuple[Record, BadRecord]]] = {}
     for record, error in bad:
         kinds.setdefault(error.kind, []).append((record, error))
@@ -227,7 +232,7 @@ def _bad_kind(found: Sequence[tuple[Record, BadRecord]]) -> Problem:
 
 
 def same_in(numbers: Sequence[int]) -> str:
-    """``The same in records 9, 12, 40 and 3 more.``, or nothing where there are none."""
+    """Return ``Same problem in records 9, 12, 40 and 3 more.``, or "" for no numbers."""
     if not numbers:
         return ""
     noun = "record" if len(numbers) == 1 else "records"
@@ -235,6 +240,6 @@ def same_in(numbers: Sequence[int]) -> str:
 
 
 def place(source: str, number: int) -> str:
-    """``data/train.json, record 17 (line 204)``."""
+    """Return ``data/train.json, record 17 (line 204)``."""
     line = line_of(Path(source), number)
     return f"{source}, record {number}" + (f" (line {line})" if line else "")

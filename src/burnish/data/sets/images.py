@@ -1,10 +1,11 @@
-"""The images of a record -> parts of its messages.
+"""Insert the images of a record into its messages.
 
-In: a record's messages, with parts as OpenAI, TRL and Qwen write them or with marks (``<image>``), and its column of
-images. Out: the messages, in which each image is a part at its place. A part names its image or takes the next of
-the column; a mark takes the next of the column; where there are neither, the images of the column are put before the
-first user message, as TRL does. Refused, as a ``BadRecord``: more or fewer places than images, parts and marks in one
-record, images in the answers of a pair, in a system message or beside a plain text, videos and audio.
+Messages contain image parts (as OpenAI, TRL and Qwen write them) or ``<image>`` placeholders; a column may list the
+images. A part refers to its own image or takes the next one of the column. A placeholder takes the next one of the
+column. Without parts and placeholders, all images of the column are put before the first user message, as TRL does.
+
+Raises BadRecord for: a different number of images and placeholders; parts and placeholders in one record; images in the
+responses of a pair, in a system message or with a plain-text prompt; videos and audio.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from burnish.loop.types import Content, ContentPart, Example, Message
 
 MARK = "<image>"
 KINDS = {"image": "image", "image_url": "image", "input_image": "image"}
-"""Types of parts that hold an image."""
+"""Types of message parts that contain an image."""
 _SOURCES = ("image", "image_url", "url", "path", "base64", "bytes")
-"""Keys of a part under which its image is."""
+"""Keys of a part that may hold its image."""
 ANIMATED = "kept: an image in it has several frames, of which the first is read"
 BEFORE = 'no "<image>" in the texts: images are put before the first user message'
 _OTHERS = {"video": "video", "video_url": "video", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
 
 
 def content_of(layout: Layout, content: Any, place: str) -> Content:
-    """The content of a message: a text, or where it is a list with images, its parts.
+    """Return the content of a message: text, or a tuple of parts if it is a list that contains images.
 
-    A part without an image of its own is a ``ContentPart`` whose value is None until ``with_images`` fills it.
+    A part without its own image is a ``ContentPart`` whose value is None until ``with_images`` fills it.
     """
     kinds = {part.get("type") for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
     if layout.sight is None or layout.sight.model_type or not kinds & {*KINDS, *_OTHERS}:
@@ -40,7 +41,7 @@ def content_of(layout: Layout, content: Any, place: str) -> Content:
 
 
 def raw_content(content: Any) -> Any:
-    """Parts as a chat template is given them: images without their source, and no key whose value is null."""
+    """Return message parts for a chat template: images without their source, and no keys whose value is null."""
     if not isinstance(content, list):
         return content
     return [
@@ -86,14 +87,14 @@ def _other(kind: str, place: str) -> tuple[str, str]:
 
 
 def refuse_others(record: Record) -> None:
-    """Refuse a record with videos or audio."""
+    """Raise BadRecord for a record with videos or audio."""
     for column in record.layout.media:
         if record.values.get(column) and column != record.layout.images:
             raise BadRecord(*_other("audio" if column.startswith("audio") else "video", f"{column}[0]"))
 
 
 def with_images(record: Record, example: Example) -> Example:
-    """The example with the images of the record's column in its messages, and all of its parts filled."""
+    """Return the example with the images of its column inserted into its messages."""
     sight = record.layout.sight
     assert sight is not None
     column, given = record.layout.images, _given(record)
@@ -131,7 +132,7 @@ def _refuse_count(images: int, places: int, place: str, is_part: bool) -> None:
 
 
 def _given(record: Record) -> Sequence[Any] | None:
-    """The column of images as a list; None where the record has none."""
+    """Return the column of images as a list, or None if the record has no such column."""
     value = record.values.get(record.layout.images) if record.layout.images else None
     if value is None:
         return None if record.layout.images not in record.values else ()
@@ -156,7 +157,7 @@ def _texts(example: Example) -> Iterator[str]:
 
 
 def _refuse_places(example: Example) -> None:
-    """Refuse images where no model expects them."""
+    """Raise BadRecord for images in responses of pairs and in system messages."""
     answers = [m for answer in (example.chosen, example.rejected) if isinstance(answer, tuple) for m in answer]
     if any(_images(one) or MARK in one.text for one in answers):
         raise BadRecord("an answer of the pair holds an image.", "Put the images into the prompt.")
@@ -165,7 +166,7 @@ def _refuse_places(example: Example) -> None:
 
 
 def _filled(message: Message, left: Iterator[Any]) -> Message:
-    """A message in which parts and marks have their images, if it has any."""
+    """Return a message whose image parts and placeholders are filled with the next images of ``left``."""
     if not isinstance(message.content, str):
         parts = [
             replace(part, value=next(left)) if part.kind == "image" and part.value is None else part
@@ -183,7 +184,7 @@ def _filled(message: Message, left: Iterator[Any]) -> Message:
 
 
 def with_parts(message: Message, parts: Sequence[ContentPart]) -> Message:
-    """The message with these parts, also as a chat template is given it."""
+    """Return the message with these parts. Its raw form for chat templates is updated too."""
     raw = message.raw
     if raw is not None:
         content = [{"type": "image"} if p.kind == "image" else {"type": "text", "text": p.value} for p in parts]

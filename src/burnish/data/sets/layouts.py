@@ -1,8 +1,7 @@
-"""The layout of a data set: as described with LLaMA-Factory's keys, or recognized from its first records.
+"""Layout of a dataset: from its description (LLaMA-Factory's keys), or detected from its first records.
 
-In: format, columns and tags as given, and the first records. Out: a ``Layout``, checked against those records, so that
-a name which does not fit is one problem and not one per record. Refused: columns that are not there, records that fit
-no format or several, preferences where single answers are learned and the other way round, and media.
+The layout is checked against the first records, so that a wrong column name is one error instead of one per record.
+Errors: missing columns, records that match no format or several, preference data for other stages and vice versa.
 """
 
 from __future__ import annotations
@@ -27,16 +26,18 @@ _VERDICTS = ("kto_tag", "label")
 
 
 def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds | None = None) -> Layout:
-    """The layout for the records of a data set, from its description and its first records.
+    """Return the layout of a dataset, from its description and its first records.
 
-    Where an entry of ``dataset_info.json`` names no columns, LLaMA-Factory's names are taken, and nothing else is read;
-    such an entry is also refused if there is a column of images or other media. Without a description the format is
-    recognized, and optional columns are read if they are there.
+    If an entry of ``dataset_info.json`` names no columns, LLaMA-Factory's default columns are used and no others are
+    read. Without an entry, the format is detected and optional columns are read if they exist.
 
     Args:
-        needs: what the stage needs of the records; by default single answers.
+        source: description of the dataset.
+        records: its first records.
+        where: name of the dataset in error messages.
+        needs: requirements of the stage. Default: single responses.
     Raises:
-        UserError: where the records do not fit.
+        UserError: if the records do not match.
     """
     needs = needs or ANSWERS
     found = _columns_of(records)
@@ -55,7 +56,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
 
 
 def _plain(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:
-    """The layout of a set whose records are not preferences."""
+    """Return the layout of a dataset without preferences."""
     preferred = [part for part in PREFERENCE if (source.columns or {}).get(part)] or ["ranking"] * source.ranking
     if preferred:
         raise UserError(preference_problem(source.name, preferred, needs.stage))
@@ -71,14 +72,14 @@ def _plain(source: DataSource, records: Sequence[Values], where: str, needs: Rec
 
 
 def _holds(traits: Mapping[str, Any], needs: RecordNeeds) -> bool:
-    """Whether a format is one of records of the kind that is needed."""
+    """Return whether a format holds records of the required kind."""
     return bool(traits.get("holds", "answers") == ("answers" if needs.kind == "prompts" else needs.kind))
 
 
 def named_layout(
     name: str, columns: Mapping[str, str | None] | None = None, tags: Mapping[str, str | None] | None = None
 ) -> Layout:
-    """The layout of the format ``name``. Where ``columns`` are given, a part that they do not name has no column."""
+    """Return the layout of the format ``name``. With ``columns``, a part that they do not name has no column."""
     traits = FORMATS.get(name).traits
     given = {part: column for part, column in (traits["columns"] if columns is None else columns).items() if column}
     spoken = {tag: word for tag, word in (tags or {}).items() if word}
@@ -90,10 +91,14 @@ def named_layout(
 
 
 def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordNeeds, is_given: bool) -> None:
-    """Hold a layout against the first records of its data set.
+    """Check a layout against the first records of its dataset.
 
     Args:
-        is_given: the columns were named by the user: then even an optional one must be in some record.
+        layout: layout to check.
+        records: first records.
+        where: name of the dataset in error messages.
+        needs: requirements of the stage.
+        is_given: the user named the columns, so even an optional one must be in some record.
 
     Raises:
         UserError: with the columns that were found and those that were expected.
@@ -109,7 +114,7 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
         raise UserError(missing_columns(layout, missing, records, where))
     if is_given:
         layout.awaited.update(layout.columns.values())
-    # A column that the format would read under this name, and that the data set does not name.
+    # Columns that the format would read by default, but that are not in "columns".
     known = {**FORMATS.get(layout.format).traits.get("optional", {}), **{column: column for column in MEDIA}}
     for part, column in known.items():
         if column in found and part not in layout.columns and column not in layout.media:
@@ -117,7 +122,7 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
 
 
 def _optional_in(needs: RecordNeeds) -> set[str]:
-    """The parts that a record may lack whatever its format says."""
+    """Return the parts that are optional for this stage in every format."""
     return {"response"} if needs.kind == "prompts" else set()
 
 
@@ -126,7 +131,7 @@ def _columns_of(records: Iterable[Values]) -> list[str]:
 
 
 def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Values], where: str) -> Problem:
-    """The problem that the columns of the records are not those of the layout."""
+    """Return the problem that the records lack columns of the layout."""
     found = _columns_of(records)
     guesses = "".join(did_you_mean(column, found) for column in islice(missing, 1))
     proposal = proposed_columns(found) if layout.format == "alpaca" else {}
@@ -143,14 +148,14 @@ def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Va
 
 
 def _has_required(name: str, records: Sequence[Values], needs: RecordNeeds = ANSWERS) -> bool:
-    """Return whether the required columns of a format, under their usual names, are in the first records."""
+    """Return whether the required columns of a format, with their default names, are in the first records."""
     layout = named_layout(name)
     required = layout.required - _optional_in(needs)
     return all(any(layout.columns[part] in values for values in records) for part in required)
 
 
 def _recognized(records: Sequence[Values], where: str, source: DataSource, needs: RecordNeeds) -> Layout:
-    """Recognize the layout from the first record of a known shape; only of the source's format, if it names one."""
+    """Detect the layout from the first record of a known format, limited to the source's format if it names one."""
     for values in records:
         known = (member for member in FORMATS if _holds(member.traits, needs))
         claims = {member.name: columns for member in known if (columns := _claim(member.traits, values, needs))}
@@ -159,7 +164,7 @@ def _recognized(records: Sequence[Values], where: str, source: DataSource, needs
         elif claims and is_preference(values):
             raise UserError(preference_problem(source.name, values, "sft", next(iter(claims))))
         if len(claims) > 1:
-            claims.pop("text", None)  # beside other columns, "text" holds the same content again, rendered
+            claims.pop("text", None)  # together with other columns, "text" usually is their rendered form
         if len(claims) > 1:
             readings = "; ".join(f"{name} ({listed(columns.values())})" for name, columns in claims.items())
             what = f"the record format is ambiguous: {readings}. Found: {listed(values)}."
@@ -191,7 +196,7 @@ def _with_optional(
     name: str, columns: Mapping[str, str], tags: Mapping[str, str | None] | None, records: Sequence[Values],
     needs: RecordNeeds,
 ) -> Layout:  # fmt: skip
-    """The layout with all optional columns, which any record may have, and a note of what was recognized."""
+    """Return the layout with all optional columns, which any record may have, and a note about the detected format."""
     traits, found = FORMATS.get(name).traits, _columns_of(records)
     optional = {**traits.get("optional", {}), **{column: column for column in MEDIA}}
     layout = named_layout(name, {**traits["columns"], **optional, **columns}, tags)
@@ -204,12 +209,19 @@ def _with_optional(
 
 
 def is_preference(values: Values) -> bool:
-    """Return whether a record holds two answers to choose from, or a verdict on one."""
+    """Return whether a record holds a pair of responses or a KTO label."""
     return set(_PAIR) <= values.keys() or any(isinstance(values.get(column), bool) for column in _VERDICTS)
 
 
 def preference_problem(name: str, columns: Iterable[str], stage: str, readable_as: str = "") -> Problem:
-    """Args: readable_as: the format in which the conversations can be learned as they are."""
+    """Return the problem that a dataset contains preferences, but the stage expects single responses.
+
+    Args:
+        name: name of the dataset.
+        columns: columns found.
+        stage: stage of the run.
+        readable_as: format in which the conversations could be trained as they are, or "".
+    """
     found = listed(columns)
     if "chosen" not in found and "rejected" not in found and "ranking" not in found:
         what, remedy = (
@@ -230,7 +242,7 @@ def preference_problem(name: str, columns: Iterable[str], stage: str, readable_a
 
 
 def _preferred(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:
-    """The layout of a set whose records hold two answers, or a verdict on one."""
+    """Return the layout of a dataset of preference pairs or labelled responses."""
     found = _columns_of(records)
     columns = dict(source.columns) if source.columns is not None else _preferred_columns(source, records, found)
     has_pairs, has_verdicts = all(columns.get(part) for part in _PAIR), bool(columns.get("kto_tag"))
@@ -256,7 +268,7 @@ def _preferred(source: DataSource, records: Sequence[Values], where: str, needs:
 
 
 def _preferred_format(source: DataSource, records: Sequence[Values]) -> str:
-    """The format of the columns beside the answers or the verdict."""
+    """Return the format of the columns other than responses and label."""
     first = records[0]
     for name in ("sharegpt", "openai"):
         if FORMATS.get(name).traits["finds"](first):
@@ -267,7 +279,7 @@ def _preferred_format(source: DataSource, records: Sequence[Values]) -> str:
 
 
 def _preferred_columns(source: DataSource, records: Sequence[Values], found: Sequence[str]) -> dict[str, str]:
-    """The columns of a set that names none: those of its format by their usual names, as far as they are there."""
+    """Return the columns of a dataset that names none: the default columns of its format that exist."""
     traits = FORMATS.get(_preferred_format(source, records)).traits
     own = traits["finds"](records[0]) if "finds" in traits else None
     usual = {**traits["columns"], **traits.get("optional", {}), **(own or {})}
@@ -292,7 +304,7 @@ def _no_preference(source: DataSource, needs: RecordNeeds, has_verdicts: bool) -
 
 
 def _verdicts_in_words(verdicts: Mapping[Any, bool]) -> str:
-    """``1 for true, 0 for false``"""
+    """Describe the values of a KTO label, for example ``1 is true, 0 is false``."""
     words = {value: next(word for word, said in verdicts.items() if said is value) for value in (True, False)}
     return f"{json.dumps(words[True])} is true, {json.dumps(words[False])} is false"
 
@@ -322,7 +334,7 @@ _SYNONYMS = {
 
 
 def proposed_columns(found: Iterable[str]) -> dict[str, str]:
-    """Guess from their names the columns of question and answer; empty where there is no good guess."""
+    """Guess the columns of prompt and response from their names; empty if there is no good guess."""
     left, proposal = list(found), {}
     for part, words in _SYNONYMS.items():
         column = next((c for word in words for c in left if word in c.lower()), None)

@@ -1,11 +1,9 @@
-"""Mixing several data sets to one, and splitting one into two: the choice of rows and their order.
+"""Mix several datasets into one, and split one into two: selection and order of row indices.
 
-In: the numbers of rows, a seed. Out: indices; nothing here touches a row. The order of interleaved sets, the rows of a
-split and of a sample are the ones that LLaMA-Factory gets from datasets 5.2 (``interleave_datasets``,
-``Dataset.train_test_split``) and numpy for the same seed. The rules are written out here with numpy's generators, so
-that examples need not pass through a table; tests hold them against datasets itself.
-
-Refuses a split that leaves one side empty.
+For the same seed, the order of interleaved datasets, the rows of a split and the rows of a sample equal those that
+LLaMA-Factory gets from datasets 5.2 (``interleave_datasets``, ``Dataset.train_test_split``) and numpy. The algorithms
+are reimplemented with numpy's generators, so that examples need not be converted to a table. Tests compare them with
+datasets itself.
 """
 
 from __future__ import annotations
@@ -26,13 +24,15 @@ _BLOCK = 1000
 def merged_order(
     lengths: Sequence[int], strategy: str, probabilities: Sequence[float] | None, seed: int
 ) -> Iterator[tuple[int, int]]:
-    """(set, row) of the merged set, in order.
+    """Return an iterator over (dataset, row) of the mixed dataset, in order.
 
     Args:
-        strategy: concat: one set after the other. interleave_under: until one of them has no rows left.
-            interleave_over: until all rows of all sets were used, the shorter sets several times.
-            interleave_once: each row once; sets that have no rows left are skipped.
-        probabilities: of drawing from each set, instead of taking turns.
+        lengths: number of rows of each dataset.
+        strategy: concat: one dataset after the other. interleave_under: stop when the first dataset is exhausted.
+            interleave_over: stop when all rows were used, repeating the shorter datasets.
+            interleave_once: each row once; exhausted datasets are skipped.
+        probabilities: probability of drawing from each dataset, or None to take turns.
+        seed: seed of the draws.
     """
     if strategy == "concat" or len(lengths) < 2:
         return ((index, row) for index, length in enumerate(lengths) for row in range(length))
@@ -72,13 +72,15 @@ def _draws(probabilities: Sequence[float], seed: int) -> Iterator[int]:
 
 
 def split_rows(num_rows: int, val_size: float, seed: int) -> tuple[list[int], list[int]]:
-    """(training rows, held-out rows), both in the order of the draw.
+    """Return (training rows, held-out rows) of a random split.
 
     Args:
-        val_size: a share below 1, rounded up to whole rows, or a number of rows.
+        num_rows: number of rows.
+        val_size: a fraction below 1, rounded up to whole rows, or a number of rows.
+        seed: seed of the permutation.
 
     Raises:
-        UserError: if no row would be left on one of the sides.
+        UserError: if no row would be left for training.
     """
     import numpy
 
@@ -93,10 +95,10 @@ def split_rows(num_rows: int, val_size: float, seed: int) -> tuple[list[int], li
 
 
 def sampled(num_rows: int, num_samples: int, generator: RandomState) -> list[int]:
-    """Draw ``num_samples`` rows at random: each once, and where there are too few, some of them again.
+    """Draw ``num_samples`` rows at random: without replacement, then with replacement if there are too few.
 
-    ``generator`` is one for all sets of a run, seeded with the run's seed: LLaMA-Factory draws from numpy's global
-    state, so the rows are the same where nothing else has drawn from it.
+    One ``generator``, seeded with the run's seed, serves all datasets of a run. LLaMA-Factory draws from numpy's global
+    state; the rows are the same if nothing else has drawn from it.
     """
     chosen: list[int] = generator.permutation(num_rows)[:num_samples].tolist()
     if len(chosen) < num_samples:

@@ -1,11 +1,10 @@
-"""Preferences of a record: two answers to one prompt, or a verdict on one answer.
+"""Preferences of a record: two responses to one prompt, or a label on one response.
 
-In: a record under a layout that names ``chosen`` and ``rejected``, or ``kto_tag``, and the example that its other
-columns make. Out: that example with its answers, or with its verdict. Refused, as a ``BadRecord``: answers that are
-missing, empty or equal, that come from somebody who does not answer, and verdicts that are neither true nor false.
+The layout names ``chosen`` and ``rejected``, or ``kto_tag``. Raises BadRecord for responses that are missing, empty,
+identical or not from the assistant, and for labels that are not boolean.
 
-LLaMA-Factory writes a prompt and two answers; TRL writes that, or two whole conversations (or texts) that begin alike.
-Their common beginning is the prompt: message by message, and in texts up to the last blank, so that no word is split.
+LLaMA-Factory stores a prompt and two responses. TRL stores that, or two whole conversations (or texts) with a common
+prefix, which is the prompt: message by message, and in texts up to the last blank, so that no word is split.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SAME = "chosen and rejected are identical."
 
 
 def judged(record: Record, example: Example) -> Example:
-    """``example`` with the answers of a pair, or with a verdict, where the layout has columns for them."""
+    """Return ``example`` with the responses of a pair, or with a label, if the layout has columns for them."""
     columns = record.layout.columns
     if "chosen" in columns:
         pair = _pair(record, example)
@@ -54,7 +53,7 @@ def _pair(record: Record, example: Example) -> Example:
 
 
 def _answer(record: Record, part: str) -> Answer:
-    """The text, the message or the messages in a column."""
+    """Return the text, the message or the messages in a column."""
     value, column = record.value(part), record.layout.columns[part]
     turns = [value] if isinstance(value, dict) else record.turns_or_none(part)
     if turns is not None:
@@ -65,7 +64,7 @@ def _answer(record: Record, part: str) -> Answer:
 
 
 def _message(record: Record, turn: Mapping[str, Any], place: str) -> Message:
-    """A message in the words of its layout, or in those of the format that it is written in."""
+    """Parse a message with the tags of the layout, or with those of the format that its keys indicate."""
     layout = record.layout
     if layout.tags.get("role_tag") not in turn:
         tags = SHAREGPT_TAGS if "from" in turn else OPENAI_TAGS
@@ -74,7 +73,7 @@ def _message(record: Record, turn: Mapping[str, Any], place: str) -> Message:
 
 
 def _texts(example: Example, prompt: str | None, chosen: str, rejected: str) -> Example:
-    """Answers that are texts: behind a text, or behind the messages of a conversation."""
+    """Return the example with text responses that follow a text prompt or a conversation."""
     if example.messages:
         answers = ((Message("assistant", chosen),), (Message("assistant", rejected),))
         return _checked(example, *answers)
@@ -85,7 +84,7 @@ def _texts(example: Example, prompt: str | None, chosen: str, rejected: str) -> 
 
 
 def common_prompt(chosen: str, rejected: str) -> str:
-    """Return what two texts begin with, up to the last blank, so that no word is split."""
+    """Return the common prefix of two texts, up to the last blank, so that no word is split."""
     common = chosen[: shared_beginning(chosen, rejected)]
     if common in (chosen, rejected):
         raise BadRecord(SAME if chosen == rejected else "one response is a prefix of the other.")
@@ -95,7 +94,7 @@ def common_prompt(chosen: str, rejected: str) -> str:
 def _conversations(
     record: Record, example: Example, chosen: tuple[Message, ...], rejected: tuple[Message, ...]
 ) -> Example:
-    """Answers that are messages. Where they begin alike, that is the prompt, whatever a column says besides."""
+    """Return the example with responses made of messages. Common leading messages are added to the prompt."""
     shared = shared_beginning(chosen, rejected)
     if chosen == rejected:
         raise BadRecord(SAME, reason="chosen and rejected are identical")
@@ -115,7 +114,7 @@ def _conversations(
 
 
 def _ends(messages: Sequence[Message], before: Sequence[Message]) -> bool:
-    """Return whether the messages that the answers have in common repeat the prompt's messages."""
+    """Return whether the common messages of the responses repeat the end of the prompt."""
     return bool(before) and tuple(messages[-len(before) :]) == tuple(before)
 
 
@@ -167,8 +166,10 @@ def _verdict(record: Record) -> bool:
 
 
 def verdict_words(records: Iterable[Values], column: str) -> Mapping[Any, bool]:
-    """The spelling of the verdicts in a column, where all of them are numbers or words: 0 and 1, "true" and "false".
-    Empty where they are JSON's true and false, or a mixture."""
+    """Return the meaning of each label value, if all labels are numbers or words: 0 and 1, "true" and "false".
+
+    Empty if they are JSON's true and false, or a mixture.
+    """
     values = [record.get(column) for record in records]
     if values and all(isinstance(value, int) and not isinstance(value, bool) and value in (0, 1) for value in values):
         return {0: False, 1: True}
@@ -178,7 +179,7 @@ def verdict_words(records: Iterable[Values], column: str) -> Mapping[Any, bool]:
 
 
 def unpaired(examples: Sequence[Example]) -> Iterator[Example]:
-    """A verdict on each answer of each pair: first on all that were chosen, then on all others, as TRL has it."""
+    """Yield each response of each pair with a KTO label: first all chosen ones, then all rejected ones, as TRL does."""
     for is_chosen in (True, False):
         for example in examples:
             answer = example.chosen if is_chosen else example.rejected
@@ -191,8 +192,11 @@ def unpaired(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def with_other_answers(examples: Sequence[Example]) -> list[Example]:
-    """Each verdict with an answer to another prompt: that of the record before it whose answer is another text; the
-    first records look back to the last. Depends on the set alone, not on batches or order (KTO's baseline)."""
+    """Give each labelled example a mismatched response, for KTO's KL term.
+
+    It is the response of the nearest preceding record with another text, wrapping around. It depends on the dataset
+    only, not on batches or their order.
+    """
     answers = [last_answer(example) for example in examples]
     before: list[int] = []
     for place, answer in enumerate(answers):
@@ -203,10 +207,10 @@ def with_other_answers(examples: Sequence[Example]) -> list[Example]:
 
 
 def last_answer(example: Example) -> Answer:
-    """The answer on which a verdict is."""
+    """Return the response that a label refers to."""
     return example.completion if example.completion is not None else example.messages[-1:]
 
 
 def said(answer: Answer) -> str:
-    """The text of an answer."""
+    """Return the text of a response."""
     return answer if isinstance(answer, str) else answer[-1].text

@@ -1,7 +1,6 @@
-"""A record read with the layout of its data set: columns by their part (prompt, response, ...), values checked by type.
+"""Read a record with the layout of its dataset: columns by their part (prompt, response, ...), with type checks.
 
-In: a record as it is in the file (column -> value) and a ``Layout``. Out: text, JSON, lists of messages. Refused, as a
-``BadRecord`` that names the column and its value: a column that is missing, a value of another type.
+Raises BadRecord with the column and its value for a missing column or a value of another type.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ ROLES: Mapping[str, RoleName] = {
     "observation": "observation", "tool": "observation", "function": "observation", "function_response": "observation",
     "tool_response": "observation", "ipython": "observation",
 }  # fmt: skip
-"""Meaning of role names that the tags of a data set do not define."""
+"""Role names that the tags of a dataset do not define -> role."""
 
 
 ALL_COLUMNS = "*"
-"""In place of the name of a column that a stage asks for: all of them."""
+"""Used in place of column names by a stage that needs all columns."""
 
 
 class BadRecord(ValueError):
-    """A record that breaks its format.
+    """Raised for a record that breaks its format.
 
     Args:
-        what: a sentence: what was expected.
+        what: error message: what was expected.
         remedy: what to do.
-        reason: the reason in the stats.
-        received: what stands there instead, as the end of the message.
-        kind: the kind of fault, where the sentence is not the same for all records with it.
+        reason: reason in the statistics.
+        kind: kind of fault, if the message differs between records with the same fault.
+        received: the value found, appended to the message.
     """
 
     def __init__(
         self, what: str, remedy: str = "", reason: str = "a column is missing or of the wrong type", kind: str = "",
         received: str = "",
     ) -> None:  # fmt: skip
-        self.kind = kind or re.sub(r"\d+", "", what)  # the same for all records with this fault, wherever it is in them
+        self.kind = kind or re.sub(r"\d+", "", what)  # without positions, so that equal faults are grouped
         self.what = f"{what} Received: {received}" if received else what
         self.remedy, self.reason = remedy, reason
         super().__init__(self.what)
@@ -54,14 +53,14 @@ class BadRecord(ValueError):
 
 @dataclass(frozen=True)
 class RecordNeeds:
-    """What a stage needs of the records of a data set; its objective declares it.
+    """What a stage requires of the records of a dataset; declared by its objective.
 
     Args:
-        kind: "answers"; "pairs" (two answers to compare); "verdicts" (an answer with a label); "prompts" (an answer is
-            optional); or another word: records of formats that are registered with ``holds`` and that word.
-        columns: further columns, which ``Example.extra`` then holds; ALL_COLUMNS for those of each record.
-        stage: the name of the stage, for error messages.
-        sight: how images are found, or the type of a model that takes none; None refuses them.
+        kind: "answers"; "pairs" (two responses to compare); "verdicts" (a response with a label); "prompts" (the
+            response is optional); or a custom kind: records of formats that are registered with ``holds=kind``.
+        columns: further columns, stored in ``Example.extra``; ALL_COLUMNS for all columns of each record.
+        stage: name of the stage, for error messages.
+        sight: how images are found, or the type of a text-only model; None refuses images.
     """
 
     kind: str = "answers"
@@ -80,23 +79,23 @@ ANSWERS = RecordNeeds()
 
 @dataclass
 class Layout:
-    """Format and columns of the records of one data set.
+    """Format and columns of the records of one dataset.
 
     Args:
         format: a name in ``FORMATS``.
-        columns: part -> column; a part that is not named has no column.
-        required: the parts whose column every record must have.
-        tags: names of roles and keys in a conversation (LLaMA-Factory's keys).
-        media: the columns of images and the like, which must be empty but for ``images``.
-        images: the column of images, "" for none.
-        sight: how images are found; None where the model sees none.
-        awaited: optional columns that the user named and that no record had so far.
-        notes: choices made for the user, each once, in the order in which they were made.
-        dropped_parts: parts of the record just read that were left out; the caller that converts it counts them.
-        verdicts: how verdicts are written, where not as true and false.
-        needs: what the stage needs of the records.
-        verbatim: messages go to the chat template unchanged: with any role, further keys, and the system message in
-            its place (``Message.raw``).
+        columns: part -> column; a part that is missing has no column.
+        required: parts whose column every record must have.
+        tags: role names and keys of conversations (LLaMA-Factory's keys).
+        media: columns of images, videos and audio, which must be empty except for ``images``.
+        images: column of images, "" for none.
+        sight: how images are found; None if the model takes no images.
+        awaited: optional columns named by the user that no record had so far.
+        notes: notes on automatic choices, without duplicates, in order.
+        dropped_parts: parts of the last record that were dropped; the caller counts and clears them.
+        verdicts: label value -> boolean, if labels are not JSON booleans.
+        needs: requirements of the stage.
+        verbatim: pass messages to the chat template unchanged (``Message.raw``): with any role and further keys, and
+            with the system message in its place.
     """
 
     format: str
@@ -117,12 +116,12 @@ class Layout:
         named: tuple[RoleName, ...] = ("user", "assistant", "observation", "function", "system")
         tagged: dict[str, RoleName] = {self.tags[f"{role}_tag"]: role for role in named if f"{role}_tag" in self.tags}
         self.roles: Mapping[str, RoleName] = {**ROLES, **tagged}
-        """Name of a role in a conversation -> the role."""
+        """Role name in a conversation -> role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record and its layout."""
+    """One record with its layout."""
 
     values: Values
     source: str
@@ -130,11 +129,11 @@ class Record:
     layout: Layout
 
     def example(self, **fields: Any) -> Example:
-        """Make an example that knows its source and number."""
+        """Create an example with the source and number of this record."""
         return Example(source=self.source, number=self.number, **fields)
 
     def refuse_media(self) -> None:
-        """Refuse a record that has more than text, because the model would not see it."""
+        """Raise BadRecord if the record contains images, videos or audio that the model would not see."""
         for column in self.layout.media:
             if self.values.get(column):
                 sight, is_images = self.layout.sight, column == self.layout.images
@@ -150,36 +149,36 @@ class Record:
                 )
 
     def value(self, part: str) -> Any:
-        """The value in the column of ``part``; None where an optional column is missing."""
+        """Return the value in the column of ``part``, None if an optional column is missing."""
         column = self.layout.columns.get(part, "")
         if column not in self.values and part in self.layout.required:
             raise BadRecord(f'the column "{column}" is missing. Found: {listed(self.values)}.')
         return self.values.get(column)
 
     def text(self, part: str) -> str:
-        """The text of a part that must be there."""
+        """Return the text of a required part."""
         return as_text(self.value(part), self.layout.columns[part])
 
     def text_or_none(self, part: str) -> str | None:
-        """The text of a part that may be null."""
+        """Return the text of a part that may be null."""
         value = self.value(part)
         return None if value is None else as_text(value, self.layout.columns[part])
 
     def json_text(self, part: str) -> str:
-        """The JSON text of a part, whether the file holds it as text or as a value; "" where there is none."""
+        """Return a part as JSON text, whether the record holds text or a value; "" if it is empty."""
         value = self.value(part)
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if value else ""
         return as_text(text, self.layout.columns.get(part, ""))
 
     def turns_or_none(self, part: str) -> list[Mapping[str, Any]] | None:
-        """The messages of a conversation, None where the part is none. Verbatim records hold no messages as JSON."""
+        """Return the messages of a conversation, or None if the part is not one. Verbatim records are not parsed."""
         value = self.value(part)
         if self.layout.verbatim and isinstance(value, str | dict):
             return [value] if isinstance(value, dict) else None
         return as_turns(value)
 
     def turns(self, part: str) -> list[Mapping[str, Any]]:
-        """The messages of a conversation as they are in the file."""
+        """Return the messages of a conversation as they are in the file. Raises BadRecord if the part is not one."""
         value, turns = self.value(part), self.turns_or_none(part)
         if turns is None:
             column = self.layout.columns[part]
@@ -188,7 +187,7 @@ class Record:
 
 
 def as_text(value: Any, column: str) -> str:
-    """Return ``value`` as text; a list of text parts is joined. Raises BadRecord where it is something else."""
+    """Return ``value`` as text, joining a list of text parts. Raises BadRecord for other values."""
     if isinstance(value, str):
         if not value.isascii():
             _check_unicode(value, column)
@@ -208,7 +207,7 @@ def as_text(value: Any, column: str) -> str:
 
 
 def as_turns(value: Any) -> list[Mapping[str, Any]] | None:
-    """A list of messages, also one written as JSON text (in CSV and Parquet files), or None."""
+    """Return a list of messages, also if it is JSON text (as in CSV and Parquet files); None for other values."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = parsed(value)
@@ -218,7 +217,7 @@ def as_turns(value: Any) -> list[Mapping[str, Any]] | None:
 
 
 def listed(names: Any) -> str:
-    """Names of columns; of a file without a header they are the values of its first record, and may be long."""
+    """Join column names for a message, shortened. Without a header, names are values of the first record."""
     shown = [shortened(str(name), 40) for name in names]
     return ", ".join([*shown[:12], *(["..."] if len(shown) > 12 else [])]) or "nothing"
 

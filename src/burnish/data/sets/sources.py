@@ -1,10 +1,10 @@
-"""The data sets of a run: from the names in its options to examples for training and evaluation.
+"""Load the datasets of a run: from names in the options to examples for training and evaluation.
 
-In: ``DataOptions``, a seed. Out: ``DataSets``. In the order of LLaMA-Factory (src/llamafactory/data/loader.py): load,
-``num_samples``, ``max_samples``, convert, merge, split. What is dropped on the way is counted in the stats.
+The order of operations is LLaMA-Factory's (src/llamafactory/data/loader.py): load, ``num_samples``, ``max_samples``,
+convert, merge, split. Dropped records are counted in the statistics.
 
-Refuses, all sets at once: what ``dataset_info.py`` cannot find, ``files.py`` cannot read, ``layouts.py`` cannot tell
-and ``formats.py`` cannot convert; data sets without a record, and those whose answers are all empty.
+Problems of all datasets are reported together: unknown names (``dataset_info.py``), unreadable files (``files.py``),
+unknown layouts (``layouts.py``), invalid records (``formats.py``), empty datasets and datasets of empty responses.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from burnish.utils.files import check_below_roots
 __all__ = ["DataOptions", "DataSets", "check_data", "load_datasets"]
 
 PEEKED = 20
-"""Number of first records from which a layout is recognized, and against which it is checked."""
+"""Number of first records used to detect and check the layout."""
 LOOKED_AT = 1000
-"""Number of first records in which a column is looked for when streaming."""
+"""Number of first records searched for a column when streaming."""
 
 
 @dataclass
@@ -48,10 +48,10 @@ class DataSets:
     """The examples of a run.
 
     Args:
-        train: the training examples.
-        eval: name -> examples; "" for the only set.
-        notes: a sentence for each choice made for the user, and for what is probably not meant.
-        members: name of a data set -> its examples, before they are mixed and split; streamed sets are left out.
+        train: training examples.
+        eval: name -> evaluation examples; "" for a single dataset.
+        notes: messages about automatic choices and likely mistakes.
+        members: dataset name -> its examples before mixing and splitting, without streamed datasets.
     """
 
     train: Examples = field(default_factory=ListedExamples)
@@ -61,7 +61,7 @@ class DataSets:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that changes with the content or the order of the training examples, not with the name of a file."""
+        """A hash of content and order of the training examples. It does not depend on file names."""
         return self.train.content_hash
 
 
@@ -69,17 +69,19 @@ def load_datasets(
     options: DataOptions, seed: int, stats: DataStats, may_stream: bool = False, asks_hubs: bool = True,
     needs: RecordNeeds | None = None, looks_back: bool = True,
 ) -> DataSets:  # fmt: skip
-    """The training and evaluation examples that the options name.
+    """Load the training and evaluation examples that the options name.
 
     Args:
-        seed: decides the rows of ``num_samples``, the order of interleaved sets, and the split.
-        may_stream: with ``streaming``, training records stay in their files (``StreamedExamples``).
-        asks_hubs: false leaves out the sets that are not on this machine: an unreachable hub takes a minute to fail.
-        needs: what the stage needs of the records; by default single answers.
-        looks_back: verdicts of training get the answer of the record before them.
+        options: data options.
+        seed: seed for ``num_samples``, interleaving and the split.
+        stats: statistics that dropped records are added to.
+        may_stream: with ``streaming``, keep training records in their files (``StreamedExamples``).
+        asks_hubs: false skips datasets that are not on this machine, since an unreachable hub takes a minute to fail.
+        needs: requirements of the stage. Default: single responses.
+        looks_back: give labelled training examples the response of an earlier record (KTO's KL term).
 
     Raises:
-        UserError: with the problems of all data sets.
+        UserError: with the problems of all datasets.
     """
     raise_if(check_data(options))
     needs = needs or RecordNeeds()
@@ -129,7 +131,7 @@ def _streamed(
 
 
 class _Loading:
-    """Loads one data set after the other, and collects the problems of all."""
+    """Loads datasets one by one and collects their problems."""
 
     def __init__(self, options: DataOptions, seed: int, stats: DataStats, asks_hubs: bool, needs: RecordNeeds) -> None:
         import numpy
@@ -143,10 +145,11 @@ class _Loading:
         self.notes: list[str] = []
 
     def named(self, option: str, is_streamed: bool = False) -> dict[str, Any]:
-        """Name -> examples, in the order in which the option names them; a path goes by the name of its file.
+        """Return dataset name -> examples, in the order of the option. A path is named by its file.
 
         Args:
-            is_streamed: records stay in their files, as a ``StreamedSet``, where they can be read one by one.
+            option: "dataset" or "eval_dataset".
+            is_streamed: keep records in their files (``StreamedSet``) where random access is possible.
         """
         found: dict[str, ListedExamples | StreamedSet] = {}
         names = getattr(self.options, option) or []
@@ -188,7 +191,7 @@ class _Loading:
         return ListedExamples(self._with_verdicts(examples, source) if self.needs.kind == "verdicts" else examples)
 
     def _needs(self, source: DataSource) -> RecordNeeds:
-        """What is needed of the records of a source, with the folders in which its images may be."""
+        """Return the requirements for the records of a source, with the folders in which its images may be."""
         sight = self.needs.sight
         if sight is None:
             return self.needs
@@ -199,7 +202,7 @@ class _Loading:
         return replace(self.needs, sight=replace(sight, folders=folders))
 
     def _with_verdicts(self, examples: list[Example], source: DataSource) -> list[Example]:
-        """A verdict on each answer: as it is given, or of pairs, that one is better."""
+        """Return labelled responses: as given, or one desirable and one undesirable example per pair."""
         if not any(example.chosen is not None for example in examples):
             return examples
         self.notes.append(
@@ -210,14 +213,14 @@ class _Loading:
     def _streamed_set(self, source: DataSource, files: Sequence[Table]) -> ListedExamples | StreamedSet:
         total = sum(map(len, files))
         if not total:
-            return self._examples(source)  # refuses it
+            return self._examples(source)  # raises an error
         chosen: Sequence[int] = range(total)
         if source.num_samples is not None:
             chosen = sampled(total, source.num_samples, self.generator)
         found = StreamedSet(files, chosen[: self.options.max_samples], Layout("", {}))
         first = [found.located(index)[0] for index in range(min(PEEKED, len(found)))]
         layout = layout_of(source, first, _named(source), self._needs(source))
-        if self.needs.kind == "verdicts" and "chosen" in layout.columns:  # a record is two answers
+        if self.needs.kind == "verdicts" and "chosen" in layout.columns:  # a record becomes two examples
             return self._examples(source)
         never = layout.awaited.difference(*(found.located(index)[0] for index in range(min(LOOKED_AT, len(found)))))
         layout.notes |= {f'none of the first {LOOKED_AT:,} records has the column "{name}"': None for name in never}
@@ -225,7 +228,7 @@ class _Loading:
         return replace(found, layout=layout)
 
     def _chosen(self, source: DataSource) -> Iterator[Located]:
-        """The records of a source, sampled and limited in number as its entry and the options say."""
+        """Yield the records of a source after ``num_samples`` and ``max_samples``."""
         records: Iterable[Located] = _records(source, self.options)
         if source.num_samples is not None:
             there = list(records)
@@ -234,13 +237,13 @@ class _Loading:
 
 
 def _unused(name: str, taken: Iterable[str]) -> str:
-    """``name``, with a number behind it where it is taken."""
+    """Return ``name``, with a number appended if it is in ``taken``."""
     candidates = chain([name], (f"{name}_{number}" for number in range(2, 10**6)))
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
 def _named(source: DataSource) -> str:
-    """The name of a data set in an error about its columns: its file, and the entry that describes it."""
+    """Return the name of a dataset in errors about its columns: its file, and its entry if it has one."""
     if source.kind != "file":
         return source.where
     return f"{source.location} ({source.where})" if source.is_described else str(source.location)
@@ -260,7 +263,7 @@ def _records(source: DataSource, options: DataOptions) -> Iterator[Located]:
 
 
 def _tables(source: DataSource, options: DataOptions) -> Sequence[Table]:
-    """The files of a source for random access; empty where its records are in memory."""
+    """Return the files of a source for random access; empty if its records are in memory."""
     if source.kind == "file":
         return [open_table(path) for path in data_files(source.location)]
     if source.kind in ("hf_hub", "ms_hub"):
@@ -275,7 +278,7 @@ def _tables(source: DataSource, options: DataOptions) -> Sequence[Table]:
 
 
 def _hugging_face(source: DataSource, options: DataOptions) -> Iterable[Values]:
-    """A data set of the Hugging Face hub, or of its cache."""
+    """Load a dataset of the Hugging Face Hub, or of its cache."""
     import datasets
 
     try:
@@ -289,7 +292,7 @@ def _hugging_face(source: DataSource, options: DataOptions) -> Iterable[Values]:
 
 
 def _modelscope(source: DataSource, options: DataOptions) -> Iterable[Values]:
-    """A data set of ModelScope, or of its cache."""
+    """Load a dataset of ModelScope, or of its cache."""
     try:
         from modelscope import MsDataset
     except ImportError:
@@ -306,7 +309,7 @@ def _modelscope(source: DataSource, options: DataOptions) -> Iterable[Values]:
 
 
 def _of_hub(options: DataOptions, name: str) -> str | None:
-    """The value of an option of the hubs; None for a caller from Python that has the options of the data only."""
+    """Return the value of a hub option, or None for a Python caller that passes data options only."""
     value: str | None = getattr(options, name, None)
     return value
 
@@ -321,7 +324,7 @@ def _unreachable(source: DataSource, error: Exception) -> Problem:
 
 
 def _remote_info(options: DataOptions, repository: str) -> Path:
-    """The dataset_info.json of a repository of the Hugging Face hub, as a local file."""
+    """Download the dataset_info.json of a Hugging Face Hub repository and return its local path."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -337,7 +340,7 @@ def _remote_info(options: DataOptions, repository: str) -> Path:
 
 
 def _cloud(source: DataSource, options: DataOptions) -> Iterator[Values]:
-    """Files of a cloud store, by address (s3://bucket/folder/file.jsonl), read from a local copy."""
+    """Yield the records of files in cloud storage (s3://bucket/folder/file.jsonl), read from a local copy."""
     import fsspec  # type: ignore[import-untyped]
 
     address = str(source.location)

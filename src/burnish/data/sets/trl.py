@@ -1,8 +1,8 @@
-"""Sets of the ``datasets`` library by TRL's column names -> examples.
+"""Convert a ``datasets.Dataset`` with TRL's column names to examples.
 
-In: a set with ``text``, ``messages`` (or ``conversations``), ``prompt`` and ``completion``, ``chosen`` and
-``rejected``, a ``label``, or token ids. Out: its records with their places, and the layout by which ``formats.py``
-reads them: messages stay as they are (``Layout.verbatim``). Refused: a set without the columns that are needed.
+The columns are ``text``, ``messages`` (or ``conversations``), ``prompt`` and ``completion``, ``chosen`` and
+``rejected``, ``label``, or token ids. ``formats.py`` converts the records; messages are kept unchanged
+(``Layout.verbatim``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IDS: Mapping[Kind, Sequence[str]] = {
     "verdicts": ("prompt_ids", "completion_ids", "label"),
     "scores": ("chosen_ids", "rejected_ids"),
 }
-"""Columns of a set that holds token ids."""
+"""Required columns of a dataset of token ids."""
 _BESIDE_IDS: Mapping[Kind, Sequence[str]] = {
     "texts": ("labels", "completion_mask", "assistant_masks"), "pairs": (), "verdicts": ("KL_completion_ids",),
     "scores": ("margin",),
@@ -39,17 +39,23 @@ OF_IDS = "token ids"
 _LABELS = {"true": True, "false": False, "True": True, "False": False}
 _MESSAGES = ("messages", "conversations")
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response"}
-"""Roles that published templates write; others may be left out of the text without an error."""
+"""Roles that published chat templates render. Templates may silently skip other roles."""
 NO_ASSISTANT = "kept: no assistant message, so all messages are trained"
 UNKNOWN_ROLE = 'kept: the role "{role}" may not be supported by the chat template'
 LATE_SYSTEM = "kept: a system message is not the first message"
 
 
 def trl_layout(kind: Kind, sample: Mapping[str, Any], text_field: str = "text", sight: Sight | None = None) -> Layout:
-    """The layout of a set, by the columns of its first record. Args: sight: how images are found, if the model sees.
+    """Return the layout of a dataset, from the columns of its first record.
+
+    Args:
+        kind: kind of records that the trainer needs.
+        sample: first record.
+        text_field: column of plain text.
+        sight: how images are found, or None if the model takes none.
 
     Raises:
-        ValueError: where the columns that are needed are not there.
+        ValueError: if required columns are missing.
     """
     if set(IDS[kind]) <= sample.keys():
         names = [name for name in (*IDS[kind], *_BESIDE_IDS[kind]) if name in sample]
@@ -83,16 +89,19 @@ _EXPECTED: Mapping[Kind, str] = {
 
 
 def has_turns(value: Any, *keys: str) -> bool:
-    """Return whether a column holds messages, each with one of these keys ("role" and "from" by default)."""
+    """Return whether a column holds messages that have one of these keys (default: "role" or "from")."""
     is_list = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
     return is_list and any(key in value[0] for key in keys or ("role", "from"))
 
 
 class TrlRecords(OnDemand[Located]):
-    """The records of a set, read where they are used: values, name of the set, number from 1.
+    """The records of a dataset, read on access: (values, dataset name, number from 1).
 
     Args:
-        splits_pairs: each pair comes twice: ``BLOCK`` pairs for their chosen answers, then the same for the others.
+        dataset: ``datasets.Dataset``.
+        source: name of the dataset.
+        splits_pairs: yield each pair twice: ``BLOCK`` pairs for their chosen responses, then the same pairs for their
+            rejected responses.
     """
 
     BLOCK = 1000
@@ -116,26 +125,29 @@ class TrlRecords(OnDemand[Located]):
         ]
 
     def _place(self, index: int) -> tuple[int, str]:
-        """The record at ``index``, and the answer of it that counts; "" for all of it."""
+        """Return the record at ``index``, and which of its responses is used ("" for the whole record)."""
         block, within = divmod(index, len(self.sides) * self.BLOCK)
         size = min(self.BLOCK, len(self.dataset) - block * self.BLOCK)
         return block * self.BLOCK + within % size, self.sides[within // size]
 
 
 SIDE = "burnish_side"
-"""The column that says which answer of a pair becomes a labelled answer."""
+"""Column that says which response of a pair becomes a labelled response."""
 
 
 def examples_of(
     located: Sequence[Located], layout: Layout, stats: DataStats, on_bad_record: str
 ) -> list[Example | None]:
-    """The examples of records, None for those that are dropped.
+    """Return the examples of records, None for dropped ones.
 
     Args:
-        on_bad_record: "drop", "raise", or "refuse" where a script cannot have them dropped.
+        located: records with source and number.
+        layout: format and columns.
+        stats: statistics that dropped records are added to.
+        on_bad_record: "drop", "raise", or "refuse" (like "raise", for scripts that cannot drop records).
 
     Raises:
-        UserError: with all records among these that break their format, unless they are dropped.
+        UserError: with all of these records that break their format, unless they are dropped.
     """
     bad: Bad = []
     if layout.format != OF_IDS:
@@ -166,7 +178,7 @@ def _one_side(example: Example, values: Mapping[str, Any]) -> Example:
 
 
 def _of_ids(values: Mapping[str, Any], source: str, number: int, layout: Layout, bad: Bad) -> Example | None:
-    """A record of token ids, whose columns the template reads."""
+    """Return the example of a record of token ids. The template reads its columns from ``extra``."""
     extra = {name: values[name] for name in layout.columns if values.get(name) is not None}
     label: Any = extra.get("label")
     label = _LABELS.get(label, label)
@@ -179,7 +191,7 @@ def _of_ids(values: Mapping[str, Any], source: str, number: int, layout: Layout,
 
 
 def _count_oddities(example: Example, stats: DataStats) -> None:
-    """Count what a script can hardly mean, and some template or model may."""
+    """Count probable mistakes that some template or model may still support."""
     for mark in marks_in(example):
         stats.add(MARKED.format(mark=mark), example)
     answers = [one for one in (example.chosen, example.rejected) if isinstance(one, tuple)]

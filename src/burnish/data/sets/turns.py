@@ -1,8 +1,8 @@
-"""The messages of a conversation as they are in a file -> typed messages.
+"""Parse the messages of a conversation: dictionaries as they are in the file -> typed messages.
 
-In: a list of objects with a role and a content, under the names that the tags give; OpenAI's tool calls; ``train`` and
-``weight`` of a message. Out: messages. Refused, as a ``BadRecord`` with the place in the record: a turn without role or
-content, an unknown role, a content that is not text.
+Keys and role names come from the tags. OpenAI's tool calls, and ``train`` and ``weight`` of a message, are supported.
+Raises BadRecord with the position in the record for a message without role or content, an unknown role, or content that
+is not text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEXT_LOST = "truncated: text next to a tool call removed (a turn is either text 
 
 
 def conversation(record: Record, messages: Sequence[Message]) -> Example:
-    """Make an example of messages; a system message at their beginning takes precedence over the column."""
+    """Create an example of messages. A leading system message takes precedence over the system column."""
     has_system = bool(messages) and messages[0].role == "system" and not record.layout.verbatim
     return record.example(
         messages=tuple(messages[1:] if has_system else messages),
@@ -40,18 +40,18 @@ def conversation(record: Record, messages: Sequence[Message]) -> Example:
 
 
 def messages_of(record: Record, part: str) -> list[Message]:
-    """The messages in the column of ``part``."""
+    """Return the messages in the column of ``part``."""
     column = record.layout.columns[part]
     return [message_of(record.layout, turn, f"{column}[{place}]") for place, turn in enumerate(record.turns(part))]
 
 
 def as_context(message: Message) -> Message:
-    """Return the message as context that is not learned, whatever its role."""
+    """Return the message as context that is not trained, whatever its role."""
     return replace(message, train=False, weight=1.0)
 
 
 def message_of(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
-    """One message, in the words of the layout. Args: place: as an error names it."""
+    """Parse one message. ``place`` is its position in error messages."""
     if layout.verbatim:
         return _verbatim(layout, turn, place)
     content_key = layout.tags["content_tag"]
@@ -68,8 +68,11 @@ def message_of(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
 
 
 def _verbatim(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
-    """A message that a chat template is given unchanged, but for keys that are None because another record of the set
-    has them: templates test whether a key is there. ShareGPT's "from" and "value" become "role" and "content"."""
+    """Return a message that is passed to the chat template unchanged.
+
+    Keys whose value is None are removed: they come from other records of the dataset, and templates test whether a key
+    exists. ShareGPT's "from" and "value" become "role" and "content".
+    """
     if "from" in turn and "role" not in turn:
         turn = {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
     raw = {key: value for key, value in turn.items() if value is not None or key == "content"}
@@ -114,9 +117,9 @@ def _role(layout: Layout, turn: Mapping[str, Any], place: str) -> RoleName:
 
 
 def _calls(layout: Layout, calls: Any, content: Any, place: str) -> str:
-    """The content of a turn that calls tools: the JSON of its calls, after the thought that led to them.
+    """Return the content of a message with tool calls: the calls as JSON, after the reasoning text if there is one.
 
-    OpenAI writes the arguments of a call as JSON in a string; templates write the object, so it is read here.
+    OpenAI stores the arguments of a call as JSON text. Templates expect an object, so the text is parsed.
     """
     each = calls if isinstance(calls, list) else [calls]
     functions = [call.get("function", call) if isinstance(call, dict) else None for call in each]
@@ -140,11 +143,11 @@ def _arguments(value: Any) -> Any:
     try:
         return parsed(value)
     except json.JSONDecodeError:
-        return value  # not JSON: the template decides what to do with it
+        return value  # not JSON; the template decides what to do with it
 
 
 def _learned(turn: Mapping[str, Any], place: str) -> tuple[bool | None, float]:
-    """(train, weight) of a message; a weight of 0 means, as for OpenAI, that the message is not learned."""
+    """Return (train, weight) of a message. As in OpenAI's format, a weight of 0 excludes the message from the loss."""
     train, weight = turn.get("train"), turn.get("weight")
     if train is not None and not isinstance(train, bool):
         raise BadRecord(f'"{place}.train" must be true or false.', received=shortened(train))

@@ -1,3 +1,1 @@
-"""Text -> ids. In: pieces of text, some of a template, some of a user. Out: ids; control tokens come from the template
-alone. Begin with ``encoder.py``.
-"""
+"""Tokenization: text -> token ids. Control tokens can come from the chat template only. Begin with ``encoder.py``."""

@@ -1,13 +1,12 @@
-"""Text -> token ids, in which only the template can write control tokens.
+"""Tokenization in which only the chat template can write control tokens.
 
-In: texts in which the template has put its control strings around the text of a user. Out: ids, and on request the
-positions of characters among the tokens. A whole text is tokenized at once, so the ids are those of the tokenizer's own
-``apply_chat_template``.
+A rendered conversation is tokenized as a whole, so its ids equal those of the tokenizer's own ``apply_chat_template``.
+On request, character positions are located among the tokens.
 
-The text of a user goes through ``hide`` first: a special token spelled out in it ("<|im_end|>") is replaced by two
-private characters, which no template changes, and is tokenized as ordinary text in the end. So it can neither end a
-turn nor begin one, whatever a template does to the text. "Special" are the tokens that the tokenizer marks as special;
-those that it merely added (``<tool_call>`` in Qwen's) keep their meaning.
+User text passes through ``Encoder.hide`` before rendering: a special token spelled out in it ("<|im_end|>") is replaced
+by two private-use characters, which templates leave alone, and is tokenized as ordinary text later. So user text can
+neither end nor begin a turn, whatever the template does to it. Only tokens that the tokenizer marks as special are
+hidden; other added tokens (``<tool_call>`` of Qwen) keep their meaning.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import Any
 from burnish.loop.types import Ids
 from burnish.utils.sequences import shared_beginning
 
-_MARK = "\ufdd0"  # a Unicode noncharacter, never assigned; if a text holds it, it is hidden too
-_FIRST = 0xF0000  # private use: the character after the mark counts from here
+_MARK = "\ufdd0"  # a Unicode noncharacter, never assigned; it is hidden too if a text contains it
+_FIRST = 0xF0000  # private use area: the character after the mark is this one plus the index of the token
 _ANCHOR = "\n"
 
 
@@ -32,11 +31,11 @@ class Encoder:
     """Encodes texts with one tokenizer.
 
     Args:
-        tokenizer: any transformers tokenizer; fast ones work on a batch with all their threads.
-        keep: special tokens that an assistant's text may contain, such as those that open and close a thought.
-        controls: further control tokens, whether the tokenizer calls them special or not: those of images.
+        tokenizer: any transformers tokenizer; fast tokenizers encode a batch with all their threads.
+        keep: special tokens that an assistant's text may contain, such as those around a reasoning block.
+        controls: further control tokens (those of images), whether or not the tokenizer marks them as special.
         template: the text that the template writes around messages. A token that the user added to the vocabulary
-            (``tokenizer.new_tokens``) may occur in data, unless the template uses it.
+            (``tokenizer.new_tokens``) may occur in data unless the template uses it.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Encoder:
 
     @cached_property
     def identity(self) -> str:
-        """A hash that changes whenever the ids of any text would change."""
+        """A hash that changes if the ids of any text could change."""
         tokenizer = self.tokenizer
         state = (
             self._backend().to_str()
@@ -69,8 +68,8 @@ class Encoder:
         return hashed.hexdigest()
 
     def hide(self, text: str, *, assistant: bool = False) -> str:
-        """Hide the special tokens in a text; in an assistant's text those of ``keep`` stay."""
-        if not any(hint in text for hint in self._hints):  # takes a tenth of the time of a search for all tokens
+        """Hide the special tokens in a text. In an assistant's text, the tokens of ``keep`` are left as they are."""
+        if not any(hint in text for hint in self._hints):  # ten times faster than searching for all tokens
             return text
         pattern = self._hidden_or_kept if assistant else self._hidden
         return pattern.sub(lambda found: found[0] if assistant and found[1] else self._codes[found[0]], text)
@@ -80,23 +79,23 @@ class Encoder:
         return self._shown.sub(lambda found: self._texts[found[0]], text)
 
     def encode(self, texts: Iterable[str]) -> dict[str, Ids]:
-        """Encode each distinct text once; texts without hidden tokens in one call of the tokenizer."""
+        """Encode each distinct text once. Texts without hidden tokens are encoded in one call of the tokenizer."""
         distinct = list(dict.fromkeys(texts))
         plain = [text for text in distinct if _MARK not in text]
         ids: dict[str, Ids] = dict(zip(plain, self._batch(plain), strict=True)) if plain else {}
         return ids | {text: array("i", self._around_hidden(text)) for text in distinct if _MARK in text}
 
     def continued(self, text: str) -> list[int]:
-        """The ids of plain text that continues other text, without a space before it.
+        """Return the ids of plain text that continues other text, without a leading space.
 
-        SentencePiece tokenizers put a space before the first word. So the text is tokenized after a line break, which
-        merges with nothing, and the line break is removed again.
+        SentencePiece tokenizers insert a space before the first word. The text is therefore tokenized after a line
+        break, which merges with nothing, and the ids of the line break are removed.
         """
         anchor, ids = self.plain(_ANCHOR), self.plain(_ANCHOR + text)
         return ids[len(anchor) :] if ids[: len(anchor)] == anchor else self.plain(text)
 
     def plain(self, text: str) -> list[int]:
-        """The ids of text in which nothing is a special token."""
+        """Return the ids of a text, treating special tokens as ordinary text."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return ids
 
@@ -104,15 +103,15 @@ class Encoder:
         """Locate character positions among the tokens of ``text``.
 
         Returns:
-            (ended, begun) per position: the tokens before index ``ended`` end at or before the character; those from
-            index ``begun`` on start at or after it. A token that spans the position lies between the two.
+            A pair (ended, begun) per position. Tokens before index ``ended`` end at or before the position; tokens
+            from index ``begun`` on start at or after it. A token that spans the position is between the two indices.
         """
         return self.located([text], [positions])[0][1]
 
     def located(
         self, texts: Sequence[str], positions: Sequence[Sequence[int]]
     ) -> list[tuple[Ids, list[tuple[int, int]]]]:
-        """The ids of each text, and the ``boundaries`` of its positions, in one call of the tokenizer."""
+        """Return the ids of each text and the ``boundaries`` of its positions, with one call of the tokenizer."""
         found: dict[int, tuple[Ids, list[tuple[int, int]]]] = {}
         ordinary = [at for at, text in enumerate(texts) if self.tokenizer.is_fast and _MARK not in text]
         some = [texts[at] for at in ordinary]
@@ -134,7 +133,7 @@ class Encoder:
         return [array("i", encoding.ids) for encoding in encodings]
 
     def _backend(self) -> Any:
-        """The tokenizer itself, whose batch calls make none of the masks and warnings of transformers' wrapper."""
+        """Return the underlying ``tokenizers`` object. Its batch calls are faster than transformers' wrapper."""
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -142,8 +141,11 @@ class Encoder:
         return backend
 
     def _around_hidden(self, text: str) -> list[int]:
-        """The ids of a text with hidden special tokens: control tokens of the template and those that data may hold
-        are single ids, all text between them is ordinary."""
+        """Return the ids of a text with hidden special tokens.
+
+        Control tokens of the template, and those that data may contain, become one id each. The text between them is
+        tokenized as ordinary text.
+        """
         ids: list[int] = []
         for piece in self._control.split(text):
             if piece in self._tokens:
@@ -155,16 +157,19 @@ class Encoder:
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """Make a pattern that matches any of the texts, the longest first."""
+    """Return a pattern that matches any of the texts, longest first."""
     return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"  # (?!) matches nowhere
 
 
 def shared_start(prefix: Sequence[int], whole: Sequence[int]) -> tuple[int, int]:
-    """The extent of the ids of a text's beginning within the ids of the whole text.
+    """Locate the end of a prefix among the ids of the whole text.
 
+    Args:
+        prefix: ids of a prefix of the text.
+        whole: ids of the whole text.
     Returns:
-        (ended, begun): the tokens before ``ended`` are within the beginning, those from ``begun`` on after it; a token
-        that spans its end is between the two.
+        A pair (ended, begun): tokens before ``ended`` are within the prefix, tokens from ``begun`` on are after it. A
+        token that spans the end of the prefix is between the two indices.
     """
     same = shared_beginning(prefix, whole)
     return same, same if same == len(prefix) else min(same + 1, len(whole))
