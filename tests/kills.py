@@ -30,9 +30,11 @@ _PLACES = ("rename", "fsync", "unlink", "rmdir", "replace", "mkdir")
 
 def kill_at(at: int, kind: str) -> None:
     """Let this process kill itself at call ``at`` of those that are counted: before it or after it."""
+    from burnish.inference.scheduler import Scheduler
     from burnish.loop.loop import Loop
     from burnish.rollouts.completions import SlotSource
     from burnish.rollouts.generation import Generator
+    from burnish.rollouts.rewards.builtin import RepetitionPenaltyReward
 
     count = 0
 
@@ -59,6 +61,9 @@ def kill_at(at: int, kind: str) -> None:
     counted(Loop, "step", "step")
     counted(SlotSource, "complete", "step")
     counted(Generator, "_rewarded", "step")
+    counted(Loop, "microstep", "pass")
+    counted(Scheduler, "turn", "generation")
+    counted(RepetitionPenaltyReward, "_penalty", "reward")
 
 
 WAYS: dict[str, list[str]] = {
@@ -81,6 +86,11 @@ WAYS: dict[str, list[str]] = {
         "gradient_accumulation_steps=1", "logging_steps=1", "num_train_epochs=1", "log_completions=false",
     ],
 }  # fmt: skip
+KINDS: dict[str, dict[str, int]] = {
+    "completions, used twice": {"save": 60, "step": 20, "pass": 16, "generation": 40, "reward": 40},
+}
+"""Way -> kinds of instants, each as likely as the others, and the number of calls within which one is drawn."""
+_USUAL = {"save": 60, "step": 10}
 RANKS = {"two processes": 2}
 """Way -> its processes, where they are several. They are killed together, as a machine that fails kills them."""
 TIMES = ("runtime", "per_second", "waiting", "time/generate", "time/reward", "time/logps")
@@ -177,8 +187,9 @@ def campaign(model: Path, way: str, kills: int, draws: random.Random, root: Path
     while done < kills:
         folder = fresh(f"killed-{done}")
         for attempt in range(3):
-            kind = draws.choice(["save", "save", "save", "step"])
-            at = draws.randrange(1, 60 if kind == "save" else 10)
+            kinds = KINDS.get(way, _USUAL)
+            kind = draws.choice([*kinds] if way in KINDS else ["save", "save", "save", "step"])
+            at = draws.randrange(1, kinds[kind])
             status = run(folder, words, at, kind, ranks)
             done += status == -9
             yield f"{way}: {'killed' if status else 'ended'} in {kind} {at}, attempt {attempt + 1}"
@@ -196,6 +207,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--way", choices=[*WAYS], help="this way of training alone")
     given = parser.parse_args()
     import torch
 
@@ -206,6 +218,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         model = make_model(Path(place) / "model")
         number, ways = 0, [way for way in WAYS if way not in NEEDS or find_spec(NEEDS[way])]
+        ways = [given.way] if given.way else ways
         while num_kills < given.kills and time.monotonic() - began < given.seconds:
             way = ways[number % len(ways)]
             for line in campaign(model, way, min(5, given.kills - num_kills), draws, Path(place) / str(number)):

@@ -1,6 +1,7 @@
 """The golden cases of rollouts as steps over given completions: models, rows, passes without gradient, updates.
 
-A step's rows can be cut into micro-batches in any way; ``LOSSES`` of every cut have to be the same.
+A step's rows can be cut into micro-batches in any way, and be spread over processes; the losses of every cut have to be
+the same.
 """
 
 import json
@@ -19,8 +20,9 @@ from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.rollouts.loss import BATCH_KEYS, RolloutLoss
 from burnish.losses.sequence_logps import SequenceModel, collate_sequences
 from burnish.models.patches.attention import make_padding_free
+from burnish.loop.metrics import joined_by_name
+from burnish.parallel.create import create_engine
 from burnish.parallel.options import EngineOptions
-from burnish.parallel.single import SingleEngine
 from burnish.rollouts.advantages import advantages
 from burnish.rollouts.options import RolloutOptions
 from burnish.utils.patching import PatchOptions
@@ -73,7 +75,7 @@ class Outcome:
     losses: list = field(default_factory=list)
     norms: list = field(default_factory=list)
     norms_of: list = field(default_factory=list)
-    sums: list = field(default_factory=list)
+    logged: list = field(default_factory=list)
     coefficients: list = field(default_factory=list)
     advantages: list = field(default_factory=list)
     moved: float = 0.0
@@ -87,9 +89,10 @@ class Golden:
         self.options, self.temperature = options_of(case)
         self.is_rloo = case["trainer"] == "rloo"
         self.loss = RolloutLoss(self.options, leave_one_out=self.is_rloo)
-        self.engine = SingleEngine(Options(use_cpu=True))
+        self.engine = create_engine(Options(use_cpu=True))
         self.model = load(folder, "adapter" if case["model"] == "policy+adapter" else "policy")
         self.module = self._asked(self.model)
+        self.trained, _ = self.engine.prepare(self.module, None)
         self.reference = self.module
         if self.options.rl_beta:
             name = {"policy+reference": "reference", "policy+adapter": "adapter"}.get(case["model"], "policy")
@@ -169,8 +172,19 @@ class Golden:
         self.outcome.moved = float(torch.stack(ways).sum().sqrt())
         return self.outcome
 
+    def _means(self, sums):
+        """Means over the step, of metrics that are means over their own counts."""
+        metrics = {n: m for n, m in joined_by_name(sums).items() if getattr(m, "reduction", "") == "mean"}
+        pairs = self.engine.sum(torch.stack([torch.stack([m.total, m.count]) for m in metrics.values()]).double())
+        return {name: total / count for name, (total, count) in zip(metrics, pairs.tolist(), strict=True)}
+
+    def own(self, rows):
+        """This rank's part of the rows of a step."""
+        rank, world = self.engine.rank, self.engine.world_size
+        return rows[len(rows) * rank // world : len(rows) * (rank + 1) // world]
+
     def step(self, rows):
-        cuts = list(self.cuts(rows))
+        cuts = list(self.cuts(self.own(rows)))
         batches = [
             {
                 **self.batch(part),
@@ -182,23 +196,24 @@ class Golden:
         ]
         entropies = [torch.cat([row["entropy"] for row in part]) for part in cuts]
         batches = self.loss.prepare_step(batches, self.engine, entropies)
-        items = torch.stack([self.loss.num_items(batch) for batch in batches]).sum()
+        items = self.engine.sum(torch.stack([self.loss.num_items(batch) for batch in batches]).sum())
         self.model.zero_grad()
-        total, sums = 0.0, []
-        for batch in batches:
-            values = self.module(batch)
-            loss = self.loss(values.token_logps, values.token_entropy, batch)
-            (loss.total / items).backward()
-            total += float(loss.total.detach() / items)
+        total, sums = torch.zeros(()), []
+        for at, batch in enumerate(batches):
+            with self.engine.microbatch(self.trained, last=at == len(batches) - 1):
+                values = self.trained(batch)
+                loss = self.loss(values.token_logps, values.token_entropy, batch)
+                self.engine.backward(loss.total * (self.engine.world_size / items))
+            total += loss.total.detach() / items
             sums.append(loss.sums)
         if self.loss.has_bonus:
             self.loss.entropy.end_step(self.engine)
         self.outcome.coefficients.append(self.loss.entropy.coefficient)
         gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        self.outcome.losses.append(total)
+        self.outcome.losses.append(float(self.engine.sum(total)))
         self.outcome.norms.append(float(torch.stack([g.norm() for g in gradients.values()]).norm()))
         self.outcome.norms_of.append({name: float(g.norm()) for name, g in gradients.items()})
-        self.outcome.sums.append(sums)
+        self.outcome.logged.append(self._means(sums))
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:

@@ -1,10 +1,14 @@
 """Losses, gradients and advantages of every golden case, however a step is cut into micro-batches."""
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 import torch
-from golden_steps import Golden, golden, make_models
+from golden_steps import Golden, Outcome, golden, make_models
+from two_processes import in_two_processes
 
-from burnish.loop.metrics import joined_by_name
 
 CASES = {case["name"]: case for case in golden()["cases"]}
 CUTS = {"at once": 64, "4x4": 4, "2x8": 2, "1xN": 1, "uneven": (1, 5, 3, 6)}
@@ -19,11 +23,6 @@ def close(found, expected, scale=1.0):
     return abs(found - expected) <= 1e-4 * max(abs(expected), scale)
 
 
-def metrics(outcome, at):
-    joined = joined_by_name(outcome.sums[at])
-    return {n: float(m.total / m.count) for n, m in joined.items() if not isinstance(m, torch.Tensor)}
-
-
 def parameters():
     """In the usual run each case is cut in one way, all five in turn, and whole; with ``slow`` in all of them."""
     for at, name in enumerate(CASES):
@@ -34,25 +33,53 @@ def parameters():
 
 @pytest.mark.parametrize(("name", "cut"), parameters())
 def test_a_case_has_its_exact_numbers_in_each_cut(name, cut, models):
-    case, cut = CASES[name], CUTS[cut]
+    check(CASES[name], Golden(CASES[name], models, CUTS[cut]).run())
+
+
+def check(case, outcome):
+    """Compare an outcome with the exact numbers of its case."""
     exact = case["exact"]
-    outcome = Golden(case, models, cut).run()
     for found, expected in zip(outcome.advantages, exact["advantages"], strict=False):
-        assert torch.allclose(found, torch.tensor(expected, dtype=torch.float64), atol=1e-4), (cut, found)
+        assert torch.allclose(
+            torch.as_tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), atol=1e-4
+        ), found
     for at, step in enumerate(exact["steps"]):
-        assert close(outcome.losses[at], step["loss"], 0.1), (cut, at, outcome.losses[at], step["loss"])
-        assert close(outcome.norms[at], step["grad_norm"], 1e-3), (cut, at, outcome.norms[at], step["grad_norm"])
+        assert close(outcome.losses[at], step["loss"], 0.1), (at, outcome.losses[at], step["loss"])
+        assert close(outcome.norms[at], step["grad_norm"], 1e-3), (at, outcome.norms[at], step["grad_norm"])
         for weight, norm in step.get("grad_norms", {}).items():
             found = next(n for known, n in outcome.norms_of[at].items() if known.endswith(weight))
-            assert close(found, norm, 1e-3), (cut, at, weight, found, norm)
-        logged = metrics(outcome, at)
+            assert close(found, norm, 1e-3), (at, weight, found, norm)
+        logged = outcome.logged[at]
         for theirs, ours in (("kl", "kl"), ("entropy", "entropy"), ("low", "clip_ratio/low_mean"),
                              ("high", "clip_ratio/high_mean")):  # fmt: skip
             if theirs in step and ours in logged:
-                assert close(logged[ours], step[theirs], 0.01), (cut, at, theirs, logged[ours], step[theirs])
+                assert close(logged[ours], step[theirs], 0.01), (at, theirs, logged[ours], step[theirs])
         if "entropy_coef" in step:
-            assert close(outcome.coefficients[at], step["entropy_coef"]), (cut, at)
-    assert close(outcome.moved, exact["moved"], 1e-3), (cut, outcome.moved, exact["moved"])
+            assert close(outcome.coefficients[at], step["entropy_coef"]), at
+    assert close(outcome.moved, exact["moved"], 1e-3), (outcome.moved, exact["moved"])
+
+
+def run_some(folder, out, names):
+    """Cases in this process of several, in all cuts in turn; rank 0 writes the outcomes."""
+    outcomes = {}
+    for at, name in enumerate(names):
+        cut = [*CUTS.values()][at % len(CUTS)]
+        outcomes[name] = vars(Golden(CASES[name], Path(folder), cut).run())
+    if os.environ["RANK"] == "0":
+        for outcome in outcomes.values():
+            outcome["advantages"] = [values.tolist() for values in outcome["advantages"]]
+        Path(out).write_text(json.dumps(outcomes))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow, id="all"), pytest.param(9, id="some")])
+def test_two_processes_find_the_exact_numbers(models, tmp_path, step):
+    names = [*CASES][::step]
+    in_two_processes(run_some, str(models), str(tmp_path / "outcomes.json"), names)
+    outcomes = json.loads((tmp_path / "outcomes.json").read_text())
+    assert [*outcomes] == names
+    for name in names:
+        check(CASES[name], Outcome(**outcomes[name]))
 
 
 def test_all_cases_are_here():
