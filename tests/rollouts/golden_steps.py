@@ -16,11 +16,11 @@ from burnish.config.options import union
 from burnish.data.batches.batching import BatchingOptions, collator
 from burnish.kernels.probe import find_head
 from burnish.kernels.token_logps import LogpRules
+from burnish.loop.metrics import joined_by_name
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.rollouts.loss import BATCH_KEYS, RolloutLoss
 from burnish.losses.sequence_logps import SequenceModel, collate_sequences
 from burnish.models.patches.attention import make_padding_free
-from burnish.loop.metrics import joined_by_name
 from burnish.parallel.create import create_engine
 from burnish.parallel.options import EngineOptions
 from burnish.rollouts.advantages import advantages

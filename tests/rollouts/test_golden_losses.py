@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from golden_steps import Golden, Outcome, golden, make_models
-from two_processes import in_two_processes
 
+from two_processes import in_two_processes
 
 CASES = {case["name"]: case for case in golden()["cases"]}
 CUTS = {"at once": 64, "4x4": 4, "2x8": 2, "1xN": 1, "uneven": (1, 5, 3, 6)}
