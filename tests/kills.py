@@ -93,7 +93,7 @@ KINDS: dict[str, dict[str, int]] = {
 _USUAL = {"save": 60, "step": 10}
 RANKS = {"two processes": 2}
 """Way -> its processes, where they are several. They are killed together, as a machine that fails kills them."""
-TIMES = ("runtime", "per_second", "waiting", "time/generate", "time/reward", "time/logps")
+TIMES = ("runtime", "per_second", "waiting", "time/generate", "time/reward", "time/logps", "time/train", "step_time")
 """Ends of the names in a log that tell of time, which no run repeats."""
 NEEDS = {"moments in 8 bits": "bitsandbytes"}
 """Way -> the library without which it is left out."""

@@ -49,7 +49,7 @@ class Twice(RegressionObjective):
 
     inner_steps = 2
 
-    def rollout(self, module, step_batch, engine, step):
+    def rollout(self, module, step_batch, engine, step, more=None):
         drawn = [
             {**batch, "labels": batch["labels"] + torch.randn(len(batch["labels"]))} for batch in step_batch.batches
         ]

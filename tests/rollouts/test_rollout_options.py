@@ -115,7 +115,6 @@ def test_options_that_contradict_each_other_are_refused(tmp_path, given, words):
         ({"stage": "rloo", "loss_type": "grpo"}, '"loss_type" has no effect: stage is rloo.'),
         ({"vllm_mode": "colocate"}, '"vllm_mode"'),
         ({"learning_rate": 1e-4, "finetuning_type": "full"}, "is high for learning from rewards"),
-        ({"top_p": 0.9}, '"top_p" 0.9'),
         ({"stage": "sft", "num_generations": 4}, '"num_generations" has no effect: stage is sft.'),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_run_resumed_inside_a_generation_ends_in_the_same_weights(whole, tmp_p
     assert (out / f"checkpoint-{stopped}" / "rollout_0.json").is_file()
     resumed = train({**user(folder), "output_dir": str(out)})
     assert same_weights(run / "checkpoint-6", resumed / "checkpoint-6")
-    times = {"time/generate", "time/reward", "time/logps"}
+    times = {"time/generate", "time/reward", "time/logps", "time/train", "step_time"}
     lines = [
         [json.loads(line) for line in (each / "completions.jsonl").read_text().splitlines()] for each in (run, out)
     ]

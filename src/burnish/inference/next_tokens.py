@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burnish.config.errors import Problem, is_out_of_memory
 from burnish.inference.replies.grammar import GrammarError
-from burnish.inference.sampling import DrawSettings, draw
+from burnish.inference.sampling import DrawSettings, draw, draw_logps
 from burnish.inference.slots import Job
 
 
@@ -33,6 +33,22 @@ def next_tokens(jobs: Sequence[Job], logits: Tensor) -> list[int | Problem]:
         rows = logits if len(drawn) == len(jobs) else logits[list(drawn)]
         for at, token in zip(drawn, draw(rows, list(drawn.values())).tolist(), strict=True):
             found[at] = token
+    return found
+
+
+def drawn_logps(jobs: Sequence[Job], logits: Tensor, tokens: Sequence[int | Problem]) -> list[float | None]:
+    """The log-probability of each request's next token under the law that drew it, where it is asked for."""
+    found: list[float | None] = [None] * len(jobs)
+    asked = {
+        at: token
+        for at, (job, token) in enumerate(zip(jobs, tokens, strict=True))
+        if job.request.draw_logprobs and isinstance(token, int)
+    }
+    if asked:
+        rows = [_draw_settings(jobs[at], logits.shape[1]) for at in asked]
+        logps = draw_logps(logits[list(asked)], rows, torch.tensor(list(asked.values())))
+        for at, logp in zip(asked, logps.tolist(), strict=True):
+            found[at] = logp
     return found
 
 

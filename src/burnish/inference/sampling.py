@@ -85,6 +85,14 @@ def draw_rows(scores: Tensor, keys: Sequence[tuple[int, int, int, int, int]], se
     return best[:, 0] if tokens is None else tokens.gather(1, best)[:, 0]
 
 
+def draw_logps(logits: Tensor, rows: Sequence[DrawSettings], tokens: Tensor) -> Tensor:
+    """(N,) float32 log-probabilities of (N,) tokens under the law by which ``draw`` draws from (N, V) logits."""
+    ids, values = candidates(adjusted_logits(logits, rows), [row.sampling for row in rows])
+    wanted = tokens.to(values.device)[:, None]
+    places = torch.arange(values.shape[1], device=values.device)[None] if ids is None else ids
+    return values.masked_fill(places != wanted, -torch.inf).amax(-1) - values.logsumexp(-1)
+
+
 def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
     """(N, V) float32: the logits with bias, penalties, grammar and barred tokens applied."""
     scores = logits.detach().to(torch.float32, copy=True)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from burnish.config.errors import Problem
 from burnish.inference.forward import NewTokens, Precision
-from burnish.inference.next_tokens import failed_pass, grammar_problem, next_tokens
+from burnish.inference.next_tokens import drawn_logps, failed_pass, grammar_problem, next_tokens
 from burnish.inference.probe import choose
 from burnish.inference.replies.grammar import GrammarError
 from burnish.inference.sampling import log_probabilities
@@ -331,13 +331,14 @@ class Scheduler:
     def _draw(self, slots: Sequence[Slot], logits: Tensor) -> None:
         """The next token of each slot, from one row of logits each."""
         jobs = [slot.active for slot in slots]
-        for job, row, found in zip(jobs, logits, next_tokens(jobs, logits), strict=True):
+        tokens = next_tokens(jobs, logits)
+        for job, row, found, logp in zip(jobs, logits, tokens, drawn_logps(jobs, logits, tokens), strict=True):
             if isinstance(found, Problem):
                 self._end(job, "failed", found)
             else:
-                self._add(job, found, row)
+                self._add(job, found, row, logp)
 
-    def _add(self, job: Job, token: int, logits: Tensor) -> None:
+    def _add(self, job: Job, token: int, logits: Tensor, draw_logprob: float | None) -> None:
         request = job.request
         job.answer.append(token)
         self._sums["new_tokens"] += 1
@@ -352,7 +353,7 @@ class Scheduler:
         reason: EndReason | None = "stop" if token in request.stop_ids else None
         if reason is None and len(job.answer) >= job.limit:
             reason = "length"
-        self._made.append((job.callback, StepOutput((token,), logprobs, reason=reason)))
+        self._made.append((job.callback, StepOutput((token,), logprobs, draw_logprob, reason=reason)))
         job.is_over = reason is not None
 
     # --- ends and failures --------------------------------------------------------------------------------------------

@@ -129,6 +129,7 @@ class GenerationRequest:
             only between positions that agree in both.
         images: those of the prompt; ``content_hashes`` are theirs.
         prompt_logprobs_from: the first position of the prompt, at least 1, whose log-probability is wanted too.
+        draw_logprobs: whether ``StepOutput.draw_logprob`` is wanted.
         index: which of the answers under one seed this is (the number of a record, the index of a choice).
         noise: decides each draw in place of ``sampling.seed`` and ``index``.
         deadline: in seconds of ``time.monotonic``; then it ends as "cancelled".
@@ -145,6 +146,7 @@ class GenerationRequest:
     content_hashes: Sequence[int] | None = None
     images: PromptImages | None = None
     prompt_logprobs_from: int | None = None
+    draw_logprobs: bool = False
     grammar: Grammar | None = None
     index: int = 0
     noise: NoiseKey | None = None
@@ -189,6 +191,7 @@ class StepOutput:
     Args:
         ids: one token; none where only ``filled`` or ``reason`` is said; more from a remote engine.
         logprobs: one per id, where asked for.
+        draw_logprob: of its token in nats under the law that drew it, with penalties, temperature and filters.
         filled: set once, in the first of a request.
         reason: set once, in the last: a stop token came, the room was used up, or why it ended before.
         error: why it failed, or that its deadline has passed.
@@ -196,6 +199,7 @@ class StepOutput:
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
+    draw_logprob: float | None = None
     filled: Filled | None = None
     reason: EndReason | None = None
     error: Problem | None = None

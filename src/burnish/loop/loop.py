@@ -158,10 +158,11 @@ class Loop:
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the step batches of the rest of the epoch: those left of a rollout, then what is made of the next."""
         yield from self.rollout.remaining()
-        for step_batch in self.stream.step_batches():
-            made = self.objective.rollout(self.model, step_batch, self.engine, self.state.global_step)
+        source = self.stream.step_batches()
+        for step_batch in source:
+            made = self.objective.rollout(self.model, step_batch, self.engine, self.state.global_step, source)
             assert len(made) == self.objective.inner_steps, f"{type(self.objective).__name__}.rollout: {len(made)}"
-            self.rollout.fill(made, step_batch)
+            self.rollout.fill(made)
             yield from self.rollout.remaining()
 
     def step(self, step_batch: StepBatch) -> None:

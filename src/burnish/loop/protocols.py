@@ -49,12 +49,21 @@ class Objective(Protocol):
         """Rows of the stream that one rank gets for a step batch; None: those of its micro-batches."""
         return None
 
-    def rollout(self, module: nn.Module, step_batch: StepBatch, engine: Engine, step: int) -> Sequence[StepBatch]:
+    def rollout(
+        self,
+        module: nn.Module,
+        step_batch: StepBatch,
+        engine: Engine,
+        step: int,
+        more: Iterator[StepBatch] | None = None,
+    ) -> Sequence[StepBatch]:
         """The step batches to train on in place of ``step_batch``, ``inner_steps`` many: itself, or what was made of
         it, such as responses to its prompts. If they are several, a checkpoint holds those that are not used yet.
 
         Args:
             module: the policy. step: steps that are done.
+            more: the step batches that follow in the epoch. Those that are taken are used up: the cursor is that of the
+                last step batch returned.
         """
         return [step_batch]
 

@@ -27,10 +27,9 @@ class RolloutBuffer:
         self.batches: list[StepBatch] = []
         self.position = 0  # step batches that have been used
 
-    def fill(self, batches: Sequence[StepBatch], source: StepBatch) -> None:
-        """Hold the step batches that were made of ``source``. The stream moves on after the last of them."""
-        self.batches = [replace(batch, cursor=None) for batch in batches[:-1]]
-        self.batches.append(replace(batches[-1], cursor=source.cursor))
+    def fill(self, batches: Sequence[StepBatch]) -> None:
+        """Hold the step batches of a rollout. The stream moves on after the last of them, to its cursor."""
+        self.batches = [*(replace(batch, cursor=None) for batch in batches[:-1]), batches[-1]]
         self.position = 0
 
     def remaining(self) -> Iterator[StepBatch]:

@@ -41,11 +41,13 @@ class CompletionLimits:
     Args:
         max_new_tokens: the longest completion, its end token included.
         stop_ids: tokens that end a completion, of which it keeps the one that came.
+        wants_logps: whether ``Completion.logps`` is wanted.
     """
 
     max_new_tokens: int
     stop_ids: frozenset[int]
     sampling: Sampling
+    wants_logps: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,23 +135,25 @@ class SlotSource(CompletionSource):
         scheduler.forget()
         seats = scheduler.facts().slots
         found: dict[int, list[int]] = {at: [] for at in range(len(prompts))}
+        logps: dict[int, list[float]] = {at: [] for at in range(len(prompts))}
         ended: set[int] = set()
         failed: list[Problem | None] = []
         with work("Generating", len(prompts), "completions") as advance:
             for at in _one_of_each_first(prompts):
                 request = GenerationRequest(
                     list(prompts[at]), limits.max_new_tokens, sampling=limits.sampling, stop_ids=limits.stop_ids,
-                    noise=keys[at],
+                    draw_logprobs=limits.wants_logps, noise=keys[at],
                 )  # fmt: skip
                 on_stop = partial(ended.add, at)
-                scheduler.submit(request, _sink(found[at], on_stop, failed, advance))
+                scheduler.submit(request, _sink(found[at], logps[at], on_stop, failed, advance))
             while scheduler.turn():
                 if failed:
                     scheduler.cancel_all()
         if failed:
             self._begin_again(seats, failed[0])
             return None
-        return [Completion(ids, at in ended) for at, ids in found.items()]
+        wants = limits.wants_logps
+        return [Completion(ids, at in ended, logps=logps[at] if wants else None) for at, ids in found.items()]
 
     def _begin_again(self, seats: int, problem: Problem | None) -> None:
         """Say that fewer completions fit into memory. Raises UserError where a completion failed otherwise."""
@@ -172,10 +176,16 @@ class SlotSource(CompletionSource):
 
 
 def _sink(
-    ids: list[int], on_stop: Callable[[], None], failed: list[Problem | None], advance: Callable[[int], None]
+    ids: list[int],
+    logps: list[float],
+    on_stop: Callable[[], None],
+    failed: list[Problem | None],
+    advance: Callable[[int], None],
 ) -> Callable[[StepOutput], None]:
     def callback(made: StepOutput) -> None:
         ids.extend(made.ids)
+        if made.draw_logprob is not None:
+            logps.append(made.draw_logprob)
         if made.reason in ("failed", "cancelled"):
             failed.append(made.error)
         if made.reason == "stop":

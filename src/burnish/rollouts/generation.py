@@ -31,19 +31,34 @@ BLANK = '{"prompt": "", "columns": {}, "place": ""}'
 _ANSWERING = ("assistant", "function")
 
 
-class GenerationChoices(Protocol):
+class FilterChoices(Protocol):
+    """The options that filter what is drawn."""
+
+    min_p: float | None
+    repetition_penalty: float
+    top_k: int
+    top_p: float
+
+
+class GenerationChoices(FilterChoices, Protocol):
     """The options read here."""
 
     eval_temperature: float | None
     mask_truncated_completions: bool
     max_completion_length: int
-    min_p: float | None
-    repetition_penalty: float
     reward_timeout_s: float
     seed: int
     temperature: float
-    top_k: int
-    top_p: float
+
+
+_NEUTRAL: dict[str, tuple[float | None, ...]] = {
+    "top_p": (1.0,), "top_k": (0,), "min_p": (None, 0.0), "repetition_penalty": (1.0,),
+}  # fmt: skip
+
+
+def filters_of(options: FilterChoices) -> dict[str, float]:
+    """The options under which completions are drawn by another law than the policy's, with their values."""
+    return {name: getattr(options, name) for name, neutral in _NEUTRAL.items() if getattr(options, name) not in neutral}
 
 
 # --- records -> rows --------------------------------------------------------------------------------------------------
@@ -123,7 +138,9 @@ class Generator:
         return made, table, seconds
 
     def _completed(self, rows: Sequence[Row], count: int, key: NoiseKey, is_eval: bool) -> list[Scored]:
-        limits = CompletionLimits(self.options.max_completion_length, self.stop_ids, self.sampling(is_eval))
+        sampling = self.sampling(is_eval)
+        wants = not is_eval and bool(filters_of(self.options))
+        limits = CompletionLimits(self.options.max_completion_length, self.stop_ids, sampling, wants)
         seen: dict[int, int] = {}
         keys, prompts = [], []
         for row in rows:
@@ -146,7 +163,7 @@ class Generator:
             samples.append(
                 Scored(
                     noise.row, noise.sample, records[at]["place"], prompt, each.ids, mask, each.is_ended, prompt_text,
-                    text, extra=dict(each.columns), messages=each.messages,
+                    text, extra=dict(each.columns), messages=each.messages, sampler_logps=each.logps,
                 )
             )  # fmt: skip
         return samples

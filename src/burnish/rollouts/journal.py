@@ -158,11 +158,12 @@ class RolloutNotesCallback(TrainerCallback):
         """Name of a note -> its sentence, "" where it does not apply."""
         found: dict[str, str] = {}
         zero_std, longest = logs.get("frac_reward_zero_std"), self.options.max_completion_length
-        if "reward" in logs:
+        if zero_std is not None:  # completions of a prompt are compared
             found["loss"] = (
                 "The loss stays near 0 by construction, because the advantages of a group sum to 0. Watch reward "
                 "instead."
             )
+        if "reward" in logs:
             self._alike = self._alike + 1 if zero_std == 1 else 0
             self._below = self._below + 1 if logs["reward"] < self._first.get("reward", 0.0) else 0
         if self._alike >= _IN_A_ROW:

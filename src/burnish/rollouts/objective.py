@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -31,7 +31,7 @@ from burnish.kernels.probe import Capabilities, causal_lm, find_head, makes_some
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.modes import evaluating
 from burnish.loop.protocols import Engine
-from burnish.loop.types import Batch, Example, Loss, Metric, Row, StepBatch, Sum
+from burnish.loop.types import Batch, Example, Loss, Row, StepBatch
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
 from burnish.losses.lm import aux_coefficient
 from burnish.losses.pairs import AnswersObjective, PairChoices, asking
@@ -46,18 +46,43 @@ from burnish.rollouts.generation import (
     BLANK,
     GenerationChoices,
     Generator,
+    filters_of,
     length_metrics,
     metrics_of,
     prompt_row,
     reward_metrics,
 )
+from burnish.rollouts.numbers import (
+    PASSES,
+    Counted,
+    PhaseTimes,
+    as_metrics,
+    law_difference,
+    pass_at_k,
+    with_counts,
+)
 from burnish.rollouts.options import RolloutOptions, stage_defaults
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, missing_columns
-from burnish.rollouts.samples import PLACE, Scored, collated, dealt, packed
+from burnish.rollouts.samples import PLACE, Scored, collated, columns_of, dealt, packed
 
-PASSES = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of completions of which at least one is to be right."""
+MOST_DRAWN = 3
+"""Step batches of prompts that ``drop_zero_variance_groups: refill`` uses up for one generation, at most."""
+
+
+@dataclass
+class _Drawn:
+    """Completions of all ranks, the groups one after another; metrics of each call of the reward functions; and the
+    seconds of each phase on this rank."""
+
+    samples: list[Scored]
+    tables: list[Mapping[str, Sequence[float]]]
+    seconds: dict[str, float]
+
+    def add(self, other: _Drawn) -> None:
+        self.samples += other.samples
+        self.tables += other.tables
+        self.seconds = {name: value + other.seconds[name] for name, value in self.seconds.items()}
 
 
 class ObjectiveChoices(RolloutLossChoices, AdvantageChoices, GenerationChoices, PairChoices, Protocol):
@@ -106,6 +131,7 @@ class RolloutObjective(AnswersObjective):
         self.source: CompletionSource | None = None
         self.rewarding: Callable[..., RewardTable] = compute_rewards
         self.value_head: nn.Module | None = None
+        self.times = PhaseTimes()
         self.on_generation: Callable[[Sequence[Scored], Sequence[str], int, int], None] | None = None
 
     @classmethod
@@ -164,14 +190,12 @@ class RolloutObjective(AnswersObjective):
             longest = self.choices.max_completion_length
             what = f"Every completion would run to {longest} tokens: the template and the tokenizer have no end token."
             raise UserError(what, remedy="Set template or stop_words.", option="template")
-        filters = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-        changed = [name for name, neutral in filters.items() if getattr(self.choices, name) not in (neutral, None)]
-        if not changed:
+        if not (filters := filters_of(self.choices)):
             return []
-        names = ", ".join(f"{name} {getattr(self.choices, name):g}" for name in changed)
+        names = ", ".join(f"{name} {value:g}" for name, value in filters.items())
         return [
             f"With {names}, completions are drawn from another distribution than the one that is trained, so the "
-            "gradient is not that of the expected reward."
+            "gradient is not that of the expected reward. The mean difference is logged as sampling/law_difference."
         ]
 
     def sequence_title(self, row: Row, name: str) -> str:
@@ -231,26 +255,52 @@ class RolloutObjective(AnswersObjective):
 
     # --- a generation -------------------------------------------------------------------------------------------------
 
-    def rollout(self, module: nn.Module, step_batch: StepBatch, engine: Engine, step: int) -> Sequence[StepBatch]:
-        generation = step // self.inner_steps
+    def rollout(
+        self,
+        module: nn.Module,
+        step_batch: StepBatch,
+        engine: Engine,
+        step: int,
+        more: Iterator[StepBatch] | None = None,
+    ) -> Sequence[StepBatch]:
+        generation, drops = step // self.inner_steps, self.choices.drop_zero_variance_groups
+        drawn = self._draw(module, step_batch, engine, step)
+        metrics = self.give_advantages(drawn.samples)
+        wanted, batches = len(drawn.samples), 1
+        while (
+            drops == "refill" and more is not None and batches < MOST_DRAWN and wanted > len(_compared(drawn.samples))
+        ):
+            further = next(more, None)
+            if further is None:
+                break
+            drawn.add(self._draw(module, further, engine, step))
+            metrics = self.give_advantages(drawn.samples)
+            step_batch, batches = replace(further, items=[*step_batch.items, *further.items]), batches + 1
+        every, names = drawn.samples, [function.name for function in self.functions]
+        metrics |= metrics_of(drawn.tables) | length_metrics(every)
+        metrics |= {f"time/{name}": value for name, value in drawn.seconds.items()}
+        self.times.generating_s += sum(drawn.seconds.values())
+        if self.on_generation is not None and engine.rank == 0:
+            self.on_generation(every, names, step + 1, generation)
+        used = every
+        if drops in ("drop", "refill"):
+            used = _compared(every)
+            metrics["frac_groups_dropped"] = 1 - len(used) / max(len(every), 1)
+        numbers = with_counts(metrics, every, names, self.count())
+        return self._step_batches(used[:wanted], numbers, step_batch, generation, engine)
+
+    def _draw(self, module: nn.Module, step_batch: StepBatch, engine: Engine, step: int) -> _Drawn:
+        """Completions of a step batch of prompts, on all ranks, with rewards and log-probabilities. Collective."""
         rows = [row for batch in step_batch.batches for row in real_rows(batch)]
+        key = NoiseKey(self.choices.seed, ROLLOUT, step // self.inner_steps)
         generator = self.generator(module, engine)
-        key = NoiseKey(self.choices.seed, ROLLOUT, generation)
         own, table, seconds = generator.samples(rows, self.choices.num_generations, key, engine, step + 1)
         start = time.perf_counter()
         self._ask_models(module, own, engine)
         seconds["logps"] = time.perf_counter() - start
         found = engine.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
-        metrics = self.give_advantages(every) | metrics_of([given for _, given in found]) | length_metrics(every)
-        metrics |= {f"time/{name}": value for name, value in seconds.items()}
-        if self.on_generation is not None and engine.rank == 0:
-            self.on_generation(every, table.names, step + 1, generation)
-        if self.choices.drop_zero_variance_groups == "drop":
-            kept = [sample for sample in every if sample.is_compared]
-            metrics["frac_groups_dropped"] = 1 - len(kept) / max(len(every), 1)
-            every = kept
-        return self._step_batches(every, metrics, step_batch, generation, engine)
+        return _Drawn(every, [given for _, given in found], seconds)
 
     def count(self, is_eval: bool = False) -> int:
         """Completions of a prompt."""
@@ -299,7 +349,7 @@ class RolloutObjective(AnswersObjective):
     def _step_batches(
         self,
         samples: Sequence[Scored],
-        metrics: dict[str, float],
+        metrics: dict[str, Counted],
         source: StepBatch,
         generation: int,
         engine: Engine,
@@ -309,9 +359,9 @@ class RolloutObjective(AnswersObjective):
             order = permutation(len(samples), (self.choices.seed, DEAL), self.number_of_deal(generation, number))
             size = self.choices.per_device_train_batch_size
             passes += dealt(samples, order, self.steps_per_pass, size, engine.rank, engine.world_size)
-        made = []
+        made, columns = [], columns_of(samples)
         for number, micro_batches in enumerate(passes):
-            batches: list[Batch] = [{"pack": packed(part)} for part in micro_batches]
+            batches: list[Batch] = [{"pack": packed(part, columns)} for part in micro_batches]
             batches[0]["metrics"] = metrics if number == 0 else {}
             used = [sample for part in micro_batches for sample in part]
             tokens = sum(len(sample.prompt) + len(sample.ids) for sample in used)
@@ -376,10 +426,13 @@ class RolloutObjective(AnswersObjective):
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         values = module({name: value for name, value in batch.items() if name != "metrics"})
         loss = self.token_loss(values.token_logps, values.token_entropy, batch, module.training)
-        one = torch.ones((), device=loss.total.device)
-        metrics: dict[str, Metric] = {name: Sum(one * value, one) for name, value in batch["metrics"].items()}
         kept = {name: value for name, value in loss.sums.items() if module.training or "clip" not in name}
+        metrics = as_metrics(batch["metrics"], loss.total.device) | law_difference(values.token_logps, batch)
         return replace(loss, sums={**kept, **metrics})
+
+    def report(self, values: dict[str, float]) -> dict[str, float]:
+        """With the times of the steps since the last log."""
+        return {**values, **self.times.read()} if "grad_norm" in values else values
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -395,10 +448,11 @@ class RolloutObjective(AnswersObjective):
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
         metrics = self.give_advantages(every, is_eval=True) | metrics_of([given for _, given in found])
         metrics |= length_metrics(every) | pass_at_k(every, count)
-        size = self.choices.per_device_train_batch_size
+        numbers = with_counts(metrics, every, table.names, count)
+        size, columns = self.choices.per_device_train_batch_size, columns_of(every)
         steps = dealt(every, range(len(every)), 1, size, engine.rank, engine.world_size)
         for number, part in enumerate(steps[0]):
-            batch: Batch = {"pack": packed(part), "metrics": metrics if number == 0 else {}}
+            batch: Batch = {"pack": packed(part, columns), "metrics": numbers if number == 0 else {}}
             yield from self.prepare_step(module, [batch], engine)
 
 
@@ -426,30 +480,11 @@ def refuse_answered(example: Example) -> None:
         raise UserError(what, remedy="Give the answer in a column of its own.")
 
 
+def _compared(samples: Sequence[Scored]) -> list[Scored]:
+    """Completions of the groups whose rewards differ."""
+    return [sample for sample in samples if sample.is_compared]
+
+
 def groups_of(samples: Sequence[Scored], count: int) -> Tensor:
     """(C,) the group of each completion: those of one prompt, in the order of ``samples``."""
     return torch.arange(len(samples)) // count
-
-
-def pass_at_k(samples: Sequence[Scored], count: int) -> dict[str, float]:
-    """The share of prompts of which at least one of k completions is right, where every reward is 0 or 1.
-
-    Source: Chen et al. 2021, eq. 1, https://arxiv.org/abs/2107.03374
-    """
-    values = [sample.rewards[0] for sample in samples if sample.rewards]
-    if not samples or len(samples[0].rewards) != 1 or not set(values) <= {0.0, 1.0}:
-        return {}
-    right = [sum(v or 0 for v in values[at : at + count]) for at in range(0, len(values), count)]
-    found = {}
-    for k in [k for k in PASSES if k <= count]:
-        missed = [_none_of(count, int(c), k) for c in right]
-        found[f"pass@{k}"] = 1 - sum(missed) / len(missed)
-    return found
-
-
-def _none_of(count: int, right: int, k: int) -> float:
-    """The probability that k of ``count`` completions, of which ``right`` are right, are all wrong."""
-    product = 1.0
-    for at in range(count - right + 1, count + 1):
-        product *= max(0.0, 1 - k / at)
-    return product

@@ -21,13 +21,14 @@ from burnish.checkpoint.parts import Part, Stateful
 from burnish.inference.types import EVALUATION, NoiseKey
 from burnish.kernels.probe import Capabilities
 from burnish.loop.protocols import Engine
-from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Metric, Row, StepBatch, Sum
+from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row, StepBatch
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
 from burnish.losses.pairs import PAIR_COLUMNS, AnswersObjective, PairObjective
 from burnish.losses.preference_options import PairOptions, PreferenceOptions, ReferenceOptions
 from burnish.losses.sequence_logps import SequenceModel
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.generation import length_metrics, metrics_of, reward_metrics, weighted_rewards
+from burnish.rollouts.numbers import Counted, as_metrics, with_counts
 from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective, real_rows
 from burnish.rollouts.options import RolloutOptions
 from burnish.rollouts.samples import Scored
@@ -122,7 +123,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
             yield row
 
     def _step_batches(
-        self, samples: Sequence[Scored], metrics: dict[str, float], source: StepBatch, generation: int, engine: Engine
+        self, samples: Sequence[Scored], metrics: dict[str, Counted], source: StepBatch, generation: int, engine: Engine
     ) -> list[StepBatch]:
         batches = self._micro_batches(samples, metrics, self.count(), engine)
         rows = [row for batch in batches for row in batch["pairs"]]
@@ -130,7 +131,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         return [replace(source, batches=batches, num_rows=len(rows), num_tokens=tokens)]
 
     def _micro_batches(
-        self, samples: Sequence[Scored], metrics: dict[str, float], count: int, engine: Engine
+        self, samples: Sequence[Scored], metrics: dict[str, Counted], count: int, engine: Engine
     ) -> list[Batch]:
         """This rank's pairs in micro-batches, as many on all ranks; one without pairs is blank."""
         pairs = [row for row in self._pairs_of(samples, count) if row is not None]
@@ -161,9 +162,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         batch = dict(batch)
         numbers = batch.pop("metrics")
         loss = PairObjective.loss(self, module, batch)
-        one = torch.ones((), device=loss.total.device)
-        metrics: dict[str, Metric] = {name: Sum(one * value, one) for name, value in numbers.items()}
-        return replace(loss, sums={**loss.sums, **metrics})
+        return replace(loss, sums={**loss.sums, **as_metrics(numbers, loss.total.device)})
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
         rows = [row for batch in batches for row in real_rows(batch)]
@@ -172,5 +171,6 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         found = engine.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
         metrics = self.give_advantages(every, is_eval=True) | metrics_of([given for _, given in found])
-        for batch in self._micro_batches(every, metrics | length_metrics(every), count, engine):
+        numbers = with_counts(metrics | length_metrics(every), every, table.names, count)
+        for batch in self._micro_batches(every, numbers, count, engine):
             yield from self.prepare_step(module, [batch], engine)

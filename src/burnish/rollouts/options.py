@@ -82,8 +82,8 @@ class RolloutOptions(RolloutLossOptions):
         None, "Subtracted from the reward of a completion that did not end by itself, for PPO and online DPO.", ge=0
     )
     drop_zero_variance_groups: bool | str = option(
-        False, "Groups in which all rewards are equal: keep them (false), or leave them out of the step (drop).",
-        choices=(False, "drop"),
+        False, "Groups in which all rewards are equal: keep them (false), leave them out of the step (drop), or draw "
+        "further prompts in their place, at most three times as many (refill).", choices=(False, "drop", "refill"),
     )  # fmt: skip
     # --- completions ---
     rl_preset: str | None = option(
@@ -313,7 +313,6 @@ def rollout_notes(options: RolloutStageChoices) -> list[str]:
     if options.rl_preset:
         values = ", ".join(f"{name}: {value}" for name, value in PRESETS[options.rl_preset].items())
         found.append(f"rl_preset {options.rl_preset} stands for {values}.")
-    found += _of_another_law(options)
     usual, most = ("1e-6 to 5e-6", 2e-5) if options.finetuning_type == "full" else ("1e-5 to 1e-4", 5e-4)
     if options.learning_rate >= most:
         found.append(
@@ -321,19 +320,6 @@ def rollout_notes(options: RolloutStageChoices) -> list[str]:
             "model may degenerate."
         )
     return found
-
-
-def _of_another_law(options: RolloutStageChoices) -> list[str]:
-    """A note on options under which completions are not drawn from the distribution that is trained."""
-    neutral = {"top_p": (1.0,), "top_k": (0,), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
-    given = [f'"{name}" {getattr(options, name):g}' for name, values in neutral.items()
-             if getattr(options, name) not in values]  # fmt: skip
-    if not given:
-        return []
-    return [
-        f"With {', '.join(given)} completions are not drawn from the distribution of the policy, so the gradient is "
-        "not that of the expected reward."
-    ]
 
 
 def without_effect(options: LossShapeChoices) -> Mapping[str, str]:

@@ -25,7 +25,7 @@ from burnish.config.options import option
 from burnish.kernels.probe import Capabilities, causal_lm
 from burnish.loop.modes import evaluating
 from burnish.loop.protocols import Engine
-from burnish.loop.types import Batch, Loss, Metric, Sum
+from burnish.loop.types import Batch, Loss, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
 from burnish.losses.lm import aux_coefficient
 from burnish.losses.preference_options import ReferenceOptions
@@ -33,6 +33,7 @@ from burnish.losses.reward import HeadState, ValueHead
 from burnish.losses.rollouts.ppo import KlController, PpoChoices, PpoLossOptions, ScoreMoments, estimates, ppo_loss
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.generation import reward_metrics, weighted_rewards
+from burnish.rollouts.numbers import as_metrics, law_difference
 from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective
 from burnish.rollouts.options import RolloutOptions
 from burnish.rollouts.samples import Scored
@@ -202,7 +203,7 @@ class PpoObjective(RolloutObjective):
         else:  # of an evaluation, which has no advantages
             loss = Loss(values.token_logps.sum() * 0)
         one, mask = torch.ones((), device=loss.total.device), batch["token_mask"]
-        metrics: dict[str, Metric] = {name: Sum(one * value, one) for name, value in batch["metrics"].items()}
+        metrics = as_metrics(batch["metrics"], loss.total.device) | law_difference(values.token_logps, batch)
         metrics["ppo/entropy"] = Sum((values.token_entropy.detach() * mask).sum(), mask.sum())
         is_skipped = (batch["token_weights"] == 0).all() & mask.any()
         metrics["ppo/skipped"] = Sum(is_skipped.float(), one)

@@ -22,7 +22,7 @@ from burnish.losses.sequence_logps import collate_sequences
 
 PLACE = "completion_place"
 """Column of a row, with a value per token: its place among the tokens of completions of the pack."""
-_PER_TOKEN = ("old_logps", "ref_logps", "entropies", "old_values", "token_advantages", "returns")
+_PER_TOKEN = ("old_logps", "ref_logps", "sampler_logps", "entropies", "old_values", "token_advantages", "returns")
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Scored:
         messages: the completion as messages, where it has turns of tools.
         is_compared: whether the completions of its prompt differ in reward.
         old_logps, ref_logps, entropies: of its tokens, in nats, where they were asked for.
+        sampler_logps: of its tokens, in nats, under the law that drew them, where it is not the policy's.
         old_values, token_advantages, returns: of its tokens, with a value head.
     """
 
@@ -57,6 +58,7 @@ class Scored:
     is_compared: bool = True
     old_logps: list[float] | None = None
     ref_logps: list[float] | None = None
+    sampler_logps: list[float] | None = None
     entropies: list[float] | None = None
     old_values: list[float] | None = None
     token_advantages: list[float] | None = None
@@ -64,8 +66,18 @@ class Scored:
     messages: list[dict[str, Any]] | None = None
 
 
-def packed(samples: Sequence[Scored]) -> dict[str, Tensor]:
-    """Samples as tensors. The inverse of ``rows_of``, with numbers of tokens and completions besides."""
+def columns_of(samples: Sequence[Scored]) -> list[str]:
+    """Names of what is known of each token of all samples."""
+    return [name for name in _PER_TOKEN if samples and all(getattr(s, name) is not None for s in samples)]
+
+
+def packed(samples: Sequence[Scored], columns: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Samples as tensors. The inverse of ``rows_of``, with numbers of tokens and completions besides.
+
+    Args:
+        columns: names of numbers per token; None: those of the samples. A pack without samples has them too, so that
+            the micro-batches of all ranks are alike.
+    """
     found = {
         "ids": torch.tensor([token for s in samples for token in (*s.prompt, *s.ids)], dtype=torch.int32),
         "prompts": torch.tensor([len(s.prompt) for s in samples], dtype=torch.int32),
@@ -73,9 +85,8 @@ def packed(samples: Sequence[Scored]) -> dict[str, Tensor]:
         "mask": torch.tensor([value for s in samples for value in s.mask], dtype=torch.uint8),
         "advantages": torch.tensor([s.advantage for s in samples], dtype=torch.float64),
     }
-    for name in _PER_TOKEN:
-        if samples and all(getattr(s, name) is not None for s in samples):
-            found[name] = torch.tensor([value for s in samples for value in getattr(s, name)], dtype=torch.float32)
+    for name in columns_of(samples) if columns is None else columns:
+        found[name] = torch.tensor([value for s in samples for value in getattr(s, name)], dtype=torch.float32)
     return found
 
 
@@ -105,7 +116,7 @@ def collated(collate: Collate, pack: dict[str, Tensor]) -> Batch:
         blank: Row = {"input_ids": [0, 0], "labels": [IGNORE_INDEX, 0], PLACE: [0, 0]}
         batch = collate_sequences(collate, [blank])
         places, zero = batch.pop(PLACE), torch.zeros(1)
-        none = dict.fromkeys(_PER_TOKEN, zero)
+        none = {name: zero for name in _PER_TOKEN if name in pack}
         return {**batch, **none, "items": zero, "advantages": zero, "token_mask": zero, "places": places.flatten()[1:]}
     batch = collate_sequences(collate, rows)
     places = batch.pop(PLACE).flatten()[batch["target_positions"] + 1]

@@ -53,7 +53,7 @@ def rollout_callbacks(objective: StageObjective, options: RunOptions) -> list[An
         return []
     seen = CompletionsCallback(options, output_folder(options) if options.log_completions else None)
     objective.on_generation = seen.add
-    return [*([seen] if options.log_completions else []), RolloutNotesCallback(options)]
+    return [objective.times, *([seen] if options.log_completions else []), RolloutNotesCallback(options)]
 
 
 def longest_of(options: RunOptions, config: Any) -> int:

@@ -63,8 +63,7 @@ class RewardTable:
             if len(known):
                 found[f"rewards/{name}/mean"] = float(known.mean())
                 found[f"rewards/{name}/std"] = float(known.std()) if len(known) > 1 else 0.0
-            if len(known) < len(column):
-                found[f"rewards/{name}/none"] = float(len(column) - len(known))
+            found[f"rewards/{name}/none"] = float(len(column) - len(known))
         return found | {name: sum(values) / len(values) for name, values in self.metrics.items() if values}
 
 

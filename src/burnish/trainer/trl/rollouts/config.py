@@ -144,11 +144,14 @@ class RolloutConfig(TrlArguments):
         None, "Number of completions that are generated side by side. Default: as many as fit.", ge=1
     )
     drop_zero_variance_groups: str = option(
-        "false", "Groups in which all rewards are equal: keep them (false), or leave them out of the step (drop).",
-        choices=("false", "drop"),
+        "false", "Groups in which all rewards are equal: keep them (false), leave them out of the step (drop), or draw "
+        "further prompts in their place, at most three times as many (refill).", choices=("false", "drop", "refill"),
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        given: Any = self.drop_zero_variance_groups
+        if given is False:
+            self.drop_zero_variance_groups = "false"
         super().__post_init__()
         if self.use_vllm:
             raise UserError('"use_vllm" must be false. Received: True.', remedy=NO_VLLM, option="use_vllm")

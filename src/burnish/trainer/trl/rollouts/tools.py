@@ -115,6 +115,7 @@ class _Run:
     tools: Mapping[str, Tool]
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
     is_ended: bool = False
     messages: list[dict[str, Any]] = field(default_factory=list)
     changed_prompt: list[int] | None = None
@@ -161,7 +162,13 @@ class ToolSource(CompletionSource):
             going_on = [run for run in calling if self._with_results(run, limits.max_new_tokens)]
             self._turn(going_on, [run.prompt + run.ids for run in going_on], limits)
             calling = [run for run in going_on if run.messages[-1].get("tool_calls")]
-        return [Completion(r.ids, r.is_ended, r.mask, messages=r.messages, prompt=r.changed_prompt) for r in runs]
+        return [
+            Completion(
+                run.ids, run.is_ended, run.mask, run.logps if limits.wants_logps else None, messages=run.messages,
+                prompt=run.changed_prompt,
+            )
+            for run in runs
+        ]  # fmt: skip
 
     def free(self) -> None:
         self.inner.free()
@@ -179,6 +186,7 @@ class ToolSource(CompletionSource):
             run.messages.append(self.form.message_of(prompt, ids, limits.stop_ids))
             run.ids += ids
             run.mask += [1] * len(ids)
+            run.logps += (each.logps or [0.0] * len(ids))[:room]
 
     def _with_results(self, run: _Run, longest: int) -> bool:
         """Run the calls of the last turn. Whether their results fit into the completion, and it goes on."""
@@ -193,6 +201,7 @@ class ToolSource(CompletionSource):
         run.messages += results
         run.ids += ids
         run.mask += [0] * len(ids)
+        run.logps += [0.0] * len(ids)
         return True
 
     def _called(self, run: _Run, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -141,6 +141,7 @@ class RolloutTrainer(TrlTrainer):
             model=model, args=args, data_collator=self._collate, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
         )  # fmt: skip
+        self.add_callback(self.objective.times)
         if args.log_completions:
             seen = CompletionsCallback(choices, Path(args.output_dir))
             self.objective.on_generation = seen.add

@@ -1,0 +1,130 @@
+"""The numbers of a log: every name that is promised, with what it is divided by."""
+
+import json
+
+import pytest
+import torch
+from test_rollout_runs import train, user
+
+from burnish.inference.sampling import DrawSettings, draw_logps
+from burnish.inference.types import NoiseKey, Sampling
+from burnish.rollouts.numbers import as_metrics, with_counts
+from burnish.rollouts.samples import Scored
+from runs import history, same_weights
+
+OF_A_GENERATION = {
+    "reward", "reward_std", "frac_reward_zero_std", "rewards/short/mean", "rewards/short/std", "rewards/short/none",
+    "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+    "completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length",
+    "time/generate", "time/reward", "time/logps",
+}  # fmt: skip
+CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
+OF_A_STEP = {"loss", "grad_norm", "learning_rate", "entropy", "num_tokens", "step_time", "time/train"}
+ENDS = {"mask_truncated_completions": False, "max_completion_length": 100, "num_iterations": 1}
+CASES = {
+    "grpo": ({"beta": 0.1}, {"kl"} | CLIPS),
+    "filtered": ({"top_p": 0.9}, {"sampling/law_difference"} | CLIPS),
+    "bonus": ({"entropy_coef": 0.01}, {"policy_loss", "entropy_coef"} | CLIPS),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 5.0}, {"cispo_clip_ratio"}),
+    "vespo": ({"loss_type": "vespo"}, {"vespo/phi_seq_mean"}),
+    "rloo": ({"stage": "rloo", "beta": 0.1}, {"kl"} | CLIPS),
+    "dropped": ({"drop_zero_variance_groups": "drop"}, {"frac_groups_dropped"} | CLIPS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_log_has_every_name(tmp_path, name):
+    given, names = CASES[name]
+    run = train(user(tmp_path, max_steps=1, save_strategy="no", **{**ENDS, **given}))
+    (entry,) = [entry for entry in history(run) if "loss" in entry]
+    assert not (OF_A_GENERATION | OF_A_STEP | names) - entry.keys()
+    assert entry["num_tokens"] > 0
+    assert entry["step_time"] >= entry["time/train"] > 0
+
+
+def test_a_ppo_log_has_every_name(tmp_path):
+    more = {"ppo_epochs": 2, "num_generations": None, "steps_per_generation": None, "top_k": 50, "max_steps": 1}
+    given = user(tmp_path, stage="ppo", save_strategy="no", **{**ENDS, **more, "num_iterations": None})
+    run = train({name: value for name, value in given.items() if value is not None})
+    found = {name for entry in history(run) for name in entry}
+    names = {"objective/kl", "kl_coef", "ppo/policy_loss", "ppo/value_loss", "ppo/clipfrac", "ppo/entropy",
+             "ppo/skipped", "sampling/law_difference"}  # fmt: skip
+    wanted = (OF_A_GENERATION | names | {"step_time", "num_tokens"}) - {"frac_reward_zero_std"}
+    assert not {name for name in wanted if "terminated" not in name} - found  # of 8 completions none may end
+
+
+def scored(length: int, is_ended: bool, *rewards: float | None) -> Scored:
+    return Scored(0, 0, "", [1], [5] * length, [1] * length, is_ended, rewards=list(rewards))
+
+
+def test_numbers_of_two_generations_are_means_over_their_completions():
+    small = [scored(4, True, 1.0, None), scored(2, True, 0.0, None)]
+    large = [scored(10, False, 1.0, 2.0)] * 4 + [scored(6, True, None, None)] * 2
+    total: dict[str, list[float]] = {}
+    for samples, rewards in ((small, [1.0, 0.0]), (large, [3.0] * 4)):
+        lengths = [len(sample.ids) for sample in samples]
+        ended = [len(sample.ids) for sample in samples if sample.is_ended]
+        numbers = {
+            "reward": sum(rewards) / len(rewards), "completions/mean_length": sum(lengths) / len(lengths),
+            "completions/min_length": min(lengths), "completions/max_length": max(lengths),
+            "completions/mean_terminated_length": sum(ended) / len(ended),
+        }  # fmt: skip
+        for name, metric in as_metrics(with_counts(numbers, samples, ["a", "b"], 2), torch.device("cpu")).items():
+            both = total.setdefault(name, [0.0, 0.0, []])
+            both[0] += float(metric.total)
+            both[1] += float(metric.count)
+            both[2].append((metric.reduction, float(metric.total)))
+    assert total["reward"][0] / total["reward"][1] == pytest.approx((1 + 12) / 6)
+    mean = total["completions/mean_length"]
+    assert mean[0] / mean[1] == pytest.approx((4 + 2 + 40 + 12) / 8)
+    ended_mean = total["completions/mean_terminated_length"]
+    assert ended_mean[0] / ended_mean[1] == pytest.approx((4 + 2 + 12) / 4)
+    assert total["completions/min_length"][2] == [("min", 2.0), ("min", 6.0)]
+    assert total["completions/max_length"][2] == [("max", 4.0), ("max", 10.0)]
+
+
+def test_the_log_probability_of_a_draw_is_that_of_the_filtered_law():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 3.0, 1.0]])
+    settings = [DrawSettings(Sampling(1.0, 2, 1.0), noise=NoiseKey()), DrawSettings(Sampling(0.5, 0, 1.0))]
+    tokens = torch.tensor([1, 3])
+    expected = [logits[0, :2].log_softmax(0)[1], (logits[1] / 0.5).log_softmax(0)[3]]
+    assert torch.allclose(draw_logps(logits, settings, tokens), torch.stack(expected))
+
+
+SOMETIMES = """
+def sometimes(prompts, **kwargs):
+    # Completions of every second prompt differ.
+    return [at % 4 / 4 if at // 4 % 2 else 1.0 for at in range(len(prompts))]
+"""
+
+
+def refilling(tmp_path, **more):
+    (tmp_path / "sometimes.py").write_text(SOMETIMES)
+    return user(tmp_path, reward_funcs=[f"{tmp_path}/sometimes.py:sometimes"], drop_zero_variance_groups="refill",
+                num_iterations=1, **more)  # fmt: skip
+
+
+def test_refill_draws_further_prompts_until_the_step_is_full(tmp_path):
+    run = train(refilling(tmp_path, max_steps=4, logging_steps=2))
+    lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    assert [sum(line["step"] == step for line in lines) for step in (1, 3)] == [32, 32]  # two step batches each
+    assert len({line["record"] for line in lines}) == 16  # used-up prompts are used up
+    log = [entry for entry in history(run) if "loss" in entry]
+    assert [entry["frac_groups_dropped"] for entry in log] == [0.5, 0.5]
+    assert all(entry["grad_norm"] > 0 for entry in log)
+
+
+def test_refill_draws_at_most_three_times_as_many_prompts(tmp_path):
+    given = refilling(tmp_path, max_steps=2, logging_steps=1)
+    (tmp_path / "sometimes.py").write_text("def sometimes(prompts, **kwargs):\n    return [1.0] * len(prompts)\n")
+    run = train(given)
+    lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 * 16
+    assert [entry["grad_norm"] for entry in history(run) if "loss" in entry] == [0.0, 0.0]
+
+
+def test_a_refilled_run_resumed_inside_a_generation_ends_in_the_same_weights(tmp_path):
+    whole = train(refilling(tmp_path, max_steps=4, output_dir=str(tmp_path / "whole")))
+    train(refilling(tmp_path, max_steps=3, output_dir=str(tmp_path / "part")))
+    parted = train(refilling(tmp_path, max_steps=4, output_dir=str(tmp_path / "part")))
+    assert same_weights(whole, parted)
