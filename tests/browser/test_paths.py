@@ -175,7 +175,7 @@ def test_columns_that_nobody_knows_are_mapped_in_the_form(visitor, server) -> No
     visitor.click("#columns-keep")
     visitor.get_by_text("sums was added to dataset_info.json.").wait_for()
     assert visitor.input_value("#box-dataset") == "sums"
-    visitor.locator("#yaml", has_text=re.compile(r"dataset: .*sums")).wait_for()
+    visitor.locator("#yaml", has_text=re.compile(r"dataset: .*sums")).wait_for(state="attached")
     visitor.wait_for_selector("#start:not([disabled])")
     assert json.loads((server.root / "dataset_info.json").read_text())["sums"]["columns"]["response"] == "antwort"
 
@@ -183,7 +183,7 @@ def test_columns_that_nobody_knows_are_mapped_in_the_form(visitor, server) -> No
 def test_a_form_is_kept_as_a_preset_and_taken_again(visitor, server) -> None:
     visitor.goto(f"{server.address}/new")
     fill(visitor, learning_rate="3e-4")
-    visitor.locator("#yaml", has_text="max_steps: 60").wait_for()
+    visitor.locator("#yaml", has_text="max_steps: 60").wait_for(state="attached")
     choose(visitor, "#save-preset")
     visitor.fill("#preset-name", "mine")
     visitor.click("#preset-keep")

@@ -96,6 +96,26 @@ def test_a_call_waits_for_its_result_and_the_answer_goes_on_with_it(visitor, hea
     assert [one["role"] for one in record["messages"]] == ["user", "assistant", "tool", "tool", "assistant"]
 
 
+def test_a_past_conversation_is_opened_again_and_a_removed_one_comes_back(visitor, heard) -> None:
+    for question in ("First question", "Second question"):
+        visitor.click("#fresh")
+        visitor.fill("#message", question)
+        visitor.click("#send")
+        visitor.get_by_text("It is three.").wait_for()
+    visitor.click("#history")
+    past = visitor.locator("#history-list .past")
+    visitor.get_by_role("button", name="Delete the conversation First question").click()
+    visitor.get_by_text("The conversation was deleted.").wait_for()
+    visitor.get_by_role("button", name="Undo").click()
+    past.filter(has_text="First question").locator("button.grow").click()
+    visitor.locator('.side[data-side="0"] .turn.user', has_text="First question").wait_for()
+    assert visitor.locator('.side[data-side="0"] .turn.user', has_text="Second question").count() == 0
+    visitor.fill("#message", "And then?")
+    visitor.click("#send")
+    visitor.locator('.side[data-side="0"] .turn.user', has_text="And then?").wait_for()
+    assert [one["content"] for one in heard[-1]["messages"]] == ["First question", "It is three.", "And then?"]
+
+
 def test_a_held_out_record_is_asked_and_its_answer_stands_beside_the_models(visitor, server, heard) -> None:
     visitor.click(".chat-head .menu summary")
     visitor.click("#held-out")

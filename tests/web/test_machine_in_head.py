@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
@@ -10,9 +11,16 @@ from burnish.serve.page import machine as module
 from burnish.serve.page.machine import Machine, gpu_of
 
 
+class Times(NamedTuple):
+    user: float
+    system: float
+    idle: float
+    iowait: float
+
+
 def test_memory_is_what_is_not_available_and_a_reading_lasts_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = iter([0.0, 60.0, 99.0])
-    monkeypatch.setattr(module.psutil, "cpu_percent", lambda: next(shares))
+    readings = iter([Times(10, 5, 85, 0), Times(60, 15, 115, 10), Times(200, 15, 115, 10)])  # 60 of 100 s were busy
+    monkeypatch.setattr(module.psutil, "cpu_times", lambda: next(readings))
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=400))
     machine = Machine()
     machine.smi = None

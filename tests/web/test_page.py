@@ -48,7 +48,8 @@ EFFECTS = [
     ("POST", "/api/runs"), ("POST", "/api/check"), ("POST", "/api/yaml"),
     ("POST", "/api/runs/{id}/stop"), ("POST", "/api/runs/{id}/continue"),
     ("DELETE", "/api/queue/1"), ("POST", "/api/engines"), ("DELETE", "/api/engines/x"), ("POST", "/api/chat/x"),
-    ("PUT", "/api/chats/x"), ("PUT", "/api/datasets/x"), ("POST", "/api/exports"), ("POST", "/sign-out"),
+    ("PUT", "/api/chats/x"), ("DELETE", "/api/chats/x"), ("PUT", "/api/datasets/x"), ("POST", "/api/exports"),
+    ("POST", "/sign-out"),
     ("POST", "/api/evaluations"), ("PUT", "/api/runs/{id}/label"), ("DELETE", "/api/runs/x"), ("POST", "/api/trash/x"),
     ("DELETE", "/api/trash"), ("PUT", "/api/uploads/x"),
 ]  # fmt: skip
@@ -156,7 +157,7 @@ def test_no_module_makes_html_or_code_of_text_and_none_asks_another_origin() -> 
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|setTimeout\(['\"]", text
         )
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), file
-        assert len(text.splitlines()) <= 250, file
+        assert len(text.splitlines()) < 250, file
         assert text.startswith("// @ts-check\n"), file
 
 
@@ -205,8 +206,8 @@ def test_the_page_speaks_chinese_to_who_reads_it(page) -> None:
 
 def test_both_languages_have_the_same_words_and_the_same_places_in_them() -> None:
     english, chinese = page_words("en"), page_words("zh")
-    # errors of the server are English already
-    assert english.keys() == {key for key in chinese if not key.startswith("error_") or key in english}
+    from_server = ("error_", "term_")  # English already
+    assert english.keys() == {key for key in chinese if not key.startswith(from_server) or key in english}
     for key, text in english.items():
         assert sorted(re.findall(r"\{\w+\}", text)) == sorted(re.findall(r"\{\w+\}", chinese[key])), key
 

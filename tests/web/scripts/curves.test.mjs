@@ -31,6 +31,17 @@ test("the rate is that of the interval, not of the whole run", () => {
   assert.deepEqual(rates(columns), [10, 100, 300]);
   assert.deepEqual(rates({ step: [1], tokens_per_s: [7] }), [7]);
 });
+test("the time of an evaluation is no time of training", () => {
+  const columns = {
+    step: [1, 1, 2],
+    loss: [3, null, 2],
+    eval_loss: [null, 5, null],
+    tokens: [100, 100, 200],
+    time: [0, 9, 10],
+    tokens_per_s: [50, null, 20],
+  };
+  assert.deepEqual(rates(columns), [50, null, 100]);
+});
 test("a smoothed curve begins at its first value and leaves out what is no number", () => {
   assert.deepEqual(smoothed([4, "NaN", 4], 0.9), [4, null, 4]);
 });

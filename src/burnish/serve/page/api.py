@@ -20,8 +20,9 @@ from burnish.serve.http.errors import APIError, to_shown_json
 from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.relay import Relay
 from burnish.serve.http.stream import EventStream, event_text
-from burnish.serve.page.form import Form, safe_id, whole_number
+from burnish.serve.page.form import Form, whole_number
 from burnish.serve.page.jobs.starting import free_folder
+from burnish.serve.page.routes.conversations import Conversations
 from burnish.serve.page.routes.jobs import Jobs, target_of
 from burnish.serve.page.routes.picking import Picking
 from burnish.serve.page.routes.shelf import Shelf
@@ -53,6 +54,7 @@ class Api:
         yield from Shelf(self.site).routes()
         yield from Jobs(self.site).routes()
         yield from Picking(self.site).routes()
+        yield from Conversations(self.site).routes()
         yield "GET", "/api/runs", self.runs
         yield "POST", "/api/runs", self.begin
         yield "GET", "/api/runs/{id}", self.run
@@ -68,9 +70,6 @@ class Api:
         yield "POST", "/api/engines", self.begin_engine
         yield "DELETE", "/api/engines/{id}", self.end_engine
         yield "POST", "/api/chat/{id}", self.chat
-        yield "GET", "/api/chats", self.chats
-        yield "GET", "/api/chats/{id}", self.chat_of
-        yield "PUT", "/api/chats/{id}", self.keep_chat
         yield "GET", "/api/machine", self.machine
         yield "GET", "/api/stream", self.stream
         yield "GET", "/api/poll", self.poll
@@ -188,7 +187,7 @@ class Api:
             raise APIError(404, "not_queued", "The run is no longer in the queue.")
         return ShownJson({"status": "removed"})
 
-    # --- engines and conversations ------------------------------------------------------------------------------------
+    # --- engines ------------------------------------------------------------------------------------
 
     async def engines(self, request: Request) -> Response:
         return ShownJson({"engines": await self.site.engines.states()})
@@ -209,22 +208,6 @@ class Api:
         engine = self.site.engines.of(request.path_params["id"])
         body = {**await json_object(request), "model": engine.id}
         return Relay(str(engine.socket), "POST", "/v1/chat/completions", json.dumps(body).encode())
-
-    async def chats(self, request: Request) -> Response:
-        return ShownJson({"chats": self.site.home.names("chats")})
-
-    async def chat_of(self, request: Request) -> Response:
-        found = self.site.home.read(f"chats/{safe_id(request)}.json")
-        if found is None:
-            raise APIError(404, "no_chat", "The conversation does not exist.")
-        return ShownJson(found)
-
-    async def keep_chat(self, request: Request) -> Response:
-        body, name = await json_object(request), safe_id(request)
-        if len(self.site.home.names("chats")) >= 1000 and not (self.site.home.folder / f"chats/{name}.json").is_file():
-            raise APIError(409, "too_many", "The limit of 1000 saved conversations is reached. Remove some.")
-        self.site.home.write(f"chats/{name}.json", json.dumps(body, ensure_ascii=False))
-        return ShownJson({"status": "kept"})
 
     async def machine(self, request: Request) -> Response:
         return ShownJson(await asyncio.to_thread(self.site.machine.use))

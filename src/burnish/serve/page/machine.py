@@ -24,7 +24,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.smi = shutil.which("nvidia-smi")
-        psutil.cpu_percent()
+        self._times = _cpu_times()
         self._found: dict[str, Any] = {}
         self._found_s = -FRESH_S
         self._reading = threading.Lock()
@@ -33,9 +33,9 @@ class Machine:
         """Current usage, cached for ``FRESH_S`` seconds."""
         with self._reading:
             if time.monotonic() - self._found_s > FRESH_S:
-                memory = psutil.virtual_memory()
+                memory, before, self._times = psutil.virtual_memory(), self._times, _cpu_times()
                 used = [memory.total - memory.available, memory.total]
-                self._found = {"cpu": psutil.cpu_percent() / 100, "memory": used, "gpus": self._gpus()}
+                self._found = {"cpu": _share(before, self._times), "memory": used, "gpus": self._gpus()}
                 self._found_s = time.monotonic()
             return self._found
 
@@ -48,6 +48,20 @@ class Machine:
         except (OSError, subprocess.SubprocessError):
             return []
         return [gpu for line in ended.stdout.splitlines() if (gpu := gpu_of(line)) is not None]
+
+
+def _cpu_times() -> tuple[float, float]:
+    """Seconds that all cores were busy, and all seconds. psutil's percentages are kept per thread, and the threads that
+    read here differ."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # user contains guest
+    return whole - idle, whole
+
+
+def _share(before: tuple[float, float], now: tuple[float, float]) -> float:
+    busy, whole = now[0] - before[0], now[1] - before[1]
+    return min(max(busy / whole, 0.0), 1.0) if whole > 0 else 0.0
 
 
 def gpu_of(line: str) -> dict[str, Any] | None:

@@ -47,17 +47,23 @@ export function rangeOf(values, { zero = false, clip = false } = {}) {
   const room = 0.06 * (high - low);
   return [zero && low === 0 ? 0 : low - room, high + room];
 }
-/** Tokens per second between two logs; the log's own figure counts from the start. @param {Columns} columns */
+/**
+ * Tokens per second between two logs, without the time of an evaluation between them; the log's own figure counts from
+ * the start. @param {Columns} columns
+ */
 export function rates(columns) {
   const { tokens, time, tokens_per_s: mean = [] } = columns;
   if (!tokens || !time) return mean;
-  let before = -1;
+  let before = -1,
+    begun = 0; // the time of the row before, which may be one of an evaluation
   return columns.step.map((_, place) => {
-    if (typeof tokens[place] !== "number" || typeof time[place] !== "number" || columns.loss?.[place] === null)
-      return null;
-    const last = before;
+    if (typeof time[place] !== "number") return null;
+    const last = before,
+      from = begun;
+    begun = time[place];
+    if (typeof tokens[place] !== "number" || columns.loss?.[place] === null) return null;
     before = place;
-    const seconds = last < 0 ? 0 : time[place] - time[last],
+    const seconds = last < 0 ? 0 : time[place] - from,
       count = last < 0 ? 0 : tokens[place] - tokens[last];
     return seconds > 0 && count > 0 ? count / seconds : (mean[place] ?? null);
   });

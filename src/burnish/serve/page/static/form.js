@@ -5,7 +5,7 @@ import { fieldOf, textOf } from "./fields.js";
 import { Columns } from "./mapping.js";
 import { Failed, api, events, get, send, up } from "./net.js";
 import { dataItem, modelItem, pick } from "./picker.js";
-import { Examples, detailNodes, noteNodes, planNodes } from "./plan.js";
+import { Examples, detailNodes, noteNodes, planLine, planNodes } from "./plan.js";
 import { presets } from "./presets.js";
 import { Topics } from "./topics.js";
 import { ready, t } from "./words.js";
@@ -18,14 +18,14 @@ const values = new Map();
 /** Fields that a person has changed: only these show what is wrong with them before the first try to start. @type {Set<string>} */
 const touched = new Set();
 /** @type {any} */
-let answer = {};
-/** @type {AbortController | null} */
-let checking = null;
-/** @type {any} */
-let timer = null;
-/** @type {any[]} */
-let problems = [];
-let hasTried = false;
+let answer = {},
+  /** @type {any} */
+  timer = null,
+  /** @type {AbortController | null} */
+  checking = null,
+  /** @type {any[]} */
+  problems = [],
+  hasTried = false;
 const [found, lists] = await Promise.all([get("api/form"), Promise.all([get("api/models"), get("api/datasets")])]);
 /** @type {Record<string, any>} */
 const declared = Object.fromEntries(found.fields.map((/** @type {any} */ field) => [field.name, field]));
@@ -170,6 +170,7 @@ function show() {
   if (answer.steps) $("#plan").replaceChildren(...planNodes(answer));
   $("#panel-notes").replaceChildren(noteNodes(answer));
   $("#panel-more").replaceChildren(...detailNodes(answer));
+  $("#plan-line").textContent = planLine({ ...answer, problems });
   examples.show(answer.rows ?? []);
 }
 function showProblems() {
@@ -203,9 +204,7 @@ async function start(when, folder) {
     if (begun.id) location.href = `${up}runs/${begun.id}`;
     else {
       say(t("queued"));
-      setTimeout(() => {
-        location.href = `${up}runs`;
-      }, 800);
+      setTimeout(() => location.assign(`${up}runs`), 800);
     }
   } catch (failed) {
     if (!(failed instanceof Failed)) throw failed;

@@ -78,7 +78,7 @@ export function pick({ kind, items, chosen, uploaded }) {
         onclick: () => look(item),
         ondblclick: () => done(item.value),
       },
-      icon(kind === "model" ? "evaluate" : "folder"),
+      icon("folder"),
       el("span", { class: "grow" }, visible(item.name)),
       el("small", {}, item.detail),
     );

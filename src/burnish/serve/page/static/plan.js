@@ -2,8 +2,10 @@
 // What a run will do, as facts, a bar of memory, notes, and examples with their trained tokens.
 import { $, el, svg } from "./dom.js";
 import { bytes, short, visible } from "./format.js";
-import { language, t } from "./words.js";
+import { language, maybe, t } from "./words.js";
 
+/** @param {any} term */
+const termName = ({ name }) => maybe(`term_${name.replaceAll(" ", "_")}`) ?? name;
 /** @param {any} memory */
 function memoryBar(memory) {
   const share = memory.available ? memory.total / memory.available : 0,
@@ -42,7 +44,7 @@ function memoryBar(memory) {
       "ul",
       { class: "terms" },
       parts.map((/** @type {any} */ term, /** @type {number} */ place) =>
-        el("li", {}, el("span", { class: `swatch ink-c${place % 8}` }), `${term.name} ${bytes(term.bytes)}`),
+        el("li", {}, el("span", { class: `swatch ink-c${place % 8}` }), `${termName(term)} ${bytes(term.bytes)}`),
       ),
     ),
   );
@@ -77,6 +79,15 @@ export function planNodes(answer) {
     );
   }
   return [tiles, ...(memory ? [memoryBar(memory)] : [])];
+}
+/** The plan in a line, for windows in which it lies below the form. @param {any} answer */
+export function planLine({ steps, memory, problems = [] }) {
+  if (problems.length) return t("problems_count", { count: problems.length });
+  if (!steps) return t("what_will_happen");
+  const parts = [`${t("plan_steps")} ${steps.total}`];
+  if (memory) parts.push(`${t("plan_memory")} ${bytes(memory.total)}`);
+  if (memory) parts.push(t(memory.total > memory.available ? "too_much" : "fits"));
+  return parts.join(" · ");
 }
 /** @param {any} answer */
 export function noteNodes(answer) {

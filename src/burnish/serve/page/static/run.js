@@ -243,8 +243,6 @@ following = follow(
       $("ul", panel("events"))?.prepend(eventLine(data));
     } else if (name === "resync") void fetchSeries();
     else if (name === "gone") location.href = `${up}runs`;
-    else if (name === "log") {
-      log.add(data.text);
-    }
+    else if (name === "log") log.add(data.text);
   },
 );

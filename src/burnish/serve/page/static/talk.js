@@ -3,6 +3,7 @@
 import { $, $$, copy, download, say } from "./dom.js";
 import { Engines } from "./engines.js";
 import { short, visible } from "./format.js";
+import { history } from "./history.js";
 import { nodes } from "./md.js";
 import { answers, chain, conversation, toolsOf } from "./messages.js";
 import { Failed, get, send } from "./net.js";
@@ -17,8 +18,7 @@ const engines = new Engines(targets, settle);
 let turns = [];
 /** @type {AbortController[]} */
 let answering = [];
-let chat = sessionStorage.getItem("chat") ?? `chat-${Date.now().toString(36)}`;
-sessionStorage.setItem("chat", chat);
+let chat = sessionStorage.getItem("chat") ?? "";
 const scroll = $("#chat-scroll");
 const name = (/** @type {number} */ side) => targets.get(engines.chosen[side] ?? "")?.label ?? "";
 
@@ -144,12 +144,9 @@ async function during(sides, turn) {
   keep();
 }
 function keep() {
-  void send("PUT", `api/chats/${chat}`, {
-    system: $("#system").value,
-    tools: $("#tools").value,
-    turns,
-    targets: engines.chosen,
-  }).catch(() => {});
+  const kept = { system: $("#system").value, tools: $("#tools").value, turns, targets: engines.chosen };
+  sessionStorage.setItem("chat", chat);
+  void send("PUT", `api/chats/${chat}`, kept).catch(() => {});
 }
 function busy(/** @type {boolean} */ is) {
   $("#halt").hidden = !is;
@@ -160,11 +157,16 @@ function retry() {
   const turn = turns.pop();
   if (turn) void begin({ ...turn, answers: [null, null], again: turn.again + 1 });
 }
-function fresh() {
-  turns = [];
-  chat = `chat-${Date.now().toString(36)}`;
-  sessionStorage.setItem("chat", chat);
+/** Go on with a conversation, or with a new one. @param {string} id */
+async function open(id = `chat-${Date.now().toString(36)}`, isKept = false) {
+  for (const stop of answering) stop.abort();
+  const kept = isKept ? await get(`api/chats/${id}`).catch(() => null) : null;
+  chat = id;
+  sessionStorage.setItem("chat", kept ? chat : "");
+  turns = kept?.turns ?? [];
+  if (kept) for (const name of ["system", "tools"]) $(`#${name}`).value = kept[name] ?? "";
   show();
+  return kept;
 }
 
 $("#say").addEventListener("submit", (/** @type {Event} */ event) => {
@@ -185,11 +187,13 @@ $("#message").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) =
     $("#say").requestSubmit();
   }
 });
-$("#halt").addEventListener("click", () => {
-  for (const stop of answering) stop.abort();
-});
+$("#halt").addEventListener("click", () => answering.forEach((stop) => stop.abort()));
 $("#retry").addEventListener("click", retry);
-$("#fresh").addEventListener("click", fresh);
+$("#fresh").addEventListener("click", () => open());
+history(
+  () => chat,
+  (id) => open(id, true),
+);
 $("#unload").addEventListener("click", async () => {
   await engines.unload();
   for (const select of $$("select[data-side]")) {
@@ -206,7 +210,7 @@ $("#held-out").addEventListener("click", async () => {
   busy(true);
   try {
     const record = await get(`api/runs/${run}/held-out`);
-    fresh();
+    await open();
     $("#system").value = record.system;
     $("#tools").value = record.tools.length ? JSON.stringify(record.tools, null, 1) : "";
     busy(false);
@@ -225,16 +229,11 @@ $("#held-out").addEventListener("click", async () => {
   }
 });
 $("#record").addEventListener("click", () => {
-  const record = { messages: messagesOf(0), ...($("#tools").value.trim() ? { tools: tools() } : {}) };
-  download(new Blob([`${JSON.stringify(record)}\n`]), "records.jsonl");
+  const offered = $("#tools").value.trim() ? { tools: tools() } : {};
+  download(new Blob([`${JSON.stringify({ messages: messagesOf(0), ...offered })}\n`]), "records.jsonl");
 });
-const kept = await get(`api/chats/${chat}`).catch(() => null),
+const kept = await open(chat || undefined, Boolean(chat)),
   wanted = $("#engines").dataset.target;
-if (kept) {
-  turns = kept.turns;
-  $("#system").value = kept.system ?? "";
-  $("#tools").value = kept.tools ?? "";
-}
 const first = [
   wanted || kept?.targets?.[0] || (targets.has("named") ? "named" : ""),
   wanted ? "" : kept?.targets?.[1] || "",
@@ -247,4 +246,4 @@ for (const select of $$("select[data-side]")) {
   if (value) void engines.load(side, value);
 }
 $("#send").disabled = false;
-show();
+settle();

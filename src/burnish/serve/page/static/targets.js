@@ -32,9 +32,12 @@ export async function findTargets(withModels = true) {
       });
     }
   }
+  const ofRuns = usable.map((/** @type {any} */ run) => `${run.folder}/`);
+  const isOfRun = (/** @type {string} */ path) =>
+    ofRuns.some((/** @type {string} */ one) => `${path}/`.startsWith(one));
   if (withModels)
     for (const model of models)
-      if (model.kind === "model")
+      if (model.kind === "model" && !isOfRun(model.path))
         found.set(`path:${model.path}`, {
           label: model.path,
           group: t("models"),
