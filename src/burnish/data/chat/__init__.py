@@ -1,4 +1,5 @@
-"""Chat templates. In: an example. Out: a row: ids, and labels for what is learned. Begin with ``choose.py`` (which
-template a run has), then ``rows.py``; the named templates are data (``templates.json``, read by ``table.py``), tool
-formats are in ``tools.py``, and ``truncate.py`` cuts conversations that are too long.
+"""Chat templates: from an example to a row of token ids and labels.
+
+Begin with ``choose.py`` (the template of a run), then ``rows.py``. The named templates are data (``templates.json``,
+read by ``table.py``). Tool formats are in ``tools/tool_formats.py``. ``truncate.py`` shortens long conversations.
 """

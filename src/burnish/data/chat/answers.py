@@ -1,14 +1,14 @@
-"""The spans of the answers in the text that a chat template renders.
+"""Locate the responses in the text that a chat template renders.
 
-In: a conversation as chat templates take it. Out: its text, and the span of each answer in it, in characters. Refused
-with ``UnreadableTemplate``: conversations that the template refuses or writes without their answers.
+For each response, the character span [start, end) in the rendered text is found. ``UnreadableTemplate`` is raised for
+conversations that the template cannot render, or renders without a response.
 
-Answers are found by construction, never by looking for strings in the text. Where the template marks its answers with
-``{% generation %}``, those marks count. Elsewhere an answer is the text that the template adds to the prompt when the
-answer is there: from the end of ``render(messages[:i], add_generation_prompt=True)`` to the end of
-``render(messages[:i + 1])``. Some templates write a message differently once others follow it (Qwen3 takes out the
-thoughts of earlier answers, Mistral moves the tools); then both ends come from rendering the conversation with the
-answer replaced by "x" and by "y": the text that both renderings have in common is not the answer.
+Spans are found by comparing renderings, never by searching for strings. If the template marks responses with
+``{% generation %}``, these marks are used. Otherwise a response is the text between the end of
+``render(messages[:i], add_generation_prompt=True)`` and the end of ``render(messages[:i + 1])``. Some templates render
+a message differently once others follow it (Qwen3 removes the reasoning of earlier responses, Mistral moves the tools).
+In that case the conversation is rendered with the response replaced by "x" and by "y"; the text common to both
+renderings is not part of the response.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from burnish.loop.types import IMAGE
 Chat: TypeAlias = list[dict[str, Any]]
 Tools: TypeAlias = "list[Any] | None"
 _AT_ONCE = 64
-"""Conversations that are rendered at once."""
+"""Number of conversations rendered in one request."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """One conversation as rendered by the template.
+    """One rendered conversation.
 
     Args:
-        chat, tools: the template's input, the system message first where there is one.
-        text: its output.
-        answers: the index in ``chat`` of each answer.
-        spans: [start, end) of each answer in ``text``, in characters.
+        chat: messages passed to the template, with the system message first if there is one.
+        tools: tools passed to the template.
+        text: output of the template.
+        answers: index in ``chat`` of each response.
+        spans: [start, end) of each response in ``text``, in characters.
     """
 
     chat: Chat
@@ -59,15 +60,15 @@ class Rendered:
 
 
 class Renderer:
-    """Renders conversations with a chat template, and finds the spans of the answers.
+    """Renders conversations with a chat template and locates the responses.
 
     Args:
-        templates: Jinja text by name; if there is "tool_use", it is taken for conversations with tools.
-        tokenizer: renders; its added tokens are the control tokens that may end an answer.
-        not_ends: added tokens that never end an answer, such as those around a thought.
-        family: of the model, if it sees.
+        templates: Jinja text by name; "tool_use", if present, is used for conversations with tools.
+        tokenizer: renders the template. Its added tokens are the control tokens that may end a response.
+        not_ends: added tokens that never end a response, such as those around a reasoning block.
+        family: model family of a vision model, otherwise None.
 
-    ``end_word`` is the control token that the template writes after an answer, None where there is none.
+    ``end_word`` is the control token that the template writes after a response, or None if there is none.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class Renderer:
         tokens = sorted(set(tokenizer.get_added_vocab()) - set(not_ends), key=len, reverse=True)
         control = "|".join(map(re.escape, tokens)) or "(?!)"  # (?!) matches nowhere
         self._control, self._ends_in_control = re.compile(control), re.compile(f"(?:{control})\\s*$")
-        self._writes_calls = False  # until a call was seen in the text
-        self.refusal = ""  # the template's own error for a question with an answer
-        # Some templates for images and text leave out a content that is a text rather than a list of parts.
+        self._writes_calls = False  # until a call was found in a rendered text
+        self.refusal = ""  # the template's own error for a prompt with a response
+        # Some templates of vision models skip a content that is text instead of a list of parts.
         self.in_parts = False
         self.in_parts = not self.writes_messages()
         sample = self._around_in_sample(1)
@@ -90,7 +91,7 @@ class Renderer:
         self.end_word: str | None = found[0] if found else None
 
     def content(self, text: str) -> Any:
-        """The content of a message in the form that the template takes."""
+        """Return the content of a message in the form that the template accepts: text or parts."""
         if self.family is not None and IMAGE in text:
             return in_parts(text)
         return [{"type": "text", "text": text}] if self.in_parts else text
@@ -99,7 +100,7 @@ class Renderer:
         return self._around_in_sample(0) is not None and self._around_in_sample(1) is not None
 
     def rendered(self, conversations: Sequence[tuple[Chat, Tools]]) -> Iterator[Rendered | UnreadableTemplate]:
-        """Render conversations, and find the spans of their answers; an error for each where that is impossible."""
+        """Yield each conversation with the spans of its responses, or the error if that is impossible."""
         for start in range(0, len(conversations), _AT_ONCE):
             some = conversations[start : start + _AT_ONCE]
             wanted = [Conversation(chat, tools, *self._parts(chat, tools)) for chat, tools in some]
@@ -112,7 +113,7 @@ class Renderer:
                     yield error
 
     def _parts(self, chat: Chat, tools: Tools) -> tuple[Sequence[Part], bool]:
-        """The parts of a conversation to render, and whether to read its marks."""
+        """Return the parts of a conversation to render, and whether to read its generation marks."""
         if _GENERATION.search(self._template(tools)):
             return (WHOLE,), True
         places = _answers(chat)
@@ -136,11 +137,11 @@ class Renderer:
         return Rendered(chat, tools, text, answers, [self._with_end(text, *span) for span in spans])
 
     def render(self, chat: Chat, tools: Tools, prompt: bool = False) -> str:
-        """Render a conversation; with ``prompt``, up to the beginning of the next answer.
+        """Render a conversation; with ``prompt``, up to the beginning of the next response.
 
         Raises:
-            UserError: if it exceeds its time limit.
-            UnreadableTemplate: if the template refuses it.
+            UserError: if rendering exceeds its time limit.
+            UnreadableTemplate: if the template raises an error.
         """
         return _text(self._render([Conversation(chat, tools, [PROMPT if prompt else WHOLE])])[0])
 
@@ -153,7 +154,7 @@ class Renderer:
         return [marked(each, self.family) for each in found]
 
     def around(self, chat: Chat, place: int, tools: Tools) -> tuple[str, str] | None:
-        """The text before and after the content of one message; None where the template does not write the content."""
+        """Return the text before and after the content of one message, or None if the template omits the content."""
         one, other = (self.render(self._exchanged(chat, place, tag), tools) for tag in ("x", "y"))
         if one == other:
             return None
@@ -162,17 +163,21 @@ class Renderer:
         return before, rest[len(rest) - common_end(rest, other_rest) :]
 
     def _span(self, chat: Chat, tools: Tools, text: str, place: int, prompt: str, upto: str) -> tuple[int, int]:
-        """[start, end) of the answer at ``place`` in ``text``, the rendering of the whole conversation.
+        """Return [start, end) of the response at ``place`` in ``text``.
 
         Args:
-            prompt: the rendering up to the beginning of the answer.
-            upto: the rendering up to its end.
+            chat: the whole conversation.
+            tools: its tools.
+            text: rendering of the whole conversation.
+            place: index of the response in ``chat``.
+            prompt: rendering up to the beginning of the response.
+            upto: rendering up to its end.
         """
         if text.startswith(upto) and upto.startswith(prompt):
             return len(prompt), len(upto)
         if text.startswith(prompt) and upto.endswith(self._end) and "tool_calls" not in chat[place]:
-            # Only the answer is written differently. To find its end, replace it by a letter other than its last one:
-            # then the two texts have everything after the answer in common, and nothing more.
+            # Only the response is rendered differently. To find its end, replace it by a letter other than its last
+            # one: then the two texts share everything after the response, and nothing more.
             last_letter = upto.removesuffix(self._end)[-1:]
             exchanged = self.render(self._exchanged(chat, place, "y" if last_letter == "x" else "x"), tools)
             stop = len(text) - common_end(text, exchanged)
@@ -181,22 +186,22 @@ class Renderer:
         return self._span_by_exchange(chat, tools, text, place, prompt)
 
     def _span_by_exchange(self, chat: Chat, tools: Tools, text: str, place: int, prompt: str) -> tuple[int, int]:
-        """The same for a template that writes this answer, or the text before it, differently once messages follow.
+        """Return the span if the template renders this response, or text before it, differently in mid-conversation.
 
-        ``lead`` is the text between the prompt and the answer's content, and ``end`` the text after it, where the
-        answer comes last.
+        ``lead`` is the text between the prompt and the content of the response. ``end`` is the text after the content
+        when the response is the last message.
         """
         last, whole = self.around(chat[: place + 1], place, tools), self.around(chat, place, tools)
         if last is None or whole is None:
             raise UnreadableTemplate("the chat template omits an assistant message")
         lead = last[0][len(prompt) :] if last[0].startswith(prompt) else ""
-        # A control token follows the answer; gpt-oss ends the last one otherwise.
+        # A control token follows the response; gpt-oss ends the last response with a different one.
         control = self._control.match(whole[1])
         end = last[1] if whole[1].startswith(last[1]) else control[0] if control else ""
         before, after = whole[0].removesuffix(lead), whole[1].removeprefix(end)
         if text.startswith(self.render(chat[:place], tools)):
-            # The text before the answer has not changed, so the answer begins where prompt and text first differ: at
-            # the prompt's end, or within it where the prompt opens a thought that the text no longer has.
+            # The text before the response is unchanged, so the response begins where prompt and text first differ: at
+            # the end of the prompt, or within it if the prompt opens a reasoning block that the text no longer has.
             before = text[: min(common_start(prompt, text), len(whole[0]))]
         start, stop = len(before), len(text) - len(after)
         if not (text.startswith(before) and text.endswith(after) and start <= stop):
@@ -204,17 +209,17 @@ class Renderer:
         return start, stop
 
     def _with_end(self, text: str, start: int, stop: int) -> tuple[int, int]:
-        """Extend a span that does not end in a control token by the control token that follows it.
+        """Extend a span without a final control token by the control token that follows it.
 
-        Generation marks may stop short of the end token, and GLM's answers end with the next message's first token;
-        without it the model would not learn to stop.
+        Generation marks may end before the end token, and GLM's responses end with the first token of the next
+        message. Without that token the model would not learn to stop.
         """
         if not self._ends_in_control.search(text, start, stop) and (found := self._control.match(text, stop)):
             return start, found.end()
         return start, stop
 
     def _check_calls(self, chat: Chat, tools: Tools) -> None:
-        """Refuse templates that leave tool calls out silently, because the answer would be empty."""
+        """Raise UnreadableTemplate if the template silently omits tool calls, since the response would be empty."""
         place = next((place for place, message in enumerate(chat) if "tool_calls" in message), None)
         if self._writes_calls or place is None:
             return
@@ -232,7 +237,7 @@ class Renderer:
             return None
 
     def _exchanged(self, chat: Chat, place: int, tag: str) -> Chat:
-        """The conversation with one message changed to ``tag``: its content or, in a call of tools, their names."""
+        """Return the conversation with one message replaced by ``tag``: its content, or the names of its tool calls."""
         message = dict(chat[place])
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [{**call, "function": {**call["function"], "name": tag}} for call in calls]
@@ -255,14 +260,14 @@ def _text(found: Rendering) -> str:
 
 
 def common_start(one: str, other: str) -> int:
-    """Number of characters that two texts have in common at their start."""
+    """Return the number of characters that two texts share at their start."""
     least, most = 0, min(len(one), len(other))
-    while least < most:  # by bisection: texts are long, and comparing slices is fast
+    while least < most:  # binary search: texts are long, and comparing slices is fast
         middle = (least + most + 1) // 2
         least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
     return least
 
 
 def common_end(one: str, other: str) -> int:
-    """Number of characters that two texts have in common at their end."""
+    """Return the number of characters that two texts share at their end."""
     return common_start(one[::-1], other[::-1])

@@ -1,8 +1,8 @@
-"""A conversation under a chat template in Jinja: the tokenizer's own, or a user's file.
+"""Encode conversations with a Jinja chat template: the tokenizer's own, or one from a file.
 
-In: examples with messages. Out: their turns, with the ids of ``tokenizer.apply_chat_template``. Counted and left out:
-conversations that the template refuses, that begin with an answer, or that end without one. ``answers.py`` finds the
-spans of the answers in the rendered text. Special tokens in the text of a user are hidden before rendering.
+The ids equal those of ``tokenizer.apply_chat_template``. ``answers.py`` locates the responses in the rendered text.
+Special tokens in user text are hidden before rendering. Conversations that the template cannot render, that begin with
+a response or that end without one are dropped and counted.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ TWO_QUESTIONS = "kept: consecutive user messages without a response"
 
 
 class JinjaFormat:
-    """A chat template over one tokenizer.
+    """A Jinja chat template with a tokenizer.
 
     Args:
-        chat_template: Jinja text, or several by name as tokenizers may have ("default", "tool_use").
-        options: ``TemplateOptions``.
-        name: its name in messages.
-        family: of the model, if it sees.
+        chat_template: Jinja text, or several by name as some tokenizers have ("default", "tool_use").
+        options: template options.
+        tokenizer: the tokenizer.
+        name: name of the template in messages.
+        family: model family of a vision model, otherwise None.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class JinjaFormat:
         self.fit()
 
     def fit(self) -> None:
-        """Read the tokenizer's special tokens; called again when they have changed."""
+        """Read the tokenizer's special tokens. Called again after they change."""
         controls = () if self.family is None else self.family.controls
         self.encoder = Encoder(self.tokenizer, _WORDS, str(self.templates), controls)
         self.renderer = Renderer(self.templates, self.tokenizer, not_ends=(*_WORDS, *controls), family=self.family)
@@ -61,10 +62,10 @@ class JinjaFormat:
             raise UserError(what, why=self.renderer.refusal, remedy="Correct it, or set another template.")
 
     def answering_last(self) -> JinjaFormat:
-        return self  # what it makes of earlier thoughts is its own business
+        return self  # the template itself decides how to render earlier reasoning
 
     def jinja(self) -> str | dict[str, str]:
-        """The chat template that renders the trained text; several by name where the tokenizer has several."""
+        """Return the chat template that renders the trained text; a dictionary by name if there are several."""
         closing = ""
         if self.closing_word:
             closing = "{%- if not add_generation_prompt %}{{- " + json.dumps(self.closing_word) + " }}{%- endif %}"
@@ -79,11 +80,11 @@ class JinjaFormat:
 
     @property
     def closing_word(self) -> str | None:
-        """The token that closes a row where the template ends answers without a control token: eos."""
+        """The EOS token if the template ends responses without a control token, otherwise None."""
         return None if self.renderer.end_word else self.tokenizer.eos_token
 
     def turns(self, examples: Sequence[Example], stats: DataStats) -> list[list[Turn] | None]:
-        """The turns of each conversation, None where it has none to learn from (counted in ``stats``)."""
+        """Return the turns of each conversation, or None for a dropped one (counted in ``stats``)."""
         rendered = self._rendered(examples, stats)
         written = [one for one in rendered if one is not None]
         edges = [[edge for span in one.spans for edge in span] for one in written]
@@ -94,10 +95,10 @@ class JinjaFormat:
         ]
 
     def prompt(self, example: Example) -> list[int]:
-        """The ids up to the beginning of the next answer.
+        """Return the ids up to the beginning of the next response. A final response in the example is ignored.
 
         Raises:
-            UnreadableTemplate: if the template refuses the conversation.
+            UnreadableTemplate: if the template cannot render the conversation.
         """
         chat = self._chat(example)
         if chat and chat[-1]["role"] == "assistant":
@@ -106,7 +107,7 @@ class JinjaFormat:
         return self.encoder.encode([text])[text].tolist()
 
     def _rendered(self, examples: Sequence[Example], stats: DataStats) -> list[Rendered | None]:
-        """The renderings of conversations, None where there is nothing to learn from one (counted in ``stats``)."""
+        """Return the rendered conversations, None for dropped ones (counted in ``stats``)."""
         inputs = [self._input(example) for example in examples]
         made = self.renderer.rendered([each for each in inputs if not isinstance(each, ValueError)])
         found: list[Rendered | None] = []
@@ -120,7 +121,7 @@ class JinjaFormat:
         return found
 
     def _input(self, example: Example) -> tuple[Chat, Tools] | ValueError:
-        """The template's input for an example, or why the example is dropped."""
+        """Return the template's input for an example, or the reason why it is dropped."""
         if not example.messages or example.messages[-1].role not in _ANSWERING:
             return UnreadableTemplate("the last message is not a response")
         if example.messages[0].role in _ANSWERING:
@@ -131,13 +132,15 @@ class JinjaFormat:
             return error
 
     def _turns(self, example: Example, rendered: Rendered, ids: Ids, borders: list[tuple[int, int]]) -> list[Turn]:
-        """The turns of one conversation.
+        """Return the turns of one conversation.
 
         Args:
-            ids: the tokens of its text.
-            borders: begin and end of each span among them, in the form of ``Encoder.boundaries``.
+            example: the conversation.
+            rendered: its rendering.
+            ids: token ids of its text.
+            borders: begin and end of each span among the tokens, as returned by ``Encoder.boundaries``.
         """
-        # A token across the border of an answer belongs to the answer, because the model has to produce it.
+        # A token across the border of a response belongs to the response, because the model has to generate it.
         begins, ends = [ended for ended, _ in borders[::2]], [begun for _, begun in borders[1::2]]
         turns = []
         for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
@@ -163,7 +166,7 @@ class JinjaFormat:
         return turns
 
     def _asked_from(self, rendered: Rendered, question: Message, index: int, first: int, begin: int) -> int:
-        """The position in the source of a turn at which its question begins; 0 where nobody uses it."""
+        """Return the position in the prompt of a turn at which its last message begins, or 0 if it is not needed."""
         place = rendered.answers[index] - 1
         is_plain = question.train is None and question.weight == 1.0
         if (is_plain and not self.learns_every_end) or place < 1:
@@ -171,12 +174,12 @@ class JinjaFormat:
         try:
             before = common_start(self.renderer.render(rendered.chat[:place], rendered.tools), rendered.text)
         except UnreadableTemplate:
-            return 0  # a template that refuses a system message without a question
+            return 0  # some templates raise an error for a system message without a user message
         ended = self.encoder.boundaries(rendered.text, [before])[0][0]
         return min(max(ended - first, 0), begin - first)
 
     def _removable(self, rendered: Rendered, places: Iterable[int], first: int, last: int) -> list[bool]:
-        """Mark the tokens [first, last) of the text that belong to the content of these messages. Tool calls do not."""
+        """Flag the tokens [first, last) that belong to the content of these messages. Tool calls are not flagged."""
         chat, text = rendered.chat, rendered.text
         marks = [False] * last
         for place in places:
@@ -189,15 +192,15 @@ class JinjaFormat:
         return marks[first:last]
 
     def _chat(self, example: Example) -> Chat:
-        """The messages in the form that chat templates take, with special tokens in their text hidden."""
+        """Return the messages in the format of chat templates, with special tokens in their text hidden."""
         hide, content = self.encoder.hide, self.renderer.content
         chat: Chat = [{"role": "system", "content": content(hide(example.system))}] if example.system else []
-        open_calls: list[Any] = []  # the ids of calls whose answer has not come yet
+        open_calls: list[Any] = []  # ids of calls without a tool response so far
         for message in example.messages:
             if message.role == "function":
                 before, calls = read_calls(hide(message.text, assistant=True), _THOUGHT, _CALL)
                 called = [
-                    # Mistral's templates ask for ids of nine characters; others ignore them.
+                    # Mistral's templates require ids of nine characters; others ignore them.
                     {
                         "type": "function",
                         "id": f"call{len(chat):03}{number:02}",
@@ -222,14 +225,14 @@ class JinjaFormat:
 
 
 def _messages(example: Example, rendered: Rendered, index: int) -> tuple[Message, Message]:
-    """The messages of a turn; the question is empty where an answer follows another answer."""
+    """Return prompt and response message of a turn. The prompt is empty if a response follows another one."""
     place = rendered.answers[index] - (len(rendered.chat) - len(example.messages))
     question = example.messages[place - 1]
     return question if question.role not in _ANSWERING else NO_MESSAGE, example.messages[place]
 
 
 def _as_asked(chat_template: str, options: TemplateChoices) -> str:
-    """The template with the changes from the options at its beginning, so that they are saved with it."""
+    """Prepend Jinja code for the options to the template, so that it is saved with the template."""
     head = ""
     if options.default_system:
         message = "{'role': 'system', 'content': " + json.dumps(options.default_system, ensure_ascii=False) + "}"
@@ -237,6 +240,6 @@ def _as_asked(chat_template: str, options: TemplateChoices) -> str:
             "{%- if messages[0]['role'] != 'system' %}{%- set messages = [" + message + "] + messages %}{%- endif %}"
         )
     if options.enable_thinking is False:
-        # Only "false" is written. Otherwise the template's own default stays, because it is served with that default.
+        # Only "false" is written. Otherwise the template keeps its own default, which is also used when serving.
         head += "{%- if enable_thinking is not defined %}{%- set enable_thinking = false %}{%- endif %}"
     return head + chat_template

@@ -1,10 +1,10 @@
-"""The template of a run: by name, from a file, or the tokenizer's own.
+"""Select the template of a run: by name, from a file, or the tokenizer's own chat template.
 
-In: options and a tokenizer. Out: a ``Template``, which makes rows of examples, and a tokenizer that fits it. Refused,
-before any data is read: a template that does not exist, and one whose control tokens the tokenizer does not have.
+``load_template`` returns a ``Template``, which encodes examples, and ``fit_tokenizer`` adjusts the tokenizer to it. An
+unknown template, or one whose control tokens the tokenizer lacks, is an error before any data is read.
 
     template = load_template(options, tokenizer)     # by name, from a file, or the tokenizer's own
-    notes = fit_tokenizer(template, tokenizer)       # eos, pad and stop tokens as the template wants them
+    notes = fit_tokenizer(template, tokenizer)       # set EOS, padding and stop tokens
     rows = template.encode(examples, stats)
     tokenizer.chat_template = template.jinja()       # renders the tokens that were trained
 """
@@ -33,9 +33,9 @@ from burnish.data.tokens.encoder import Encoder
 from burnish.utils.files import odd_kind
 
 FALLBACK = TemplateSpec("empty", empty_thought="", tool_list_format="default")
-"""The template for a tokenizer without a chat template if none is named: no markers, eos after each answer."""
+"""Default for a tokenizer without a chat template: no markers, EOS after each response."""
 RECORDED = "burnish_template"
-"""The key of ``tokenizer_config.json`` under which a folder says which template trained it."""
+"""Key of ``tokenizer_config.json`` that records the template a model was trained with."""
 _RECORDED_OPTIONS = ("template", "default_system", "tool_format", "enable_thinking")
 
 
@@ -71,7 +71,7 @@ class TemplateOptions(LearnOptions):
 
 
 class NamedTemplate(TemplateChoices, Protocol):
-    """The options that name a template, and say how it is read."""
+    """Options that select a template and how it is read."""
 
     template: str | None
     missing_control_tokens: Literal["raise", "split"]
@@ -79,7 +79,7 @@ class NamedTemplate(TemplateChoices, Protocol):
 
 @check
 def check_template(options: NamedTemplate) -> list[Problem]:
-    """Find what is wrong with the options without a tokenizer."""
+    """Return the problems of the options that can be found without a tokenizer."""
     try:
         spec = _named_spec(options.template)
     except UserError as error:
@@ -102,12 +102,15 @@ def check_template(options: NamedTemplate) -> list[Problem]:
 def load_template(
     options: NamedTemplate, tokenizer: Any, cutoff_len: int | None = None, family: Family | None = None
 ) -> Template:
-    """Make the template that the options name, for a tokenizer.
+    """Load the template selected by the options.
 
     Args:
-        family: of the model, if it sees.
+        options: template options.
+        tokenizer: tokenizer of the model.
+        cutoff_len: maximum row length, if different from the option.
+        family: model family of a vision model, otherwise None.
     Raises:
-        UserError: if there is no such template, the options contradict it or each other, or the tokenizer lacks its
+        UserError: if the template does not exist, the options contradict it or each other, or the tokenizer lacks its
             control tokens.
     """
     raise_if([*check_template(options), *check_learning(options)])
@@ -129,7 +132,7 @@ def load_template(
 def _own_chat_template(
     options: NamedTemplate, tokenizer: Any, cutoff_len: int | None, family: Family | None
 ) -> Template:
-    """The tokenizer's own chat template, or the one in the Jinja file that the options name."""
+    """Return the tokenizer's own chat template, or the Jinja file named by the options."""
     chat_template, name = tokenizer.chat_template, "the tokenizer's own"
     if options.template:
         chat_template, name = _read(Path(options.template)), Path(options.template).name
@@ -141,10 +144,10 @@ def _own_chat_template(
 
 
 def fit_tokenizer(template: Template, tokenizer: Any) -> list[str]:
-    """Give the tokenizer the eos, pad and stop tokens that the template wants.
+    """Set the tokenizer's EOS, padding and stop tokens as the template requires.
 
     Returns:
-        A sentence for each choice and change.
+        Notes about each automatic choice and change.
     """
     notes = list(template.notes)
     size = len(tokenizer)
@@ -172,7 +175,8 @@ def fit_tokenizer(template: Template, tokenizer: Any) -> list[str]:
 
 
 def _named_spec(name: str | None) -> TemplateSpec | None:
-    """The row of the table, or from a file, that ``template`` names; None for a Jinja file or where it is not set."""
+    """Return the named template, or the one in a YAML or JSON file; None for a Jinja file or if ``template`` is
+    unset."""
     if name is None or name.endswith((".jinja", ".j2")):
         return None
     if name in table():

@@ -1,11 +1,11 @@
-"""Encoded conversations -> rows: truncated, joined, and dropped where there is nothing to train on.
+"""Encode examples into rows: truncation, concatenation, and dropping of rows without trained tokens.
 
-In: examples of any kind: conversations, prompt and completion, plain text, pairs, answers with a label. Out: rows of
-token ids and labels, or None where an example gives nothing to train on. Every row that is dropped or truncated is
-counted, with its record's number; a row that is too long is refused where the options ask for that.
+Examples may be conversations, prompts with completions, plain text, preference pairs, or responses with a label. An
+example without trained tokens gives None. Dropped and truncated rows are counted with their record numbers. A row that
+is too long is an error if ``on_too_long`` is "raise".
 
-How a conversation or a text becomes tokens is for the two subclasses to say: ``rows.Template`` (templates by name or in
-Jinja) and ``plain.PlainTemplate`` (messages and texts unchanged, as TRL).
+Tokenization is left to two subclasses: ``rows.Template`` (named and Jinja templates) and ``plain.PlainTemplate``
+(messages and texts unchanged, as in TRL).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_END = "kept, without a trained end token"
 
 
 class EncodingChoices(Protocol):
-    """The options that rows depend on, whatever encodes them."""
+    """Options that affect rows, whichever class encodes them."""
 
     @property
     def truncation(self) -> str: ...
@@ -47,7 +47,13 @@ class EncodingChoices(Protocol):
 
 
 class ConversationEncoder:
-    """Args: options: how rows are truncated and ended. cutoff_len: the longest row, in tokens."""
+    """Base class that encodes examples into rows.
+
+    Args:
+        options: truncation and end tokens.
+        tokenizer: the tokenizer.
+        cutoff_len: maximum length of a row, in tokens.
+    """
 
     def __init__(self, options: EncodingChoices, tokenizer: Any, cutoff_len: int) -> None:
         self.encoding, self.tokenizer, self.cutoff_len = options, tokenizer, cutoff_len
@@ -55,10 +61,12 @@ class ConversationEncoder:
     def _chats(
         self, examples: Sequence[Example], stats: DataStats, last_only: bool
     ) -> Iterator[EncodedConversation | None]:
-        """Encode and label conversations; None where one gives no turn, which is counted.
+        """Encode and label conversations. A conversation without turns gives None and is counted.
 
         Args:
-            last_only: the last response alone is trained, as in preferences.
+            examples: conversations.
+            stats: statistics that dropped examples are added to.
+            last_only: train on the last response only, as for preferences.
         """
         raise NotImplementedError
 
@@ -67,12 +75,12 @@ class ConversationEncoder:
         raise NotImplementedError
 
     def encode(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
-        """A row per example, None where it gives nothing to learn; what was dropped or cut is added to ``stats``.
+        """Return a row per example, None if it has no trained tokens. Drops and truncations are added to ``stats``.
 
-        Conversations become turns; a completion is learned after its prompt, a text as a whole, each with eos.
+        Of a conversation, responses are trained; of a prompt with completion, the completion; of a text, all of it.
 
         Raises:
-            UserError: if a row is too long and ``on_too_long`` is "raise"; names every such row of the batch.
+            UserError: with every row of the batch that is too long, if ``on_too_long`` is "raise".
         """
         return [as_lists(row) for row in self.encode_flat(examples, stats)]
 
@@ -80,17 +88,19 @@ class ConversationEncoder:
         """Like ``encode``, with arrays in place of lists.
 
         Args:
-            truncate: truncate rows to ``cutoff_len``, and drop those without trained tokens; false for packing that
-                concatenates rows and splits them.
+            examples: examples to encode.
+            stats: statistics that dropped and truncated examples are added to.
+            truncate: truncate rows to ``cutoff_len`` and drop rows without trained tokens. False for packing that
+                concatenates and splits rows.
         """
         return self._rows(examples, self._conversations(examples, stats), stats, truncate)
 
     def encode_text(self, examples: Sequence[Example], stats: DataStats, truncate: bool = True) -> list[Row | None]:
-        """The same for pretraining: plain texts alone, and None for examples of another kind."""
+        """Like ``encode_flat`` for pretraining: encode plain texts only; other examples give None."""
         return self._rows(examples, list(self._texts(examples, stats)), stats, truncate)
 
     def encode_pairs(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
-        """A row of two sequences per pair of responses, as arrays.
+        """Return a row with two sequences per preference pair, as arrays.
 
         Raises:
             UserError: if a row is too long and ``on_too_long`` is "raise".
@@ -102,7 +112,7 @@ class ConversationEncoder:
         return pair_rows(examples, sides[0], sides[1], self.encoding, self.cutoff_len, stats)
 
     def encode_verdicts(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
-        """A row per response with a label, as arrays; with its prompt and another response where the example has one.
+        """Return a row per labelled response, as arrays, with a mismatched completion if the example has one.
 
         Raises:
             UserError: if a row is too long and ``on_too_long`` is "raise".
@@ -113,8 +123,10 @@ class ConversationEncoder:
         return verdict_rows(examples, own, others, self.encoding, self.cutoff_len, stats)
 
     def encode_prompts(self, examples: Sequence[Example], stats: DataStats) -> list[Ids | None]:
-        """The ids up to the beginning of the next answer; an answer at the end of an example is left out. None for a
-        prompt that is empty or longer than ``cutoff_len``: no prompt is cut."""
+        """Return the prompt ids of each example, without its final response.
+
+        None for a prompt that is empty or longer than ``cutoff_len``: prompts are never truncated.
+        """
         found: list[Ids | None] = []
         for example, ids in zip(examples, self._prompt_ids(examples), strict=True):
             if reason := NO_TEXT if not ids else TOO_LONG if len(ids) > self.cutoff_len else "":
@@ -123,16 +135,18 @@ class ConversationEncoder:
         return found
 
     def _prompt_ids(self, examples: Sequence[Example]) -> list[Ids]:
-        """The ids of prompts: of a conversation, or of a text."""
+        """Return the ids of prompts, of conversations or texts."""
         raise NotImplementedError
 
     def _conversations(
         self, examples: Sequence[Example], stats: DataStats, last_only: bool = False
     ) -> list[EncodedConversation | None]:
-        """Encode and label examples of any kind, each with its own; None where one gives no turn.
+        """Encode and label examples of any kind, in order. An example without turns gives None.
 
         Args:
-            last_only: the last response alone is trained, as in preferences.
+            examples: examples to encode.
+            stats: statistics that dropped examples are added to.
+            last_only: train on the last response only, as for preferences.
         """
         is_plain = [example.text is not None or example.completion is not None for example in examples]
         texts = self._texts([e for e, plain in zip(examples, is_plain, strict=True) if plain], stats)
@@ -140,7 +154,7 @@ class ConversationEncoder:
         return [next(texts if plain else chats) for plain in is_plain]
 
     def _answers(self, examples: Sequence[Example], stats: DataStats) -> list[Turn | None]:
-        """The prompt of each example, which is everything before the last response, and that response."""
+        """Return the last response of each example with its prompt, which is everything before it."""
         encoded = self._conversations(examples, stats, last_only=True)
         return [None if one is None else self._as_one_turn(one) for one in encoded]
 
@@ -209,7 +223,7 @@ class ConversationEncoder:
     def _keeps(
         self, example: Example, images: Sequence[ImageFile], encoded: EncodedConversation, stats: DataStats
     ) -> bool:
-        """Return whether a truncated row has each of its images as a whole; a row that has not is dropped."""
+        """Return whether all images left in a truncated row are complete; otherwise the row is dropped."""
         left = {(one.place, one.path): one.end - one.begin for one in encoded.images}
         sizes = {(one.place, one.path): one.end - one.begin for one in images}
         if encoded.turns and all(sizes[key] == size for key, size in left.items()):
@@ -218,7 +232,7 @@ class ConversationEncoder:
         return False
 
     def _joined(self, encoded: EncodedConversation) -> Row:
-        """Join the segments of a conversation, and the token that closes it."""
+        """Concatenate the segments of a conversation and its closing token."""
         segments, closing = list(chain(*encoded.turns)), encoded.closing
         ids, labels = concatenated(one.ids for one in segments), concatenated(one.labels for one in segments)
         if closing is not None:
@@ -234,6 +248,6 @@ class ConversationEncoder:
         return row
 
     def _trains_closing(self, response: Segment) -> bool:
-        """Return whether the token that closes the row is trained: it is, if the response that it ends is."""
+        """Return whether the closing token is trained: by default if the response that it ends is trained."""
         is_trained = not response.ids or response.is_trained
         return self.encoding.train_on_eos == "all" or (self.encoding.train_on_eos != "none" and is_trained)

@@ -1,14 +1,14 @@
-"""A named template written as a chat template in Jinja, so that the model is served with the format of its training.
+"""Export a named template as a Jinja chat template, so that a model is served with its training format.
 
-In: a row of the table over a tokenizer. Out: Jinja text for ``tokenizer.chat_template``. It renders the text whose
-tokens are trained: the default system message, all earlier turns, tools and calls in the template's format, thoughts
-as they were learned. Answers stand between ``{% generation %}`` marks, and the header that invites an answer is
-written before an answer, or at the end where ``add_generation_prompt`` asks for it.
+The result is for ``tokenizer.chat_template``. It renders the text whose tokens were trained: the default system
+message, all earlier turns, tools and calls in the template's format, and reasoning as it was trained. Responses are
+inside ``{% generation %}`` blocks. The header of a response is written before a response, or at the end with
+``add_generation_prompt``.
 
-Two things may differ. A chat template gives the tokenizer one text, and training tokenizes slot by slot: where there is
-no control token between two slots, a tokenizer may merge the end of one with the start of the next; and one whose
-normalizer prepends a space (``Prepend``) does so before each slot, also where it has a space. And phi4_mini
-repeats the JSON of the tools exactly as the record spells it, which a chat template never sees.
+There are two possible differences. First, training tokenizes slot by slot, whereas a chat template is tokenized as one
+text: without a control token between two slots, a tokenizer may merge the end of one with the start of the next, and a
+tokenizer whose normalizer prepends a space (``Prepend``) does so before each slot. Second, phi4_mini prints the JSON of
+the tools exactly as the record spells it, which a chat template never sees.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _WITHOUT_THOUGHT = """
 
 @dataclass(frozen=True)
 class _Slot:
-    """The slots of a role as text: before the content, after it, and the header of the answer that follows."""
+    """The slots of a role as text: before the content, after it, and the header of the following response."""
 
     head: str
     tail: str
     header: str = ""
-    is_spaced: bool = False  # the tokenizer puts a space before the content, unless it begins with one
+    is_spaced: bool = False  # the tokenizer inserts a space before the content, unless it begins with one
 
 
 def write_jinja(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> str:
-    """Write the chat template of ``spec`` under ``options``, with the tokenizer's own tokens."""
+    """Return the Jinja chat template of ``spec`` with ``options``, using the tokenizer's own tokens."""
     user = _with_header(_slot(spec.user, tokenizer), [_slot(s, tokenizer).tail for s in (spec.assistant, spec.system)])
     return "".join(
         (
@@ -82,17 +82,17 @@ def write_jinja(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) ->
 
 
 def jinja_string(text: str) -> str:
-    """Write ``text`` as a Jinja string."""
+    """Return ``text`` as a Jinja string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def jinja_print(text: str) -> str:
-    """Write a Jinja statement that prints ``text`` as it is."""
+    """Return a Jinja statement that prints ``text`` literally."""
     return "{{- " + jinja_string(text) + " -}}" if text else ""
 
 
 def slot_text(slot: str | Token, tokenizer: Any) -> str:
-    """The text of a slot for this tokenizer; "" for a token that it does not have."""
+    """Return the text of a slot for this tokenizer, "" for a token that it lacks."""
     if isinstance(slot, str):
         return slot
     if slot.kind in ("bos", "eos"):
@@ -107,8 +107,11 @@ def _slot(slots: Slots, tokenizer: Any) -> _Slot:
 
 
 def _joined(slots: Slots, tokenizer: Any) -> str:
-    """The text of slots. A tokenizer of SentencePiece puts a space before each text that it is given, and training
-    gives it slot by slot: the space is written where the slots are one text."""
+    """Return the text of slots.
+
+    A SentencePiece tokenizer inserts a space before each text it encodes. Training encodes slot by slot, so the spaces
+    are written explicitly here, where the slots become one text.
+    """
     return "".join(
         f" {slot}" if isinstance(slot, str) and _gets_space(slot, tokenizer) else slot_text(slot, tokenizer)
         for slot in slots
@@ -116,7 +119,7 @@ def _joined(slots: Slots, tokenizer: Any) -> str:
 
 
 def _gets_space(text: str, tokenizer: Any) -> bool:
-    """Tell whether the tokenizer puts a space before ``text``, and none where it has one."""
+    """Return whether the tokenizer inserts a space before ``text`` unless there is one already."""
     if not text or text.startswith(CONTENT):
         return False
     plain, spaced = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (text, f" {text}"))
@@ -124,10 +127,10 @@ def _gets_space(text: str, tokenizer: Any) -> bool:
 
 
 def _with_header(slot: _Slot, ends: list[str]) -> _Slot:
-    """Split the text after a question's content into the end of the question and the header of the answer.
+    """Split the text after a user message into the end of the message and the header of the response.
 
-    A question ends as other messages do. Where none of their endings is found, all that follows the content invites
-    the answer ("\\n### Response:"), except the closing half of a pair of brackets.
+    User messages end like other messages. If none of their endings is found, all text after the content is the header
+    ("\\n### Response:"), except for a closing bracket such as "[/INST]".
     """
     if "[/INST]" in slot.tail or "[/TOOL_RESULTS]" in slot.tail:
         return slot
@@ -136,14 +139,14 @@ def _with_header(slot: _Slot, ends: list[str]) -> _Slot:
 
 
 def _with_same_header(slot: _Slot, header: str) -> _Slot:
-    """The slot of a tool's answer, which the header of an answer follows as it follows a question."""
+    """Return the slot of tool responses with the same response header as user messages."""
     if not slot.tail.endswith(header):
         return slot
     return replace(slot, tail=slot.tail.removesuffix(header), header=header)
 
 
 def _opening(spec: TemplateSpec, tokenizer: Any) -> str:
-    """Jinja that sets ``turns`` and ``system``, and prints the prefix and the system message, if that comes first."""
+    """Return Jinja that sets ``turns`` and ``system`` and prints the prefix and a leading system message."""
     system = _slot(spec.system, tokenizer)
     default = jinja_string(spec.default_system)
     lstrip = (
@@ -177,7 +180,7 @@ def _opening(spec: TemplateSpec, tokenizer: Any) -> str:
 def _system_in_user(spec: TemplateSpec, tokenizer: Any) -> str:
     if not spec.system_in_user:
         return ""
-    head, tail = slot_text(spec.system[0], tokenizer).split(CONTENT, 1)  # one text with the question
+    head, tail = slot_text(spec.system[0], tokenizer).split(CONTENT, 1)  # tokenized as one text with the user message
     opened = f"{jinja_string(head)} ~ system ~ tool_text ~ {jinja_string(tail)} ~ content"
     return "{%- if loop.first and (system or tools) -%}{%- set content = " + opened + " -%}{%- endif -%}"
 
@@ -188,7 +191,7 @@ def _question(slot: _Slot, content: str = "content") -> str:
 
 
 def _content(slot: _Slot, content: str) -> str:
-    """Jinja that prints the content of a slot. Args: content: an expression."""
+    """Return Jinja that prints the content of a slot; ``content`` is a Jinja expression."""
     if not slot.is_spaced:
         return "{{- " + content + " -}}"
     text = f"({content})"
@@ -196,7 +199,7 @@ def _content(slot: _Slot, content: str) -> str:
 
 
 def _observation(slot: _Slot, between: str) -> str:
-    """Jinja that prints consecutive answers of tools as one message."""
+    """Return Jinja that prints consecutive tool responses as one message."""
     joined = f"state.observed ~ {jinja_string(between)} ~ content"
     return (
         f"{{%- set state.observed = {joined} if state.observed else content -%}}"
@@ -229,7 +232,7 @@ def _answer(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> str
 
 
 def _thoughts(spec: TemplateSpec, options: TemplateChoices) -> tuple[str, str]:
-    """Jinja that adds or removes the thought of an answer: before the learned part, and at the start of it."""
+    """Return Jinja that adds or removes reasoning: before the trained part of a response, and at its start."""
     if not spec.reasoning:
         return "", ""
     opens, closes = (jinja_string(word.strip()) for word in spec.thought_words)
@@ -262,9 +265,9 @@ def _closing_of_row(spec: TemplateSpec, tokenizer: Any) -> str:
 
 
 def _thought_of_prompt(spec: TemplateSpec, options: TemplateChoices) -> str:
-    """Jinja that ends the prompt with the empty thought where the model is to answer without thinking.
+    """Return Jinja that ends the prompt with an empty reasoning block if the model should respond without reasoning.
 
-    ``enable_thinking`` is the variable that serving programs pass; without it, thinking is as in training.
+    Serving programs pass the variable ``enable_thinking``. Without it, reasoning is as in training.
     """
     if not spec.reasoning:
         return ""

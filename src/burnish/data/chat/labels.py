@@ -1,11 +1,11 @@
-"""Encoded conversations, and their labels: the tokens that are trained.
+"""Encoded conversations and their labels, which select the trained tokens.
 
-A conversation is segments of tokens that alternate between a prompt and the response to it. A format (``slots.py``,
-``chat_template.py``) writes the tokens, this file sets the labels, ``truncate.py`` shortens segments to ``cutoff_len``,
-and ``encoding.py`` joins them to rows.
+A conversation is a list of segments of tokens, alternating between a prompt and the response to it. ``slots.py`` and
+``chat_template.py`` produce the tokens, this file sets the labels, ``truncate.py`` shortens segments to ``cutoff_len``,
+and ``encoding.py`` concatenates them to rows.
 
-By default the responses are trained, each with the end token that the template writes after it. ``LearnOptions`` change
-this for the whole run, ``train`` and ``weight`` of a message for that message.
+By default all responses are trained, including the end token that the template writes after each. ``LearnOptions``
+change this for the whole run, ``train`` and ``weight`` of a message for that message.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ NO_MESSAGE = Message("user", "")
 
 @dataclass(frozen=True)
 class Segment:
-    """A prompt or a response, with everything that the template writes before it.
+    """A prompt or a response, including the text that the template writes before it.
 
     Args:
-        ids: T tokens.
-        content: returns T flags, true where truncation may remove the token; called only for rows that are too long.
+        ids: T token ids.
+        content: returns T flags, true for tokens that truncation may remove; called only for rows that are too long.
         message: the message, for its ``train`` and ``weight``.
-        begin: the first token that belongs to the message, and not to the opening of the conversation.
-        trailing: number of tokens at the end that follow the message, and are not trained.
+        begin: position of the first token that belongs to the message rather than to the start of the conversation.
+        trailing: number of final tokens that come after the message and are not trained.
         labels: T labels; empty until they are set.
-        weights: T loss weights, or None where all are 1.
-        images: those whose tokens are in it; ``begin`` and ``end`` are positions in the segment.
+        weights: T loss weights, or None if all are 1.
+        images: images whose tokens are in the segment; ``begin`` and ``end`` are positions in the segment.
     """
 
     ids: Ids
@@ -55,14 +55,14 @@ class Segment:
         return any(label != IGNORE_INDEX for label in self.labels)
 
     def only(self, kept: Sequence[int]) -> Segment:
-        """The segment with only the tokens at these positions."""
+        """Return the segment with only the tokens at these positions."""
         weights = self.weights and [self.weights[i] for i in kept]
         ids, labels = (array("i", [values[i] for i in kept]) for values in (self.ids, self.labels))
         return replace(self, ids=ids, labels=labels, weights=weights, images=_still_there(self.images, kept))
 
 
 def _still_there(images: Sequence[ImageFile], kept: Sequence[int]) -> list[ImageFile]:
-    """The images of a segment, of which only the tokens at ``kept`` are left: fewer of one that was cut."""
+    """Return the images with their token spans after only the tokens at ``kept`` remain."""
     spans = [(bisect_left(kept, one.begin), bisect_left(kept, one.end)) for one in images]
     return [replace(one, begin=begin, end=end) for one, (begin, end) in zip(images, spans, strict=True)]
 
@@ -73,12 +73,12 @@ Turn: TypeAlias = tuple[Segment, Segment]
 
 @dataclass(frozen=True)
 class EncodedConversation:
-    """A conversation, or a text as one turn.
+    """A labelled conversation, or a text as a single turn.
 
     Args:
-        turns: in the order of the conversation, labelled.
-        closing: the token that closes the row, where turns have no end token of their own.
-        ends: end tokens, one of which should be trained; empty where none should.
+        turns: turns in order.
+        closing: token that closes the row, if turns have no end token of their own.
+        ends: end tokens, at least one of which should be trained; empty if none should be.
     """
 
     turns: Sequence[Turn]
@@ -91,12 +91,12 @@ class EncodedConversation:
 
     @property
     def images(self) -> list[ImageFile]:
-        """Those of all segments, in their order."""
+        """Images of all segments, in order."""
         return [image for segment in chain(*self.turns) for image in segment.images]
 
 
 def masked(length: int) -> Ids:
-    """Make ``length`` labels ``IGNORE_INDEX``."""
+    """Return ``length`` labels ``IGNORE_INDEX``."""
     return _MASKED * length
 
 
@@ -112,7 +112,7 @@ def concatenated(parts: Iterable[Ids]) -> Ids:
 
 
 class TemplateChoices(Protocol):
-    """The options that a template reads."""
+    """Options that a template reads."""
 
     default_system: str | None
     enable_thinking: bool | None
@@ -149,7 +149,7 @@ def check_learning(options: TemplateChoices) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Ends:
-    """The ids of end tokens, and the id that closes the row where turns have no end token."""
+    """Ids of the end tokens, and the id that closes the row if turns have no end token."""
 
     token_ids: frozenset[int]
     closing_id: int | None = None
@@ -165,11 +165,11 @@ def label_turns(turns: Sequence[Turn], options: TemplateChoices, ends: Ends) -> 
 def _labelled(
     prompt: Segment, response: Segment, before: Message | None, is_last: bool, options: TemplateChoices, ends: Ends
 ) -> Turn:
-    """Label the prompt and the response of one turn; ``before`` is the response that precedes them."""
+    """Return the turn with labels. ``before`` is the response that precedes it."""
     labels, weight_of_end = _prompt_labels(prompt, options, ends), None
     if labels and ends.closing_id is not None and _closes(before, is_last, options):
-        # Such a template has no end token between turns. The label of the next turn's first token is therefore eos, so
-        # that the response before it learns to stop (LLaMA-Factory's efficient_eos).
+        # Such a template has no end token between turns. The label of the next turn's first token is therefore EOS, so
+        # that the preceding response learns to stop (LLaMA-Factory's efficient_eos).
         labels[0], weight_of_end = ends.closing_id, before.weight if before else 1.0
     return (
         replace(prompt, labels=labels, weights=_prompt_weights(prompt, response.message.weight, weight_of_end)),
@@ -211,7 +211,7 @@ def _prompt_labels(prompt: Segment, options: TemplateChoices, ends: Ends) -> Ids
 def _closes(before: Message | None, is_last: bool, options: TemplateChoices) -> bool:
     """Return whether the first token of a prompt is trained as the end of the response before it.
 
-    With ``mask_history`` LLaMA-Factory trains these ends even of responses that it masks; so does burnish.
+    With ``mask_history``, LLaMA-Factory trains these end tokens even for masked responses. burnish does the same.
     """
     if options.train_on_eos in ("last", "none"):
         return False
@@ -221,11 +221,12 @@ def _closes(before: Message | None, is_last: bool, options: TemplateChoices) -> 
 
 
 def _prompt_weights(prompt: Segment, of_response: float, of_end: float | None) -> list[float] | None:
-    """Loss weights of a prompt's tokens, or None where all are 1.
+    """Return the loss weights of a prompt's tokens, or None if all are 1.
 
     Args:
-        of_response: the weight of the response.
-        of_end: the weight of the first token, where it is trained as the end of the response before.
+        prompt: the prompt.
+        of_response: weight of the response.
+        of_end: weight of the first token if it is trained as the end of the previous response, else None.
     """
     if {prompt.message.weight, of_response, of_end or 1.0} == {1.0}:
         return None

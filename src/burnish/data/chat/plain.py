@@ -1,12 +1,12 @@
-"""Messages and texts encoded unchanged, as TRL's trainers do it.
+"""Encode messages and texts unchanged, as TRL's trainers do.
 
-A conversation has the ids of ``tokenizer.apply_chat_template``, with its tools and the record's own arguments of the
-template. A text has the ids of the tokenizer, with eos at its end; special tokens in it count. Trained is the whole
-row, what follows the context (messages with ``train=False``, or a prompt), or the tokens of the assistant: those that
-the template marks with ``{% generation %}``, and where it has no marks, those that ``answers.py`` finds.
+A conversation has the ids of ``tokenizer.apply_chat_template``, with its tools and the record's own template variables.
+A text has the ids of the tokenizer with EOS appended; special tokens in it are recognized. The trained tokens are: the
+whole row; or everything after the context (messages with ``train=False``, or a prompt); or the assistant's tokens. The
+latter are found by the template's ``{% generation %}`` marks, or by ``answers.py`` if it has none.
 
-The response begins at the first token that differs from the tokens of the prompt alone. For a vision model, prompt
-and response are encoded each by itself, as TRL does there; a control token of images in a text is text.
+The response begins at the first token that differs from the tokens of the prompt alone. For a vision model, prompt and
+response are tokenized separately, as TRL does; image control tokens in user text are treated as plain text.
 """
 
 from __future__ import annotations
@@ -58,8 +58,15 @@ _NOT_ENDS = tuple(
 
 @dataclass(frozen=True)
 class PlainOptions:
-    """Args: limit: the longest row in tokens, None for no limit. truncation, on_too_long: see ``truncate.py``.
-    train_on_prompt: train the prompt of a completion too. assistant_only: train the assistant's tokens alone."""
+    """Options of ``PlainTemplate``.
+
+    Args:
+        limit: maximum row length in tokens, or None.
+        truncation: truncation rule, see ``truncate.py``.
+        on_too_long: "truncate", "drop" or "raise".
+        train_on_prompt: also train the prompt of a completion.
+        assistant_only: train the assistant's tokens only.
+    """
 
     limit: int | None
     truncation: str
@@ -71,12 +78,18 @@ class PlainOptions:
 
     @property
     def mask_history(self) -> bool:
-        """Whether the last tokens of a row are kept, rather than the first."""
+        """Whether truncation keeps the last tokens of a row instead of the first."""
         return self.truncation == "keep_end"
 
 
 class PlainTemplate(ConversationEncoder):
-    """Args: tokenizer: with its chat template and eos set. family: of the model, if it sees."""
+    """Encodes messages and texts unchanged.
+
+    Args:
+        options: truncation and trained tokens.
+        tokenizer: the tokenizer, with chat template and EOS token set.
+        family: model family of a vision model, otherwise None.
+    """
 
     def __init__(self, options: PlainOptions, tokenizer: Any, family: Family | None = None) -> None:
         super().__init__(options, tokenizer, sys.maxsize if options.limit is None else options.limit)
@@ -91,14 +104,14 @@ class PlainTemplate(ConversationEncoder):
 
     @property
     def fingerprint(self) -> str:
-        """A hash that changes whenever the rows of the same examples would change."""
+        """A hash that changes if the rows of the same examples could change."""
         known = [self._templates, self.encoder.identity, str(self.tokenizer.special_tokens_map), asdict(self.options)]
         known += [] if self.family is None else [self.family.identity]
         return sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
     def encode_pairs(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         if not any("chosen_ids" in example.extra for example in examples):
-            self._asked = {}  # the prompts of this batch, which both answers follow
+            self._asked = {}  # prompts of this batch, shared by both responses
             rows = super().encode_pairs(examples, stats)
             self._asked = None
             return rows
@@ -150,7 +163,7 @@ class PlainTemplate(ConversationEncoder):
             yield self._trained_from(begin, ids, mask)
 
     def _wholes(self, examples: Sequence[Example]) -> Iterator[tuple[Ids, Sequence[int] | None]]:
-        """The ids of conversations, and which tokens are the assistant's, where only those are trained."""
+        """Yield the ids of conversations, and a mask of the assistant's tokens if only those are trained."""
         given = [_conversation(example) for example in examples]
         if not self.options.assistant_only:
             return ((ids, None) for ids in self._chat_ids(examples, given))
@@ -159,7 +172,7 @@ class PlainTemplate(ConversationEncoder):
         return map(self._found, given)
 
     def _prompts(self, examples: Sequence[Example]) -> Iterator[Ids | None]:
-        """The ids of what precedes the response, None where everything is trained."""
+        """Yield the ids of what precedes each response, or None if everything is trained."""
         contexts = [_context(example.messages) for example in examples]
         known = {} if self._asked is None else self._asked
         new = [
@@ -182,14 +195,14 @@ class PlainTemplate(ConversationEncoder):
         return [next(of_chats if one.messages else texts) for one in examples]
 
     def stop_token_ids(self) -> list[int]:
-        """The ids on which a generation ends."""
+        """Return the ids that end generation."""
         return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
 
     def _chat_ids(self, examples: Sequence[Example], given: Sequence[Conversation]) -> list[Ids]:
         try:
             return [array("i", ids) for ids in chat_ids(self.tokenizer, given)] if given else []
         except UnreadableTemplate as error:
-            if len(given) > 1:  # find the one that it is about
+            if len(given) > 1:  # find the example that caused the error
                 pairs = zip(examples, given, strict=True)
                 return [ids for example, one in pairs for ids in self._chat_ids([example], [one])]
             raise UserError(_not_rendered(error, given[0]), where=examples[0].place) from error
@@ -197,7 +210,7 @@ class PlainTemplate(ConversationEncoder):
     # --- conversations with images ----------------------------------------------------------------------------------
 
     def _seen(self, examples: Sequence[Example], marks: Marks) -> Iterator[EncodedConversation]:
-        """Conversations for a vision model."""
+        """Encode conversations for a vision model."""
         contexts = [_context(example.messages) for example in examples]
         is_masked = self.options.assistant_only
         given = [
@@ -222,7 +235,7 @@ class PlainTemplate(ConversationEncoder):
     def _expanded(
         self, example: Example, one: Conversation, asked: str, whole: Rendering, marks: Marks
     ) -> tuple[int, Ids, Sequence[int] | None, Sequence[ImageFile]]:
-        """Where the response begins, the ids, which may be trained, and the images among them."""
+        """Return the start of the response, the ids, the mask of trainable tokens, and the images among the tokens."""
         text = whole.text
         if self.options.assistant_only:
             ids, mask = self._between(one, text, whole.spans if self._is_marked else self._answers_in(one).spans)
@@ -235,7 +248,7 @@ class PlainTemplate(ConversationEncoder):
         return made.moved(len(pieces[0])), made.ids, None, made.images
 
     def _in_parts(self, conversation: Conversation) -> Conversation:
-        """Messages with their contents as parts, as TRL gives them to the template of a vision model."""
+        """Return the messages with their contents as parts, as TRL passes them to the template of a vision model."""
         return replace(conversation, chat=[self._with_parts(message) for message in conversation.chat])
 
     def _with_parts(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -247,7 +260,7 @@ class PlainTemplate(ConversationEncoder):
         return {**message, "content": [self._hidden(part) for part in content]}
 
     def _hidden(self, part: Any) -> Any:
-        """A part whose text holds no control token of images that a template would not have written."""
+        """Return a part with image control tokens in its text hidden, since only the template may write them."""
         assert self.family is not None
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             return part
@@ -257,7 +270,7 @@ class PlainTemplate(ConversationEncoder):
         return {**part, "text": text}
 
     def _labelled(self, columns: Mapping[str, Any]) -> EncodedConversation:
-        """Token ids with their labels: as they are given, or those that the masks leave."""
+        """Return given token ids with their labels: the given ones, or those selected by the masks."""
         ids = array("i", columns["input_ids"])
         labels = array("i", columns.get("labels", ids))
         masks = ["assistant_masks"] if self.options.train_on_prompt else ["completion_mask", "assistant_masks"]
@@ -274,7 +287,14 @@ class PlainTemplate(ConversationEncoder):
     def _trained_from(
         self, begin: int, ids: Ids, mask: Sequence[int] | None = None, images: Sequence[ImageFile] = ()
     ) -> EncodedConversation:
-        """One turn. Args: begin: the first token of the response. mask: 1 for each token that may be trained."""
+        """Return one turn.
+
+        Args:
+            begin: position of the first token of the response.
+            ids: token ids.
+            mask: 1 for each trainable token; None if all are.
+            images: images among the tokens.
+        """
         labels = ids[:]
         if not self.options.train_on_prompt:
             labels[:begin] = masked(begin)
@@ -287,7 +307,7 @@ class PlainTemplate(ConversationEncoder):
     # --- the assistant's tokens ---------------------------------------------------------------------------------------
 
     def note(self) -> str | None:
-        """A warning about the template's ``{% generation %}`` marks, where they leave out the end of a turn."""
+        """Return a warning if the template's ``{% generation %}`` marks exclude the end token of a turn, else None."""
         if not self._is_marked:
             return None
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
@@ -314,7 +334,7 @@ class PlainTemplate(ConversationEncoder):
         return self._between(conversation, rendered.text, rendered.spans)
 
     def _answers_in(self, conversation: Conversation) -> Rendered:
-        """A conversation with the spans of its answers."""
+        """Return the rendered conversation with the spans of its responses."""
         chat: Any = conversation.chat
         (rendered,) = self._renderer(conversation.variables).rendered([(chat, conversation.tools)])
         if isinstance(rendered, UnreadableTemplate):
@@ -324,7 +344,7 @@ class PlainTemplate(ConversationEncoder):
     def _between(
         self, conversation: Conversation, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[Ids, list[int]]:
-        """The ids of a text, and 1 for each token of a span."""
+        """Return the ids of a text, and a mask with 1 for each token inside a span."""
         ids, borders = self.encoder.located([text], [list(chain.from_iterable(spans))])[0]
         mask = [0] * len(ids)
         for (begin, _), (_, end) in zip(borders[::2], borders[1::2], strict=True):
@@ -333,7 +353,8 @@ class PlainTemplate(ConversationEncoder):
         return ids, mask
 
     def _renderer(self, variables: Mapping[str, Any]) -> Renderer:
-        """The renderer for these arguments, which are written into the template, because answers may depend on them."""
+        """Return the renderer for these template variables, which are set in the template since rendering may depend
+        on them."""
         opening = "".join(f"{{%- set {name} = {json.dumps(value)} %}}" for name, value in sorted(variables.items()))
         if opening not in self._renderers:
             templates = {name: opening + text for name, text in self._templates.items()}
@@ -342,7 +363,7 @@ class PlainTemplate(ConversationEncoder):
 
 
 def _conversation(example: Example) -> Conversation:
-    """The input of the chat template: messages, tools, and the record's own arguments."""
+    """Return the input of the chat template: messages, tools, and the record's own variables."""
     chat = [dict(m.raw or {"role": m.role, "content": m.text}) for m in example.messages]
     own = example.extra.get("chat_template_kwargs") or {}
     tools = json.loads(example.tools) if example.tools else None
@@ -350,7 +371,7 @@ def _conversation(example: Example) -> Conversation:
 
 
 def _context(messages: Sequence[Message]) -> int:
-    """Number of messages before the response."""
+    """Return the number of messages before the response."""
     return next((n for n, message in enumerate(messages) if message.train is not False), len(messages))
 
 

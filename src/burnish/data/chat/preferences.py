@@ -1,11 +1,10 @@
-"""Pairs of responses, and responses with a label -> rows.
+"""Rows of preference pairs and of labelled responses.
 
-In: examples, and their prompts and responses, encoded. Out: rows of several sequences: ``chosen_input_ids``,
-``chosen_labels``, ``rejected_input_ids``, ``rejected_labels`` and ``margin``; or ``input_ids``, ``labels``, ``tag``
-and, of the same prompt with another record's response, ``kl_input_ids`` and ``kl_labels``. The response is trained, the
-prompt is not.
+A pair has the columns ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels`` and
+optionally ``margin``. A labelled response has ``input_ids``, ``labels`` and ``tag``; its prompt with the response of
+another record is in ``kl_input_ids`` and ``kl_labels``. Responses are trained, prompts are masked.
 
-Both sequences of a pair begin with the same prompt, also where they are truncated (``truncate.py``).
+Both sequences of a pair begin with the same prompt, also after truncation (``truncate.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CUT = "truncated to cutoff_len"
 
 
 class TruncationChoices(Protocol):
-    """The options that pairs depend on."""
+    """Options that rows of preferences depend on."""
 
     @property
     def truncation(self) -> str: ...
@@ -38,7 +37,7 @@ class TruncationChoices(Protocol):
 
 
 def with_answer(example: Example, side: str) -> Example:
-    """The conversation, or the text, with one of the two responses of a pair."""
+    """Return the conversation or text with one of the two responses of a pair ("chosen" or "rejected")."""
     alone, answer = replace(example, chosen=None, rejected=None), getattr(example, side)
     if isinstance(answer, str):
         return replace(alone, completion=answer)
@@ -46,7 +45,7 @@ def with_answer(example: Example, side: str) -> Example:
 
 
 def with_other(example: Example) -> Example:
-    """The prompt of a labelled response with another record's response; unchanged where there is none of its kind."""
+    """Return the prompt of a labelled response with another record's response, if it has the same type."""
     other = example.other
     if other is None or isinstance(other, str) != (example.completion is not None):
         return example
@@ -59,10 +58,10 @@ def pair_rows(
     examples: Sequence[Example], chosen: Sequence[Turn | None], rejected: Sequence[Turn | None],
     options: TruncationChoices, room: int, stats: DataStats,
 ) -> list[Row | None]:  # fmt: skip
-    """A row per pair, None where it gives nothing to train on (counted in ``stats``).
+    """Return a row per pair, None for dropped pairs (counted in ``stats``).
 
     Raises:
-        UserError: where a row is too long and ``on_too_long`` is "raise".
+        UserError: if a row is too long and ``on_too_long`` is "raise".
     """
     pairs = [None if a is None or b is None else _with_one_prompt(a, b) for a, b in zip(chosen, rejected, strict=True)]
     _refuse_long(examples, pairs, options, room)
@@ -85,7 +84,7 @@ def verdict_rows(
     examples: Sequence[Example], own: Sequence[Turn | None], others: Sequence[Turn | None],
     options: TruncationChoices, room: int, stats: DataStats,
 ) -> list[Row | None]:  # fmt: skip
-    """A row per labelled response, and its prompt with another response where the example has one."""
+    """Return a row per labelled response, with the mismatched response if the example has one."""
     _refuse_long(examples, own, options, room)
     rows: list[Row | None] = []
     for example, turn, other in zip(examples, own, others, strict=True):
@@ -100,7 +99,7 @@ def verdict_rows(
 
 
 def _with_one_prompt(chosen: Turn, rejected: Turn) -> list[Segment]:
-    """The prompt that two turns share, and both responses: what one prompt has beyond it moves into its response."""
+    """Return the common prompt of two turns and both responses. Tokens after the common prompt move to the response."""
     prompt = chosen[0]
     shared = shared_beginning(prompt.ids, rejected[0].ids)
     if shared == len(prompt.ids) == len(rejected[0].ids):
@@ -127,7 +126,7 @@ def _refuse_long(
 
 
 def _length(encoded: Sequence[Segment]) -> int:
-    """The length of a prompt with the longest of its responses."""
+    """Return the length of a prompt with its longest response."""
     prompt, *responses = encoded
     return len(prompt.ids) + max(len(response.ids) for response in responses)
 
@@ -135,7 +134,7 @@ def _length(encoded: Sequence[Segment]) -> int:
 def _fitted(
     example: Example, encoded: Sequence[Segment], options: TruncationChoices, room: int, stats: DataStats
 ) -> list[Segment] | None:
-    """A prompt and its responses within ``room`` tokens; None where they are dropped for it, which is counted."""
+    """Return a prompt and its responses truncated to ``room`` tokens, or None if dropped (counted in ``stats``)."""
     fitted: list[Segment] | None = list(encoded)
     if _length(encoded) > room:
         if options.on_too_long == "drop":
@@ -154,7 +153,7 @@ def _fitted(
 
 
 def _keeps(before: Segment, after: Segment) -> bool:
-    """Return whether a truncated prompt has all of its images as a whole."""
+    """Return whether a truncated prompt has all of its images completely."""
     return [one.end - one.begin for one in before.images] == [one.end - one.begin for one in after.images]
 
 

@@ -1,8 +1,9 @@
-"""The process that renders chat templates (``rendering.py`` starts it, and says why).
+"""Worker process that renders chat templates, started by ``rendering.py``.
 
-Reads a JSON request per line from standard input, and writes the replies to its conversations as one line. A rendering
-that takes too long ends the process: the kernel's timer also stops code that never returns to Python. Memory is bounded
-by ``RLIMIT_AS``. The text is that of transformers' own ``apply_chat_template``, so it is the same in every version.
+It reads a JSON request per line from standard input and writes all replies to a request as one line. A rendering that
+exceeds its time limit ends the process: the kernel's timer also stops code that never returns to Python. Memory is
+limited by ``RLIMIT_AS``. Rendering uses transformers' ``apply_chat_template``, so the text is that of the installed
+version.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from burnish.config.bounds import LONGEST_RENDERING, RENDERING_BYTES
 
 
 class _Characters(dict[str, Any]):
-    """An encoding in which each character is a token, so that transformers' mask of tokens is one of characters."""
+    """An encoding with one token per character, so that transformers' token mask becomes a character mask."""
 
     def char_to_token(self, row: int, place: int) -> int:
         return place
@@ -53,7 +54,7 @@ def _answer(
     tokenizer: Any, request: Mapping[str, Any], template: str, chat: Any, tools: Any, is_prompt: bool, marks: bool,
     variables: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """``text`` and ``spans``, or ``error`` and ``message``."""
+    """Return ``text`` and ``spans``, or ``error`` and ``message``."""
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:
         found = tokenizer.apply_chat_template(
@@ -66,7 +67,7 @@ def _answer(
         return {"text": text, "spans": _spans(found["assistant_masks"]) if marks else []}
     except (MemoryError, RecursionError):
         return {"error": "memory"}
-    except Exception as error:  # whatever a template makes Jinja raise is a fault of the template
+    except Exception as error:  # a template can make Jinja raise any exception
         name, line = type(error).__name__, getattr(error, "lineno", None)
         kind = "syntax" if name == "TemplateSyntaxError" else "refused"
         return {"error": kind, "message": f"{error}" or name, "line": line}
@@ -75,7 +76,7 @@ def _answer(
 
 
 def _spans(marks: list[int]) -> list[tuple[int, int]]:
-    """[start, end) of each run of ones."""
+    """Return [start, end) of each run of ones."""
     edges = [i for i in range(len(marks) + 1) if (i < len(marks) and marks[i]) != (i > 0 and marks[i - 1])]
     return list(zip(edges[::2], edges[1::2], strict=True))
 

@@ -1,10 +1,9 @@
-"""Render conversations with a chat template, in a process that can be stopped.
+"""Render conversations with a chat template, in a worker process with time and memory limits.
 
-A chat template is a small program that comes with a model, from strangers. Jinja's sandbox keeps it from the files of
-the machine, but not from its time and memory, and a thread that loops cannot be ended. So one worker process per
-process of burnish renders (``render_worker.py``): it is started at the first rendering, takes any number of them, and
-ends itself where one exceeds its time or its memory. Templates of burnish's own table are no programs and are
-written in this process (``slots.py``).
+A chat template is a program from an untrusted source. Jinja's sandbox protects files, but limits neither time nor
+memory, and a looping thread cannot be stopped. Each process therefore renders in one worker process
+(``render_worker.py``). It starts with the first rendering and ends itself if a rendering exceeds its time or memory.
+burnish's named templates are data rather than programs and are rendered in the main process (``slots.py``).
 
     (found,) = render(tokenizer, [Conversation(chat)])
     (ids,) = chat_ids(tokenizer, [Conversation(chat, parts=[PROMPT])])
@@ -32,11 +31,11 @@ _REMEDY = "Correct the template, or set another one."
 
 
 class UnreadableTemplate(ValueError):
-    """The chat template cannot render a conversation. The text continues a sentence that begins with "dropped: "."""
+    """Raised if the chat template cannot render a conversation. The message completes a sentence "dropped: ..."."""
 
 
 Part: TypeAlias = "tuple[int | None, bool]"
-"""A beginning of a conversation: its number of messages (None: all), and whether the prompt of an answer follows."""
+"""The first messages of a conversation: their number (None for all), and whether to add a generation prompt."""
 WHOLE: Part = (None, False)
 PROMPT: Part = (None, True)
 
@@ -46,9 +45,11 @@ class Conversation:
     """The input of a chat template.
 
     Args:
-        parts: what is rendered, each by itself.
-        marks: return the spans of the ``{% generation %}`` marks as well.
-        variables: further variables of the template.
+        chat: messages.
+        tools: tools, or None.
+        parts: prefixes of the conversation to render separately.
+        marks: also return the spans of ``{% generation %}`` blocks.
+        variables: further template variables.
     """
 
     chat: Sequence[Mapping[str, Any]]
@@ -63,8 +64,9 @@ class Rendering:
     """A rendered conversation.
 
     Args:
-        spans: [start, end) in characters of what stands between ``{% generation %}`` marks, where asked for.
-        error: set where the template cannot render it.
+        text: output of the template.
+        spans: [start, end) of ``{% generation %}`` blocks in characters, if requested.
+        error: set if the template cannot render the conversation.
     """
 
     text: str = ""
@@ -73,10 +75,12 @@ class Rendering:
 
 
 def render(tokenizer: Any, conversations: Sequence[Conversation], template: str | None = None) -> list[Rendering]:
-    """The texts of ``tokenizer.apply_chat_template``, for each part of each conversation in order.
+    """Return the texts of ``tokenizer.apply_chat_template``, for each part of each conversation in order.
 
     Args:
-        template: Jinja text; default: the tokenizer's own.
+        tokenizer: the tokenizer.
+        conversations: inputs of the template.
+        template: Jinja text. Default: the tokenizer's own template.
     Raises:
         UserError: if a rendering exceeds its time limit.
     """
@@ -110,7 +114,7 @@ def _rendering(reply: Mapping[str, Any]) -> Rendering:
 
 
 def _texts(tokenizer: Any, found: Sequence[Rendering]) -> Any:
-    """The encoding of texts. Raises UnreadableTemplate."""
+    """Return the encoding of texts. Raises UnreadableTemplate if one could not be rendered."""
     for each in found:
         if each.error is not None:
             raise each.error
@@ -118,7 +122,7 @@ def _texts(tokenizer: Any, found: Sequence[Rendering]) -> Any:
 
 
 def in_parts(text: str) -> list[dict[str, str]]:
-    """A text with images as the parts that chat templates take."""
+    """Return a text with image placeholders as the parts that chat templates accept."""
     first, *others = text.split(IMAGE)
     parts = [{"type": "text", "text": first}]
     for other in others:
@@ -127,7 +131,7 @@ def in_parts(text: str) -> list[dict[str, str]]:
 
 
 def marked(found: Rendering, family: Family) -> Rendering:
-    """A rendering in which the mark of each image has the text around it that the family's processor adds."""
+    """Return a rendering with the text that the family's processor adds around the placeholder of each image."""
     pieces = found.text.split(family.mark)
     added = len(family.own) - len(family.mark)
     places: list[int] = []
@@ -138,10 +142,14 @@ def marked(found: Rendering, family: Family) -> Rendering:
 
 
 def chat_ids(tokenizer: Any, conversations: Sequence[Conversation]) -> list[list[int]]:
-    """The ids of ``tokenizer.apply_chat_template``. Args: conversations: of one part each.
+    """Return the ids of ``tokenizer.apply_chat_template``.
+
+    Args:
+        tokenizer: the tokenizer.
+        conversations: inputs with one part each.
 
     Raises:
-        UserError: as ``render``.
+        UserError: if a rendering exceeds its time limit.
         UnreadableTemplate: if the template cannot render a conversation.
     """
     if type(tokenizer).apply_chat_template.__module__ != "transformers.tokenization_utils_base":
@@ -150,7 +158,7 @@ def chat_ids(tokenizer: Any, conversations: Sequence[Conversation]) -> list[list
 
 
 def _own_ids(tokenizer: Any, one: Conversation) -> list[int]:
-    """The ids of a tokenizer that overrides ``apply_chat_template``, as Mistral's does: it has no Jinja template."""
+    """Return the ids of a tokenizer that overrides ``apply_chat_template``. Mistral's has no Jinja template."""
     found = tokenizer.apply_chat_template(
         one.chat, tools=one.tools, add_generation_prompt=one.parts[0][1], return_dict=True, **one.variables
     )
@@ -158,7 +166,7 @@ def _own_ids(tokenizer: Any, one: Conversation) -> list[int]:
 
 
 def marked_ids(tokenizer: Any, conversation: Conversation) -> tuple[list[int], list[int]]:
-    """Ids, and 1 for each token between ``{% generation %}`` marks. Errors as ``chat_ids``."""
+    """Return ids, and a mask with 1 for each token inside a ``{% generation %}`` block. Raises like ``chat_ids``."""
     found = render(tokenizer, [replace(conversation, marks=True)])
     encoded = _texts(tokenizer, found)
     ids = list(encoded["input_ids"][0])
@@ -172,29 +180,29 @@ def marked_ids(tokenizer: Any, conversation: Conversation) -> tuple[list[int], l
 
 
 def stop_rendering() -> None:
-    """End the worker process, and with it the rendering that another thread waits for."""
+    """Kill the worker process, which also ends a rendering that another thread is waiting for."""
     _worker.stop()
 
 
 def _placeholder(value: Any) -> Any:
-    """Replace a value that JSON has no type for, as transformers does for templates."""
+    """Replace a value that JSON cannot represent, as transformers does for templates."""
     item = getattr(value, "item", None)
     return item() if type(value).__module__ == "numpy" and item and not value.ndim else f"<{type(value).__name__}>"
 
 
 class _Worker:
-    """The worker process of this process. Threads take turns."""
+    """The worker of this process, shared by its threads."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the process, without ending it: after a fork it is the parent's."""
+        """Drop the reference to the process without killing it: after a fork it belongs to the parent."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: bytes) -> list[dict[str, Any]] | None:
-        """The replies, None where the worker ended over one."""
+        """Return the replies, or None if the worker died while rendering."""
         with self._lock:
             process = self._process
             if process is None or process.poll() is not None:
@@ -227,7 +235,7 @@ def _start() -> subprocess.Popen[bytes]:
     environment = {**os.environ, "USE_TORCH": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "burnish.data.chat.render_worker"], env=environment,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0,  # Ctrl-C is for the parent
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0,  # Ctrl-C goes to the parent only
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A template over one tokenizer: examples -> encoded conversations, and what a run needs to know of the template."""
+"""A template with a tokenizer: encodes examples, and provides stop tokens, fingerprints and the chat template."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ OPTIONS_OF_ROWS: Final = (
 
 SHRUNK = "kept: its images were made smaller, so that the row fits into cutoff_len (image_fit: shrink)"
 SHRINKING, SMALLEST = 0.8, 28 * 28
-"""Factor of the pixels of images in one attempt to make a row fit, and the fewest that an image is given."""
+"""Factor applied to the pixels of images in each attempt to fit a row, and the minimum pixels of an image."""
 ANSWERING: Final = ("assistant", "function")
 
 
 class TemplateFormat(Protocol):
-    """The formatting of conversations: by a named template (``slots.py``) or by Jinja (``chat_template.py``).
+    """Formats conversations: with a named template (``slots.py``) or with Jinja (``chat_template.py``).
 
-    It writes one mark of ``family`` for each image.
+    It writes one placeholder of ``family`` per image.
     """
 
     encoder: Encoder
@@ -48,12 +48,12 @@ class TemplateFormat(Protocol):
 
     @property
     def closing_word(self) -> str | None:
-        """The token that closes a row, where turns have no end token of their own."""
+        """Token that closes a row if turns have no end token of their own, else None."""
         ...
 
     def fit(self) -> None: ...
     def answering_last(self) -> TemplateFormat:
-        """The same where only the last response is trained, so that thoughts of earlier ones may go."""
+        """Return the format for training on the last response only, where earlier reasoning may be removed."""
         ...
 
     def turns(self, examples: Sequence[Example], stats: DataStats) -> list[list[Turn] | None]: ...
@@ -64,16 +64,17 @@ class TemplateFormat(Protocol):
 
 
 class Template(ConversationEncoder):
-    """One template over one tokenizer.
+    """A template with a tokenizer.
 
     Args:
-        name: its name in messages.
-        form: the formatting of conversations.
+        name: name in messages.
+        form: formatting of conversations.
         options: ``TemplateOptions`` and ``EncodingOptions``.
-        spec: the row of the table, None for a tokenizer's own chat template.
-        cutoff_len: the longest row, if not the option's: packing may need another length.
+        tokenizer: the tokenizer.
+        spec: the named template; None for a tokenizer's own chat template.
+        cutoff_len: maximum row length, if different from the option: packing may need another length.
 
-    ``notes`` are sentences for the user on choices that were made.
+    ``notes`` are messages for the user about automatic choices.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class Template(ConversationEncoder):
         self.notes: list[str] = []
 
     def prompt(self, example: Example) -> list[int]:
-        """The ids up to the beginning of the next answer; a final answer in the example is left out."""
+        """Return the ids up to the beginning of the next response. A final response in the example is ignored."""
         return list(self.prompt_row(example)["input_ids"])
 
     def prompt_row(self, example: Example) -> Row:
-        """The same as a row: ``input_ids``, and with images ``images``."""
+        """Return ``prompt`` as a row: ``input_ids``, and ``images`` if there are any."""
         if self.marks is None:
             return {"input_ids": self.form.prompt(example)}
         example = cleaned(example)
@@ -102,38 +103,35 @@ class Template(ConversationEncoder):
         return row | {"images": images_column(made.images)} if images else row
 
     def stop_token_ids(self, tokenizer: Any = None) -> list[int]:
-        """The ids on which a generation ends: eos and the template's stop words."""
+        """Return the ids that end generation: EOS and the template's stop words."""
         tokenizer = tokenizer or self.tokenizer
         ids = {tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, self.form.end_words())}
         return sorted(ids - {None})
 
     def end_ids(self) -> frozenset[int]:
-        """The ids that end a message: those on which a generation ends, except those that open the next message."""
+        """Return the ids that end a message: the stop tokens, except those that open the next message."""
         opening = self.spec.opening_words if self.spec else ()
         return frozenset(self.stop_token_ids()) - set(map(self.tokenizer.convert_tokens_to_ids, opening))
 
     def jinja(self) -> str | dict[str, str]:
-        """A chat template for the tokenizer, which renders the tokens that are trained here.
-
-        Several by name where the tokenizer has several.
-        """
+        """Return a chat template for the tokenizer that renders the trained tokens; a dictionary if it has several."""
         return self.form.jinja()
 
     @property
     def fingerprint(self) -> str:
-        """A hash that changes whenever the rows of the same examples would change."""
+        """A hash that changes if the rows of the same examples could change."""
         options = {name: getattr(self.options, name) for name in OPTIONS_OF_ROWS}
         known = [self.form.identity(), self.form.encoder.identity, options, self.cutoff_len]
         return _hashed(known if self.form.family is None else [*known, self.form.family.identity])
 
     @property
     def form_fingerprint(self) -> str:
-        """A hash that changes with the text around the messages, but not with labels or truncation."""
+        """A hash of the text around the messages; it does not depend on labels or truncation."""
         return _hashed(self.form.identity())
 
     @property
     def tokenizer_fingerprint(self) -> str:
-        """Changes with the ids that a text becomes."""
+        """A hash that changes if the token ids of a text could change."""
         return _hashed(self.form.encoder.identity)
 
     def _chats(
@@ -159,7 +157,7 @@ class Template(ConversationEncoder):
             yield EncodedConversation([*turns[:-1], *labelled] if last_only else labelled, closing, wanted)
 
     def _seen(self, example: Example, turns: list[Turn], stats: DataStats) -> list[Turn] | None:
-        """Turns with what stands for their images; None where the template does not write them."""
+        """Return the turns with image tokens inserted; None if an image cannot be used (counted in ``stats``)."""
         if self.marks is None:
             if images_in(example):
                 what = "the record holds images, and burnish cannot give them to this model."
@@ -176,7 +174,7 @@ class Template(ConversationEncoder):
             return None
 
     def _shrunk(self, example: Example, turns: list[Turn], made: list[Turn], stats: DataStats) -> list[Turn]:
-        """Turns whose images are made smaller, all by the same factor, until the row fits, or they cannot be."""
+        """Shrink all images by the same factor until the row fits. Return the original turns if that is impossible."""
         assert self.marks is not None
         images, room = images_in(example), self.cutoff_len - (self.form.closing_word is not None)
         factor, found = 1.0, made
@@ -191,7 +189,7 @@ class Template(ConversationEncoder):
         return found
 
     def _texts(self, examples: Sequence[Example], stats: DataStats) -> Iterator[EncodedConversation | None]:
-        """Plain texts and completions. They have no template around them, and may hold control tokens."""
+        """Encode plain texts and completions. They have no template around them and may contain control tokens."""
         ending = self.spec.text_end if self.spec else ""
         texts = [
             (e.prompt or "") + e.completion if e.completion is not None else e.text and e.text + ending
@@ -219,7 +217,7 @@ class Template(ConversationEncoder):
         ]
 
     def _text(self, ids: Ids, opening: int, trained_from: int, has_end: bool) -> EncodedConversation:
-        """One turn: the context and the trained part, with eos added if the text does not end in it."""
+        """Return one turn of context and trained part. EOS is appended unless the text already has an end token."""
         eos = self.tokenizer.eos_token_id
         is_open = not has_end and eos is not None and ids[-1] != eos
         source, target = ids[:trained_from], ids[trained_from:] + array("i", [eos] if is_open else [])
@@ -230,7 +228,7 @@ class Template(ConversationEncoder):
         )
 
     def opening_ids(self) -> Ids:
-        """bos, for tokenizers that put it before every text."""
+        """Return the BOS token if the tokenizer puts it before every text, else nothing."""
         bos = self.tokenizer.bos_token_id
         own = self.tokenizer("", add_special_tokens=True)["input_ids"]
         return array("i", [bos] if bos is not None and list(own[:1]) == [bos] else [])

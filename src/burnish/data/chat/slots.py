@@ -1,12 +1,11 @@
-"""A conversation under a named template: each message goes into its slots, each slot is tokenized by itself.
+"""Encode conversations with a named template: messages are inserted into slots, which are tokenized separately.
 
-In: examples with messages. Out: their turns, encoded. A conversation alternates: a question (user, observation), then
-an answer (assistant, function); one that does not is counted and gives no turns. Observations in a row, the answers to
-calls that were made at once, are one question.
+A conversation must alternate between a prompt (user, observation) and a response (assistant, function); others are
+dropped and counted. Consecutive observations, the results of parallel tool calls, are joined into one prompt.
 
-A text for the tokenizer is a tuple of parts that alternate between text of the template and text of the record,
-beginning with the template: ("<|im_start|>user\\n", "hello", "<|im_end|>\\n"). The tokenizer sees them joined; the
-parts are kept for rows that are too long, in which only text of the record is cut.
+A text is a tuple of parts that alternate between template and record, beginning with the template:
+("<|im_start|>user\\n", "hello", "<|im_end|>\\n"). The parts are joined for tokenization. They are kept for truncation,
+which removes text of the record only.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from burnish.loop.types import IMAGE, Example, Ids, Message
 Parts: TypeAlias = tuple[str, ...]
 Element: TypeAlias = "int | Parts"
 Written: TypeAlias = "list[list[int | Parts]]"
-"""The elements that open a conversation, then those of each message: token ids, and texts in their parts."""
+"""The elements that open a conversation, then those of each message: token ids, and texts as tuples of parts."""
 Borders: TypeAlias = "list[tuple[int, int]]"
 _ASKING, _ANSWERING = ("user", "observation"), ("assistant", "function")
 
 
 def as_asked(spec: TemplateSpec, options: TemplateChoices) -> TemplateSpec:
-    """The row of the table with the changes from the options."""
+    """Return the template with changes from the options."""
     if options.tool_format is not None:
-        # As in LLaMA-Factory: another tool format has plain slots for the call, not those of the template.
+        # As in LLaMA-Factory: with another tool format, calls have plain slots instead of the template's.
         end = () if spec.efficient_eos else (Token("eos_token", "eos"),)
         spec = replace(
             spec, tool_format=options.tool_format, tool_list_format=options.tool_format, function=(CONTENT, *end)
@@ -52,7 +51,7 @@ def as_asked(spec: TemplateSpec, options: TemplateChoices) -> TemplateSpec:
 
 
 def broken_rule(messages: Sequence[Message]) -> str | None:
-    """The rule that a conversation breaks, as the rest of a sentence that begins with "dropped: "; None for none."""
+    """Return the rule that a conversation violates, as the rest of a sentence "dropped: ...", or None."""
     if not messages:
         return "no messages"
     if (turn := next((place for place, message in enumerate(messages) if message.role == "system"), None)) is not None:
@@ -63,12 +62,13 @@ def broken_rule(messages: Sequence[Message]) -> str | None:
 
 
 class SlotFormat:
-    """A named template over one tokenizer.
+    """A named template with a tokenizer.
 
     Args:
-        spec: the row of the table with the changes from the options.
+        spec: the template, with changes from the options.
         options: ``TemplateOptions`` and ``LearnOptions``.
-        family: of the model, if it sees.
+        tokenizer: the tokenizer.
+        family: model family of a vision model, otherwise None.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SlotFormat:
         TOOL_FORMATS.get(spec.tool_format)
 
     def fit(self) -> None:
-        """Read the tokenizer's special tokens; called again when they have changed."""
+        """Read the tokenizer's special tokens. Called again after they change."""
         controls = () if self.family is None else self.family.controls
         self.encoder = Encoder(self.tokenizer, _words(self.spec), str(self.spec), controls)
         slots = chain(*(getattr(self.spec, name) for name in ("prefix", "system", *_ASKING, *_ANSWERING)))
@@ -112,7 +112,7 @@ class SlotFormat:
         return write_jinja(self.spec, self.options, self.tokenizer)
 
     def turns(self, examples: Sequence[Example], stats: DataStats) -> list[list[Turn] | None]:
-        """The turns of each conversation, None where it has none to learn from (counted in ``stats``)."""
+        """Return the turns of each conversation, or None for a dropped one (counted in ``stats``)."""
         examples = [self._with_observations_joined(example) for example in examples]
         conversations = [self._try(example, stats) for example in examples]
         ids = self._ids(conversations)
@@ -122,10 +122,11 @@ class SlotFormat:
         ]
 
     def prompt(self, example: Example) -> list[int]:
-        """The ids up to the beginning of the next answer: all messages as in training, without a final answer.
+        """Return the ids up to the beginning of the next response. A final response in the example is ignored.
 
         Raises:
-            ToolError, ValueError: if the conversation cannot be written.
+            ToolError: if tools or calls cannot be formatted.
+            ValueError: if messages do not alternate.
         """
         messages = self._with_observations_joined(example).messages
         if messages and messages[-1].role in _ANSWERING:
@@ -161,7 +162,7 @@ class SlotFormat:
         return None
 
     def _conversation(self, example: Example) -> Written:
-        """The opening, and each message in its slots, with its thought removed or completed as the options ask."""
+        """Return the opening and each message in its slots, with reasoning removed or completed as configured."""
         messages = list(example.messages)
         last = len(messages) - 1
         for place in range(1, len(messages), 2) if self.spec.reasoning else ():
@@ -172,14 +173,14 @@ class SlotFormat:
         written = [opening, first, *(self._slots(message, self._content(message)) for message in messages[1:])]
         for place in range(last if self.forgets_thoughts else 1, last + 1, 2) if self.spec.reasoning else ():
             if not any(word.strip() in messages[place].text for word in self.spec.thought_words):
-                if self.thinks:  # it is trained
+                if self.thinks:  # the empty reasoning block is trained
                     written[place + 1].insert(0, (self.spec.empty_thought,))
                 else:
                     written[place].append((self.spec.empty_thought,))
         return written
 
     def _opened(self, example: Example, message: Message) -> tuple[list[Element], list[Element]]:
-        """The opening of a conversation with its system message, and the first message in its slots."""
+        """Return the opening of a conversation with its system message, and the first message in its slots."""
         opening, content = self._fill(self.spec.prefix, ()), self._content(message)
         system = self._system(example)
         if system is not None and not self.spec.system_in_user:
@@ -195,7 +196,7 @@ class SlotFormat:
         return self._fill(slots, content)
 
     def _system(self, example: Example) -> Parts | None:
-        """The system message with the list of tools, or None where there is neither."""
+        """Return the system message with the list of tools, or None if there is neither."""
         if not (example.system or self.spec.default_system or example.tools):
             return None
         tools = describe_tools(self.encoder.hide(example.tools), self.spec.tool_list_format) if example.tools else ""
@@ -213,7 +214,7 @@ class SlotFormat:
             return ("", *self._seen(self.encoder.hide(message.text)))
         text = self.encoder.hide(message.text, assistant=True)
         if message.role == "assistant":
-            # Faster than one regular expression for two words that begin differently.
+            # Faster than one regular expression for two words with different beginnings.
             has_thought = any(word in text for word in self.spec.thought_words)
             if has_thought:
                 pieces = self._thought_words.split(text)
@@ -223,7 +224,7 @@ class SlotFormat:
         return ("", before, TOOL_FORMATS[self.spec.tool_format].write(calls))
 
     def _seen(self, text: str) -> Parts:
-        """A text of the record in parts, with what the template writes for each image between them."""
+        """Split a text of the record into parts, with the template's text for each image between them."""
         if self.family is None or IMAGE not in text:
             return (text,)
         return tuple(chain.from_iterable((self.family.written, part) for part in text.split(IMAGE)))[1:]
@@ -241,7 +242,7 @@ class SlotFormat:
         return elements
 
     def _token(self, token: Token) -> list[Element]:
-        """The token's id; if the vocabulary lacks it, its name as text, or nothing for an optional token."""
+        """Return the token's id. If the vocabulary lacks it: its name as text, or nothing for an optional token."""
         if token.kind in ("bos", "eos"):
             name = getattr(self.tokenizer, f"{token.kind}_token")
             return [] if name is None else [self.tokenizer.convert_tokens_to_ids(name)]
@@ -250,7 +251,7 @@ class SlotFormat:
         return [(token.name,)] if token.kind == "named" else []
 
     def _ids(self, conversations: Sequence[Written | None]) -> Mapping[str, Ids]:
-        """Tokenize all texts of a batch in one call; returns text -> ids."""
+        """Tokenize all texts of a batch in one call. Returns text -> ids."""
         return self.encoder.encode(
             "".join(element)
             for written in conversations
@@ -274,7 +275,7 @@ class SlotFormat:
         return list(zip(segments[::2], segments[1::2], strict=True))
 
     def _removable(self, elements: Sequence[Element], ids: Mapping[str, Ids]) -> list[bool]:
-        """Mark the tokens of a prompt or a response that belong to a message's content."""
+        """Flag the tokens of a prompt or a response that belong to a message's content."""
         texts = [element for element in dict.fromkeys(elements) if not isinstance(element, int)]
         edges = [list(accumulate(map(len, text))) for text in texts]
         located = self.encoder.located(["".join(text) for text in texts], edges)
@@ -283,10 +284,11 @@ class SlotFormat:
 
 
 def _marks(length: int, borders: Borders) -> list[bool]:
-    """Mark the tokens of an element that come from the record.
+    """Flag the tokens of an element that come from the record.
 
     Args:
-        borders: the end of each part; parts of the template and of the record alternate.
+        length: number of tokens.
+        borders: end of each part; parts of the template and of the record alternate.
     """
     marks = [False] * length
     for (_, begun), (ended, _) in zip(borders[::2], borders[1::2], strict=False):
@@ -295,16 +297,16 @@ def _marks(length: int, borders: Borders) -> list[bool]:
 
 
 def _words(spec: TemplateSpec) -> list[str]:
-    """Special tokens that an answer may contain: those that open and close a thought or a call.
+    """Return the special tokens that a response may contain: those around a reasoning block or a tool call.
 
-    Those of most models count in every template, since data sets are shared between models.
+    The most common ones are allowed in every template, since datasets are shared between models.
     """
     words = (*spec.thought_words, *spec.tool_call_words, *TemplateSpec.thought_words, *TemplateSpec.tool_call_words)
     return [variant for word in words for variant in (word, word.strip())]
 
 
 def _continue(parts: Parts, more: Parts) -> Parts:
-    """Concatenate two tuples of parts; text of the template at the border becomes one part."""
+    """Concatenate two tuples of parts, merging template text at the border into one part."""
     if len(parts) % 2 and more:
         return (*parts[:-1], parts[-1] + more[0], *more[1:])
     return (*parts, *more)

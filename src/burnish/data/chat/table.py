@@ -1,16 +1,16 @@
 """The named chat templates, as data: the text around each kind of message.
 
-The rows are in ``templates.json`` beside this file; a user's own row is a YAML or JSON file with the same keys. In:
-a mapping. Out: a ``TemplateSpec``. Refused: unknown keys, slots that are not what the row below describes.
+Templates are in ``templates.json`` in this folder. A user's own template is a YAML or JSON file with the same keys.
+Unknown keys and invalid slots raise UserError.
 
-A slot list says how a message is written. Its elements are
-- text with ``{{content}}`` where the message goes (text without it is constant);
-- ``{bos}`` and ``{eos}``: the tokenizer's own token, nothing where it has none;
-- ``{"token": "<|user|>"}``: this token by name; ``{"token_if_known": ...}``: nothing where the tokenizer lacks it.
-Each element is tokenized by itself, so no token ever spans two of them. A list of one element may be written bare.
+A list of slots defines how a message is written. Each slot is one of:
+- text with ``{{content}}`` in place of the message, or constant text;
+- ``{bos}`` or ``{eos}``: the tokenizer's own token, or nothing if it has none;
+- ``{"token": "<|user|>"}``: a token by name; ``{"token_if_known": ...}``: nothing if the tokenizer lacks it.
+Slots are tokenized separately, so that no token spans two of them. A list of one slot may be written without brackets.
 
-The texts and flags are those of LLaMA-Factory as of August 2026 (src/llamafactory/data/template.py), apart from the
-two faults named in docs/decisions/0010-templates-as-data.md.
+Texts and flags are those of LLaMA-Factory as of August 2026 (src/llamafactory/data/template.py), except for the two
+errors described in docs/decisions/0010-templates-as-data.md.
 """
 
 from __future__ import annotations
@@ -48,25 +48,27 @@ Slots: TypeAlias = tuple[str | Token, ...]
 
 @dataclass(frozen=True)
 class TemplateSpec:
-    """One row of the table.
+    """One named template.
 
     Args:
-        prefix: opens every conversation, before the system message.
-        system, user, assistant, observation, function: the slots of each role; ``function`` is a tool call.
-        default_system: the system message of records that have none.
-        text_end: closes a plain text, where that is not eos.
-        stop_words: end a generation besides eos; with ``replace_eos`` the first of them becomes eos.
-        efficient_eos: no end token per answer; one eos closes the row.
-        reasoning: an answer without a thought gets an empty one.
-        thought_words: the texts that open and close a thought.
-        empty_thought: the text of an empty thought, where it is not both thought words in a row.
-        tool_format: the format of tools and calls (``data/chat/tools/tool_formats.py``).
-        tool_list_format: the format of the list of tools, where it differs from ``tool_format``.
-        tool_call_words: texts around the JSON of a call in records that have text before or after it.
-        system_in_user: the system message opens the first user message.
-        tools_open_system: without a system message the list of tools has no blank lines before it.
-        markers: control strings that the model's own tokenizer holds as one token, beyond <|...|> and <｜...｜>.
-        markers_are_text: the model's own tokenizer has no such tokens; <|...|> is ordinary text there.
+        name: name of the template.
+        prefix: slots that open every conversation, before the system message.
+        system, user, assistant, observation, function: slots of each role; ``function`` is a tool call.
+        default_system: system message of records without one.
+        text_end: text that ends a plain text, if it is not EOS.
+        stop_words: texts that end generation besides EOS; with ``replace_eos`` the first of them becomes EOS.
+        replace_eos: replace the tokenizer's EOS token.
+        efficient_eos: responses have no end token; one EOS closes the row.
+        reasoning: add an empty reasoning block to responses without reasoning.
+        thought_words: texts that open and close a reasoning block.
+        empty_thought: text of an empty reasoning block. Default: the two thought words.
+        tool_format: format of tools and calls (``data/chat/tools/tool_formats.py``).
+        tool_list_format: format of the list of tools. Default: ``tool_format``.
+        tool_call_words: texts around the JSON of a call, for records with text before or after it.
+        system_in_user: put the system message into the first user message.
+        tools_open_system: without a system message, remove blank lines before the list of tools.
+        markers: control strings that the model's own tokenizer has as single tokens, besides <|...|> and <｜...｜>.
+        markers_are_text: the model's own tokenizer has no such tokens; <|...|> is ordinary text.
     """
 
     name: str
@@ -94,7 +96,7 @@ class TemplateSpec:
 
     @property
     def control_tokens(self) -> list[str]:
-        """Texts that must be single tokens of the tokenizer, or conversations would have no meaning to the model."""
+        """Texts that must be single tokens of the tokenizer. Split into several, they mean nothing to the model."""
         if self.markers_are_text:
             return []
         found: list[str] = []
@@ -108,30 +110,30 @@ class TemplateSpec:
 
     @property
     def opening_words(self) -> list[str]:
-        """The stop words that open a message and end none, such as ``<|im_start|>`` in ChatML."""
+        """Stop words that open a message but do not end one, such as ``<|im_start|>`` in ChatML."""
         slots = (self.prefix, self.system, self.user, self.assistant, self.observation, self.function)
         heads = "".join(map(_head, slots))
         return [word for word in self.stop_words if word in heads]
 
     @property
     def between_observations(self) -> str:
-        """The text between answers of tools that were called at once: the tags around an answer close, then open."""
+        """Text between the results of parallel tool calls: the tags around a result, closed and opened again."""
         text = "".join(slot for slot in self.observation if isinstance(slot, str))
         tags = _TAGS.search(text)
         return f"{tags['closes']}\n{tags['opens']}" if tags else "\n"
 
 
 def _head(slots: Slots) -> str:
-    """The text before the content."""
+    """Return the text before the content."""
     texts = [slot.name if isinstance(slot, Token) else slot for slot in slots]
     return "".join(texts).partition(CONTENT)[0]
 
 
 def read_row(name: str, row: Mapping[str, Any], where: str = "") -> TemplateSpec:
-    """Convert a row of the table. ``observation`` defaults to ``user``, ``function`` to ``assistant``.
+    """Parse a template. ``observation`` defaults to ``user``, ``function`` to ``assistant``.
 
     Raises:
-        UserError: for every unknown key and every slot list that cannot be read, at once.
+        UserError: with all unknown keys and all invalid slots.
     """
     known = {field.name for field in fields(TemplateSpec)} - {"name"}
     problems = [
@@ -158,15 +160,15 @@ def read_row(name: str, row: Mapping[str, Any], where: str = "") -> TemplateSpec
 
 
 TEMPLATES: Registry[TemplateSpec] = Registry("template")
-"""Templates that other packages add, each a row as ``read_row`` makes it."""
+"""Templates registered by other packages, as returned by ``read_row``."""
 
 
 @cache
 def table() -> Mapping[str, TemplateSpec]:
-    """Read the table: name -> row, in the order of the file, and after them the rows of other packages.
+    """Return all templates by name: those of the file in order, then those of other packages.
 
     Raises:
-        UserError: where another package's template has the name of one in the file.
+        UserError: if another package's template has a name that is already used.
     """
     rows = json.loads((Path(__file__).parent / "templates.json").read_text(encoding="utf-8"))
     added = {member.name: member.value for member in TEMPLATES}

@@ -1,16 +1,15 @@
 """Truncation of conversations that are longer than ``cutoff_len``.
 
-In: encoded turns, or a prompt with the responses of a pair. Out: the same within a number of tokens, None where a rule
-leaves nothing of them. The caller counts what was truncated.
+The functions return None if the rule leaves nothing of a turn. The caller counts truncated examples.
 
-The rules:
+Rules:
 
-- ``content``: ``infer_seqlen`` divides the tokens between prompt and response. Only content is removed: the first
-  tokens of each message stay, and headers, end tokens, lists of tools and tool calls stay whole (half a call is worse
-  than none). A turn that cannot keep a token of its prompt and one of its response is dropped, with every later turn.
-- ``llamafactory``: the same division, but both are cut from the right, with headers and end tokens.
+- ``content``: ``infer_seqlen`` divides the tokens between prompt and response. Only message content is removed: the
+  first tokens of each message are kept, and headers, end tokens, lists of tools and tool calls are never truncated. A
+  turn that cannot keep a token of its prompt and one of its response is dropped, with all turns after it.
+- ``llamafactory``: the same division, but both are truncated on the right, including headers and end tokens.
 - ``keep_start``, ``keep_end``: the first or the last tokens of the row, as TRL's ``truncation_mode`` for SFT.
-- ``keep_end_of_prompt``: the last tokens of the prompt, and the first ones of the responses, as TRL for preferences.
+- ``keep_end_of_prompt``: the last tokens of the prompt and the first ones of the responses, as TRL for preferences.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class EncodingOptions:
 
 
 def refuse_long(examples: Iterable[Example], lengths: Iterable[int], cutoff_len: int) -> None:
-    """Raise UserError with every example whose row is too long."""
+    """Raise UserError with every example whose row is longer than ``cutoff_len``."""
     raise_if(
         Problem(
             f"The example has {n} tokens, more than cutoff_len ({cutoff_len}), and on_too_long is raise.",
@@ -55,9 +54,9 @@ def refuse_long(examples: Iterable[Example], lengths: Iterable[int], cutoff_len:
 
 
 def infer_seqlen(source_len: int, target_len: int, cutoff_len: int) -> tuple[int, int]:
-    """The number of tokens that a question and its answer keep when they share ``cutoff_len``.
+    """Return the number of tokens kept of a prompt and of a response that share ``cutoff_len``.
 
-    The shorter one stays whole where it takes less than half; otherwise both shrink in proportion.
+    A part that needs less than half of ``cutoff_len`` is kept whole; otherwise both shrink in proportion.
     Source: LLaMA-Factory, src/llamafactory/data/processor/processor_utils.py.
     """
     if target_len * 2 < cutoff_len:
@@ -71,10 +70,13 @@ def infer_seqlen(source_len: int, target_len: int, cutoff_len: int) -> tuple[int
 
 
 def fit_turns(turns: Sequence[Turn], room: int, rule: str, last_first: bool = False) -> list[Turn]:
-    """The turns that fit into ``room`` tokens, truncated where they must be.
+    """Return the turns that fit into ``room`` tokens, truncated if necessary.
 
     Args:
-        last_first: the last turn keeps most, instead of the first.
+        turns: turns of a conversation.
+        room: maximum number of tokens.
+        rule: truncation rule.
+        last_first: give the last turns priority, instead of the first.
     """
     kept: list[Turn] = []
     for prompt, response in reversed(turns) if last_first else turns:
@@ -87,9 +89,9 @@ def fit_turns(turns: Sequence[Turn], room: int, rule: str, last_first: bool = Fa
 
 
 def fit_segments(prompt: Segment, responses: Sequence[Segment], room: int, rule: str) -> list[Segment] | None:
-    """A prompt and each response to it (one, or the two of a pair) within ``room`` tokens.
+    """Truncate a prompt and each response to it (one, or the two of a pair) to ``room`` tokens.
 
-    All responses are held to the same length, and keep the same prompt.
+    All responses get the same maximum length and keep the same prompt. Returns None if nothing useful is left.
     """
     return _RULES[rule](prompt, responses, room)
 
@@ -152,12 +154,12 @@ def _last(segment: Segment, length: int) -> Segment:
 
 
 def _least(content: Sequence[bool]) -> int:
-    """The smallest length of a segment: everything that is not content, and one token of content."""
+    """Return the minimum length of a segment: everything but its content, and one token of content."""
     return len(content) - sum(content) + any(content)
 
 
 def _kept(content: Sequence[bool], length: int) -> list[int]:
-    """The positions that stay in a segment of ``length``: the longest message is shortened first, from its end."""
+    """Return the positions kept in a segment of ``length``. The longest message is shortened first, from its end."""
     runs = _runs(content)
     level = _level([len(run) for run in runs], length - (len(content) - sum(content)))
     removed = {place for run, kept in zip(runs, level, strict=True) for place in run[kept:]}
@@ -165,7 +167,7 @@ def _kept(content: Sequence[bool], length: int) -> list[int]:
 
 
 def _runs(content: Sequence[bool]) -> list[list[int]]:
-    """The positions of each contiguous run of content."""
+    """Return the positions of each contiguous run of content."""
     runs: list[list[int]] = []
     for place, is_content in enumerate(content):
         if is_content and (place == 0 or not content[place - 1]):
@@ -176,7 +178,7 @@ def _runs(content: Sequence[bool]) -> list[list[int]]:
 
 
 def _level(lengths: Sequence[int], budget: int) -> list[int]:
-    """Divide ``budget`` tokens between messages as evenly as their lengths allow, so that the longest are cut first."""
+    """Divide ``budget`` tokens between messages as evenly as their lengths allow: the longest are truncated first."""
     kept = [0] * len(lengths)
     left = min(budget, sum(lengths))
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])

@@ -1,1 +1,1 @@
-"""Tools and tool calls in a template's format: descriptions, calls, and how calls are read."""
+"""Tools and tool calls: JSON in records, text formats of model families, and parsers of calls."""

@@ -1,12 +1,12 @@
-"""Tool calls parsed from the text of a model; ``tool_formats.py`` says which parser belongs to which format.
+"""Parsers of tool calls in generated text. ``tool_formats.py`` assigns a parser to each format.
 
-In: the text of an answer, or of its part that holds calls, and the tools that were offered. Out: the calls, or None
-where the text is no call: JSON that is none, a name without arguments, text before or behind.
+A parser takes the text of a response (or its part with calls) and the offered tools. It returns the calls, or None if
+the text is not a call: invalid JSON, a name without arguments, or text before or after.
 
     calls = TOOL_FORMATS["qwen"].reader.read(text, offered)
 
-Formats that write each argument in a tag of its own do not say whether ``5`` is a number or text. The tool's JSON
-schema does; without one, what reads as JSON other than a string is taken as that.
+Formats with a tag per argument do not say whether ``5`` is a number or text. The tool's JSON schema decides. Without
+one, an argument that is valid JSON and not a string is parsed as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 Offered: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Name of a function -> the JSON schema of its parameters."""
+"""Function name -> JSON schema of its parameters."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Call:
 
 @dataclass(frozen=True)
 class CallReader:
-    """The parser of one format's calls.
+    """Parser of one format's calls.
 
     Args:
-        read: the text of calls, from what opens the first to the end -> the calls, or None where it is something else.
-        openings: what calls begin with; a stream holds text back from there on.
-        closing: what ends one call, so that a stream need not wait for the end of the answer; "" where nothing does.
+        read: parses text from the opening of the first call to the end; returns None if it is not a call.
+        openings: texts that calls begin with; a stream holds text back from there on.
+        closing: text that ends a call, so that a stream need not wait for the end of the response; "" if there is none.
         opens_with_name: a call begins with the name of its function and a line break.
-        only_at_start: a call begins the answer, or there is none.
+        only_at_start: calls can occur only at the start of a response.
     """
 
     read: Callable[[str, Offered], list[Call] | None]
@@ -52,7 +52,7 @@ class CallReader:
 
 
 def _json_calls(text: str, key: str = "arguments") -> list[Call] | None:
-    """One JSON object, or a list of them, with a name and arguments."""
+    """Parse one JSON object with a name and arguments, or a list of them."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -66,7 +66,7 @@ def _as_calls(values: Sequence[Any], key: str = "arguments") -> list[Call] | Non
 
 
 def _each_between(opening: str, closing: str, one: Callable[[str], list[Call] | None]) -> Callable[..., Any]:
-    """Reads calls that each stand between two words, with nothing but blanks around them."""
+    """Return a parser of calls, each between two words, with only whitespace around them."""
     pattern = re.compile(f"{re.escape(opening)}(.*?){re.escape(closing)}", re.DOTALL)
 
     def read(text: str, offered: Offered) -> list[Call] | None:
@@ -83,7 +83,7 @@ def _joined(parts: Sequence[list[Call] | None]) -> list[Call] | None:
 
 
 def _lines_of_json(text: str) -> list[Call] | None:
-    """JSON objects one after another, blanks between them."""
+    """Parse consecutive JSON objects separated by whitespace."""
     decoder, values, at = json.JSONDecoder(), [], 0
     text = text.strip()
     while at < len(text):
@@ -97,7 +97,7 @@ def _lines_of_json(text: str) -> list[Call] | None:
 
 
 def read_action(text: str, offered: Offered) -> list[Call] | None:
-    """``Action: name``, ``Action Input: {...}``, any number of times."""
+    """Parse ``Action: name``, ``Action Input: {...}``, any number of times."""
     decoder, calls, at = json.JSONDecoder(), [], 0
     pattern = re.compile(r"\s*Action:[ \t]*([^\n]*?)[ \t]*\nAction Input:\s*")
     while text[at:].strip():
@@ -113,7 +113,7 @@ def read_action(text: str, offered: Offered) -> list[Call] | None:
 
 
 def read_named_line(text: str, offered: Offered) -> list[Call] | None:
-    """A name, a line break, JSON."""
+    """Parse a name, a line break and JSON."""
     name, line_break, arguments = text.strip().partition("\n")
     try:
         return [Call(name.strip(), json.loads(arguments))] if line_break and name.strip() else None
@@ -122,16 +122,16 @@ def read_named_line(text: str, offered: Offered) -> list[Call] | None:
 
 
 def json_after(word: str, key: str = "arguments") -> Callable[[str, Offered], list[Call] | None]:
-    """Reads JSON that may stand behind a word."""
+    """Return a parser of JSON with an optional word before it."""
     return lambda text, offered: _json_calls(text.strip().removeprefix(word), key)
 
 
 def tagged(call: str, argument: str) -> Callable[[str, Offered], list[Call] | None]:
-    """Reads calls whose arguments each stand in a tag.
+    """Return a parser of calls with a tag per argument.
 
     Args:
-        call: a pattern of one call, with the groups ``name`` and ``inside``.
-        argument: of one argument, with ``key`` and ``value``.
+        call: pattern of one call, with the groups ``name`` and ``inside``.
+        argument: pattern of one argument, with the groups ``key`` and ``value``.
     """
     one, each = re.compile(call, re.DOTALL), re.compile(argument, re.DOTALL)
 
@@ -150,7 +150,7 @@ def tagged(call: str, argument: str) -> Callable[[str, Offered], list[Call] | No
 
 
 def _value(text: str, schema: Mapping[str, Any] | None, key: str) -> Any:
-    """An argument as its schema says: text, or JSON."""
+    """Return an argument as text or parsed JSON, depending on its schema."""
     declared = ((schema or {}).get("properties") or {}).get(key) or {}
     kinds = declared.get("type")
     if kinds == "string":
@@ -168,8 +168,10 @@ _LFM2_TEXT = re.compile(r'"(.*?)"(?=\s*(?:,\s*\w+=|\)\s*(?:,\s*[^\s(,]+\(|$)))',
 
 
 def _lfm2(text: str) -> list[Call] | None:
-    """``[f(a=1, b="x"), g()]``; text in it is written as it is, so its end is the quote behind which the next argument
-    or call begins."""
+    """Parse ``[f(a=1, b="x"), g()]``.
+
+    Text is not escaped, so it ends at the quote that is followed by the next argument or call.
+    """
     if not (text.startswith("[") and text.endswith("]")):
         return None
     text, at, calls = text[1:-1], 0, []
@@ -186,7 +188,7 @@ def _lfm2(text: str) -> list[Call] | None:
 
 
 def _lfm2_arguments(text: str, at: int) -> tuple[dict[str, Any], int | None]:
-    """The arguments from behind a bracket, and where its closing one ends; None where that is not found."""
+    """Parse the arguments after an opening bracket. Also return the end of the closing bracket, None if not found."""
     arguments: dict[str, Any] = {}
     while key := _LFM2_KEY.match(text, at):
         quoted = _LFM2_TEXT.match(text, key.end())
@@ -204,7 +206,7 @@ _QUOTE = '<|"|>'
 
 
 class _Gemma4:
-    """``call:name{key:<|"|>text<|"|>,other:[1,true,{a:null}]}``, one character at a time."""
+    """Parser of ``call:name{key:<|"|>text<|"|>,other:[1,true,{a:null}]}``."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -233,7 +235,7 @@ class _Gemma4:
         return found
 
     def _ends(self, bracket: str) -> bool:
-        """Skip blanks and commas. Returns whether the bracket follows, which is then read too."""
+        """Skip whitespace and commas. If the bracket follows, consume it and return True."""
         self.at += len(self.text[self.at :]) - len(self.text[self.at :].lstrip(" ,\n"))
         if self.text.startswith(bracket, self.at):
             self.at += 1
@@ -276,7 +278,7 @@ def _gemma4(text: str) -> list[Call] | None:
 
 
 def json_between(opening: str, closing: str) -> Callable[[str, Offered], list[Call] | None]:
-    """Make a reader of calls that are JSON, each between two words."""
+    """Return a parser of calls that are JSON, each between two words."""
     return _each_between(opening, closing, _json_calls)
 
 

@@ -1,8 +1,7 @@
-"""Tools and tool calls as records hold them: JSON, checked and parsed.
+"""Tools and tool calls of records: validate and parse their JSON.
 
-In: the JSON of a record, a list of tools or the content of a ``function`` message. Out: the parsed tools and calls,
-which ``tool_formats.py`` writes as text. ``ToolError`` gives the reason for a refusal in a few words; the caller adds
-the record.
+``tool_formats.py`` writes the parsed tools and calls as text. ``ToolError`` has a short reason; the caller adds the
+record.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ Tool: TypeAlias = Mapping[str, Any]
 
 
 class ToolError(ValueError):
-    """Raised where tools or calls cannot be written, with the rest of a sentence that begins with "dropped: "."""
+    """Raised for tools or calls that cannot be formatted. The message completes a sentence "dropped: ..."."""
 
 
 def read_tools(tools: str) -> list[Tool]:
     """Parse the JSON list of a record's ``tools``.
 
     Raises:
-        ToolError: if it is no list of JSON objects.
+        ToolError: if it is not a list of JSON objects.
     """
     listed = _json(tools, "tools are not valid JSON")
     if not isinstance(listed, list) or not all(isinstance(tool, Mapping) for tool in listed):
@@ -44,10 +43,10 @@ def read_calls(content: str, thought_words: Sequence[str], call_words: Sequence[
     """Split the content of a ``function`` message into the text before the calls, and the calls.
 
     The content is the JSON of one call or of a list of calls. It may have text around it if the JSON is wrapped in
-    ``call_words``; otherwise only a thought, wrapped in ``thought_words``, may precede it.
+    ``call_words``. Otherwise only reasoning, wrapped in ``thought_words``, may precede it.
 
     Raises:
-        ToolError: if no call can be read.
+        ToolError: if no call can be parsed.
     """
     wrapped = list(_between(call_words).finditer(content))
     if wrapped:
@@ -60,10 +59,10 @@ def read_calls(content: str, thought_words: Sequence[str], call_words: Sequence[
 
 
 def arguments_by_name(call: Call) -> Mapping[str, Any]:
-    """The arguments of a call as an object; parsed if the record holds them as JSON text.
+    """Return the arguments of a call as an object, parsed if the record stores them as JSON text.
 
     Raises:
-        ToolError: if they are no object.
+        ToolError: if they are not an object.
     """
     arguments = call.arguments
     if isinstance(arguments, str):
