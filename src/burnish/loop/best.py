@@ -1,6 +1,6 @@
-"""The best evaluation of a run: the metric that decides, whether higher or lower is better, and the checkpoint.
+"""Track the best evaluation of a run: its metric, whether higher is better, and its checkpoint.
 
-Meaning and names are transformers': ``metric_for_best_model``, ``greater_is_better``, ``load_best_model_at_end``.
+Names and semantics follow transformers: ``metric_for_best_model``, ``greater_is_better``, ``load_best_model_at_end``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from burnish.loop.state import TrainerState
 
 
 class BestChoices(Protocol):
-    """The options that say which evaluation is the best."""
+    """Options that define the best evaluation."""
 
     load_best_model_at_end: bool
     metric_for_best_model: str | None
@@ -25,31 +25,31 @@ class BestChoices(Protocol):
 def remember_best(
     state: TrainerState, checkpoints: Checkpoints, metrics: Mapping[str, float], options: BestChoices
 ) -> bool:
-    """Keep in ``state`` that this evaluation is the best so far, if it is. Returns whether it is."""
+    """Update ``state`` if this evaluation is the best so far. Returns whether it is."""
     if not (options.load_best_model_at_end or options.save_strategy == "best" or options.metric_for_best_model):
         return False
     value, best = deciding_metric(options, metrics), state.best_metric
     if best is not None and not (value > best if is_higher_better(options) else value < best):
         return False
-    if value != value:  # NaN would stay the best for ever, because nothing compares with it
+    if value != value:  # a NaN would stay the best for ever: every comparison with it is false
         return False
     state.best_metric, state.best_global_step = value, state.global_step
-    if checkpoints.last_step == state.global_step:  # saved by steps, then evaluated at the end of the epoch
+    if checkpoints.last_step == state.global_step:  # already saved in this step, before the evaluation
         state.best_model_checkpoint = str(checkpoints.path(state.global_step))
     return True
 
 
 def metric_name(options: BestChoices) -> str:
-    """The metric that decides which evaluation is the best, as evaluations call it."""
+    """The name of the metric that selects the best evaluation, with the prefix ``eval_``."""
     name: str = options.metric_for_best_model or "loss"
     return name if name.startswith("eval_") else f"eval_{name}"
 
 
 def deciding_metric(options: BestChoices, metrics: Mapping[str, float]) -> float:
-    """The metric of one evaluation by which evaluations are compared.
+    """The value of the metric that selects the best evaluation.
 
     Raises:
-        MissingMetricError: where the evaluation has none of that name.
+        MissingMetricError: if the evaluation has no metric of that name.
     """
     name = metric_name(options)
     if name not in metrics:
@@ -58,7 +58,7 @@ def deciding_metric(options: BestChoices, metrics: Mapping[str, float]) -> float
 
 
 def missing_metric(name: str, metrics: Iterable[str]) -> Problem:
-    """Args: metrics: those that there are."""
+    """The problem for a ``metric_for_best_model`` that is not among ``metrics``."""
     return Problem(
         f'metric_for_best_model "{name}" is not among the metrics of the evaluation.{did_you_mean(name, metrics)}',
         remedy=f"There are: {', '.join(sorted(metrics))}.",
@@ -67,7 +67,7 @@ def missing_metric(name: str, metrics: Iterable[str]) -> Problem:
 
 
 def is_higher_better(options: BestChoices) -> bool:
-    """Return ``greater_is_better``; where it is not given, true unless the metric is a loss."""
+    """``greater_is_better``. Default: true unless the metric name ends with "loss"."""
     if options.greater_is_better is not None:
         return bool(options.greater_is_better)
     return not metric_name(options).endswith("loss")

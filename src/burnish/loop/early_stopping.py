@@ -1,9 +1,9 @@
-"""Stop a run whose evaluations no longer get better.
+"""Stop a run whose evaluations no longer improve.
 
-Meaning and names are transformers' ``EarlyStoppingCallback``; the option is LLaMA-Factory's: after
-``early_stopping_steps`` evaluations in a row that are not better than the best so far by more than
-``early_stopping_threshold``, training stops. What "best" means is said by ``metric_for_best_model`` and
-``greater_is_better``. The count is part of a checkpoint, so a run that goes on stops where the other would have.
+Names and semantics follow transformers' ``EarlyStoppingCallback``; the option is LLaMA-Factory's. Training stops after
+``early_stopping_steps`` consecutive evaluations that do not improve on the best value by more than
+``early_stopping_threshold``. ``metric_for_best_model`` and ``greater_is_better`` define "best". The counter is saved in
+checkpoints, so a resumed run stops at the same evaluation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EarlyStoppingOptions:
 
 
 class StoppingChoices(Protocol):
-    """The options by which a run stops by itself."""
+    """Options that early stopping depends on."""
 
     early_stopping_steps: int | None
     eval_strategy: str
@@ -45,7 +45,7 @@ def check_early_stopping(options: StoppingChoices) -> list[Problem]:
 
 
 def _what_is_missing(options: StoppingChoices) -> list[Problem]:
-    """Without evaluations, or a metric to judge them by, a run would never stop early."""
+    """Early stopping requires evaluations and a metric. Returns a problem for each that is missing."""
     problems = []
     if options.eval_strategy == "no":
         what = "Early stopping requires evaluations, but eval_strategy is no."
@@ -69,18 +69,18 @@ def _what_is_missing(options: StoppingChoices) -> list[Problem]:
 
 
 def early_stopping_callbacks(options: EarlyStoppingOptions) -> list[EarlyStoppingCallback]:
-    """The callback, where ``early_stopping_steps`` asks for it."""
+    """The callback if ``early_stopping_steps`` is set, else an empty list."""
     if options.early_stopping_steps is None:
         return []
     return [EarlyStoppingCallback(options.early_stopping_steps, options.early_stopping_threshold)]
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """Counts evaluations without improvement.
+    """Stops training after consecutive evaluations without improvement.
 
     Args:
-        early_stopping_patience: evaluations without improvement that are waited for.
-        early_stopping_threshold: how much better an evaluation must be.
+        early_stopping_patience: number of evaluations without improvement after which training stops.
+        early_stopping_threshold: minimum change that counts as an improvement.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
@@ -94,7 +94,7 @@ class EarlyStoppingCallback(TrainerCallback):
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
-        """``state.best_metric`` is still that of the evaluations before this one."""
+        """Update the counter. ``state.best_metric`` does not include this evaluation yet."""
         value, best = deciding_metric(args, metrics or {}), state.best_metric
         gain = 0.0 if best is None else value - best if is_higher_better(args) else best - value  # NaN is never a gain
         if best is None or gain > self.early_stopping_threshold:
@@ -105,7 +105,7 @@ class EarlyStoppingCallback(TrainerCallback):
             control.should_training_stop = True
 
     def state(self) -> dict[str, Any]:
-        """Settings and counter for a checkpoint, in the form of transformers' ``ExportableState``."""
+        """Settings and counter for a checkpoint, in the format of transformers' ``ExportableState``."""
         return {
             "args": {
                 "early_stopping_patience": self.early_stopping_patience,

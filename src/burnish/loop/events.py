@@ -1,7 +1,8 @@
 """The events of a run, their order, and the callback that decides when to log, evaluate and save.
 
-Names, signatures and order are transformers' (https://huggingface.co/docs/transformers/main_classes/callback), so its
-callbacks run here unchanged. With two micro-batches to a step, and log, evaluation and save all due, a run fires:
+Names, signatures and order are those of transformers (https://huggingface.co/docs/transformers/main_classes/callback),
+so its callbacks run unchanged. A run with two micro-batches per step, in which log, evaluation and save are all due,
+fires:
 
     on_init_end, on_train_begin, [eval_on_start: on_prediction_step*, on_log, on_evaluate],
     on_epoch_begin,
@@ -9,9 +10,8 @@ callbacks run here unchanged. With two micro-batches to a step, and log, evaluat
       on_log, on_prediction_step*, on_log, on_evaluate, on_save, ...
     on_epoch_end, ..., on_log (the summary), on_train_end
 
-A callback sees ``args`` (the options), ``state``, ``control`` and, as keywords, the parts of the run. It asks for
-something by raising a flag on ``control``; it may return a control object, which then takes the place of the current
-one.
+A callback receives ``args`` (the options), ``state``, ``control`` and, as keywords, the parts of the run. It requests
+an action by setting a flag of ``control``. If it returns another control object, the flags of that object are copied.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FlowOptions:
 
 @check
 def check_flow(options: FlowOptions) -> list[Problem]:
-    """Interval options that are neither a count nor a share."""
+    """Report intervals that are neither a whole number of steps nor a fraction of all steps."""
     return [
         Problem(
             f'"{name}" must be a whole number of steps, or below 1 for a fraction of all steps. Received: {value}.',
@@ -68,7 +68,7 @@ def check_flow(options: FlowOptions) -> list[Problem]:
 
 
 class TrainerCallback:
-    """Base of callbacks, which watch a run. Any method may be overridden; by itself none does anything."""
+    """Base class of callbacks. All methods do nothing by default."""
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
@@ -96,7 +96,7 @@ EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
 class FlowChoices(Protocol):
-    """The options by which flags are raised."""
+    """Options that decide when flags are set."""
 
     logging_strategy: str
     logging_first_step: bool
@@ -106,7 +106,7 @@ class FlowChoices(Protocol):
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Raises the flags that the options ask for: log, evaluate, save, stop."""
+    """Sets the flags for logging, evaluation, saving and stopping at the intervals of the options."""
 
     def on_step_end(
         self, args: FlowChoices, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -122,7 +122,7 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_save = True
         if step >= state.max_steps:
             control.should_training_stop = True
-            # The last step is evaluated and saved even where the intervals do not divide it.
+            # The last step is evaluated and saved even if it is no multiple of the intervals.
             if args.eval_strategy == "steps" and args.eval_delay <= step:
                 control.should_evaluate = True
             if args.save_strategy == "steps":
@@ -142,12 +142,12 @@ class DefaultFlowCallback(TrainerCallback):
 
 
 class CallbackHandler:
-    """Fires each event on each callback, in the order in which they were added.
+    """Calls every callback for each event, in the order in which they were added.
 
     Args:
-        callbacks: objects with transformers' callback methods; a missing method is a method that does nothing.
+        callbacks: objects with transformers' callback methods. Missing methods are skipped.
         args: the options of the run, passed to each callback.
-        parts: what every event passes by keyword: model, processing_class, optimizer, lr_scheduler, dataloaders.
+        parts: keyword arguments of every event: model, processing_class, optimizer, lr_scheduler, dataloaders.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class CallbackHandler:
         self.parts = parts
 
     def fire(self, event: str, **details: Any) -> TrainerControl:
-        """Call ``event`` on every callback. ``details``: ``logs`` for on_log, ``metrics`` for on_evaluate."""
+        """Call ``event`` on every callback. ``details`` are ``logs`` for on_log and ``metrics`` for on_evaluate."""
         for flag in _LOWERED_BY.get(event, ()):
             setattr(self.control, flag, False)
         for callback in self.callbacks:
@@ -169,24 +169,24 @@ class CallbackHandler:
                 continue
             result = method(self.args, self.state, self.control, **self.parts, **details)
             if result is not None and result is not self.control:
-                # The run holds this very object, so it takes over what the other one says.
+                # The loop keeps a reference to this object, so copy the flags.
                 for name in vars(self.control):
                     setattr(self.control, name, getattr(result, name))
         return self.control
 
     def listeners(self, event: str) -> list[str]:
-        """The names of the callbacks that do something on ``event``, for ``explain``."""
+        """Names of the callbacks that implement ``event``, for ``explain``."""
         found = []
         for callback in self.callbacks:
             kind = type(callback)
-            # The root of its class tree: burnish's TrainerCallback or transformers'.
+            # The root of its class hierarchy: burnish's TrainerCallback or transformers'.
             root = next((c for c in reversed(kind.__mro__) if hasattr(c, "on_train_begin")), TrainerCallback)
             if getattr(kind, event, None) not in (None, getattr(root, event, None)):
                 found.append(kind.__name__)
         return found
 
     def foreign_callbacks(self, event: str | None) -> list[str]:
-        """Names of callbacks that burnish did not write and that act on ``event`` (on any event for None)."""
+        """Names of callbacks from outside burnish that implement ``event`` (any event if None)."""
         ours = {
             type(callback).__name__ for callback in self.callbacks if type(callback).__module__.startswith("burnish.")
         }
@@ -194,8 +194,11 @@ class CallbackHandler:
         return [name for each in events for name in self.listeners(each) if name not in ours]
 
     def state_dict(self) -> dict[str, Any]:
-        """``{class name: {"args": ..., "attributes": ...}}`` of the callbacks that keep a state (transformers'
-        ``ExportableState``); a list where two share a class."""
+        """State of the callbacks that have one (transformers' ``ExportableState``).
+
+        Returns:
+            ``{class name: {"args": ..., "attributes": ...}}``; the value is a list if several callbacks share a class.
+        """
         states: dict[str, Any] = {}
         for callback in self.callbacks:
             if not callable(getattr(callback, "state", None)):
@@ -208,7 +211,7 @@ class CallbackHandler:
         return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Give each callback its state back; the first of a class takes the first of a list."""
+        """Restore the state of each callback. Callbacks of the same class are matched by their order."""
         queues = {name: list(v) if isinstance(v, list) else [v] for name, v in states.items()}
         for callback in self.callbacks:
             queue = queues.get(type(callback).__name__)
@@ -222,4 +225,4 @@ _LOWERED_BY = {
     "on_step_begin": ("should_save", "should_evaluate", "should_log"), "on_evaluate": ("should_evaluate",),
     "on_save": ("should_save",), "on_log": ("should_log",),
 }  # fmt: skip
-"""Event -> the flags that it answers, or that are raised anew after it."""
+"""Event -> flags that are reset before its callbacks run."""

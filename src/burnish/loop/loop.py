@@ -1,23 +1,23 @@
-"""Training, from the first step to the last. ``Loop.train`` and ``Loop.step`` are the whole of it.
+"""The training loop. ``Loop.train`` and ``Loop.step`` show all of it.
 
 One step, in order:
 
-    take a step batch           the micro-batches of one step, on this rank
-    prepare                     what an objective has to know of the whole step before its first micro-batch
-    count the items             label-bearing tokens, say, over all micro-batches and all ranks
-    per micro-batch             forward, then backward on its share: total / items of the step
-    clip, then update           unless the loss or a gradient is not finite
-    schedule, state, cursor     move on together
-    callbacks                   raise flags: log, evaluate, save, stop
-    handle the flags            in that order
+    take a step batch        the micro-batches of one step, on this rank
+    prepare_step             let the objective see all micro-batches before the first forward pass
+    count the items          trained tokens, for example, over all micro-batches and all ranks
+    per micro-batch          forward, then backward on its share: total / items of the step
+    clip, then update        unless the loss or a gradient is not finite
+    schedule, state, cursor  advance together
+    callbacks                set flags: log, evaluate, save, stop
+    handle the flags         in that order
 
-Because a micro-batch adds ``total / items of the whole step``, the update does not depend on how the step was divided
-into micro-batches, padded, packed or spread over ranks. Because the order of the stream is a function of (seed, epoch),
-an evaluation in between cannot disturb it. Because everything that changes is in ``Loop.parts``, a run that was stopped
-continues as if it had not been.
+Each micro-batch contributes ``total / items of the whole step``, so the update does not depend on how the step was
+divided into micro-batches, padded, packed or distributed over ranks. The order of the data is a function of (seed,
+epoch), so an evaluation in between does not change it. Everything that changes during training is in ``Loop.parts``, so
+a resumed run continues exactly.
 
-The loop knows *when*; an ``Objective`` knows *what*. ``burnish train`` runs ``RunLoop`` and ``burnish.Trainer`` runs
-``TrainerLoop``: subclasses that override single methods.
+The loop decides *when* something happens; an ``Objective`` decides *what* is computed. ``burnish train`` runs
+``RunLoop`` and ``burnish.Trainer`` runs ``TrainerLoop``: subclasses that override single methods.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LoopOptions:
 
 
 class TrainOutput(NamedTuple):
-    """transformers' return value of ``train()``."""
+    """Return value of ``train()``, as in transformers."""
 
     global_step: int
     training_loss: float
@@ -72,7 +72,7 @@ class TrainOutput(NamedTuple):
 
 
 class LoopChoices(BestChoices, SpikeChoices, Protocol):
-    """The options that the loop reads."""
+    """Options that the loop reads."""
 
     eval_on_start: bool
     logging_nan_inf_filter: bool
@@ -82,18 +82,18 @@ class LoopChoices(BestChoices, SpikeChoices, Protocol):
 
 
 class Loop:
-    """One training run: its parts are attributes, and training is its methods.
+    """One training run. Its components are attributes.
 
     Args:
-        model: ``objective.module(...)`` as the engine prepared it.
-        weights: the weights that a checkpoint holds.
-        optimizer: as the engine prepared it.
-        scheduler: of that optimizer; torch's, transformers' or a script's own.
-        callbacks: their ``state`` and ``control`` are the run's.
-        eval_sets: by name; "" for a single one.
-        other_parts: what checkpoints hold besides what every run has.
+        model: ``objective.module(...)`` after ``engine.prepare``.
+        weights: the weights that a checkpoint stores.
+        optimizer: the optimizer after ``engine.prepare``.
+        scheduler: the scheduler of that optimizer, from torch, transformers or a script.
+        callbacks: the handler whose ``state`` and ``control`` are those of the run.
+        eval_sets: evaluation sets by name; "" for a single one.
+        other_parts: further objects that checkpoints store.
         flos_per_token: floating-point operations of forward and backward for one token.
-        logs_tokens: whether every log has num_input_tokens_seen.
+        logs_tokens: whether every log includes num_input_tokens_seen.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class Loop:
         parts = parts_of(
             weights, weights.file_stem, optimizer, scheduler, others, save_only_model=options.save_only_model
         )
-        self.parts = engine.sharded(parts)  # everything that a checkpoint holds, by name
+        self.parts = engine.sharded(parts)  # everything that a checkpoint stores, by name
 
     def train(self) -> TrainOutput:
         """Train from the current step to ``max_steps``, or until a callback stops the run.
 
         Raises:
-            NonFiniteError: at a loss or gradient that is not finite, under ``on_non_finite: stop``. The weights are
-                those of the last finite step.
+            NonFiniteError: if a loss or gradient is not finite and ``on_non_finite`` is ``stop``. The weights are those
+                of the last finite step.
         """
         self.meter.start()
         self.set_training_mode(True)
@@ -156,7 +156,7 @@ class Loop:
         return self.end_training()
 
     def step_batches(self) -> Iterator[StepBatch]:
-        """Yield the step batches of the rest of the epoch: those left of a rollout, then what is made of the next."""
+        """Yield the remaining step batches of the epoch: first those left of the current rollout, then new ones."""
         yield from self.rollout.remaining()
         source = self.stream.step_batches()
         for step_batch in source:
@@ -166,7 +166,7 @@ class Loop:
             yield from self.rollout.remaining()
 
     def step(self, step_batch: StepBatch) -> None:
-        """Update the weights once."""
+        """Run forward and backward for all micro-batches of a step, then update the weights once."""
         learning_rate = self.learning_rate()
         batches: Sequence[Batch] = [self.engine.to_device(batch) for batch in step_batch.batches]
         batches = self.objective.prepare_step(self.model, batches, self.engine)
@@ -183,7 +183,7 @@ class Loop:
         loss = sum_of([each.total.detach() for each in losses]) / divisor
         norm = self.engine.clip(self.trainable_parameters(), self.options.max_grad_norm)
         self.callbacks.fire("on_pre_optimizer_step")
-        self.checkpoints.wait_for_copies()  # a checkpoint under way may not have copied the weights yet
+        self.checkpoints.wait_for_copies()  # a background save may still be copying the weights
         with doing(Activity.UPDATE):
             is_whole = torch.isfinite(loss) & torch.isfinite(norm)
             is_applied = self.engine.step(self.optimizer, is_whole & (num_items > 0))
@@ -201,7 +201,7 @@ class Loop:
         self.meter.add_rows(step_batch.num_rows, step_batch.num_tokens)
         if self.spikes is not None:
             self.spikes.check(self.engine, self.state.global_step, step_batch, loss, norm)
-        if not is_applied and num_items > 0:  # without items there was nothing to learn
+        if not is_applied and num_items > 0:  # a step without items has no loss
             which = "gradient" if torch.isfinite(loss) else "loss"
             numbers = f"loss {loss.item()}, gradient norm {norm.item()}"
             what = f"The {which} of step {self.state.global_step} is not finite ({numbers})."
@@ -210,10 +210,12 @@ class Loop:
     def microstep(self, batch: Batch, num_items: Tensor, is_last: bool) -> Loss:
         """Run forward and backward for one micro-batch. Ranks sync gradients on the last micro-batch of a step only.
 
-        The engine averages gradients over ranks; the factor ``world_size`` makes a sum of that mean.
+        The engine averages gradients over ranks. Multiplying the loss by ``world_size`` turns this mean into a sum.
 
         Args:
-            num_items: () of the whole step, over all micro-batches and ranks; positive.
+            batch: one micro-batch on the device.
+            num_items: () items of the whole step, over all micro-batches and ranks; positive.
+            is_last: whether this is the last micro-batch of the step.
         """
         with self.engine.microbatch(self.model, last=is_last), doing(Activity.FORWARD, batch):
             loss = self.loss(batch)
@@ -222,12 +224,12 @@ class Loop:
         return loss
 
     def loss(self, batch: Batch) -> Loss:
-        """Compute the loss of one micro-batch, a sum over its items, in the precision of the run."""
+        """Compute the loss of one micro-batch as a sum over its items, in the precision of the run."""
         with self.engine.precision():
             return self.objective.loss(self.model, batch)
 
     def handle_control(self) -> None:
-        """Log, evaluate and save if a callback asked for it, in transformers' order."""
+        """Log, evaluate and save if a callback requested it, in transformers' order."""
         if self.control.should_log:
             self.log()
         is_new_best = False
@@ -239,7 +241,7 @@ class Loop:
             self.save()
 
     def log(self) -> None:
-        """Log the means since the last log, with the learning rate that the last step used."""
+        """Log the means since the last log, and the learning rate of the last step."""
         means = self.meter.read(self.state, self.engine, self.flos_per_token)
         if not means:
             return
@@ -262,7 +264,7 @@ class Loop:
         self.callbacks.fire("on_log", logs=values)
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate every evaluation set, and log each. Returns their metrics together."""
+        """Evaluate every evaluation set and log each. Returns the metrics of all sets."""
         metrics: dict[str, float] = {}
         for name, eval_set in self.eval_sets.items():
             metrics |= self.evaluate_set(eval_set, f"eval_{name}" if name else "eval")
@@ -291,12 +293,12 @@ class Loop:
         return metrics
 
     def save(self) -> None:
-        """Save a checkpoint, and tell the callbacks."""
+        """Save a checkpoint and fire ``on_save``."""
         self.write_checkpoint()
         self.callbacks.fire("on_save")
 
     def write_checkpoint(self) -> Path:
-        """Write everything in ``parts`` as a checkpoint of this step. Returns its folder."""
+        """Save everything in ``parts`` as the checkpoint of the current step. Returns its folder."""
         self.meter.collect(self.engine)
         folder = self.checkpoints.path(self.state.global_step)
         if self.state.best_global_step == self.state.global_step:
@@ -306,7 +308,8 @@ class Loop:
             return self.checkpoints.save(self.state.global_step, self.parts, best=self.state.best_model_checkpoint)
 
     def load(self, folder: Path) -> None:
-        """Give every part the state that a checkpoint holds. What the options plan (steps, intervals) stays.
+        """Load the state of every part from a checkpoint. Planned values (number of steps, intervals) keep their
+        current state.
 
         Raises:
             UserError: if the checkpoint is damaged, lacks a part, or belongs to another optimizer.
@@ -315,7 +318,7 @@ class Loop:
             load(folder, self.parts, self.engine.rank)
 
     def end_epoch(self) -> None:
-        """Move to the start of the next epoch. Step batches that are left of a rollout are dropped."""
+        """Move to the start of the next epoch. Remaining step batches of a rollout are dropped."""
         self.rollout.clear()
         self.stream.end_epoch()
 
@@ -326,17 +329,21 @@ class Loop:
         self.record(metrics)
         self.checkpoints.wait()
         best = self.state.best_model_checkpoint
-        if self.options.load_best_model_at_end and best and Path(best).is_dir():  # a failed save was reported
+        if self.options.load_best_model_at_end and best and Path(best).is_dir():  # a failed save has been reported
             load_part(Path(best), self.parts["model"])
         self.callbacks.fire("on_train_end")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def summary(self, unlogged: Mapping[str, float]) -> dict[str, float]:
-        """The values of the last log. Args: unlogged: means of the steps since the last log, if there are any."""
+        """The values of the last log.
+
+        Args:
+            unlogged: means of the steps since the last log; may be empty.
+        """
         return {**self.meter.summary(), "total_flos": self.state.total_flos}
 
     def set_training_mode(self, is_training: bool) -> None:
-        """Switch dropout and the like on or off."""
+        """Switch the model and the optimizer between training and evaluation mode."""
         self.model.train(is_training)
         set_optimizer_mode(self.optimizer, is_training)
 
@@ -349,20 +356,23 @@ class Loop:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def describe_rows(self, items: Sequence[int]) -> str:
-        """The records of a step's items, for messages; "" if they are not known."""
+        """Names the records of a step's items for messages; "" if they are not known."""
         return ""
 
     def learned_from(self, items: Sequence[int]) -> str:
-        """`` Examples: data.json, record 3.``; "" if the records are not known."""
+        """`` Examples: data.json, record 3.``, to be appended to a message; "" if the records are not known."""
         rows = self.describe_rows(items) if items else ""
         return f" Examples: {rows}." if rows else ""
 
     def stop_at_non_finite(self, what: str, items: Sequence[int]) -> None:
-        """Raise for steps that were not applied, unless such steps are skipped, or are part of finding a loss scale.
+        """Raise NonFiniteError, unless ``on_non_finite`` is ``skip`` or the steps are part of adjusting a loss scale.
 
         Args:
-            what: a sentence on the loss or the gradient.
-            items: the rows of these steps, as step batches name them.
+            what: a sentence about the loss or the gradient.
+            items: the items of these steps, by their index in the training set.
+
+        Raises:
+            NonFiniteError: for steps that were not applied.
         """
         if self.options.on_non_finite == "skip" or self.engine.scales_loss:
             return
@@ -371,12 +381,12 @@ class Loop:
 
 
 def set_optimizer_mode(optimizer: Any, is_training: bool) -> None:
-    """Give the model the weights for training, or those for use, if the optimizer has both (schedule-free ones)."""
+    """Switch an optimizer with ``train()`` and ``eval()`` (schedule-free optimizers) to one of its modes."""
     swap = getattr(optimizer, "train" if is_training else "eval", None)
     if callable(swap):
         swap()
 
 
 def sum_of(values: list[Tensor]) -> Tensor:
-    """Add () tensors up in their order; returns ()."""
+    """Sum () tensors; returns ()."""
     return torch.stack(values).sum()

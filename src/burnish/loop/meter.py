@@ -1,12 +1,11 @@
 """Sums of loss, metrics, tokens and rows since the last log, kept on the device and read once.
 
-Between two logs nothing is copied to the host: a read of one number from a GPU waits for all the work queued before
-it. A log then costs one read, and one sum over ranks, of one small vector.
+Between two logs nothing is copied to the host, because reading one number from a GPU waits for all queued work. A log
+costs one device read and one reduction over ranks of a small vector.
 
-Beside them the share of time in which the thread that trains waits: for other processes in collectives, or for data.
-Waiting is what is left of the time when the thread neither ran nor stood ready to run: on a CPU, where products run in
-this thread, that is the time in which it waits for others. On a GPU the thread runs ahead of the device and tells
-nothing: none is logged there.
+``Waiting`` measures the fraction of time that the training thread waits for other processes or for data: the time in
+which it neither ran nor was ready to run. On a CPU, where matrix products run in this thread, this is idle time. On a
+GPU the thread runs ahead of the device, so the fraction is not logged.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from burnish.loop.types import Loss, Metric
 
 
 class Meter:
-    """Sums since the last log, and since the run began.
+    """Sums since the last log, and since the start of the run.
 
     Args:
-        filter_non_finite: leave a NaN or infinite loss out of the logged mean (never out of the decision to apply
-            the update): it counts as the mean of the steps since the last log, as in transformers.
+        filter_non_finite: exclude NaN and infinite losses from the logged mean. As in transformers, such a loss counts
+            as the mean of the steps since the last log. The decision to apply the update is not affected.
     """
 
     def __init__(self, device: torch.device, filter_non_finite: bool = True) -> None:
         self.device = device
         self.filter_non_finite = filter_non_finite
         self.loss = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
-        self.run_loss = 0.0  # since the run began, in whichever process
+        self.run_loss = 0.0  # since the start of the run, including earlier processes
         self.run_steps = 0
         self.metrics = Metrics()  # on this rank
         self.num_items = torch.zeros((), device=device)  # over all ranks
         self.non_finite_steps = torch.zeros((), device=device)
         self.grad_norm: Tensor | None = None
         self.learning_rate = 0.0  # of the last step
-        self.taken: list[tuple[Tensor, Sequence[int]]] = []  # since the last log: () is it finite, and its items
-        self.logged: list[tuple[Tensor, Sequence[int]]] = []  # the same of the steps of the last log
+        self.taken: list[tuple[Tensor, Sequence[int]]] = []  # steps since the last log: () is finite, items
+        self.logged: list[tuple[Tensor, Sequence[int]]] = []  # the same for the steps of the last log
         self.steps = 0  # since the last log
         self.steps_here = 0  # since train() began
         self.tokens = 0  # on this rank, since the last log
@@ -60,8 +59,16 @@ class Meter:
         self, loss: Tensor, num_items: Tensor, sums: Mapping[str, Metric], grad_norm: Tensor, learning_rate: float,
         items: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Add a step: ``loss`` () is this rank's part of its mean loss, ``num_items`` () over all ranks,
-        ``items`` those of the data."""
+        """Add the values of one step.
+
+        Args:
+            loss: () this rank's part of the mean loss of the step.
+            num_items: () number of items over all ranks.
+            sums: metrics of this rank.
+            grad_norm: () norm of the gradient.
+            learning_rate: learning rate of the step.
+            items: items of the step, by their index in the training set.
+        """
         finite = torch.isfinite(loss)
         is_whole = finite & torch.isfinite(grad_norm)
         self.non_finite_steps += ~is_whole
@@ -81,11 +88,11 @@ class Meter:
         self.tokens += tokens
 
     def read(self, state: TrainerState, engine: Engine, flos_per_token: int = 0) -> dict[str, float]:
-        """Return the means since the last log, add counts to ``state``, and start the sums again. One device read.
+        """Return the means since the last log, add the counts to ``state``, and reset the sums. One device read.
 
         Returns:
-            loss, grad_norm and one mean per metric; of several processes on CPUs also the share of their time that they
-            waited; empty where no step was taken.
+            loss, grad_norm and one mean per metric. With several processes on CPUs also ``waiting``, the fraction of
+            time spent waiting. Empty if no step was taken.
         """
         over_ranks = engine.sum(torch.cat([self._vector(), self.loss.new_tensor(self.waiting.lap())]))
         extremes = self.metrics.extremes(engine, over_ranks.dtype)
@@ -111,7 +118,7 @@ class Meter:
         return means
 
     def _vector(self) -> Tensor:
-        """(4 + addends of the metrics,) what is summed over ranks: loss, non-finite steps, tokens, rows, metrics."""
+        """(4 + number of metric addends,) values to sum over ranks: loss, non-finite steps, tokens, rows, metrics."""
         wide = self.loss.dtype
         counts = torch.tensor([self.tokens, self.rows], dtype=wide, device=self.device).unbind()
         return torch.stack([self.loss, self.non_finite_steps.to(wide), *counts, *self.metrics.addends(wide)])
@@ -120,7 +127,7 @@ class Meter:
         return torch.zeros_like(self.num_items) if self.grad_norm is None else self.grad_norm.to(self.num_items.dtype)
 
     def collect(self, engine: Engine) -> None:
-        """Move the open sums of all ranks to rank 0 before a checkpoint, so that one file holds them all."""
+        """Move the current sums of all ranks to rank 0 before a checkpoint, which stores them in one file."""
         if engine.world_size == 1:
             return
         over_ranks = engine.sum(self._vector())
@@ -140,11 +147,11 @@ class Meter:
         self.logged, self.taken = self.taken, []
 
     def skipped_items(self) -> list[int]:
-        """Items of the steps of the last log that were not finite. One device read per step of it."""
+        """Items of the non-finite steps of the last log. One device read per step."""
         return [item for is_finite, items in self.logged if not is_finite for item in items]
 
     def summary(self) -> dict[str, float]:
-        """Values of the last log: the mean loss of all steps of the run; runtime and rates of this process alone."""
+        """Values of the last log: mean loss of all steps of the run; runtime and rates of this process only."""
         runtime_s = time.perf_counter() - self.started_s
         return {
             "train_runtime": runtime_s,
@@ -154,12 +161,12 @@ class Meter:
         }
 
     def start(self) -> None:
-        """Start the clock of the rates in the summary; ``train()`` calls it first."""
+        """Reset the clock of the rates in the summary."""
         self.started_s = time.perf_counter()
         self.rows_here = self.steps_here = 0
         self.waiting.lap()
 
-    # A checkpoint between two logs carries the open sums, so that the next log of a continued run is the same number.
+    # A checkpoint includes the sums since the last log, so the next log of a resumed run has the same values.
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -178,7 +185,7 @@ class Meter:
 
 
 class Totals:
-    """Sums over an evaluation set, on the device until its end."""
+    """Sums over an evaluation set, kept on the device until its end."""
 
     def __init__(self) -> None:
         self.metrics = Metrics()
@@ -189,7 +196,7 @@ class Totals:
         self.num_batches += 1
 
     def means(self, engine: Engine) -> dict[str, float]:
-        """Each sum divided by the items of the whole set, or by its own count. One device read."""
+        """Divide each sum by the items of the whole set, or by its own count. One device read."""
         if not self.num_batches:
             return {}
         over_ranks = engine.sum(torch.stack(self.metrics.addends(torch.float32)))
@@ -202,7 +209,7 @@ class Totals:
 
 
 class Clock:
-    """The time since it was made, and the rates that follow from it."""
+    """Measures the runtime since its creation, and rates."""
 
     def __init__(self) -> None:
         self.started_s = time.perf_counter()
@@ -214,15 +221,16 @@ class Clock:
 
 
 class Waiting:
-    """A clock of the thread that made it. A lap reads one small file of the system, some 20 microseconds (``run_delay``
-    in https://docs.kernel.org/scheduler/sched-stats.html); other systems than Linux count time ready to run as waiting.
+    """Measures how long the thread that created it waits. A lap reads one small system file, which takes about 20
+    microseconds (``run_delay`` in https://docs.kernel.org/scheduler/sched-stats.html). On systems other than Linux,
+    time ready to run counts as waiting.
     """
 
     def __init__(self) -> None:
         self.passed_s, self.busy_s = time.perf_counter(), _busy_s()
 
     def lap(self) -> tuple[float, float]:
-        """Seconds waited and seconds passed since the last lap."""
+        """Seconds spent waiting, and seconds passed, since the last lap."""
         passed_s, busy_s = time.perf_counter(), _busy_s()
         passed, busy = passed_s - self.passed_s, busy_s - self.busy_s
         self.passed_s, self.busy_s = passed_s, busy_s
@@ -230,7 +238,7 @@ class Waiting:
 
 
 def _busy_s() -> float:
-    """Seconds in which this thread ran or was ready to."""
+    """Seconds in which this thread ran or was ready to run."""
     try:
         ready_ns = int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])
     except OSError:

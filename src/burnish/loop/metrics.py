@@ -1,8 +1,8 @@
-"""Metrics: numbers beside the loss, each with what it is divided by.
+"""Metrics: values that are logged with the loss, each with its divisor.
 
-In:  per micro-batch a mapping from names to metrics: a () tensor is a sum over the items of the loss, and divided by
-     their number; a ``Sum`` brings a count of its own, or is not divided at all (the smallest, the largest, the last).
-Out: one number per name, over all micro-batches and ranks since the last log or of a whole evaluation.
+In:  per micro-batch a mapping from names to metrics. A () tensor is a sum over the items of the loss and is divided by
+their number. A ``Sum`` has its own count, or is not divided (minimum, maximum, last value).
+Out: one number per name, over all micro-batches and ranks since the last log or over a whole evaluation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from burnish.loop.types import Metric, Sum
 
 
 def joined(metrics: Sequence[Metric]) -> Metric:
-    """Join one metric of several micro-batches, in their order; the result is detached from the autograd graph."""
+    """Combine one metric of several micro-batches, in their order. The result is detached from the autograd graph."""
     first = metrics[0]
     if isinstance(first, Tensor):
         return torch.stack([_tensor(metric).detach() for metric in metrics]).sum()
@@ -28,14 +28,14 @@ def joined(metrics: Sequence[Metric]) -> Metric:
         return Sum(totals.sum(), counts.sum())
     if first.reduction == "last":
         return Sum(totals[-1], counts[-1], "last")
-    # A micro-batch with nothing to count has no extreme either.
+        # A micro-batch without items has no minimum or maximum.
     nothing = torch.inf if first.reduction == "min" else -torch.inf
     seen = torch.where(counts > 0, totals, nothing)
     return Sum(seen.amin() if first.reduction == "min" else seen.amax(), counts.sum(), first.reduction)
 
 
 def joined_by_name(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """``joined`` of each name; a name that some micro-batches lack is joined over the others."""
+    """Apply ``joined`` to each name. A name may be missing from some micro-batches."""
     found: dict[str, list[Metric]] = {}
     for metrics in several:
         for name, metric in metrics.items():
@@ -44,7 +44,7 @@ def joined_by_name(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]
 
 
 class Metrics:
-    """Metrics on their way to a log: joined on each rank as they come, and over ranks once."""
+    """Accumulates metrics: per rank for each micro-batch, over ranks once per log."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Metric] = {}
@@ -53,8 +53,9 @@ class Metrics:
         self.by_name = joined_by_name([self.by_name, metrics])
 
     def addends(self, dtype: torch.dtype) -> list[Tensor]:
-        """() tensors that are summed over ranks, in the order in which ``means`` takes them. A plain metric adds its
-        sum, a ``Sum`` its total and count; a minimum or maximum adds its count only (see ``extremes``)."""
+        """() tensors to sum over ranks, in the order that ``means`` expects. A plain metric adds its sum, a ``Sum`` its
+        total and count. A minimum or maximum adds its count only (see ``extremes``).
+        """
         found: list[Tensor] = []
         for metric in self.by_name.values():
             if isinstance(metric, Tensor):
@@ -66,7 +67,7 @@ class Metrics:
         return found
 
     def extremes(self, engine: Engine, dtype: torch.dtype) -> list[Tensor]:
-        """() tensors: smallest or largest value over ranks, for metrics that ask for it. One collective, or none."""
+        """() tensors: minimum or maximum over ranks of each metric with that reduction. One collective, or none."""
         asked = [m for m in self.by_name.values() if isinstance(m, Sum) and m.reduction in ("min", "max")]
         if not asked:
             return []
@@ -79,11 +80,13 @@ class Metrics:
     def means(
         self, addends: Iterable[float], extremes: Iterable[float], num_items: float, world_size: int
     ) -> dict[str, float]:
-        """The numbers for a log. A metric that counted nothing is left out.
+        """Values for a log. A metric without items is omitted.
 
         Args:
-            addends, extremes: what those methods gave, over ranks, read from the device.
-            num_items: of the loss, which plain metrics share.
+            addends: result of ``addends``, summed over ranks and read from the device.
+            extremes: result of ``extremes``, read from the device.
+            num_items: number of items of the loss, the divisor of plain metrics.
+            world_size: number of ranks.
         """
         given, ends, found = iter(addends), iter(extremes), {}
         for name, metric in self.by_name.items():
@@ -97,7 +100,7 @@ class Metrics:
         return found
 
     def of_all_ranks(self, addends: Sequence[Tensor], extremes: Sequence[Tensor], share: float) -> None:
-        """Take over the sums of all ranks (``share`` 1), or drop the own ones (``share`` 0), before a checkpoint."""
+        """Replace the sums by those of all ranks (``share`` 1) or by zero (``share`` 0) before a checkpoint."""
         given, ends = iter(addends), iter(extremes)
         for name, metric in self.by_name.items():
             if isinstance(metric, Tensor):

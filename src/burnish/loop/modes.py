@@ -1,4 +1,4 @@
-"""Modes of a module: training or not, and back as it was."""
+"""Switch a module to evaluation mode temporarily."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Run the ``with`` block with ``module`` in evaluation mode, without an autograd graph."""
+    """Run the ``with`` block with ``module`` in evaluation mode and without gradients, then restore its mode."""
     was_training = module.training
     module.eval()
     try:

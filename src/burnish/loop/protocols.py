@@ -1,6 +1,7 @@
-"""The parts of a run that have several kinds, as the loop sees them: objective, engine, stream, adapter.
+"""Protocols of the components of a run that the loop uses: objective, engine, stream, adapter.
 
-A class that names one of these protocols as its base has the answers that are written here, and gives the others.
+A class may inherit from one of these protocols: methods with a body are defaults, those with ``...`` must be
+implemented.
 """
 
 from __future__ import annotations
@@ -20,33 +21,36 @@ if TYPE_CHECKING:
 
 
 class Objective(Protocol):
-    """A training objective as the loop sees it. ``losses/base.py`` says how examples become rows and batches.
+    """A training objective as the loop sees it. ``losses/base.py`` adds how examples become rows and batches.
 
-    A class that names this protocol as its base has the usual answers to all but ``num_items`` and ``loss``.
+    A subclass only has to implement ``num_items`` and ``loss``; all other methods have defaults.
     """
 
     @property
     def parts(self) -> Mapping[str, Stateful]:
-        """The objective's own parts of a checkpoint: a moving baseline, a reference that follows the policy."""
+        """The objective's own parts of a checkpoint, such as a moving baseline or a moving reference."""
         return {}
 
     def module(self, model: nn.Module) -> nn.Module:
-        """The model, and what else is trained with it (a value head), as one module: the one that the engine prepares,
-        whose parameters the optimizer moves, and whose ``state_dict`` a checkpoint holds."""
+        """The model and everything trained with it (a value head, for example) as one module.
+
+        The engine prepares this module, the optimizer updates its parameters, and a checkpoint stores its
+        ``state_dict``.
+        """
         return model
 
     def setup(self, module: nn.Module) -> None:
-        """Look at the module as the engine prepared it: once, before a checkpoint is loaded and a step is taken."""
+        """Called once with the prepared module, before a checkpoint is loaded and before the first step."""
         return
 
     @property
     def inner_steps(self) -> int:
-        """The number of steps that are trained on each step batch of the stream; see ``rollout``."""
+        """Number of optimizer steps per step batch of the stream; see ``rollout``."""
         return 1
 
     @property
     def rows_per_rank(self) -> int | None:
-        """Rows of the stream that one rank gets for a step batch; None: those of its micro-batches."""
+        """Rows of the stream per rank and step batch. None: the rows of the micro-batches."""
         return None
 
     def rollout(
@@ -57,40 +61,45 @@ class Objective(Protocol):
         step: int,
         more: Iterator[StepBatch] | None = None,
     ) -> Sequence[StepBatch]:
-        """The step batches to train on in place of ``step_batch``, ``inner_steps`` many: itself, or what was made of
-        it, such as responses to its prompts. If they are several, a checkpoint holds those that are not used yet.
+        """The ``inner_steps`` step batches to train on in place of ``step_batch``.
+
+        By default ``step_batch`` itself. An objective may generate new ones from it, such as responses to its prompts.
+        If there are several, a checkpoint stores those that are not used yet.
 
         Args:
-            module: the policy. step: steps that are done.
-            more: the step batches that follow in the epoch. Those that are taken are used up: the cursor is that of the
-                last step batch returned.
+            module: the policy.
+            step_batch: one step batch of the stream.
+            engine: for operations over ranks.
+            step: number of completed steps.
+            more: the following step batches of the epoch. Those taken from it are consumed, and the cursor of the last
+                step batch returned is the new position of the stream.
         """
         return [step_batch]
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
-        """Look at all micro-batches of a step on this rank before the first of them: add what is a function of the
-        whole step (means, counts over ranks) or of another model (log-probabilities of a reference).
+        """Prepare all micro-batches of a step on this rank, before the first forward pass.
 
-        Called once per step, before ``num_items``. Whoever computes here does it without gradient, in evaluation mode
-        (``burnish.loop.modes.evaluating``).
+        Adds what depends on the whole step (means, counts over ranks) or on another model (log-probabilities of a
+        reference). Called once per step, before ``num_items``. Forward passes in here run without gradients and in
+        evaluation mode (``burnish.loop.modes.evaluating``).
         """
         return batches
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
-        """The batches of an evaluation set, ready one by one; what is a function of a whole step is one of the set."""
+        """Yield the batches of an evaluation set one by one, each prepared as if it were a whole step."""
         for batch in batches:
             yield from self.prepare_step(module, [engine.to_device(batch)], engine)
 
     def report(self, values: dict[str, float]) -> dict[str, float]:
-        """Complete the metrics of a log or an evaluation with those that follow from others."""
+        """Add metrics that are computed from other metrics of a log or an evaluation."""
         return values
 
     def own_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Parameters that train beside the model's: those of a head."""
+        """Trained parameters that do not belong to the model, such as those of a head."""
         return ()
 
     def num_items(self, batch: Batch) -> Tensor:
-        """() the items of the batch that share the step's mean: label-bearing tokens, pairs, ..."""
+        """() number of items of the batch, over which the loss of a step is averaged: trained tokens, pairs, ..."""
         ...
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
@@ -102,68 +111,76 @@ class Engine(Protocol):
     """Processes, devices and precision of a run."""
 
     device: torch.device
-    dtype: torch.dtype | None  # of the autocast around a forward pass; None for none
+    dtype: torch.dtype | None  # autocast dtype of forward passes; None without autocast
     rank: int
     world_size: int
-    scales_loss: bool  # float16 with a loss scale that finds its own size: a skipped step is part of that
+    scales_loss: bool  # float16 with a dynamic loss scale, which skips steps while it adjusts
 
     @property
     def parts(self) -> Mapping[str, Stateful]:
         """The engine's own parts of a checkpoint, such as a loss scale."""
         ...
 
-    frees_weights: bool  # weights are there within a forward pass of the module from ``prepare`` alone: ZeRO-3
-    splits_weights: bool  # between two passes each rank holds a part of each weight: FSDP, ZeRO-3
-    is_sharded: bool  # each rank holds a part of the weights, and all have to ask together for whole ones
+    frees_weights: bool  # weights exist only within a forward pass of the module from ``prepare``: ZeRO-3
+    splits_weights: bool  # between two passes each rank holds a shard of each weight: FSDP, ZeRO-3
+    is_sharded: bool  # each rank holds a shard of the weights; gathering them is a collective operation
 
     def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        """The parts of a run as a checkpoint takes them, where each rank holds a piece of their tensors."""
+        """The parts of a run in the form that a checkpoint stores if each rank holds a shard of their tensors."""
         ...
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A weight as one tensor, where each rank holds a part. All ranks ask for the same ones in the same order."""
+        """A weight as one tensor, gathered if it is sharded. Collective: all ranks call it in the same order."""
         ...
 
     def pieces(self, model: nn.Module) -> list[Tensor]:
-        """This rank's tensors from which weights that train are gathered: what is written to them is in the next pass,
-        behind ``drop_gathered``. Called where ``splits_weights``."""
+        """This rank's tensors from which trained weights are gathered, if ``splits_weights``.
+
+        Values written to them take effect in the next forward pass, after ``drop_gathered``.
+        """
         ...
 
     def drop_gathered(self, model: nn.Module) -> None:
-        """Let go of weights that were gathered for a pass."""
+        """Free weights that were gathered for a forward pass."""
         ...
 
     def other_modules(self) -> AbstractContextManager[None]:
-        """The context of passes that call other modules than a pass of training does, as where an adapter is off."""
+        """Context for passes that call other modules than a training pass, for example with the adapter disabled."""
         ...
 
     def generating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The context of answers that the bare model gives, outside of the module that ``prepare`` returned."""
+        """Context for generation with the bare model, outside of the module that ``prepare`` returned."""
         ...
 
     def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
-        """Give the weights that train their format, and all of them their device, before the optimizer is made, which
-        may keep copies of them; or keep in mind to do so when ``prepare`` shards them."""
+        """Convert trained weights to ``trained_in`` and move all weights to their device.
+
+        Called before the optimizer is created, because it may copy the weights. An engine that shards may do this in
+        ``prepare`` instead.
+        """
         ...
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, Any]: ...
     def to_device(self, batch: Batch) -> Batch: ...
     def microbatch(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """The context of forward and backward of one micro-batch: gradients are synced on the last of a step only."""
+        """Context for forward and backward of one micro-batch. Gradients are synced on the last one of a step only."""
         ...
 
     def precision(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass: the autocast of the run."""
+        """Context for a forward pass: the autocast of the run."""
         ...
 
     def backward(self, loss: Tensor) -> None: ...
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """() the gradient norm before clipping; ``max_norm`` 0 measures and does not clip."""
+        """Clip the gradients. Returns their norm () before clipping. ``max_norm`` 0 measures without clipping."""
         ...
 
     def step(self, optimizer: torch.optim.Optimizer, is_finite: Tensor) -> bool:
-        """Apply the update unless ``is_finite`` () bool is false. Returns false where it is known, without a device
-        read, that nothing was applied: the schedule stays where it is then."""
+        """Apply the update unless ``is_finite`` () bool is false.
+
+        Returns:
+            False if it is known without a device read that the update was skipped; the schedule is not advanced then.
+        """
         ...
 
     def sum(self, value: Tensor) -> Tensor:
@@ -171,12 +188,13 @@ class Engine(Protocol):
         ...
 
     def gather(self, value: Tensor) -> Tensor:
-        """Concatenation over ranks along dimension 0, of which each may have any number of rows, padded with
-        IGNORE_INDEX along the others where needed."""
+        """Concatenate over ranks along dimension 0, where sizes may differ. Other dimensions are padded with
+        IGNORE_INDEX if needed.
+        """
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Plain data of every rank, in the order of the ranks."""
+        """JSON-like data of every rank, in the order of the ranks."""
         ...
 
     def barrier(self) -> None: ...
@@ -184,32 +202,32 @@ class Engine(Protocol):
 
 
 class Stream(Stateful, Protocol):
-    """The step batches of an epoch, from the cursor on, each with the cursor that follows it."""
+    """Yields the step batches of an epoch from the cursor on, each with the cursor after it."""
 
     def step_batches(self) -> Iterator[StepBatch]:
-        """Yield the step batches from the cursor to the end of the current epoch. May read ahead of the loop."""
+        """Yield the step batches from the cursor to the end of the current epoch. May prefetch."""
         ...
 
     def advance(self, step_batch: StepBatch) -> None:
-        """Move the cursor, which a checkpoint holds, behind ``step_batch``, if it has a cursor."""
+        """Move the cursor, which a checkpoint stores, to the position after ``step_batch``, if it has a cursor."""
         ...
 
     @property
     def is_used_up(self) -> bool:
-        """Return whether the cursor stands behind the last step batch of its epoch."""
+        """Whether the cursor is at the end of its epoch."""
         ...
 
     def end_epoch(self) -> None:
-        """Move the cursor to the start of the next epoch, wherever it stands in this one."""
+        """Move the cursor to the start of the next epoch."""
         ...
 
     def leave_out(self, items: Sequence[int]) -> None:
-        """Use these items, as step batches name them, in no step from the cursor on, nor in later epochs."""
+        """Exclude these items (by their index in the training set) from all following steps and epochs."""
         ...
 
 
 class EvalSet(Protocol):
-    """The batches of an evaluation set on this rank; can be gone through repeatedly."""
+    """The batches of an evaluation set on this rank. Can be iterated repeatedly."""
 
     num_rows: int  # over all ranks
 
@@ -218,11 +236,11 @@ class EvalSet(Protocol):
 
 
 class Adapter(Protocol):
-    """A choice of the weights that are trained, and how: whole model, some layers, LoRA."""
+    """Selects which weights are trained and how: full, freeze, LoRA."""
 
     def attach(self, model: nn.Module) -> nn.Module: ...
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """The context in which the model computes as it did before training."""
+        """Context in which the model computes as it did before training."""
         ...
 
     def save(self, model: nn.Module, folder: str) -> None: ...

@@ -1,8 +1,8 @@
-"""The step batches that an objective makes of one (``Objective.rollout``), and the position among them.
+"""Holds the step batches of a rollout (``Objective.rollout``) and the position in them.
 
-A rollout draws responses with the weights of its moment, so it cannot be repeated after a resume. Where an objective
-makes more than one step batch, the buffer is a part of the checkpoint of each rank, and a run that stops between two of
-them continues with the next one.
+A rollout samples responses with the current weights, so it cannot be repeated after a resume. If an objective returns
+more than one step batch, the buffer is saved in each rank's part of the checkpoint, and a resumed run continues with
+the next unused step batch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class RolloutBuffer:
     def __init__(self, world_size: int = 1) -> None:
         self.world_size = world_size
         self.batches: list[StepBatch] = []
-        self.position = 0  # step batches that have been used
+        self.position = 0  # number of used step batches
 
     def fill(self, batches: Sequence[StepBatch]) -> None:
-        """Hold the step batches of a rollout. The stream moves on after the last of them, to its cursor."""
+        """Store the step batches of a rollout. Only the last one advances the stream, to its cursor."""
         self.batches = [*(replace(batch, cursor=None) for batch in batches[:-1]), batches[-1]]
         self.position = 0
 
     def remaining(self) -> Iterator[StepBatch]:
-        """Yield the step batches that have not been used."""
+        """Yield the unused step batches."""
         yield from self.batches[self.position :]
 
     def advance(self) -> None:
-        """Count a step batch as used; forget all of them after the last one."""
+        """Mark one step batch as used. Clears the buffer after the last one."""
         self.position += 1
         if self.position >= len(self.batches):
             self.clear()
@@ -50,7 +50,11 @@ class RolloutBuffer:
         return {"world_size": self.world_size, "left": [{**vars(batch), "items": list(batch.items)} for batch in left]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises UserError if the buffer is not empty and was saved by another number of processes."""
+        """Restore the buffer.
+
+        Raises:
+            UserError: if the saved buffer is not empty and was saved by another number of processes.
+        """
         if state["left"] and state["world_size"] != self.world_size:
             raise UserError(
                 f"the checkpoint was saved inside a rollout by {state['world_size']} processes, and this run has "

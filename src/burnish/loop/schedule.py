@@ -1,7 +1,7 @@
-"""Step arithmetic and learning-rate curves.
+"""Number of steps, and learning rate schedules.
 
-Everything that says how many steps there are, which rows a step takes and how the learning rate moves is a pure
-function here, so that ``explain`` prints the numbers which the loop will use.
+The number of steps, the rows of a step and the learning rate are computed by pure functions, so ``explain`` prints the
+same numbers that the loop uses.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ class CurveOptions:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The numbers of a run.
+    """The number of rows, steps and epochs of a run.
 
-    ``steps_per_epoch`` counts the incomplete last step of an epoch too, as transformers 5 does.
+    ``steps_per_epoch`` includes the incomplete last step of an epoch, as in transformers 5.
     """
 
-    rows: int | None  # in the training set; None where it has no length
+    rows: int | None  # in the training set; None if its length is unknown
     rows_per_step: int  # over all micro-batches and ranks; a rollout trains several steps on them
     steps_per_epoch: int
     max_steps: int
-    num_train_epochs: int  # epochs begun
-    trained_per_step: int = 0  # sequences, over all micro-batches and ranks; 0 where they are the rows of a step
+    num_train_epochs: int  # rounded up
+    trained_per_step: int = 0  # sequences over all micro-batches and ranks; 0: same as rows_per_step
 
     @property
     def batch_size(self) -> int:
-        """Sequences that a step trains on, over all micro-batches and ranks."""
+        """Number of sequences per training step, over all micro-batches and ranks."""
         return self.trained_per_step or self.rows_per_step
 
     @property
     def epochs(self) -> float | None:
-        """Epochs that ``max_steps`` steps are, the last one in part; None if the training set has no length."""
+        """``max_steps`` in epochs, as a fraction. None if the length of the training set is unknown."""
         return None if self.rows is None or not self.steps_per_epoch else self.max_steps / self.steps_per_epoch
 
 
@@ -81,7 +81,7 @@ NO_STEPS = StepPlan(0, 0, 0, 0, 0)
 
 
 def steps_of(interval: float | None, max_steps: int, fallback: float) -> int:
-    """Convert an interval to steps: below 1 it is a share of ``max_steps``, rounded up."""
+    """Convert an interval to a number of steps. Below 1: a fraction of ``max_steps``, rounded up."""
     value = fallback if interval is None else interval
     return math.ceil(max_steps * value) if value < 1 else int(value)
 
@@ -89,14 +89,17 @@ def steps_of(interval: float | None, max_steps: int, fallback: float) -> int:
 def plan_steps(
     options: StepOptions, rows: int | None, world_size: int = 1, inner_steps: int = 1, rows_per_rank: int | None = None
 ) -> StepPlan:
-    """Count the steps.
+    """Compute the number of steps.
 
     Args:
-        rows: of the training set; None if it has no length.
-        inner_steps: steps that are trained on the rows of one step batch (``Objective.inner_steps``).
-        rows_per_rank: rows of a rank in a step batch, where they are not those of its micro-batches.
+        options: batch sizes, epochs and ``max_steps``.
+        rows: length of the training set; None if unknown.
+        world_size: number of ranks.
+        inner_steps: optimizer steps per step batch (``Objective.inner_steps``).
+        rows_per_rank: rows per rank and step batch, if they differ from those of the micro-batches.
+
     Raises:
-        UserError: if there would be no step, or if a set of unknown length has no ``max_steps``.
+        UserError: if the run would have no steps, or if the length is unknown and ``max_steps`` is not set.
     """
     trained = options.per_device_train_batch_size * options.gradient_accumulation_steps * world_size
     per_batch = (rows_per_rank or options.per_device_train_batch_size) * world_size
@@ -125,7 +128,7 @@ def plan_steps(
 
 
 def warmup_steps_of(options: CurveOptions, max_steps: int) -> int:
-    """The warm-up in steps: a count of 1 or more as it is, below 1 a share of ``max_steps``, rounded up."""
+    """Number of warmup steps: from 1 on a count, below 1 a fraction of ``max_steps``, rounded up."""
     if options.warmup_steps >= 1:
         return int(options.warmup_steps)
     return math.ceil(max_steps * (options.warmup_steps or options.warmup_ratio))
@@ -136,7 +139,7 @@ def _never_peaks(options: CurveOptions, max_steps: int) -> bool:
 
 
 def check_curve(options: CurveOptions, max_steps: int) -> list[Problem]:
-    """Find a warm-up that is longer than the run, and so never ends."""
+    """Return a problem if the warmup is longer than the run."""
     if options.warmup_steps < 1 or not _never_peaks(options, max_steps):
         return []
     what = (
@@ -151,7 +154,7 @@ def check_curve(options: CurveOptions, max_steps: int) -> list[Problem]:
 
 
 def curve_notes(options: CurveOptions, max_steps: int) -> list[str]:
-    """Note a warm-up that is given as a share and, rounded up, takes all steps, as in a trial run of one step."""
+    """Return a note if a fractional warmup covers all steps after rounding up, as in a test run of one step."""
     if options.warmup_steps >= 1 or not _never_peaks(options, max_steps):
         return []
     name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
@@ -162,12 +165,13 @@ def curve_notes(options: CurveOptions, max_steps: int) -> list[str]:
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
-# Each is (step, warmup, total, **arguments) -> the factor that multiplies the learning rate at that step. The names,
-# arguments and values are those of transformers.optimization, against which tests hold them.
+# Each is (step, warmup, total, **arguments) -> the factor of the learning rate at that step. Names, arguments and
+# Each is (step, warmup, total, **arguments) -> the factor of the learning rate at that step. Names, arguments and
+# values are those of transformers.optimization; tests compare them.
 
 
 def _after_warmup(curve: Callable[..., float]) -> Callable[..., float]:
-    """Linear from 0 to 1 over ``warmup`` steps, then ``curve`` of the share of the rest that has passed."""
+    """Linear from 0 to 1 over ``warmup`` steps, then ``curve`` of the completed fraction of the remaining steps."""
 
     def factor(step: int, warmup: int, total: int, **arguments: Any) -> float:
         if step < warmup:
@@ -258,16 +262,16 @@ _FACTORS: dict[str, Callable[..., float]] = {
     "warmup_stable_decay": _warmup_stable_decay,
 }
 FOLLOWS_METRIC = ("reduce_lr_on_plateau", "greedy")
-_FOLLOWS_METRIC = {"ReduceLROnPlateau", "GreedyLR"}  # the classes behind them: torch's, and transformers'
+_FOLLOWS_METRIC = {"ReduceLROnPlateau", "GreedyLR"}  # class names in torch and transformers
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule: the loop reports each step and each evaluation, and one of the two moves it.
+    """A learning rate schedule that is advanced either by each step or by each evaluation.
 
     Args:
-        scheduler: torch's object, which holds the state.
-        deciding: the metrics of an evaluation -> the one that decides; None where each step moves it.
+        scheduler: the torch scheduler, which holds the state.
+        deciding: metrics of an evaluation -> the metric to follow. None: advance at each step.
     """
 
     scheduler: Any
@@ -283,7 +287,7 @@ class Schedule:
 
 
 def schedule_of(scheduler: Any, deciding: Callable[[Mapping[str, float]], float]) -> Schedule:
-    """Wrap a scheduler of torch, of transformers or of a script as a ``Schedule``."""
+    """Wrap a scheduler of torch, transformers or a script as a ``Schedule``."""
     follows_metric = any(kind.__name__ in _FOLLOWS_METRIC for kind in type(scheduler).__mro__)
     return Schedule(scheduler, deciding if follows_metric else None)
 
@@ -293,12 +297,15 @@ def curve_names() -> list[str]:
 
 
 def lr_factor(options: CurveOptions, max_steps: int, learning_rate: float) -> Callable[[int], float]:
-    """step -> the factor of the learning rate, for a ``LambdaLR``; ``explain`` reads it too.
+    """step -> factor of the learning rate, for a ``LambdaLR`` and for ``explain``.
 
     Args:
-        learning_rate: the peak, which curves that end at an absolute ``min_lr`` or ``lr_end`` need.
+        options: name and arguments of the schedule.
+        max_steps: number of steps of the run.
+        learning_rate: peak learning rate, needed for an absolute ``min_lr`` or ``lr_end``.
+
     Raises:
-        UserError: where ``lr_scheduler_kwargs`` has a name or a value that the curve does not take.
+        UserError: if ``lr_scheduler_kwargs`` has an argument or value that the schedule does not accept.
     """
     warmup, curve = warmup_steps_of(options, max_steps), _FACTORS[options.lr_scheduler_type]
     with refused_by_curve(options):
@@ -309,12 +316,12 @@ def lr_factor(options: CurveOptions, max_steps: int, learning_rate: float) -> Ca
 
 
 def _curve_arguments(options: CurveOptions, max_steps: int, warmup: int, learning_rate: float) -> dict[str, Any]:
-    """``lr_scheduler_kwargs`` as the curve takes them, with rates as shares of the peak."""
+    """``lr_scheduler_kwargs`` with rates converted to fractions of the peak."""
     name, arguments = options.lr_scheduler_type, dict(options.lr_scheduler_kwargs or {})
     if name == "polynomial":
         arguments["lr_init"] = learning_rate
     if name == "warmup_stable_decay" and "num_decay_steps" not in arguments:
-        # LLaMA-Factory's split where none is given: a third of what follows the warm-up is stable, the rest decays.
+        # Default of LLaMA-Factory: a third of the steps after the warmup is stable, the rest decays.
         stable = arguments.setdefault("num_stable_steps", (max_steps - warmup) // 3)
         arguments["num_decay_steps"] = max_steps - warmup - stable
     for lowest in ("min_lr", "lr_end"):
@@ -327,7 +334,7 @@ def _curve_arguments(options: CurveOptions, max_steps: int, warmup: int, learnin
 
 @contextmanager
 def refused_by_curve(options: CurveOptions) -> Iterator[None]:
-    """Turn the error of a curve about its arguments into a UserError."""
+    """Convert errors that a schedule raises for its arguments to UserError."""
     try:
         yield
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:

@@ -1,8 +1,7 @@
-"""Spikes: steps whose loss or gradient is not finite, or whose gradient is far longer than those before it.
+"""Detect spikes: steps with a non-finite loss or gradient, or with a gradient norm far above the recent mean.
 
-With ``on_spike: go_back`` such a step ends the attempt (``SpikeError``); whoever began it loads the newest whole
-checkpoint, leaves the rows of the step out from there on, and goes on. The watch is a part of a checkpoint, because its
-mean is over the last steps. It costs a read of the device in every step.
+With ``on_spike: go_back`` such a step raises ``SpikeError``. The caller loads the latest valid checkpoint, excludes the
+rows of the step and continues. The recent norms are part of a checkpoint. Detection costs a device read in every step.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from burnish.loop.types import StepBatch
 
 _SEEN, _ENOUGH = 32, 8
 MOST = 16
-"""Times that a run goes back. More of them are a fault of the run, not of some rows."""
+"""Maximum number of rollbacks. More of them indicate a problem of the run rather than of some rows."""
 
 
 @dataclass
@@ -42,14 +41,14 @@ class SpikeOptions:
 
 
 class SpikeChoices(Protocol):
-    """The options that say what a spike is."""
+    """Options that define a spike."""
 
     on_spike: str
     spike_ratio: float | None
 
 
 class SpikeError(RuntimeError):
-    """A step was a spike. Args: items: of the step, by their index in the training set."""
+    """Raised after a spike. ``items`` are those of the step, by their index in the training set."""
 
     def __init__(self, what: str, items: Sequence[int]) -> None:
         super().__init__(what)
@@ -57,22 +56,22 @@ class SpikeError(RuntimeError):
 
 
 class SpikeWatch:
-    """The gradient norms of the last steps. Args: ratio: of ``SpikeOptions``."""
+    """Gradient norms of the last steps. ``ratio`` is ``SpikeOptions.spike_ratio``."""
 
     def __init__(self, ratio: float | None) -> None:
         self.ratio = ratio
         self.norms: deque[float] = deque(maxlen=_SEEN)
 
     def check(self, engine: Engine, step: int, step_batch: StepBatch, loss: Tensor, norm: Tensor) -> None:
-        """Raise SpikeError where the step that was just taken is a spike; on all ranks, where it is one on any."""
+        """Raise SpikeError on all ranks if the last step is a spike on any of them."""
         usual = sum(self.norms) / len(self.norms) if len(self.norms) >= _ENOUGH else None
         is_applied = torch.isfinite(loss) & torch.isfinite(norm)
-        # A loss scale that is too large for its gradients comes down by itself: such a step is none of the data's.
+        # A loss scale that is too large decreases by itself; such a step is not caused by the data.
         is_finite = torch.isfinite(loss) if engine.scales_loss else is_applied
         is_long = norm > usual * self.ratio if usual is not None and self.ratio is not None else ~is_finite
         is_long = is_long & torch.isfinite(norm)
         counted = torch.stack([(~is_finite | is_long).float(), (~is_finite).float(), (~is_applied).float()])
-        spikes, broken, skipped = engine.sum(counted).tolist()  # a read in every step: the price of the option
+        spikes, broken, skipped = engine.sum(counted).tolist()  # one device read per step
         if not spikes:
             if not skipped:
                 self.norms.append(float(norm))

@@ -1,6 +1,6 @@
-"""TrainerState and TrainerControl: where a run stands, and what a callback wants next.
+"""TrainerState and TrainerControl: the position of a run, and the actions that callbacks request.
 
-The field names, the JSON file and the meaning are transformers', so that its callbacks work here and burnish's there
+Field names, JSON format and semantics are those of transformers, so callbacks of both libraries work with both
 (https://huggingface.co/docs/transformers/main_classes/callback).
 """
 
@@ -18,12 +18,12 @@ from burnish.utils.json_files import read_object, write_json
 
 STATE_NAME = "trainer_state.json"
 RATES = ("runtime", "samples_per_second", "steps_per_second")
-"""Names of the timings of an evaluation, to which its prefix is added."""
+"""Names of the timings of an evaluation, without its prefix."""
 _NEEDED = (("global_step", int), ("max_steps", int), ("log_history", list))
 
 
 class IntervalChoices(Protocol):
-    """The options that are intervals in steps; below 1 a share of all steps."""
+    """Options that are intervals in steps. Below 1: a fraction of all steps."""
 
     logging_steps: float
     eval_steps: float | None
@@ -60,7 +60,7 @@ class TrainerState:
             self.log_history = []
 
     def compute_steps(self, args: IntervalChoices, max_steps: int) -> None:
-        """Take over the intervals of ``args`` in steps; one below 1 is a share of ``max_steps``."""
+        """Convert the intervals of ``args`` to steps. An interval below 1 is a fraction of ``max_steps``."""
         self.logging_steps = steps_of(args.logging_steps, max_steps, self.logging_steps)
         self.eval_steps = steps_of(args.eval_steps, max_steps, self.logging_steps)
         self.save_steps = steps_of(args.save_steps, max_steps, self.save_steps)
@@ -69,7 +69,7 @@ class TrainerState:
     def at_start(
         cls, options: IntervalChoices, steps: StepPlan, batch_size: int, rank: int = 0, local_rank: int = 0
     ) -> TrainerState:
-        """Step 0 of a run. Args: batch_size: rows of a micro-batch."""
+        """The state at step 0 of a run. ``batch_size`` is the number of rows per micro-batch."""
         state = cls(
             max_steps=steps.max_steps, num_train_epochs=steps.num_train_epochs, train_batch_size=batch_size,
             is_local_process_zero=local_rank == 0, is_world_process_zero=rank == 0,
@@ -81,7 +81,7 @@ class TrainerState:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the fields that are known here; those that another version wrote are ignored."""
+        """Load the fields of this version. Unknown fields are ignored."""
         names = {f.name for f in dataclasses.fields(self)}
         for name, value in state.items():
             if name in names:
@@ -103,7 +103,7 @@ _PLANNED = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "sav
 
 @contextmanager
 def keeping_plan(state: TrainerState) -> Iterator[None]:
-    """Keep what the options plan for the whole run while a checkpoint is loaded in the block."""
+    """Restore the planned number of steps and intervals after the block, in which a checkpoint is loaded."""
     planned = {name: getattr(state, name) for name in _PLANNED}
     yield
     state.load_state_dict(planned)
@@ -111,7 +111,7 @@ def keeping_plan(state: TrainerState) -> Iterator[None]:
 
 @dataclass
 class TrainerControl:
-    """Flags that callbacks raise and the loop answers."""
+    """Flags that callbacks set and the loop handles."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -131,5 +131,5 @@ class TrainerControl:
 
 
 def load_state(folder: Path) -> TrainerState:
-    """Read the state of the run at the time that the checkpoint ``folder`` was written."""
+    """Read the trainer state of the checkpoint ``folder``."""
     return TrainerState.load_from_json(str(folder / STATE_NAME))

@@ -1,4 +1,4 @@
-"""The nouns of a training run, in the order in which data becomes weights.
+"""The types of a training run, in the order in which data becomes weights.
 
 record (as read) -> example (typed) -> row (encoded, plain lists) -> batch (one micro-batch of tensors)
 -> step batch (the micro-batches of one step) -> step (one weight update).
@@ -19,31 +19,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOKEN_COLUMNS: dict[str, float] = {"loss_weights": 1.0, "sequence": 0}
-"""Columns of a row, and keys of a batch, with a value per token -> the value where a row has none. Objectives add
-theirs (``StageObjective.token_columns``)."""
+"""Per-token columns of a row, and keys of a batch -> default value. Objectives add theirs
+(``StageObjective.token_columns``).
+"""
 
 INPUT_COLUMNS = {
     "content_hashes": 0, "image_features": 0, "rope_time": 0, "rope_height": 0, "rope_width": 0, "attention_rows": -1,
     "attention_blocks": 0,
 }  # fmt: skip
-"""Those of them that belong to a token as an input of the model; the others belong to it as a label."""
+"""The token columns that are inputs of the model. The others belong to a token as a label."""
 TOKEN_COLUMNS |= INPUT_COLUMNS
 
 IGNORE_INDEX = -100
-"""The label of a position that is not learned (torch's default ``ignore_index``)."""
+"""Label of a position without loss (torch's default ``ignore_index``)."""
 
 Ids: TypeAlias = "array[int]"
-"""Token ids, or labels, as 32-bit numbers: joined and written at the speed of memory, as no list is."""
+"""Token ids or labels as 32-bit integers. Arrays are faster than lists to concatenate and write."""
 RoleName: TypeAlias = Literal["system", "user", "assistant", "function", "observation"]
 
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A piece of a message's content.
+    """One part of a message's content.
 
     Args:
         kind: ``text``, ``image``, ``audio`` or ``video``.
-        value: the text; of an image a ``data.images.image.ImageFile``; of others where they lie.
+        value: the text; for an image a ``data.images.image.ImageFile``; for other kinds the path or URL.
     """
 
     kind: str
@@ -51,10 +52,10 @@ class ContentPart:
 
 
 IMAGE = "\ufdd1"
-"""Stands for an image in the text of a message: a Unicode noncharacter, never assigned."""
+"""Placeholder of an image in the text of a message: a Unicode noncharacter."""
 
 Content: TypeAlias = "str | tuple[ContentPart, ...]"
-"""The content of a message: a text, or parts in their order where some are not text."""
+"""Content of a message: a text, or a sequence of parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class Message:
     """One turn of a conversation.
 
     ``function`` is an assistant's tool call (its content is JSON: one call or a list of calls), ``observation`` is a
-    tool's answer. ``train`` overrides whether this turn is learned; ``weight`` scales the loss of its tokens. ``raw``
-    is the message as its record has it, for chat templates that are given messages unchanged.
+    tool's result. ``train`` overrides whether this turn is trained on; ``weight`` scales the loss of its tokens.
+    ``raw`` is the message as in its record, for chat templates that expect unchanged messages.
     """
 
     role: RoleName
@@ -74,12 +75,16 @@ class Message:
 
     @property
     def parts(self) -> tuple[ContentPart, ...]:
-        """The content as parts; a text is one part."""
+        """The content as parts. A text is one part."""
         return (ContentPart("text", self.content),) if isinstance(self.content, str) else self.content
 
     @property
     def text(self) -> str:
-        """The content as one text, ``IMAGE`` for each image. Raises UserError where a part is something else."""
+        """The content as one text, with ``IMAGE`` for each image.
+
+        Raises:
+            UserError: if a part is neither text nor image.
+        """
         if isinstance(self.content, str):
             return self.content
         if others := sorted({part.kind for part in self.content} - {"text", "image"}):
@@ -89,33 +94,33 @@ class Message:
 
     @property
     def images(self) -> list[Any]:
-        """The images of the content, in their order."""
+        """The images of the content, in order."""
         return [] if isinstance(self.content, str) else [part.value for part in self.content if part.kind == "image"]
 
 
 Answer: TypeAlias = "tuple[Message, ...] | str"
-"""The answer to a prompt: messages, usually one, or a text where the prompt is a text."""
+"""The response to a prompt: messages, usually one, or a text if the prompt is a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One record, typed. Exactly one of ``messages``, ``text``, ``completion`` is filled; of a pair ``messages`` or
-    ``prompt``, which is what its two answers follow.
+    """One typed record. Exactly one of ``messages``, ``text``, ``completion`` is set. For a pair, ``messages`` or
+    ``prompt`` holds what precedes its two responses.
 
     Args:
         messages: the conversation, without the system message.
-        system: its system message; None or "" lets the template's default speak.
-        tools: JSON text of the list of tools the assistant may call, or "".
+        system: the system message; None or "" selects the template's default.
+        tools: JSON text of the list of available tools, or "".
         text: plain text, for pretraining or already rendered.
-        prompt: what precedes ``completion``; not learned.
-        completion: what is learned, given ``prompt``.
-        chosen, rejected: the two answers of a pair, of one kind.
-        tag: whether the last answer of ``messages``, or ``completion``, is a desirable one.
-        other: an answer to another prompt, which a verdict is held against (KTO).
-        margin: how much better the chosen answer is.
-        source: where it was read: file or data set name.
-        number: 1-based record number in ``source``, as a person would count.
-        extra: further columns that an objective may ask for.
+        prompt: text before ``completion``, without loss.
+        completion: text to train on, given ``prompt``.
+        chosen, rejected: the two responses of a pair, of the same type.
+        tag: whether the last response of ``messages``, or ``completion``, is desirable.
+        other: a response to another prompt, for KTO's KL term.
+        margin: margin between the chosen and the rejected response.
+        source: file or dataset name that it was read from.
+        number: 1-based record number in ``source``.
+        extra: further columns, for objectives that use them.
     """
 
     messages: tuple[Message, ...] = ()
@@ -135,27 +140,27 @@ class Example:
 
     @property
     def place(self) -> str:
-        """``data/train.json, record 17``: how an error names this example."""
+        """``data/train.json, record 17``: the location of this example for error messages."""
         return f"{self.source}, record {self.number}"
 
 
 Row: TypeAlias = dict[str, Any]
-"""One encoded example: column -> value. An objective may add columns of its own: numbers, booleans, texts, lists.
+"""One encoded example: column -> value. An objective may add columns: numbers, booleans, texts, lists.
 
-Columns of token ids are arrays on their way from the template to the row store, and lists from there on (``as_lists``).
-Those that burnish knows:
+Columns of token ids are arrays between the template and the row store, and lists from there on (``as_lists``). Columns
+used by burnish:
 
-- ``input_ids``, ``labels``: T numbers each; a label is IGNORE_INDEX where nothing is learned, and not shifted:
+- ``input_ids``, ``labels``: T numbers each. A label is IGNORE_INDEX at positions without loss. Labels are not shifted:
   ``labels[t]`` belongs to ``input_ids[t]``.
-- ``loss_weights``: T floats, only where a message has a weight other than 1.
-- ``images``: only with images, what an ``ImageFile`` holds, with the tokens that stand for it; in a pair those of the
-  prompt, which both sequences begin with. ``kl_images``: those of the second sequence of KTO.
-- ``seq_lengths``: only in a pack, the lengths of the rows that were concatenated to it.
-- ``sequence``: T numbers, only where sums are needed of each sequence in a batch: which one a token belongs to.
+- ``loss_weights``: T floats, only if a message has a weight other than 1.
+- ``images``: only with images; the fields of each ``ImageFile`` and its tokens. For a pair, the images of the prompt,
+  which both sequences start with. ``kl_images``: those of the second sequence of KTO.
+- ``seq_lengths``: only in a pack; the lengths of the concatenated rows.
+- ``sequence``: T numbers, only if sums per sequence are needed; the index of the sequence of each token.
 - ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``: the two sequences of a pair.
-- ``margin``: how much better the chosen answer is.
-- ``tag``, ``kl_input_ids``, ``kl_labels``: the label of KTO, and the prompt with another record's answer.
-- ``reference_logps`` and its like: in nats, where the reference's log-probabilities were computed before.
+- ``margin``: margin between the chosen and the rejected response.
+- ``tag``, ``kl_input_ids``, ``kl_labels``: the label of KTO, and the prompt with another record's response.
+- ``reference_logps`` and similar: in nats, if the reference's log-probabilities were precomputed.
 """
 
 
@@ -167,21 +172,21 @@ def as_lists(row: Row | None) -> Row | None:
 
 
 Batch: TypeAlias = dict[str, Any]
-"""One micro-batch, ready for the model: ``input_ids`` (B, T), ``labels`` (B, T), and either ``attention_mask`` (B, T)
-or, if padding-free (all sequences concatenated to one row), ``position_ids`` (1, T) that restart at each sequence and
-``cu_seq_lens_q`` (sequences + 1,)."""
+"""One micro-batch for the model: ``input_ids`` (B, T), ``labels`` (B, T), and ``attention_mask`` (B, T). If
+padding-free (all sequences concatenated to one row), it has ``position_ids`` (1, T), which restart at each sequence,
+and ``cu_seq_lens_q`` (sequences + 1,) in place of the mask."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of one step, and where the stream stands once they have been used."""
+    """The micro-batches of one step, and the stream's cursor after them."""
 
     batches: Sequence[Batch]
-    cursor: Mapping[str, Any] | None  # what Stream.load_state_dict takes; None: the stream stays where it is
-    epoch: float  # epochs passed once this step is done, fraction included
-    num_rows: int = 0  # on this rank, blanks not counted
-    num_tokens: int = 0  # on this rank, padding not counted
-    items: Sequence[int] = ()  # rows or packs of the step, over all ranks, by their index in the training set
+    cursor: Mapping[str, Any] | None  # for Stream.load_state_dict; None: the stream does not move
+    epoch: float  # epochs completed after this step, as a fraction
+    num_rows: int = 0  # on this rank, without padding rows
+    num_tokens: int = 0  # on this rank, without padding
+    items: Sequence[int] = ()  # rows or packs of the step over all ranks, by their index in the training set
 
 
 Reduction: TypeAlias = Literal["mean", "min", "max", "last"]
@@ -189,12 +194,12 @@ Reduction: TypeAlias = Literal["mean", "min", "max", "last"]
 
 @dataclass(frozen=True)
 class Sum:
-    """A metric over items of its own.
+    """A metric with its own count.
 
     Args:
-        total: () the sum over them; for a reduction other than "mean" the number itself.
-        count: () how many they are; 0 where a micro-batch has none.
-        reduction: how two values become one. "last" is the mean over ranks of the last value of each.
+        total: () sum over the counted items; the value itself if ``reduction`` is not "mean".
+        count: () number of items; 0 if a micro-batch has none.
+        reduction: how two values are combined. "last" is the mean over ranks of the last value of each.
     """
 
     total: Tensor
@@ -203,17 +208,17 @@ class Sum:
 
 
 Metric: TypeAlias = "Tensor | Sum"
-"""A plain tensor () is a sum over the items of the loss, and is divided by their number."""
+"""A plain tensor () is a sum over the items of the loss and is divided by their number."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The part of one micro-batch in the loss of its step.
+    """The contribution of one micro-batch to the loss of its step.
 
-    ``total`` is a sum over items, never a mean: the loop divides by the items of the whole step, so the update does
-    not depend on how the step was cut.
+    ``total`` is a sum over items, never a mean. The loop divides it by the number of items of the whole step, so the
+    update does not depend on how the step was divided.
     """
 
     total: Tensor  # () sum over items, in nats
-    sums: Mapping[str, Metric] = field(default_factory=dict)  # metric -> its sum, and the count that divides it
-    outputs: Any = None  # numbers of each row that an evaluation keeps beside the loss, such as rewards
+    sums: Mapping[str, Metric] = field(default_factory=dict)  # metric name -> its sum, and its count
+    outputs: Any = None  # per-row values that an evaluation collects, such as rewards
