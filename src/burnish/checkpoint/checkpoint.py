@@ -1,15 +1,16 @@
-"""Checkpoints: everything a run needs to go on as if it had never stopped.
+"""Save and load checkpoints, from which a run resumes exactly.
 
 The parts of a run that change (weights, optimizer, schedule, stream, state, callbacks, generators) are ``Stateful``
-and live in one dict; to save is one loop over it, to load is another. A checkpoint is written into a temporary folder
-beside its place, flushed, given a manifest last, and renamed: a folder called ``checkpoint-12`` is whole or it is not
-there. Nothing is pickled and nothing is unpickled: tensors are safetensors, the rest is JSON.
+objects in one dict. Saving and loading iterate over it. A checkpoint is written to a temporary folder in
+``output_dir``, flushed, completed by a manifest and renamed, so a folder named ``checkpoint-12`` is always complete.
+Nothing is pickled: tensors are stored as safetensors, everything else as JSON.
 
 In:  parts by name, a step number, the fingerprints of what the run depends on.
 Out: ``output_dir/checkpoint-<step>/`` with ``model.safetensors`` (or ``adapter_model.safetensors``),
      ``trainer_state.json``, ``<part>.safetensors`` and ``<part>.json``, ``manifest.json``.
-     Sharded parts are written by all ranks (``checkpoint/shards.py``), completely or not at all.
-Refuses: a damaged checkpoint; one of another run (``comparison.py``). ``files.only_writer`` refuses a second writer.
+     Sharded parts are written by all ranks (``checkpoint/shards.py``).
+Refuses: damaged checkpoints, and checkpoints of another run (``comparison.py``). ``files.only_writer`` prevents two
+runs from writing to the same folder.
 """
 
 from __future__ import annotations
@@ -87,34 +88,34 @@ class CheckpointOptions:
 
 
 def output_folder(options: CheckpointOptions) -> Path:
-    """``output_dir``, without which no run is planned."""
+    """``output_dir``, which a planned run always has."""
     assert options.output_dir is not None
     return Path(options.output_dir)
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A save that has begun: what this rank writes, and where."""
+    """A started save: what this rank writes, and where."""
 
     step: int
     target: Path
     temporary: Path
     taken: Mapping[str, tuple[dict[str, Any], Any]]  # stem -> tensors and data
-    sharded: list[str]  # stems of which each rank writes its shard
-    copies_later: bool  # the tensors in ``taken`` are the run's own until the writer has copied them
+    sharded: list[str]  # stems of parts of which each rank writes its shard
+    copies_later: bool  # the tensors in ``taken`` are not copied yet; the writing thread copies them
     best: str | None
 
 
 class Listeners(Protocol):
-    """The callbacks of a run, as far as a save asks about them."""
+    """The methods of a callback handler that saving depends on."""
 
     def foreign_callbacks(self, event: str | None) -> list[str]:
-        """Names of callbacks that burnish did not write and that act on ``event``; on any event for None."""
+        """Names of callbacks from outside burnish that act on ``event`` (any event if None)."""
         ...
 
 
 class Ranks(Protocol):
-    """The processes of a run; an engine."""
+    """The processes of a run. An engine implements this."""
 
     rank: int
     world_size: int
@@ -128,14 +129,15 @@ class Checkpoints:
     Args:
         folder: ``output_dir``.
         fingerprints: what the run depends on, by name; JSON data. Stored in each manifest.
-        write_extras: called with the folder to add what makes it loadable elsewhere (config, tokenizer).
-        limit: how many to keep; None keeps all.
-        in_background: copy, then write in a thread while training goes on.
-        processes: of the run, if there are several.
-        listeners: a callback not written by burnish may read or upload the folder when it hears of the save, so the
-            save is waited for; and it may change weights at any time, so they are copied before the save returns.
-        copies_later: let the writing thread copy large tensors too. Only if nothing changes the weights but a step of
-            the loop, which calls ``wait_for_copies`` first: most of a step may pass meanwhile.
+        write_extras: called with the folder to add files for other libraries (config, tokenizer).
+        limit: number of checkpoints to keep; None keeps all.
+        in_background: copy the tensors, then write them in a thread while training continues.
+        processes: the processes of the run, if there are several.
+        listeners: if a callback from outside burnish acts on ``on_save``, the save is not in the background, because it
+            may read or upload the folder. If it acts on any event, tensors are copied before the save returns, because
+            it may change the weights.
+        copies_later: copy large tensors in the writing thread as well. Requires that only a step of the loop changes
+            the weights, and that it calls ``wait_for_copies`` first.
     """
 
     def __init__(
@@ -150,9 +152,9 @@ class Checkpoints:
         self.in_background = in_background
         self.processes = processes
         self.rank, self.world_size = (0, 1) if processes is None else (processes.rank, processes.world_size)
-        self.last_step: int | None = None  # of the last save in this process
+        self.last_step: int | None = None  # step of the last save in this process
         self._writer: threading.Thread | None = None
-        self._has_copies = threading.Event()  # of everything that the next update changes
+        self._has_copies = threading.Event()  # set once everything that the next update changes is copied
         self._has_copies.set()
         self._failure: BaseException | None = None
         self._listeners = listeners
@@ -164,11 +166,13 @@ class Checkpoints:
         """Write ``checkpoint-<step>``, then remove old checkpoints beyond ``limit``.
 
         Args:
+            step: number of completed steps.
             parts: every part.
-            best: a checkpoint folder that rotation must keep.
+            best: a checkpoint folder that must not be removed.
+
         Raises:
-            OSError: where this save or the previous one failed, because the disk is full, for example. Older
-                checkpoints are untouched.
+            OSError: if this save or the previous one failed, for example because the disk is full. Older checkpoints
+                are not affected.
         """
         self.wait()
         self.last_step = step
@@ -196,7 +200,7 @@ class Checkpoints:
         return target
 
     def _write_all(self, begun: _Begun) -> None:
-        """Write the files of rank 0, wait for those of the others, and put the folder in its place."""
+        """Write the files of rank 0, wait for those of the other ranks, and rename the folder."""
         self._write_shards(begun)
         if begun.copies_later:
             self._add_extras(begun.temporary)
@@ -210,13 +214,13 @@ class Checkpoints:
         self._rotate(keep={begun.target.name, Path(begun.best).name if begun.best else ""})
 
     def _write_own(self, begun: _Begun) -> None:
-        """Write the shards of a rank that is not the first, and report them to it."""
+        """Write the shards of a rank other than 0, and report them to rank 0."""
         names = [shard_name(stem, self.rank, self.world_size) for stem in begun.sharded]
         with reporting(begun.temporary, self.rank, names):
             self._write_shards(begun)
 
     def _write_shards(self, begun: _Begun) -> None:
-        """Copy what the next update changes, and write this rank's shards."""
+        """Copy the tensors that the next update changes, and write this rank's shards."""
         if begun.copies_later:
             self._copy(tensors for tensors, _ in begun.taken.values())
         for stem in begun.sharded:
@@ -224,11 +228,11 @@ class Checkpoints:
             write_shard(path, begun.taken[stem][0], is_first=self.rank == 0)
 
     def _is_heard(self, event: str | None) -> bool:
-        """Return whether a callback that was not written by burnish acts on ``event``, or on any event."""
+        """Whether a callback from outside burnish acts on ``event`` (any event if None)."""
         return self._listeners is not None and bool(self._listeners.foreign_callbacks(event))
 
     def _taken(self, parts: Mapping[str, Part], leave_large: bool) -> dict[str, tuple[dict[str, Any], Any]]:
-        """Tensors and data of what this rank writes, by stem. All ranks go through the parts in one order."""
+        """Tensors and data that this rank writes, by stem. All ranks iterate over the parts in the same order."""
         taken = {}
         for part in parts.values():
             if part.on_each_rank or not (self.rank == 0 or part.is_sharded or part.is_collective):
@@ -239,7 +243,7 @@ class Checkpoints:
         return taken
 
     def _begin(self, target: Path, parts: Mapping[str, Part]) -> Path:
-        """Make the temporary folder; in it are the files that each rank writes for itself."""
+        """Create the temporary folder and write the parts that each rank saves separately."""
         temporary = self.folder / f"{_TEMPORARY}{target.name}"
         if self.rank == 0:
             remove(temporary)
@@ -268,7 +272,7 @@ class Checkpoints:
             self.write_extras(temporary)
 
     def _copy(self, taken: Iterable[dict[str, Any]]) -> None:
-        """Copy the large tensors that were not copied at once; then an update that waits may go on, even on failure."""
+        """Copy the large tensors that were not copied yet, then let the next update continue (also after an error)."""
         try:
             for tensors in taken:
                 copy_large(tensors)
@@ -276,7 +280,7 @@ class Checkpoints:
             self._has_copies.set()
 
     def wait_for_copies(self) -> None:
-        """Wait until the background save has copied the weights; they may change afterwards."""
+        """Wait until the background save has copied the weights."""
         self._has_copies.wait()
 
     def _put_in_place(self, temporary: Path, target: Path) -> None:
@@ -288,7 +292,7 @@ class Checkpoints:
         remove(replaced)
 
     def wait(self) -> None:
-        """Wait until the background save is on the disk. Raises what went wrong while it was written."""
+        """Wait until the background save is written. Raises its exception if it failed."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -299,7 +303,7 @@ class Checkpoints:
     def _guarded(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except Exception as error:  # carried to the thread that trains, which raises it in wait()
+        except Exception as error:  # re-raised by wait() in the training thread
             self._failure = error
 
     def _rotate(self, keep: set[str]) -> None:
@@ -313,14 +317,14 @@ class Checkpoints:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def all(self) -> list[Path]:
-        """The checkpoint folders, oldest step first, whole or not."""
+        """All checkpoint folders, oldest step first, including damaged ones."""
         if not self.folder.is_dir():
             return []
         found = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _NAME.match(path.name))]
         return [path for _, path in sorted(found)]
 
     def newest(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that is whole, and a sentence for each newer one that was passed over."""
+        """The newest valid checkpoint, and a sentence for each newer one that is damaged."""
         skipped: list[str] = []
         for path in reversed(self.all()):
             wrong = faults(path)
@@ -333,17 +337,17 @@ class Checkpoints:
         return self.folder / f"{CHECKPOINT_PREFIX}-{step}"
 
     def remove_incomplete(self) -> None:
-        """Remove what a killed save left behind. Only the owner of the folder's lock may call this."""
+        """Remove temporary files of interrupted saves. Only the process that holds the folder's lock may call this."""
         for pattern in (f"{_TEMPORARY}*", ".*.incomplete"):
             for path in self.folder.glob(pattern):
                 remove(path)
 
 
 def load(folder: Path, parts: Mapping[str, Part], rank: int = 0) -> None:
-    """Give every part its state back, in their order.
+    """Load the state of every part, in order.
 
     Raises:
-        UserError: where the folder is damaged, or lacks a part of this run, or holds another optimizer's state.
+        UserError: if the folder is damaged, lacks a part of this run, or contains another optimizer's state.
     """
     wrong = faults(folder)
     if wrong:
@@ -355,7 +359,7 @@ def load(folder: Path, parts: Mapping[str, Part], rank: int = 0) -> None:
             if part.refuses is not None:
                 _raise_if(part.refuses(part.state_dict(), state), folder)
             part.load_state_dict(state)
-        elif not part.on_each_rank:  # a run that goes on with more ranks has new ones
+        elif not part.on_each_rank:  # with more ranks than before, new ranks start without a state
             _raise_if(part.missing(folder, name, stem), folder)
 
 
@@ -366,7 +370,7 @@ def _raise_if(problem: Problem | None, folder: Path) -> None:
 
 
 def load_part(folder: Path, part: Part) -> None:
-    """Give one part its state back, such as the model of the best checkpoint."""
+    """Load the state of one part, such as the model of the best checkpoint."""
     part.load_state_dict(_read_part(folder, part.stem, in_pieces=part.shards is not None))
 
 
@@ -375,17 +379,17 @@ def _write_part(folder: Path, stem: str, tensors: Mapping[str, Any], data: Any) 
         from safetensors.torch import save_file
 
         save_file(dict(tensors), folder / f"{stem}.safetensors", metadata={"format": "pt"})
-    if not tensors or set(data) != set(tensors):  # a flat dict of tensors needs no JSON beside it
+    if not tensors or set(data) != set(tensors):  # a flat dict of tensors needs no JSON file
         write_json(folder / f"{stem}.json", data, sort_keys=stem == "trainer_state")
 
 
 def has_part(folder: Path, stem: str) -> bool:
-    """Return whether a checkpoint holds a part."""
+    """Whether a checkpoint contains a part."""
     return any((folder / name).is_file() for name in (f"{stem}.json", f"{stem}.safetensors", index_name(stem)))
 
 
 def _read_part(folder: Path, stem: str, in_pieces: bool = False) -> Any:
-    """Args: in_pieces: leave tensors ``ShardedTensor``, for a part of which each rank reads its own."""
+    """Read the state of a part. With ``in_pieces``, tensors stay ``ShardedTensor``; each rank reads its shard."""
     tensors: dict[str, Any] = {}
     if (folder / index_name(stem)).is_file():
         scattered = read_scattered(folder, stem)
@@ -402,7 +406,7 @@ def _read_part(folder: Path, stem: str, in_pieces: bool = False) -> Any:
 
 
 def others_beside(folder: Path) -> str:
-    """A remedy: the whole checkpoints beside ``folder`` that the run could continue from instead."""
+    """A remedy that lists the valid checkpoints next to ``folder``."""
     there = [path.name for path in Checkpoints(folder.parent).all() if path != folder and not faults(path)]
     return (
         f"Other complete checkpoints: {', '.join(there)}." if there else "Start over with overwrite_output_dir: true."

@@ -1,8 +1,8 @@
-"""Comparison of a resumed run with the run that was started.
+"""Compare a resumed run with the run that wrote the checkpoint.
 
-In: the fingerprints in a checkpoint's manifest, and those of the current command. Out: a sentence for each change that
-is applied. Refuses any change that would make it a different run, a changed learning rate for example, and names both
-values and the ways out.
+In: the fingerprints in a checkpoint's manifest and those of the current command. Out: a sentence for each accepted
+change. Refuses changes that make it a different run, such as another learning rate. The error contains both values and
+the possible remedies.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from burnish.config.errors import UserError
 
 _HASH = re.compile(r"^[0-9a-f]{32,}$")
 EVALUATION = frozenset({"eval_data", "eval_on_each_dataset", "eval_packing", "bf16_full_eval", "fp16_full_eval"})
-"""Fingerprints that decide on the numbers of an evaluation. A resumed run may change them, unless these numbers decide
-which weights are kept, or when training stops."""
+"""Fingerprints that change the results of an evaluation. A resumed run may change them, unless these results select the
+best weights or stop training."""
 MAY_CHANGE = EVALUATION | frozenset(
     {"max_steps", "num_train_epochs", "world_size", "versions",
      "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir",
-     # completions: what is printed, and how long a reward function may take
+     # completions: logging, and time limits of reward functions
      "log_completions", "num_completions_to_print", "log_unique_prompts", "reward_timeout_s", "on_changed_reward",
-     # when something is done
+     # intervals
      "logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps", "eval_delay",
      "save_strategy", "save_steps", "on_non_finite", "early_stopping_steps", "early_stopping_threshold",
      "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
-     # by which way the same numbers are computed, but for their rounding
+     # how the same numbers are computed, up to rounding
      "engine", "use_cpu", "flash_attn", "attn_implementation", "use_cache", "padding_free", "needed_tokens_only",
      "max_tokens_per_batch", "pad_to_multiple_of", "gradient_checkpointing", "gradient_checkpointing_kwargs",
      "activation_offloading", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32",
      "full_determinism", "deepspeed", "fsdp", "fsdp_config"}
 )  # fmt: skip
-"""Fingerprints that may change when an unfinished run is resumed, or a finished run is trained further. The change is
-applied and reported. The batch sizes are among them because ``rows_per_step``, their product, is not."""
+"""Fingerprints that may change when an unfinished run is resumed or a finished run is trained further. The change is
+applied and reported. Batch sizes are included because ``rows_per_step``, their product, may not change."""
 AFTER_THE_END = MAY_CHANGE - EVALUATION - {
     "eval_strategy", "early_stopping_steps", "early_stopping_threshold", "load_best_model_at_end",
     "metric_for_best_model", "greater_is_better",
 }  # fmt: skip
-"""Those that may also change when the command of a finished run is repeated, because the result is the same. With any
-other change nothing would be trained or evaluated, and the old weights would pass for the result of the new command."""
+"""Fingerprints that may also change when the command of a finished run is repeated, because the result is the same.
+After any other change the old weights would be mistaken for the result of the new command."""
 
 
 def compare_with_checkpoint(
     folder: Path, now: Mapping[str, Any], despite: bool = False, may_change: Set[str] = MAY_CHANGE
 ) -> list[str]:
-    """Return a sentence for each change since the checkpoint that is applied.
+    """Return a sentence for each accepted change since the checkpoint.
 
     Raises:
-        UserError: if something changed that makes it another run, unless ``despite``.
+        UserError: if a change makes it another run, unless ``despite`` is true.
     """
     return compare_fingerprints(read_manifest(folder)["fingerprints"], now, folder, despite, may_change)
 
@@ -60,7 +60,7 @@ def compare_fingerprints(
     before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, despite: bool = False,
     may_change: Set[str] = MAY_CHANGE,
 ) -> list[str]:  # fmt: skip
-    """Compare two sets of fingerprints; ``before`` are those of a checkpoint or a finished run in ``folder``."""
+    """Compare two sets of fingerprints. ``before`` belongs to a checkpoint or a finished run in ``folder``."""
     changed = {name: _apart(before[name], now[name]) for name in now if name in before and before[name] != now[name]}
     fatal = {name: pair for name, pair in changed.items() if name not in may_change}
     if fatal and not despite:
@@ -80,7 +80,7 @@ def compare_fingerprints(
 
 
 def _apart(old: Any, new: Any) -> tuple[Any, Any]:
-    """The entries in which two mappings differ; both values where they are no mappings."""
+    """The differing entries of two mappings. Both values if they are not mappings."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return old, new
     same = {name for name in old if name in new and old[name] == new[name]}
@@ -89,7 +89,7 @@ def _apart(old: Any, new: Any) -> tuple[Any, Any]:
 
 
 def _difference(name: str, old: Any, new: Any) -> str:
-    """Return ``seed was 42, is 7``; for a hash only that it has changed."""
+    """Return ``seed was 42, is 7``. For a hash, only that it has changed."""
     return f"{name} has changed" if _is_hash(old) else f"{name} was {_short(old)}, is {_short(new)}"
 
 

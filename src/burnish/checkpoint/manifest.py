@@ -1,7 +1,7 @@
-"""The last file of a checkpoint: what belongs to it, byte for byte, and what the run depended on.
+"""The manifest of a checkpoint: size and hash of each file, and the fingerprints of the run.
 
-A folder without a valid manifest is not a checkpoint. The manifest is written after every other file has been flushed,
-and the folder takes its name only then; so a checkpoint that has its name is whole.
+A folder without a valid manifest is not a checkpoint. The manifest is written after all other files are flushed, and
+the folder is renamed afterwards, so a folder with the name of a checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ FORMAT = 1
 def write_manifest(
     folder: Path, step: int, fingerprints: Mapping[str, Any], known: Mapping[str, Any] | None = None
 ) -> None:
-    """Flush every file of ``folder`` to the disk, then write down their sizes and hashes.
+    """Flush every file of ``folder`` to the disk, then write the manifest with their sizes and hashes.
 
     Args:
-        known: those that other ranks wrote, flushed and measured: name -> what ``measured`` says.
+        folder: the temporary folder of the checkpoint.
+        step: number of completed steps.
+        fingerprints: what the run depends on.
+        known: files that other ranks have flushed and measured: name -> result of ``measured``.
     """
     files = dict(known or {})
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST_NAME):
@@ -47,7 +50,7 @@ def measured(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest. Raises ValueError, with the fault, where it is missing or broken."""
+    """Read the manifest. Raises ValueError with the reason if it is missing or damaged."""
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise ValueError(f"it has no {MANIFEST_NAME}, so it is incomplete or was not written by burnish")
@@ -63,23 +66,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def own_sha256(manifest: Mapping[str, Any]) -> str:
-    """The hash of a manifest without its own hash, so that the fingerprints in it are protected like the files."""
+    """Hash of a manifest without its own hash. It protects the fingerprints like the files."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _is_entry(item: tuple[str, Any]) -> bool:
-    """``("optimizer.json", {"bytes": 12, "sha256": "..."})``, of a file in the folder."""
+    """Whether ``item`` is an entry such as ``("optimizer.json", {"bytes": 12, "sha256": "..."})`` of a file in the
+    folder.
+    """
     name, value = item
     is_inside = not Path(name).is_absolute() and ".." not in Path(name).parts
     return is_inside and isinstance(value, dict) and {"bytes", "sha256"} <= value.keys()
 
 
 def faults(folder: Path, contents: bool = True) -> list[str]:
-    """Faults of a checkpoint, as half sentences; empty where every byte is as it was written.
+    """Reasons why a checkpoint is damaged, as clauses; empty if every byte is as it was written.
 
     Args:
-        contents: compare the hashes too, not only the sizes.
+        folder: the checkpoint.
+        contents: compare the hashes as well as the sizes.
     """
     try:
         manifest = read_manifest(folder)
@@ -98,7 +104,7 @@ def faults(folder: Path, contents: bool = True) -> list[str]:
 
 
 def flush_folders(folders: Iterable[Path]) -> None:
-    """Make renames and new names in these folders survive a power cut."""
+    """Flush these folders, so that renames and new files survive a power failure."""
     for folder in folders:
         _flush(folder)
 

@@ -1,8 +1,8 @@
-"""Parts of a run that a checkpoint holds. A part names its file, says whether every rank writes one of its own, and
-checks a state before it is loaded. ``checkpoint/checkpoint.py`` goes through the parts and knows none by name.
+"""The parts of a run that a checkpoint holds.
 
-A part is written and read in the order of ``parts_of``: the generators come last, so that nothing draws from them after
-they were set.
+A part has a file name, says whether every rank writes its own file, and checks a state before loading it.
+``checkpoint/checkpoint.py`` iterates over the parts and knows no part by name. Parts are written and read in the order
+of ``parts_of``. The random generators come last, so that loading another part does not draw from them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from burnish.config.errors import Problem
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that a checkpoint can hold. Its dict may nest, and hold tensors, numbers, strings, lists and None."""
+    """An object that a checkpoint can hold. Its state dict may be nested, with tensors, numbers, strings, lists and
+    None.
+    """
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], /) -> Any: ...
 
 
 class ModelPart(Stateful, Protocol):
-    """The weights as the part of a checkpoint called "model"."""
+    """The weights, as the part "model" of a checkpoint."""
 
     file_stem: str  # "model" or "adapter_model"
 
@@ -40,14 +42,14 @@ class Part:
     """One part of a run.
 
     Args:
-        held: the object that has the state.
-        stem: its file, without ``.safetensors`` and ``.json``.
-        on_each_rank: every rank has a state of its own and writes it, as ``<stem>_<rank>``; otherwise rank 0 alone.
-        is_saved: false for what this run's checkpoints leave out; it is loaded all the same, where it is there.
-        is_collective: all ranks have to call ``state_dict`` together, though rank 0 alone writes the file.
-        refuses: (own state, state to load) -> a problem where the second belongs to something else, or None. Without
-            ``refuses``, any state is loaded.
-        missing: (folder, name, stem) -> the problem where a checkpoint has no such file.
+        held: the object with the state.
+        stem: file name without ``.safetensors`` and ``.json``.
+        on_each_rank: every rank has its own state and writes it as ``<stem>_<rank>``. Otherwise only rank 0 writes.
+        is_saved: false if this run's checkpoints omit the part. It is loaded if present.
+        is_collective: all ranks have to call ``state_dict`` together, although only rank 0 writes the file.
+        refuses: (own state, state to load) -> a problem if the second belongs to another object, or None. Default: any
+            state is loaded.
+        missing: (folder, name, stem) -> the problem if a checkpoint has no such file.
     """
 
     held: Stateful
@@ -64,7 +66,7 @@ class Part:
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether each rank writes the pieces that it holds."""
+        """Whether each rank writes its own shard."""
         return self.shards is not None and not self.is_collective
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -78,7 +80,7 @@ class Part:
 
 
 class RngState:
-    """The global generators as a part of a checkpoint."""
+    """The global random generators as a part of a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         return rng_state()
@@ -88,7 +90,7 @@ class RngState:
 
 
 _STEMS = {"state": "trainer_state"}
-"""Part -> the name of its file, if it is another."""
+"""Part -> its file name, if it differs from the part's name."""
 
 
 def parts_of(
@@ -98,9 +100,12 @@ def parts_of(
     """Every part of a run, by name.
 
     Args:
-        model, stem: the weights, and the name of their file: "model", "adapter_model".
-        others: further parts; each has a file of its name, but the state's is ``trainer_state``.
-        save_only_model: checkpoints of weights and state alone, which cannot be continued.
+        model: the weights.
+        stem: their file name: "model" or "adapter_model".
+        optimizer: the optimizer.
+        scheduler: the learning rate schedule.
+        others: further parts. Each is saved under its name, except "state", which is saved as ``trainer_state``.
+        save_only_model: save weights and state only. Such a checkpoint cannot be resumed.
     """
     parts = {
         "model": Part(model, stem, missing=_other_weights),
@@ -126,8 +131,11 @@ def _other_weights(folder: Path, name: str, stem: str) -> Problem:
 
 
 def _another_optimizer(own: Mapping[str, Any], given: Mapping[str, Any]) -> Problem | None:
-    """Return a problem where ``given`` is the state of another optimizer: it lacks entries that ``own`` has, or each
-    of the two has settings that the other lacks. If only one has further settings, it comes from a newer torch."""
+    """Return a problem if ``given`` is the state of another optimizer.
+
+    That is the case if it lacks entries of ``own``, or if both have settings that the other lacks. If only one has
+    additional settings, it comes from another version of torch.
+    """
     groups, others = own.get("param_groups", []), given.get("param_groups", [])
     apart = ((set(mine) - set(theirs), set(theirs) - set(mine)) for mine, theirs in zip(groups, others, strict=False))
     if own.keys() <= given.keys() and len(groups) == len(others) and not any(map(all, apart)):

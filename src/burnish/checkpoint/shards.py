@@ -1,18 +1,19 @@
-"""Sharded tensors, of which each rank holds a contiguous piece: written, and read by any number of ranks.
+"""Save and load sharded tensors, of which each rank holds a contiguous piece. Any number of ranks can load them.
 
-A sharded part of a checkpoint is a safetensors file of each rank, ``<stem>-00001-of-00004.safetensors``, and an index,
-``<stem>.shards.json``, which has for every tensor its shape, and the file of each piece of the flattened tensor:
+A sharded part of a checkpoint consists of one safetensors file per rank, ``<stem>-00001-of-00004.safetensors``, and an
+index, ``<stem>.shards.json``, with the shape of every tensor and the file of each piece of the flattened tensor:
 
     {"tensors": {"lm_head.weight": {"dtype": "F32", "shape": [320, 32], "pieces": [[file, begin, count], ...]}}}
 
-All kinds of sharding can be described by contiguous pieces of flattened tensors: rows of a matrix (FSDP) are such a
-piece, and so is a part of one long vector of all weights (ZeRO). So one engine can read the files of another.
+Contiguous pieces of flattened tensors describe all kinds of sharding: rows of a matrix (FSDP) as well as a slice of one
+vector of all weights (ZeRO). So one engine can read the files of another.
 
-Each rank reports, in a file beside the checkpoint's own, that its files are on the disk, with their sizes and hashes,
-or why not, since the threads that write may not use the ways of the thread that trains. Rank 0 waits for all of them
-before it writes the manifest: a rank that is gone never reports, and the folder never becomes a checkpoint.
+Each rank reports, in a temporary file in the checkpoint folder, the sizes and hashes of its written files, or its
+error. Files are used because the writing threads may not use the collectives of the training thread. Rank 0 waits for
+all reports before it writes the manifest. If a rank dies, its report is missing, and the folder never becomes a
+checkpoint.
 
-Refuses an index whose pieces do not make up its tensors. Nothing is pickled.
+Refuses an index whose pieces do not cover its tensors. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Piece:
     """The piece of a tensor that this rank holds.
 
     Args:
-        tensor: any shape; its elements in their order are the piece. Empty where the rank holds nothing of it.
-        begin: the position of the first of them in the flattened tensor.
-        shape: of the whole tensor.
+        tensor: any shape; its elements in order are the piece. Empty if the rank holds nothing of the tensor.
+        begin: position of its first element in the flattened tensor.
+        shape: shape of the whole tensor.
     """
 
     tensor: Tensor
@@ -61,22 +62,24 @@ class Piece:
 
 
 class Shards(Protocol):
-    """An engine's conversion between the state of a part and this rank's pieces of it."""
+    """Converts between the state of a part and this rank's pieces of it. Implemented by an engine."""
 
     def state_dict(self, held: Any) -> Mapping[str, Any]:
-        """The state of ``held`` with a ``Piece`` in the place of each tensor of which this rank holds a part."""
+        """The state of ``held``, with a ``Piece`` for each sharded tensor."""
         ...
 
     def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of ``state``, which holds ``ShardedTensor`` tensors."""
+        """Load this rank's pieces of ``state``, which contains ``ShardedTensor`` objects."""
         ...
 
 
 class ShardedTensor:
-    """A tensor of a checkpoint, read piece by piece.
+    """A tensor of a checkpoint that is read piece by piece.
 
     Args:
-        pieces: (begin, (count,) elements) in their order; together they are the tensor.
+        shape: shape of the whole tensor.
+        dtype: its dtype.
+        pieces: (begin, (count,) elements) in order; together they cover the tensor.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[tuple[int, Tensor]]) -> None:
@@ -87,7 +90,7 @@ class ShardedTensor:
         return cls(tensor.shape, tensor.dtype, [(0, tensor.reshape(-1))])
 
     def stretch(self, begin: int, count: int) -> Tensor:
-        """(count,) elements from ``begin`` on, as a tensor of its own."""
+        """(count,) elements of the flattened tensor from ``begin`` on, as a new tensor."""
         found = torch.empty(count, dtype=self.dtype)
         for first, elements in self.pieces:
             low, high = max(begin, first), min(begin + count, first + elements.numel())
@@ -108,9 +111,9 @@ def index_name(stem: str) -> str:
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor | Piece], is_first: bool) -> None:
-    """Write this rank's file. A tensor that is the same on all ranks is written by the first.
+    """Write this rank's file. A tensor that is the same on all ranks is written by rank 0 only.
 
-    The header has the begin of each piece, and the shape of its tensor, so that the index can be made from the files.
+    The header stores the position of each piece and the shape of its tensor, from which the index is created.
     """
     from safetensors.torch import save_file
 
@@ -126,7 +129,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor | Piece], is_first: boo
 
 
 def write_index(folder: Path, stem: str, world_size: int) -> None:
-    """Write the index, from the headers of all ranks' files."""
+    """Write the index, created from the headers of all ranks' files."""
     from safetensors import safe_open
 
     tensors: dict[str, dict[str, Any]] = {}
@@ -143,10 +146,10 @@ def write_index(folder: Path, stem: str, world_size: int) -> None:
 
 
 def read_scattered(folder: Path, stem: str) -> dict[str, ShardedTensor]:
-    """Open the tensors of a sharded part. Files are mapped, so that only the pieces that are used are read.
+    """Open the tensors of a sharded part. Files are memory-mapped, so only the pieces that are used are read.
 
     Raises:
-        UserError: where pieces are missing or do not fit together.
+        UserError: if pieces are missing or inconsistent.
     """
     from safetensors.torch import load_file
 
@@ -168,7 +171,7 @@ def read_scattered(folder: Path, stem: str) -> dict[str, ShardedTensor]:
 
 @contextmanager
 def reporting(folder: Path, rank: int, names: Sequence[str]) -> Iterator[None]:
-    """Report the files ``names`` of this rank once they are written, or that they could not be."""
+    """Report the files ``names`` of this rank after the block has written them, or the error."""
     try:
         yield
         said: dict[str, Any] = {"files": {name: measured(folder / name) for name in names}}
@@ -179,12 +182,18 @@ def reporting(folder: Path, rank: int, names: Sequence[str]) -> Iterator[None]:
 
 
 def gather_reports(folder: Path, world_size: int, longest_s: float = _LONGEST_S) -> dict[str, Any]:
-    """Wait for the reports of all ranks but the first.
+    """Wait for the reports of all ranks except rank 0.
+
+    Args:
+        folder: the temporary folder of the checkpoint.
+        world_size: number of ranks.
+        longest_s: seconds to wait for a report.
 
     Returns:
-        name -> size and hash, of all their files.
+        file name -> size and hash.
+
     Raises:
-        OSError: where one of them failed, or says nothing for ``longest_s``.
+        OSError: if a rank failed, or did not report within ``longest_s``.
     """
     files: dict[str, Any] = {}
     until = time.monotonic() + longest_s

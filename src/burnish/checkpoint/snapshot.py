@@ -1,8 +1,7 @@
-"""A state dict as two files that hold no code: tensors in safetensors, everything else in JSON.
+"""Split a state dict into tensors (safetensors) and JSON data. Neither file contains code.
 
-``split`` takes a nested state apart, ``join`` puts it together again; ``join(*split(state)) == state`` to the bit, for
-dicts (with any hashable simple keys), lists, tuples, numbers, strings, None and tensors. Anything else is refused: what
-cannot be written without a pickle does not belong in a checkpoint.
+``join(*split(state)) == state`` exactly, for dicts (with simple hashable keys), lists, tuples, numbers, strings, None
+and tensors. Other values are refused, because they would require pickle.
 """
 
 from __future__ import annotations
@@ -17,21 +16,23 @@ from torch import Tensor, nn
 from burnish.checkpoint.shards import Piece
 
 LARGE_BYTES = 1 << 20
-"""A tensor above this takes so long to copy that training does not wait for the copy."""
+"""Tensors above this size are copied in the background, because training would wait for the copy otherwise."""
 _TENSOR, _PAIRS, _TUPLE = "__tensor__", "__pairs__", "__tuple__"
 
 
 def split(state: Any, *, copy: bool = True, leave_large: bool = False) -> tuple[dict[str, Any], Any]:
-    """Split a state into its tensors by path, or this rank's pieces of them, and the rest as JSON data that names them.
+    """Split a state into tensors (or this rank's pieces) by path, and JSON data that refers to them.
 
     Args:
-        copy: take copies on the CPU, so that training may go on while they are written.
+        state: a nested state dict.
+        copy: copy tensors to the CPU, so that training may continue while they are written.
         leave_large: do not copy tensors above ``LARGE_BYTES`` yet; ``copy_large`` does it later.
+
     Raises:
         TypeError: for a value that is neither data nor a tensor, with its path.
     """
     tensors: dict[str, Tensor | Piece] = {}
-    first_at: dict[Any, str] = {}  # where a tensor that several entries share is written, once
+    first_at: dict[Any, str] = {}  # path under which a shared tensor is written, once
 
     def walk(value: Any, path: str) -> Any:
         if isinstance(value, Tensor | Piece):
@@ -57,7 +58,7 @@ def split(state: Any, *, copy: bool = True, leave_large: bool = False) -> tuple[
 
 
 def join(tensors: Mapping[str, Any], data: Any) -> Any:
-    """Put together the state that ``split`` took apart."""
+    """Rebuild the state from the result of ``split``."""
     if isinstance(data, list):
         return [join(tensors, item) for item in data]
     if not isinstance(data, dict):
@@ -72,7 +73,9 @@ def join(tensors: Mapping[str, Any], data: Any) -> Any:
 
 
 def named_once(model: nn.Module, left_out: Collection[str] = ()) -> dict[str, Tensor]:
-    """Every weight and stored buffer of a model, as it is; one that has several names under the first of them."""
+    """Every weight and persistent buffer of a model, without copies. A shared tensor is listed under its first name
+    only.
+    """
     seen: set[int] = set()
     found = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -83,8 +86,9 @@ def named_once(model: nn.Module, left_out: Collection[str] = ()) -> dict[str, Te
 
 
 def _identity(tensor: Tensor | Piece) -> Any:
-    """The same for two names of one tensor, such as the table of codes of all moments in 8 bits; None where it holds
-    nothing, or nothing that has an address."""
+    """A key that is equal for two names of the same tensor, such as the shared code table of 8-bit moments. None if the
+    tensor is empty or has no address.
+    """
     if (
         not isinstance(tensor, Tensor)
         or not tensor.numel()
@@ -96,14 +100,14 @@ def _identity(tensor: Tensor | Piece) -> Any:
 
 
 def _is_part(tensor: Tensor | Piece) -> bool:
-    """Return whether other tensors may share its storage, which a file cannot express."""
+    """Whether other tensors may share its storage, which a file cannot express."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         return False
     return tensor.untyped_storage().nbytes() != tensor.nbytes
 
 
 def copy_large(tensors: dict[str, Any]) -> None:
-    """Replace the tensors that ``split`` did not copy by copies."""
+    """Replace the tensors that ``split`` did not copy with copies."""
     for path, tensor in tensors.items():
         if tensor.nbytes > LARGE_BYTES:
             tensors[path] = _copied(tensor)
@@ -134,7 +138,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the generators back where ``rng_state`` found them."""
+    """Restore the generators to the result of ``rng_state``."""
     import random
 
     version, keys, gauss = state["python"]

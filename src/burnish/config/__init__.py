@@ -1,4 +1,4 @@
 """Options, their conversion from text, registries and errors. Imports nothing else of burnish.
 
-Begin with ``options.py``: how an option is declared; ``errors.py`` holds ``Problem`` and ``UserError``.
+Start with ``options.py``, which declares options; ``errors.py`` holds ``Problem`` and ``UserError``.
 """

@@ -1,19 +1,20 @@
-"""Bounds on what is read from others, so that no input takes all time or all memory. Each is refused with a sentence
-where it is exceeded; docs/security.md names them to users."""
+"""Limits for input from outside, so that no input can exhaust time or memory. Exceeding one is an error;
+docs/security.md lists them for users.
+"""
 
 from __future__ import annotations
 
 MOST_NODES, DEEPEST_NODE = 100_000, 100
-"""Values of a YAML file with its aliases written out, ten lines of which can stand for more than any memory holds; and
-the depth to which they are nested."""
+"""Maximum number of values of a YAML file with expanded aliases (ten lines can expand beyond any memory), and maximum
+depth."""
 
 RENDERING_S, RENDERING_BYTES, LONGEST_RENDERING = 10.0, 2**30, 2**26
-"""Time and memory of a chat template for one conversation, and the characters that it may make. One of a million words
-takes a tenth of a second."""
+"""Limits of a chat template per conversation: seconds, bytes of memory, and characters of output. A conversation of a
+million words takes 0.1 seconds."""
 
 LONGEST_RECORD = 16_000_000
-"""Characters of a record, some ten books. Its time and memory grow with its length: on one core 1.5 s and 200 MB for
-each million, however its words are cut."""
+"""Maximum number of characters of a record, about ten books. Time and memory grow linearly: 1.5 s and 200 MB per
+million characters on one core."""
 
 LONG_RECORD = 1_000_000
-"""Characters of a record that is named while it is encoded, because that takes seconds."""
+"""A record above this number of characters is named in the progress display, because encoding it takes seconds."""

@@ -9,9 +9,8 @@ A component registers a function of the options, under any name, beside the opti
     def engine_notes(options: EngineOptions) -> list[str]: ...
 
 ``run/plan/plan.py`` calls every registered function for every run, before data or weights are read. A check returns
-what is wrong; a note is a sentence about an option without effect, or about a choice that was made for the user.
-Functions are registered when their module is imported, so a third-party package registers its own in the module of its
-entry point.
+problems. A note is a sentence about an option without effect, or about an automatic choice. Functions are registered
+when their module is imported, so a third-party package registers its own in the module of its entry point.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,16 +26,16 @@ N = TypeVar("N", bound=Notes)
 CHECKS: list[Check] = []
 """Every registered check, in the order of registration."""
 NOTES: list[Notes] = []
-"""Every registered function of notes, in the order of registration."""
+"""Every registered function that returns notes, in the order of registration."""
 
 
 def check(function: C) -> C:
-    """Decorator: call ``function(options)`` for the problems of every run."""
+    """Decorator: call ``function(options)`` in every run to find problems."""
     CHECKS.append(function)
     return function
 
 
 def notes(function: N) -> N:
-    """Decorator: call ``function(options)`` for the notes of every run."""
+    """Decorator: call ``function(options)`` in every run to collect notes."""
     NOTES.append(function)
     return function

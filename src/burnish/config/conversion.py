@@ -1,8 +1,8 @@
-"""A raw value, from YAML, a flag or Python, as the type that an annotation declares.
+"""Convert a raw value from YAML, a flag or Python to the type that an annotation declares.
 
 In: an annotation such as ``float | None`` or ``list[str]``, and a value: ``"1e-4"``, ``"[a, b]"``, ``3``. Out: the
-value in that type. Refuses what no type of the annotation takes, with a half sentence for the caller to put a name
-before.
+value in that type. Raises ValueError with a clause to which the caller adds the option's name if no type of the
+annotation accepts the value.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _WORDS = {
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union, one by one; of anything else, itself."""
+    """The types of a union. For any other annotation, the annotation itself."""
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(inner for arg in get_args(annotation) for inner in members(arg))
     return (annotation,)
 
 
 def type_in_words(annotation: Any) -> str:
-    """The type as an error message calls it: "a number", "true or false", "a list"."""
+    """The type for an error message: "a number", "true or false", "a list"."""
     names = [_WORDS.get(get_origin(m) or m) for m in members(annotation) if m is not type(None)]
     return " or ".join(dict.fromkeys(n for n in names if n)) or "text"
 
 
 def as_type(annotation: Any, raw: Any) -> Any:
-    """``raw`` as the first type of the annotation that takes it.
+    """Convert ``raw`` to the first type of the annotation that accepts it.
 
     Raises:
-        ValueError: a half sentence that begins with what was expected.
+        ValueError: a clause that starts with what was expected.
     """
     types_allowed = members(annotation)
     is_choice = any(raw in get_args(member) for member in types_allowed if get_origin(member) is Literal)
@@ -84,7 +84,7 @@ def _literal(member: Any, raw: Any) -> Any:
         if raw == allowed or str(raw).lower() == str(allowed).lower():
             return allowed
     if isinstance(raw, str | bool | int):
-        return raw  # refused with the list of choices by convert()
+        return raw  # convert() reports it with the list of choices
     raise ValueError
 
 
@@ -112,7 +112,7 @@ def _int(raw: Any) -> int:
 def _float(raw: Any) -> float:
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         raise ValueError
-    # YAML 1.1 reads 1e-5 as text, Python does not; and infinity is ".inf" there.
+    # YAML 1.1 reads 1e-5 as text, Python does not. YAML writes infinity as ".inf".
     number = float(raw.replace(".inf", "inf") if isinstance(raw, str) else raw)
     if number != number:
         raise ValueError
@@ -121,11 +121,11 @@ def _float(raw: Any) -> float:
 
 def _str(raw: Any) -> str:
     if isinstance(raw, str):
-        raw.encode("utf-8")  # a ValueError for bytes of a command line that are no text
+        raw.encode("utf-8")  # a ValueError for bytes on the command line that are not UTF-8
         if "\0" in raw:
             raise ValueError
     if isinstance(raw, str):
-        # A shell writes out the home folder, and a YAML file has no shell.
+        # A shell expands "~", YAML does not.
         return os.path.expanduser(raw) if raw.startswith("~/") else raw
     if isinstance(raw, int | float) and not isinstance(raw, bool):
         return str(raw)
@@ -139,7 +139,7 @@ def _list(raw: Any) -> list[Any]:
         if raw.strip().startswith("["):
             try:
                 return list(json.loads(raw, object_pairs_hook=each_key_once))
-            except json.JSONDecodeError:  # as a shell leaves it: [a, b]
+            except json.JSONDecodeError:  # without quotes, as after a shell: [a, b]
                 raw = raw.strip()[1:].removesuffix("]")
         return [part.strip() for part in raw.split(",") if part.strip()]
     if isinstance(raw, int | float) and not isinstance(raw, bool):
@@ -156,7 +156,7 @@ def _dict(raw: Any) -> dict[str, Any]:
 
 
 def literal(text: str) -> bool | int | float | str:
-    """The truth value or the number that a text is, else the text."""
+    """Convert text to a boolean or a number if possible."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     for kind in (int, float):
@@ -168,11 +168,11 @@ def literal(text: str) -> bool | int | float | str:
 
 
 class GivenTwice(ValueError):
-    """A half sentence: an object of JSON or YAML has a key twice, and it is open which of the two is meant."""
+    """A JSON or YAML object has a duplicate key. The message is a clause."""
 
 
 def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The ``object_pairs_hook`` for JSON that a user wrote: make the object; refuse a key that is given twice."""
+    """``object_pairs_hook`` for JSON written by a user: create the object. Raises GivenTwice for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -185,8 +185,10 @@ def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def yaml_of_each_key_once(text: str, loader: Any) -> Any:
-    """Parse YAML that a user wrote with ``loader``, a class of PyYAML; refuse a key that is given twice. A key that
-    ``<<`` merges in may be given again, as the YAML specification allows."""
+    """Parse YAML written by a user with ``loader``, a class of PyYAML. Raises GivenTwice for a duplicate key.
+
+    A key that ``<<`` merges in may be repeated, as the YAML specification allows.
+    """
 
     class Loader(loader):  # type: ignore[misc]
         def compose_mapping_node(self, anchor: str | None) -> Any:
@@ -209,14 +211,14 @@ def yaml_of_each_key_once(text: str, loader: Any) -> Any:
 
 
 def num_nodes(root: Any) -> int:
-    """Count the values of a tree of YAML nodes, an alias as often as it stands there. Raises RecursionError."""
+    """Count the values of a tree of YAML nodes with expanded aliases. Raises RecursionError if it is too deep."""
     known: dict[int, int] = {}
 
     def count(node: Any, depth: int) -> int:
         if depth > DEEPEST_NODE:
             raise RecursionError
         if id(node) not in known:
-            known[id(node)] = 1  # of an alias within what it stands for, which is refused by who reads it
+            known[id(node)] = 1  # for an alias within its own anchor, which the loader refuses
             inside = node.value if isinstance(node.value, list) else []
             pairs = (item if isinstance(item, tuple) else (item,) for item in inside)
             known[id(node)] = 1 + sum(count(part, depth + 1) for pair in pairs for part in pair)
@@ -229,7 +231,7 @@ _READERS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _flo
 
 
 def _specificity(member: Any) -> int:
-    """Sorting key: types that accept fewest values come first, so that "true" is a bool and "3" a number, not text."""
+    """Sort key: types that accept the fewest values come first, so that "true" is a bool and "3" a number, not text."""
     order = [Literal, dict, bool, int, float, list, str]
     origin = get_origin(member) or member
     return order.index(origin) if origin in order else -1

@@ -1,8 +1,8 @@
-"""Errors for what the user gave: options, data, models, folders.
+"""Errors caused by the user's input: options, data, models, folders.
 
-A ``Problem`` is one sentence in at most four lines: where, what, why, what to try. A ``UserError`` carries all the
-problems that could be found at once. The command line prints them and exits with status 2; nobody sees a traceback
-for their own mistake. What the machine did wrong (a full disk, memory) is a ``RuntimeError`` and exits with 1.
+A ``Problem`` states where, what, why and a remedy, in at most four lines. A ``UserError`` holds all problems that were
+found at once. The command line prints them without a traceback and exits with status 2. Errors of the machine (full
+disk, memory) are ``RuntimeError`` and exit with 1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,16 +12,16 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem.
 
     Args:
         what: expected and received, as one sentence that ends with a full stop.
-        where: file and line, record number or option name; empty where ``what`` says it.
-        why: the consequence, where it is not obvious.
+        where: file and line, record number or option name; empty if ``what`` contains it.
+        why: the consequence, if it is not obvious.
         remedy: what to do instead.
-        option: name of the option that the problem concerns, or several names, the most important first. The place of
-            the option in the configuration is added from it, and editors mark it.
-        code: what programs know it by, such as an error code of the API.
+        option: name of the option that caused the problem, or several names, the most important first. Its location in
+            the configuration is added to the message, and editors mark it.
+        code: identifier for programs, such as an error code of the API.
     """
 
     what: str
@@ -42,10 +42,10 @@ class Problem:
 
 
 class UserError(ValueError):
-    """Raised for what the user gave: options, data, models, folders. Holds every problem found, not only the first.
+    """Raised for errors in the user's input: options, data, models, folders. Holds all problems found.
 
     Args:
-        problems: one problem, or several; or the ``what`` of one, whose other fields are the other arguments.
+        problems: one problem or several, or the ``what`` of one, whose other fields are the other arguments.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class UserError(ValueError):
 
 
 class MissingExtraError(UserError):
-    """An optional library is not installed; names the extra that brings it, or the library where none does."""
+    """An optional library is not installed. Names the extra that installs it, or the library if there is none."""
 
     def __init__(self, library: str, needed_for: str, extra: str = "", option: str | tuple[str, ...] = ()) -> None:
         package = f'"burnish[{extra}]"' if extra else library
@@ -75,26 +75,26 @@ class MissingExtraError(UserError):
 
 
 class MissingMetricError(UserError, KeyError):
-    """The metric that was to decide which evaluation is best is not among those of the evaluation."""
+    """The metric that selects the best evaluation is not among the metrics of the evaluation."""
 
-    __str__ = Exception.__str__  # KeyError's would put the sentence into quotes
+    __str__ = Exception.__str__  # KeyError's adds quotes
 
 
 UNUSABLE = (
     ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RecursionError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-"""Errors of a library that is given a file with something else in it than it expects. For the doors at which a
-user's file goes to a library, and nowhere else."""
+"""Errors that libraries raise for a file with unexpected contents. Catch these only where a user's file is passed to a
+library."""
 
 
 def is_unusable(error: BaseException) -> bool:
-    """Tell whether it is one of those; the library tokenizers, written in Rust, raises a plain ``Exception``."""
+    """Whether ``error`` is one of those. The Rust library tokenizers raises a plain ``Exception``."""
     return isinstance(error, UNUSABLE) or type(error) is Exception
 
 
 class NotSavedError(RuntimeError):
-    """Something could not be written or sent, by no fault of the user's; carries the problem for a person."""
+    """Something could not be written or sent, and the user did not cause it. Holds the problem as a message."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -106,7 +106,7 @@ class NonFiniteError(RuntimeError):
 
 
 def skipped_sentence(num_steps: int, step: int) -> str:
-    """The sentence on steps that were not applied; the same wherever it is printed."""
+    """The message about steps that were not applied, shared by all callers."""
     return (
         f"{num_steps} of the last steps up to step {step} {'was' if num_steps == 1 else 'were'} not applied: the "
         "loss or the gradient was not finite. Lower learning_rate, or check the data."
@@ -114,7 +114,7 @@ def skipped_sentence(num_steps: int, step: int) -> str:
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """The first line of what a library says, or the kind of its error where it says nothing."""
+    """The first line of a library's error message, or the error's type if the message is empty."""
     return (next(iter(str(error).strip().splitlines()), "") or type(error).__name__)[:most]
 
 
@@ -130,7 +130,7 @@ def shape_in_words(shape: Iterable[int]) -> str:
 
 
 def why_not(error: Exception) -> str:
-    """The half sentence on arguments that a function does not take, in other words than Python's."""
+    """A clause about arguments that a function does not accept, without Python's wording."""
     name = str(error).partition("() got an unexpected keyword argument ")[2]
     return (
         f"it has no argument {name}"
@@ -142,7 +142,7 @@ def why_not(error: Exception) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 1) -> str:
-    """`` Did you mean "lora_rank"?``, or the empty string where nothing is near."""
+    """`` Did you mean "lora_rank"?``, or "" if no name is similar."""
     near = get_close_matches(name, list(known), n=limit, cutoff=0.6)
     return f" Did you mean {' or '.join(repr(n).replace(chr(39), chr(34)) for n in near)}?" if near else ""
 
@@ -154,7 +154,7 @@ _MEMORY_TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out. torch's error is recognized by its name, so that no import is needed here."""
+    """Whether memory ran out. torch's error is recognized by its name to avoid importing torch."""
     names = {kind.__name__ for kind in type(error).__mro__}
     is_torch = "OutOfMemoryError" in names or ("RuntimeError" in names and any(t in str(error) for t in _MEMORY_TEXTS))
     return isinstance(error, MemoryError) or is_torch

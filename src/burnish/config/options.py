@@ -6,9 +6,9 @@ Each component declares a small dataclass of options beside its code:
     class ClipOptions:
         max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", ge=0)
 
-The flat class that a person fills is the union of those groups by inheritance, so a component receives the very same
-object. Flags, YAML keys, validation, the web form, the tables of the documentation and ``explain`` all derive from
-the declaration. Nothing here reads files; ``app/`` does, and passes each value with the place it came from.
+The flat class of all options inherits from these groups, so every component receives the same object. Flags, YAML keys,
+validation, the web form, the tables of the documentation and ``explain`` are derived from the declaration. This module
+reads no files; ``app/`` does, and passes each value with its location.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ def option(
     """A dataclass field that is an option.
 
     Args:
-        default: the value where none is given; lists and dicts are copied per instance.
-        help: one sentence for a person who has not read the code.
+        default: the default; lists and dicts are copied per instance.
+        help: one sentence for a user who has not read the code.
         choices: the allowed values, or a function that lists them (a registry's names).
-        refused: lists values that others know: they are not offered, and pass, for a check that says why they are not
-            here.
-        unit: "steps", "tokens", "s", "bytes", ... where it is not obvious.
-        aliases: older or foreign names of the same option; used with one note.
+        refused: lists values known from other tools that are accepted here without being offered, so that a check can
+            explain why they are not supported.
+        unit: "steps", "tokens", "s", "bytes", ... if it is not obvious.
+        aliases: older or foreign names of the same option; a note is printed when one is used.
         ge, gt, le, lt: bounds of a number.
-        ignored: why the option is accepted and has no effect; said once when it is given.
-        is_secret: the value is shown and written nowhere (``config/secrets.py``).
+        ignored: why the option is accepted but has no effect; printed when it is set.
+        is_secret: the value is never shown or written (``config/secrets.py``).
         names_place: a text in the value may be the path of a file or folder.
         risky: why a visitor of the web page may not set the option: it runs code, starts programs, or sends data to
             other machines.
-        harmless: values of a risky option that a visitor may set; its default and empty values always may.
+        harmless: values of a risky option that a visitor may set. Its default and empty values are always allowed.
     """
     metadata = {
         "help": help, "choices": choices, "refused": refused, "unit": unit, "aliases": tuple(aliases),
@@ -103,13 +103,13 @@ class OptionSpec:
 
     @property
     def type_name(self) -> str:
-        """The type as an error message calls it: "a number", "true or false", "a list"."""
+        """The type for an error message: "a number", "true or false", "a list"."""
         return type_in_words(self.type)
 
 
 @dataclass(frozen=True)
 class RawValue:
-    """A value as it was given, and who gave it: ``run.yaml, line 12`` or ``the command line``."""
+    """A value as given, and its location: ``run.yaml, line 12`` or ``the command line``."""
 
     value: Any
     where: str = ""
@@ -148,10 +148,10 @@ def specs(group: type) -> dict[str, OptionSpec]:
 
 
 def union(name: str, *groups: type, doc: str = "") -> type:
-    """One flat dataclass of all options of ``groups``.
+    """A flat dataclass of all options of ``groups``.
 
     Raises:
-        ValueError: if two groups declare the same name, be it as an alias; each option is one component's.
+        ValueError: if two groups declare the same name or alias.
     """
     owner: dict[str, type] = {}
     for group in groups:
@@ -169,10 +169,10 @@ def union(name: str, *groups: type, doc: str = "") -> type:
 
 
 def build(group: type[Built], given: Mapping[str, RawValue]) -> tuple[Built, list[Problem]]:
-    """Make an instance of ``group`` from raw values; returns it, and everything that is wrong with them.
+    """Create an instance of ``group`` from raw values. Returns it, and all problems.
 
-    Unknown names get the nearest right one; aliases are resolved; each value is converted to its declared type and
-    held against its choices and bounds. The instance holds defaults where a value was wrong.
+    For unknown names the most similar option is suggested; aliases are resolved; each value is converted to its
+    declared type and checked against its choices and bounds. Invalid values are replaced by defaults.
     """
     kind: type = group
     known = specs(kind)
@@ -213,7 +213,7 @@ def convert(spec: OptionSpec, raw: Any) -> Any:
     """Convert ``raw`` (from YAML, a flag or Python) to the declared type.
 
     Raises:
-        ValueError: a half sentence that begins with what was expected, for the caller to put the option's name before.
+        ValueError: a clause that starts with what was expected, to which the caller adds the option's name.
     """
     value = as_type(spec.type, raw)
     choices = spec.choices
@@ -230,15 +230,16 @@ def convert(spec: OptionSpec, raw: Any) -> Any:
 
 
 def changed_options(options: Any) -> dict[str, Any]:
-    """The options that are not at their default."""
+    """The options that differ from their default."""
     return {n: getattr(options, n) for n, s in specs(options.__class__).items() if getattr(options, n) != s.default}
 
 
 def set_without(options: Any, switches: Mapping[str, str]) -> list[str]:
-    """A sentence for each option that was set and does nothing, because the one that it belongs to was not.
+    """A sentence for each option that was set without effect, because the option that it depends on was not set.
 
     Args:
-        switches: option -> the option that it belongs to.
+        options: the options of the run.
+        switches: option -> the option that it depends on.
     """
     given = changed_options(options)
     return [
@@ -254,7 +255,7 @@ def _open_text(spec: OptionSpec) -> bool:
 
 
 def check_bounds(spec: OptionSpec, value: float) -> None:
-    """Check a number against the option's bounds. Raises ValueError, with a half sentence, where it lies outside."""
+    """Check a number against the option's bounds. Raises ValueError with a clause if it is out of bounds."""
     limits = [(_BOUNDS[name], bound) for name, bound in spec.bounds.items() if bound is not None]
     if not all(holds(value, bound) for (holds, _), bound in limits):
         words = " and ".join(_bound_in_words(word, bound, spec.unit) for (_, word), bound in limits)
@@ -277,12 +278,12 @@ _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 
 
 def _declarer(group: type, name: str) -> type:
-    """The class in the inheritance chain that first declares the field (a default may be overridden further down)."""
+    """The first class in the inheritance chain that declares the field (subclasses may override its default)."""
     return next(c for c in reversed(group.__mro__) if name in vars(c).get("__annotations__", {}))
 
 
 def raise_if(problems: Iterable[Problem]) -> None:
-    """Raise one UserError with all of them, or return."""
+    """Raise one UserError with all problems, if there are any."""
     found = list(problems)
     if found:
         raise UserError(found)

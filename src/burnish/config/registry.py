@@ -1,13 +1,13 @@
-"""A family of interchangeable members: optimizers, adapters, formats, objectives, loggers.
+"""A registry for a family of components: optimizers, adapters, formats, objectives, loggers.
 
 A new member is one file or one function:
 
     @OPTIMIZERS.register("badam", options=BadamOptions)
     def badam(model, options): ...
 
-Third parties register through the entry-point group ``burnish.<family>``, with ``_`` for a space; an entry point names
-a module that registers its members when it is imported. The family looks for them when it is first asked for a member,
-and refuses an entry point that cannot be loaded, by its name and that of its package. docs/extending.md shows it.
+Third-party packages register through the entry-point group ``burnish.<family>``, with ``_`` for a space. An entry point
+names a module that registers its members when it is imported. Entry points are loaded at the first access to the
+registry. One that cannot be loaded is an error with its name and package. See docs/extending.md.
 """
 
 import sys
@@ -26,18 +26,18 @@ T = TypeVar("T")
 class Member(Generic[T]):
     name: str
     value: T
-    options: type | None = None  # the dataclass of options this member reads
+    options: type | None = None  # dataclass of options that this member reads
     summary: str = ""
-    when: Callable[[Any], bool] | None = None  # true for options that ask for this member without naming it
-    traits: Mapping[str, Any] = field(default_factory=dict)  # what the family wants to know of a member
-    is_ours: bool = True  # false for a member that another package registered
+    when: Callable[[Any], bool] | None = None  # true for options that select this member without its name
+    traits: Mapping[str, Any] = field(default_factory=dict)  # further properties that the family reads
+    is_ours: bool = True  # false if another package registered it
 
 
 class Registry(Generic[T]):
     """Name -> member and its option group.
 
     Args:
-        family: singular, as an error says it: "optimizer".
+        family: singular name for error messages: "optimizer".
     """
 
     def __init__(self, family: str) -> None:
@@ -49,7 +49,9 @@ class Registry(Generic[T]):
         self, *names: str, options: type | None = None, when: Callable[[Any], bool] | None = None,
         replace: bool = False, **traits: Any,
     ) -> Callable[[T], T]:  # fmt: skip
-        """Add a member under one or more names. Raises ValueError where a name is taken and ``replace`` is false."""
+        """Decorator: add a member under one or more names. Raises ValueError if a name is taken, unless ``replace`` is
+        true.
+        """
         caller = str(sys._getframe(1).f_globals.get("__name__", ""))
         is_ours = caller.partition(".")[0] == "burnish"
 
@@ -63,7 +65,7 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> Member[T]:
-        """The member of that name. Raises UserError with the nearest names where there is none."""
+        """The member of that name. Raises UserError with similar names if it does not exist."""
         if name not in self:
             known = sorted(self.names())
             raise UserError(
@@ -72,7 +74,7 @@ class Registry(Generic[T]):
         return self._members[name]
 
     def choose(self, name: str, options: object) -> Member[T]:
-        """The member that ``options`` ask for: one whose ``when`` is true, else the one called ``name``."""
+        """The member selected by ``options``: one whose ``when`` is true, else the one named ``name``."""
         return next((member for member in self if member.when is not None and member.when(options)), None) or self.get(
             name
         )
@@ -89,15 +91,17 @@ class Registry(Generic[T]):
         return iter(self._members.values())
 
     def names(self) -> list[str]:
-        """The names of the members that can be chosen; one with the trait ``refused`` only says why it cannot be."""
+        """The names that can be chosen. Members with the trait ``refused`` exist only to explain why they are not
+        supported.
+        """
         return [member.name for member in self if "refused" not in member.traits]
 
     def option_groups(self) -> list[type]:
-        """The option groups of all members, each once, in order of registration."""
+        """The option groups of all members without duplicates, in order of registration."""
         return list(dict.fromkeys(member.options for member in self if member.options is not None))
 
     def unread(self, chosen: Member[T], options: object) -> list[str]:
-        """The options, not at their default, that members of the family read and the chosen one does not."""
+        """Changed options that other members of the family read and the chosen one does not."""
         of_others = {name for group in self.option_groups() if group is not chosen.options for name in specs(group)}
         return [name for name in changed_options(options) if name in of_others]
 

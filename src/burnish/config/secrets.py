@@ -1,6 +1,6 @@
-"""Tokens, keys and passwords: replaced in everything that is printed, logged or served.
+"""Replace tokens, keys and passwords in everything that is printed, logged or served.
 
-``without_secrets`` is the one door. It replaces, in any text:
+``without_secrets`` replaces in any text:
 
 - values of options declared with ``is_secret``, and of environment variables with a secret's name, once they are read;
 - whatever follows a secret's name (``hub_token: ...``, ``WANDB_API_KEY=...``), before any option is read;
@@ -20,13 +20,13 @@ from typing import Any
 
 MASK = "<secret>"
 SHORTEST = 6
-"""A shorter value would be found in ordinary words."""
+"""Shorter values would match ordinary words."""
 _NAMES = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|ACCESSKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
 _IN_ADDRESSES = re.compile(
     r"(?<=://)(?P<name>[^/\s:@]*:)[^/\s@]+(?=@)"
     r"|(?P<parameter>[?&#](?:\w+_)?(?:token|key|apikey|secret|password)=)[^/\s@&#\"']+"
 )
-"""The password of an address (https://name:password@host), and a parameter that is called a secret."""
+"""The password of a URL (https://name:password@host), and parameters with a secret's name."""
 _SHAPES: tuple[tuple[str, str], ...] = (
     ("hf_", r"(?:(?=[a-z0-9]{0,40}[A-Z])[A-Za-z0-9]{10,}|[A-Za-z0-9]{30,})"),
     ("api_org_", r"[A-Za-z0-9]{20,}"),
@@ -51,7 +51,8 @@ _SHAPES: tuple[tuple[str, str], ...] = (
     ("sk_live_", r"[A-Za-z0-9]{16,}"),
     ("rk_live_", r"[A-Za-z0-9]{16,}"),
 )
-"""Beginnings of tokens, and how each goes on. Sources: the issuers' documentation; GitHub's list of secret patterns."""
+"""Prefixes of tokens, and patterns for the rest. Sources: the issuers' documentation; GitHub's list of secret patterns.
+"""
 _TOKEN = re.compile(
     rf"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))(?:{'|'.join(re.escape(begin) + rest for begin, rest in _SHAPES)})"
 )
@@ -66,19 +67,19 @@ _AFTER_NAME = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _OF_TEXT = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "special"})
-"""A ``pad_token`` is a word of a tokenizer."""
+"""Words before "token" that name a token of a tokenizer, such as ``pad_token``."""
 _NOTHING = re.compile(r"""["'\[{]*\s*(?:none|null|true|false|~|<.*|\d{0,5})?\s*["'\]}]*""", re.IGNORECASE)
 _given: set[str] = set()
 
 
 @lru_cache(4096)
 def has_secret_name(name: str) -> bool:
-    """Return whether ``name`` is that of a secret: ``hub_token``, ``WANDB_API_KEY``, ``swanlab_lark_secret``."""
+    """Whether ``name`` is the name of a secret: ``hub_token``, ``WANDB_API_KEY``, ``swanlab_lark_secret``."""
     return bool(_NAMES.search(name))
 
 
 def keep_secret(value: Any) -> None:
-    """Remember ``value``, and each text in it, as a secret; ``without_secrets`` replaces them from now on."""
+    """Register ``value``, and each text in it, as a secret that ``without_secrets`` replaces."""
     if isinstance(value, str) and len(value) >= SHORTEST:
         _given.add(value)
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
@@ -86,13 +87,13 @@ def keep_secret(value: Any) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Return ``text`` with each secret in it replaced."""
+    """Return ``text`` with all secrets replaced."""
     named = {value for name, value in os.environ.items() if has_secret_name(name) and len(value) >= SHORTEST}
     for secret in sorted(_given | named, key=len, reverse=True):
         text = text.replace(secret, MASK)
     if "://" in text:
         text = _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>{MASK}", text)
-    lower = text.lower()  # most texts hold nothing of it, and a search for plain words is fast
+    lower = text.lower()  # a substring search is fast, and most texts contain no secret
     if any(word in lower for word in _WORDS):
         text = _AFTER_NAME.sub(_masked, text)
     if any(begin in text for begin, _ in _SHAPES):
@@ -101,7 +102,7 @@ def without_secrets(text: str) -> str:
 
 
 def _masked(match: re.Match[str]) -> str:
-    """The name, and what follows it replaced if the name is a secret's."""
+    """The name, with the value after it replaced if the name is a secret's."""
     before = re.search(r"[A-Za-z0-9_-]*$", match.string[max(0, match.start() - 40) : match.start()])
     words = re.split("[_-]", before[0].lower().strip("-")) if before else []
     is_plain = match["word"].lower() in ("token", "key") and len(words) < 2
@@ -118,7 +119,7 @@ def _holds_secret(key: Any, value: Any) -> bool:
 
 
 def shown(value: Any) -> Any:
-    """A JSON value without secrets: each text in it is masked, and the whole value behind a secret's name."""
+    """A copy of a JSON value in which texts are masked, and values under a secret's name are replaced completely."""
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Mapping):
@@ -130,7 +131,7 @@ def shown(value: Any) -> Any:
 
 
 class SecretFormatter(logging.Formatter):
-    """A formatter of log records, tracebacks included, without secrets."""
+    """Formats log records, including tracebacks, without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         return without_secrets(super().format(record))

@@ -166,7 +166,6 @@ def curve_notes(options: CurveOptions, max_steps: int) -> list[str]:
 
 # --- curves -----------------------------------------------------------------------------------------------------------
 # Each is (step, warmup, total, **arguments) -> the factor of the learning rate at that step. Names, arguments and
-# Each is (step, warmup, total, **arguments) -> the factor of the learning rate at that step. Names, arguments and
 # values are those of transformers.optimization; tests compare them.
 
 
