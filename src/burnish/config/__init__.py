@@ -1,4 +1,4 @@
 """Options, their conversion from text, registries and errors. Imports nothing else of burnish.
 
-Start with ``options.py``, which declares options; ``errors.py`` holds ``Problem`` and ``UserError``.
+Begin with ``options.py``, which declares options; ``errors.py`` holds ``Problem`` and ``UserError``.
 """

@@ -1,8 +1,8 @@
-"""Training objectives, a file per kind: language models, pairs, verdicts, rewards.
+"""Training objectives, one file per kind: language models, pairs, KTO labels, rewards.
 
-In:  examples, and later micro-batches with a module of the model. Out: rows; sums of losses with the weight that they
-     share. Begin with ``lm.py``; ``base.py`` is what each of them answers to. Importing the package imports every file,
-     and so registers them all.
+In:  examples, and later micro-batches with the model. Out: rows; sums of losses, and the number of items that they
+share. Begin with ``lm.py``; ``base.py`` defines the interface. Importing the package imports and registers all
+objectives.
 """
 
 from importlib import import_module

@@ -1,14 +1,14 @@
-"""The family of objectives, by the name of the stage.
+"""The interface and the registry of objectives. Each is registered under the name of its stage.
 
 A member is a class ``(options, template, tokenizer) -> Objective``. A run calls, in this order:
 
     objective.encode(examples, stats)         rows, before a weight is read
-    objective.inspect(rows, rows_per_step)    remarks on the training rows
-    objective.fit(capabilities, collate)            takes over what the model can do; sentences for the user
+    objective.inspect(rows, rows_per_step)    notes on the training rows
+    objective.fit(capabilities, collate)      takes the capabilities of the model; returns notes
     objective.module(model)                   the model and its loss as one module, for the engine to wrap
     objective.setup(module)                   once, with the module as the engine prepared it
     objective.collate(rows)                   a micro-batch
-    objective.rollout(module, step_batch)     the step batches to train on in place of one: responses to prompts
+    objective.rollout(module, step_batch)     the step batches to train on instead, such as responses to prompts
     objective.prepare_step(module, batches)   adds to batches what depends on the whole step
     objective.num_items(batch)                the number of items that share the mean
     objective.loss(module, batch)             their loss, as a sum
@@ -46,31 +46,31 @@ class RowEncoder(Protocol):
 
 
 class StageObjective(Objective, Protocol):
-    """An objective that can be chosen as a stage: what it declares, and what a run needs of it.
+    """An objective that can be selected as a stage.
 
-    The class attributes are the declaration. The rest of the package reads them and knows no stage by its name.
+    The class attributes declare its properties. The rest of the package reads them and knows no stage by name.
 
     Attributes:
-        records: the kind of records that it learns from: "answers", "pairs" (two answers), "verdicts" (an answer with a
-            label), "prompts" (no answer needed), or a kind of its own, which formats declare with ``holds``.
-        record_columns: further columns of a record that it asks for; ``Example.extra`` holds them. "*": all of them.
-        reads_images: whether rows may hold images.
-        row_columns: the columns of a row that ``collate`` needs -> their values in the row of a blank micro-batch.
-        token_columns: further columns with a value per token, which batches get too -> the value where a row has none.
-        batch_keys: keys that it adds to batches and that are no input of the model.
-        separate_sequences: sequences of a row, by the prefix of their columns, that have a micro-batch of their own.
-        default_packing: the strategy by which rows are packed if no option says otherwise; None packs no rows.
-        has_prompts: whether its examples have prompts that a model can answer.
-        uses_lm_head: whether the head of the language model is needed.
+        records: kind of records: "answers", "pairs" (two responses), "verdicts" (a response with a label), "prompts"
+            (no response needed), or its own kind, which formats declare with ``holds``.
+        record_columns: further columns of a record that are stored in ``Example.extra``. "*": all columns.
+        reads_images: whether rows may contain images.
+        row_columns: columns of a row that ``collate`` needs -> their values in the row of a padding batch.
+        token_columns: further per-token columns, also added to batches -> default value.
+        batch_keys: keys that it adds to batches and that are not model inputs.
+        separate_sequences: sequences of a row, by the prefix of their columns, that form a separate micro-batch.
+        default_packing: default packing strategy; None: no packing.
+        has_prompts: whether its examples have prompts that a model can respond to.
+        uses_lm_head: whether the language model head is needed.
         disables_dropout: whether ``disable_dropout`` applies.
         logs_rewards: whether it logs rewards/chosen and rewards/margins.
-        learning_rates: the default learning rate of ``burnish train`` for all weights and for an adapter, where it is
-            not the usual one.
-        option_names: names of options that mean another option under this stage: {"beta": "rl_beta"}.
-        variants: options that, where they are true, make another stage of this one: {"online": "online_dpo"}.
-        title: how a model card names it; the name of the stage if empty.
-        needs_reference: whether the loss compares with a reference model. Whoever assembles the run then sets
-            ``reference``, or fills the columns of ``reference_columns`` before training.
+        learning_rates: default learning rates of ``burnish train`` for full training and for adapters, if they differ
+            from the general defaults.
+        option_names: option names with another meaning under this stage: {"beta": "rl_beta"}.
+        variants: options that select another stage if true: {"online": "online_dpo"}.
+        title: name in model cards; the name of the stage if empty.
+        needs_reference: whether the loss compares with a reference model. The caller then sets ``reference``, or fills
+            the columns of ``reference_columns`` before training.
     """
 
     records: ClassVar[str] = "answers"
@@ -107,64 +107,68 @@ class StageObjective(Objective, Protocol):
 
     @classmethod
     def mismatched_responses(cls, choices: Any, /) -> Literal["set", "step"] | None:
-        """Where ``Example.other`` or the kl columns of a row come from: the record before in the set, the row before in
-        the same step, or nowhere."""
+        """Source of ``Example.other`` or the kl columns of a row.
+
+        Returns:
+            "set": the previous record of the dataset. "step": the previous row of the same step. None: not used.
+        """
         return None
 
     @classmethod
     def default_options(cls, choices: Any, /) -> Mapping[str, Any]:
-        """Defaults of options that differ under this stage; they may depend on others (a preset)."""
+        """Defaults of options that differ under this stage. They may depend on other options (a preset)."""
         return {}
 
     def sequence_title(self, row: Row, name: str) -> str:
-        """Describe a sequence of a row for ``explain``, with a comma or semicolon and a space at the end.
+        """Title of a sequence of a row for ``explain``; ends with a comma or semicolon and a space.
 
         Args:
-            name: the prefix of its columns ("chosen"); "" for the sequence of ``input_ids``.
+            row: an encoded row.
+            name: prefix of its columns ("chosen"); "" for the sequence of ``input_ids``.
         """
         return ""
 
     def module_of_reference(self, model: nn.Module) -> nn.Module:
-        """A second model as a module that answers as the policy's does. Asked for where ``needs_reference``."""
+        """Wrap a second model so that it returns the same values as the policy. Called if ``needs_reference``."""
         raise NotImplementedError
 
     def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]:
-        """Numbers of the reference for each row, by column. Asked for under ``precompute_ref_log_probs``."""
+        """Values of the reference for each row, by column. Called if ``precompute_ref_log_probs`` is set."""
         raise NotImplementedError
 
     @property
     def fingerprint(self) -> str:
-        """A text that changes whenever the rows of the same examples would change."""
+        """A text that changes whenever the same examples would give other rows."""
         return f"{type(self).__name__} {self.template.fingerprint}"
 
     @property
     def contents(self) -> Mapping[str, Any]:
-        """JSON data by name on which the weights depend besides options and data, for the fingerprints of a run."""
+        """JSON data by name on which the weights depend besides options and data, for the run's fingerprints."""
         return {}
 
     @property
     def metrics(self) -> Sequence[str] | None:
-        """Names of the metrics of an evaluation; None where they are not known beforehand."""
+        """Names of the metrics of an evaluation; None if they are not known in advance."""
         return None
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]: ...
     def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
-        """Remarks on the training rows. Raises UserError where there is nothing to train on."""
+        """Notes on the training rows. Raises UserError if there is nothing to train on."""
         return []
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
-        """Tell whether tokens that no loss depends on may be left out. Args: model: need have no weights."""
+        """Whether tokens without influence on a loss may be skipped. ``model`` may have no weights (meta device)."""
         return False
 
     def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]: ...
 
 
 OBJECTIVES: Registry[type[StageObjective]] = Registry("stage")
-"""Trait ``reads``: option groups, and names of options, that a member reads besides its own ``options``."""
+"""Trait ``reads``: option groups and names of options that a member reads besides its own ``options``."""
 
 
 class StageChoices(Protocol):
-    """The options read here."""
+    """Options that this module reads."""
 
     predict_with_generate: bool
     stage: str

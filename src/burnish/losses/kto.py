@@ -1,11 +1,11 @@
-"""``stage: kto``: learning from single answers, each with a verdict.
+"""``stage: kto``: train on single responses, each labelled desirable or undesirable.
 
-In: answers that are desirable or not, and for each the same prompt with another record's answer (``kl`` rows). Out: per
-answer KTO's loss, as a sum over records.
+In: labelled responses, and for each the same prompt with another record's response (``kl`` rows). Out: KTO's loss per
+response, as a sum over records.
 
-The baseline z of a step is a mean over the other answers of the whole step, on all processes, under policy and
-reference; it is found in ``ready``, without a gradient. The other answer was chosen with the data (``data/sets/
-preferences.py``), so neither order nor micro-batch has a say in it.
+The baseline z of a step is a mean over the mismatched responses of the whole step on all ranks, under policy and
+reference. ``prepare_step`` computes it without gradient. The mismatched responses are chosen when the data is read
+(``data/sets/preferences.py``), so they depend neither on the order of the data nor on the micro-batches.
 """
 
 # P records in a micro-batch, S = P sequences
@@ -31,9 +31,10 @@ from burnish.losses.preference_options import PreferenceOptions, ReferenceOption
 from burnish.losses.sequence_logps import SequenceValues, collate_sequences, mean_row, with_images
 
 FEW_RECORDS = 8
-"""Below so many records in a step the mean over them says little."""
+"""With fewer records per step the mean over them is unreliable."""
 _LEAST, _MOST = 1.0, 4 / 3
-"""Bounds of desirable weight times count over the other (Ethayarajh et al. 2024, eq. 8)."""
+"""Recommended range of desirable weight times count over undesirable weight times count (Ethayarajh et al. 2024, eq.
+8)."""
 
 
 @dataclass
@@ -57,7 +58,7 @@ class KtoOptions:
 
 @check
 def check_kto(options: KtoChoices) -> list[Problem]:
-    """Refuse what needs to know the other answers of a step before its rows are dealt."""
+    """Report options that would need the other responses of a step before its rows are assigned."""
     if OBJECTIVES[options.stage] is not KtoObjective or options.kl_pairing == "neighbour":
         return []
     asked = {
@@ -80,7 +81,7 @@ def kto_notes(options: KtoChoices) -> list[str]:
 
 
 class KtoChoices(PairChoices, Protocol):
-    """The options of KTO."""
+    """Options of KTO."""
 
     kl_pairing: str
     kto_chosen_weight: float
@@ -92,12 +93,12 @@ class KtoChoices(PairChoices, Protocol):
 
 
 VERDICT_COLUMNS = {**StageObjective.row_columns, "tag": False}
-"""Columns of an answer with its verdict, and their values in the row of a blank micro-batch."""
+"""Columns of a labelled response, and their values in the row of a padding batch."""
 
 
 @OBJECTIVES.register("kto", options=KtoOptions, reads=(PreferenceOptions, ReferenceOptions))
 class KtoObjective(AnswersObjective):
-    """Single answers with a verdict on each (KTO)."""
+    """Single responses with a label each (KTO)."""
 
     records = "verdicts"
     row_columns = VERDICT_COLUMNS
@@ -117,7 +118,7 @@ class KtoObjective(AnswersObjective):
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the metrics that an evaluation reports for a set."""
+        """Names of the metrics of an evaluation."""
         sides = [f"{name}/{side}" for name in ("rewards", "logps") for side in ("chosen", "rejected")]
         return ["loss", *sides, "rewards/margins", "kl"]
 
@@ -127,14 +128,14 @@ class KtoObjective(AnswersObjective):
         return f"{'a desirable' if row['tag'] else 'an undesirable'} answer, "
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
-        """Args: truncate: without effect: answers are always held to ``cutoff_len``."""
+        """Encode labelled responses. They are always truncated to ``cutoff_len``; ``truncate`` has no effect."""
         return self.template.encode_verdicts(examples, stats)
 
     def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
-        """List remarks about the verdicts of a set that the user should read.
+        """Notes on the labels of the training rows.
 
         Raises:
-            UserError: where all are alike: there is nothing to tell apart.
+            UserError: if all labels are equal.
         """
         desirable = sum(bool(row["tag"]) for row in rows)
         others = len(rows) - desirable
@@ -165,8 +166,9 @@ class KtoObjective(AnswersObjective):
         ]
 
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
-        """The micro-batch, and of its records ``items`` (P,) and ``tag`` (P,) bool; ``kl``, a micro-batch of its own,
-        with its ``items``."""
+        """The micro-batch, with ``items`` (P,) and ``tag`` (P,) bool of its records. ``kl`` is a separate micro-batch
+        of the mismatched responses with its own ``items``.
+        """
         batch = collate_sequences(collate, list(map(_answer, rows)))
         batch["items"] = torch.ones(len(rows))
         batch["tag"] = torch.tensor([bool(row["tag"]) for row in rows])
@@ -177,7 +179,8 @@ class KtoObjective(AnswersObjective):
         return batch
 
     def _collated_others(self, collate: Collate, rows: Sequence[Row]) -> Batch:
-        """The other answers; where there are none, an answer that counts nothing: all ranks ask for something."""
+        """The mismatched responses. If there are none, a response with ``items`` 0, because all ranks must run a
+        forward pass."""
         beside = [row for row in rows if row.get("kl_input_ids")]
         others = [_answer(row, "kl_") for row in beside]
         batch = collate_sequences(collate, others or [_answer(rows[0])])
@@ -187,7 +190,7 @@ class KtoObjective(AnswersObjective):
         return batch
 
     def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]:
-        """Columns of ``rows``: what the reference says of the answer, and of the other answer."""
+        """Reference log-probabilities of the response and of the mismatched response, by column."""
         batch = engine.to_device(self.collate(rows))
         (logps,) = self._reference_logps(module, [batch], engine)
         if "kl" not in batch:
@@ -198,13 +201,13 @@ class KtoObjective(AnswersObjective):
         return {"reference_logps": logps.tolist(), "reference_kl_logps": beside}
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
-        """Each micro-batch with what the reference says of it, and with z, () the baseline of the step."""
+        """Add the reference's log-probabilities to each micro-batch, and z, () the baseline of the step."""
         self.step_begins(module)
         total, count = self._ratios_of_others(module, batches, engine)
         return self._with(self._baseline(total, count, engine), module, batches, engine)
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
-        """Two passes over the set: z is the mean over all of it."""
+        """Two passes over the set, because z is the mean over the whole set."""
         total, count = torch.zeros((), device=engine.device), torch.zeros((), device=engine.device)
         for batch in batches:
             more = self._ratios_of_others(module, [engine.to_device(batch)], engine)
@@ -214,7 +217,7 @@ class KtoObjective(AnswersObjective):
             yield from self._with(baseline, module, [engine.to_device(batch)], engine)
 
     def _ratios_of_others(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> tuple[Tensor, Tensor]:
-        """() the sum of r over the other answers of these micro-batches, and () how many they are."""
+        """() the sum of r over the mismatched responses of these micro-batches, and () their number."""
         others = [engine.to_device(batch["kl"]) for batch in batches if "kl" in batch]
         total, count = torch.zeros((), device=engine.device), torch.zeros((), device=engine.device)
         if not others:
@@ -227,7 +230,7 @@ class KtoObjective(AnswersObjective):
         return total, count
 
     def _baseline(self, total: Tensor, count: Tensor, engine: Engine) -> Tensor:
-        """() z: the mean over all processes, at least 0."""
+        """() z: the mean over all ranks, clamped at 0 from below."""
         if not self.has_baseline:
             return torch.zeros((), device=engine.device)
         total, count = engine.sum(torch.stack([total, count])).unbind()
@@ -257,7 +260,7 @@ class KtoObjective(AnswersObjective):
         return Loss(total, metrics, outputs=options.pref_beta * ratio.detach())
 
     def _measured(self, values: SequenceValues, ratio: Tensor, batch: Batch) -> dict[str, Metric]:
-        """Means over the desirable answers, and over the others."""
+        """Means over the desirable responses and over the undesirable ones."""
         items, found = batch["items"], dict[str, Metric]()
         for name, mask in (("chosen", batch["tag"]), ("rejected", ~batch["tag"])):
             counted = items * mask
@@ -272,7 +275,7 @@ class KtoObjective(AnswersObjective):
         return found
 
     def report(self, values: dict[str, float]) -> dict[str, float]:
-        """With the margin between the means of both kinds, where there are both."""
+        """Add the margin between the mean rewards of both labels, if both are present."""
         return with_margin(values)
 
 
@@ -290,6 +293,6 @@ def _one_kind(count: int, is_desirable: bool) -> Problem:
 
 
 def _answer(row: Row, prefix: str = "") -> Row:
-    """A sequence of a row. Args: prefix: "kl_" for the prompt with another record's answer."""
+    """A sequence of a row. ``prefix`` "kl_" selects the prompt with another record's response."""
     ids, labels = row[f"{prefix}input_ids"], row[f"{prefix}labels"]
     return {"input_ids": ids, "labels": labels, **with_images(row, prefix)}

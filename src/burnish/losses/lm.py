@@ -1,11 +1,11 @@
 """Next-token prediction: pretraining (``stage: pt``) and supervised fine-tuning (``stage: sft``).
 
-In: examples, a template, a causal language model. Out: rows; micro-batches; and for a micro-batch the sum of the
-negative log-likelihood of the tokens that are learned, never a mean.
+In: examples, a template, a causal language model. Out: rows; micro-batches; for a micro-batch the sum (never the mean)
+of the negative log-likelihood of its trained tokens.
 
-Position t predicts token t + 1; the shift happens in ``logits.target_positions`` and nowhere else. Target positions
-are those whose next token is learned; they alone go through the head, in chunks (``ops.cross_entropy``).
-``fused_loss: false`` computes all logits of all positions instead, and gives the same numbers.
+Position t predicts token t + 1. The shift happens only in ``logits.target_positions``. Target positions are those whose
+next token is trained. Only they pass the head, in chunks (``ops.cross_entropy``). ``fused_loss: false`` computes the
+logits of all positions instead, with the same results.
 """
 
 # B rows, T tokens in a row, S sequences in a padding-free row, N target positions, H hidden size, V vocabulary
@@ -65,14 +65,14 @@ class LmOptions:
 
 
 class CheckpointingChoices(Protocol):
-    """The options of gradient checkpointing."""
+    """Options of gradient checkpointing."""
 
     gradient_checkpointing: bool
     gradient_checkpointing_kwargs: dict[str, Any] | None
 
 
 class LmChoices(CheckpointingChoices, DeviceChoice, PatchChoice, Protocol):
-    """The options of the loss of a language model."""
+    """Options of the language modeling loss."""
 
     compute_accuracy: bool
     compute_entropy: bool
@@ -87,7 +87,7 @@ class LmChoices(CheckpointingChoices, DeviceChoice, PatchChoice, Protocol):
 
 @check
 def check_fused_loss(options: LmChoices) -> list[Problem]:
-    """Refuse a kernel for the loss that was asked for by name and cannot run here, or not with the other options."""
+    """Report a loss kernel that was selected by name but cannot run here, or not with the other options."""
     reason = head_obstacle(way_of(options), device_of(options), token_loss(options)) if options.fused_loss else ""
     if not reason:
         return []
@@ -121,7 +121,7 @@ def loss_notes(options: LmChoices) -> list[str]:
 
 
 def way_of(options: LmChoices) -> str:
-    """The backend of ``ops.head_kernels`` that computes head and loss, where they are fused."""
+    """The backend of ``ops.head_kernels`` for head and loss, if they are fused."""
     return options.fused_loss if options.fused_loss in LIBRARIES else "chunked"
 
 
@@ -134,12 +134,12 @@ def token_loss(options: LmChoices, softcap: float | None = None) -> TokenLoss:
 
 
 class LmObjective(StageObjective):
-    """Base of pretraining and supervised fine-tuning, which differ only in how an example becomes a row.
+    """Base of pretraining and supervised fine-tuning, which differ only in the encoding of examples.
 
     Args:
         options: the flat options; those of ``LmOptions`` are read.
         template: examples -> rows.
-        tokenizer: what every objective is given; not read here.
+        tokenizer: not used; part of the interface.
     """
 
     def __init__(self, options: LmChoices, template: RowEncoder, tokenizer: Any = None) -> None:
@@ -151,21 +151,23 @@ class LmObjective(StageObjective):
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the metrics of an evaluation; the last only for models with a router."""
+        """Names of the metrics of an evaluation. The last one applies to models with a router only."""
         accuracy, entropy = self.options.compute_accuracy, self.options.compute_entropy
         return ["loss", *["accuracy"] * accuracy, *["entropy"] * entropy, "aux_loss"]
 
     def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
-        """Take over how the model makes its logits.
+        """Store how the model computes its logits.
 
         Args:
-            capabilities: what the model was asked (``models.patches.capabilities``).
+            capabilities: properties of the model (``models.patches.capabilities``).
             collate: rows -> micro-batch, padding-free or padded (``data.batches.batching.collator``).
+
         Returns:
-            Sentences for the user.
+            Notes for the user.
+
         Raises:
-            UserError: where ``fused_loss`` is asked for and the head of the model does not allow it, and where the loss
-                of a router would have no gradient.
+            UserError: if ``fused_loss`` is set but the model's head does not support it, or if a router's auxiliary
+                loss would have no gradient.
         """
         self.collate, inner = partial(collate_learned, collate), causal_lm(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
@@ -184,44 +186,46 @@ class LmObjective(StageObjective):
         return [f"{what} The loss is computed from full logits, which takes more memory."] if what else []
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
-        """Return whether tokens that no loss depends on may be skipped, and shared prefixes be computed once. Not where
-        each token of a row gets noise of its own, nor where a loss is a mean over all tokens."""
+        """Whether tokens without influence on a loss may be skipped and shared prefixes computed once.
+
+        Not if each token of a row gets its own noise (NEFTune), or if a loss is a mean over all tokens (router).
+        """
         aux = aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
         return self.options.neftune_noise_alpha is None and not aux
 
     def module(self, model: nn.Module) -> nn.Module:
-        """The model and its loss as one module. Call ``fit`` first."""
+        """The model and its loss as one module. Requires ``fit`` first."""
         return ModelWithLoss(
             model, self.head, self.makes_some_logits, self.options, self.options, batch_keys=self.batch_keys
         )
 
     def num_items(self, batch: Batch) -> Tensor:
-        """() the number of learned tokens, or the sum of their weights."""
+        """() number of trained tokens, or the sum of their weights."""
         is_learned: Tensor = batch["labels"][:, 1:] != IGNORE_INDEX
         if "loss_weights" in batch:
             return is_learned.mul(batch["loss_weights"][:, 1:]).sum()
         return is_learned.sum().float()
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """Compute the loss. Args: module: the result of ``module``, wrapped by the engine."""
+        """Compute the loss. ``module`` is the result of ``self.module``, wrapped by the engine."""
         loss: Loss = module(batch)
         return loss
 
 
 @OBJECTIVES.register("sft", options=LmOptions)
 class SftObjective(LmObjective):
-    """Supervised fine-tuning: answers, given the text before them."""
+    """Supervised fine-tuning: responses, given the preceding text."""
 
     title = "supervised fine-tuning"
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> list[Row | None]:
-        """Encode conversations. Args: truncate: without effect: they are always truncated, turn by turn."""
+        """Encode conversations. They are always truncated per turn; ``truncate`` has no effect."""
         return self.template.encode_flat(examples, stats)
 
 
 @OBJECTIVES.register("pt", options=LmOptions)
 class PretrainObjective(LmObjective):
-    """Pretraining: plain text, all of it."""
+    """Pretraining: all of a plain text."""
 
     default_packing = "wrapped"
     has_prompts = False
@@ -229,7 +233,7 @@ class PretrainObjective(LmObjective):
     title = "continued pretraining"
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> list[Row | None]:
-        """Encode texts. Args: truncate: to ``cutoff_len``; false where packing splits rows (``splits_rows``)."""
+        """Encode texts. ``truncate`` applies ``cutoff_len``; false if packing splits rows (``splits_rows``)."""
         return self.template.encode_text(examples, stats, truncate=truncate)
 
 
@@ -244,18 +248,18 @@ def unfitted(rows: Sequence[Row]) -> Batch:
 
 
 class ModelWithLoss(nn.Module):
-    """A causal language model and its loss as one module: a micro-batch goes in, a ``Loss`` comes out.
+    """A causal language model and its loss as one module: micro-batch -> ``Loss``.
 
-    So the wrapper of an engine is called once per micro-batch, and all weights, the head's too, are used inside that
-    call. Wrappers need this to sync gradients and to gather sharded weights.
+    The engine's wrapper is called once per micro-batch, and all weights, including the head's, are used inside this
+    call. Wrappers rely on this to sync gradients and to gather sharded weights.
 
     Args:
-        model: a causal language model of transformers, adapted or not.
-        head: the model's head; None to let the model compute its logits.
-        makes_some_logits: whether the model can compute the logits of chosen positions alone.
+        model: a causal language model of transformers, with or without adapter.
+        head: the model's head; None: the model computes its logits.
+        makes_some_logits: whether the model can compute the logits of selected positions only.
         options: those of ``LmOptions`` are read.
         patches: whether the embedding may be patched.
-        batch_keys: keys of batches that are no input of the model, besides those of every loss.
+        batch_keys: keys of batches that are not model inputs, besides the general ones.
     """
 
     def __init__(
@@ -276,7 +280,7 @@ class ModelWithLoss(nn.Module):
         self._noise = EmbeddingNoise(inner.get_input_embeddings(), alpha) if alpha is not None else None
 
     def forward(self, batch: Batch) -> Loss:
-        """The sum over the learned tokens of a micro-batch; an exact zero, with a graph, where there are none."""
+        """The sum over the trained tokens of a micro-batch. Without trained tokens: an exact zero with a graph."""
         targets = Targets.of(batch["labels"], batch.get("target_positions"), batch.get("loss_weights"))
         inputs = model_inputs(batch, self._batch_keys)
         with self._noise.around(batch) if self._noise and self.training else nullcontext():
@@ -289,12 +293,12 @@ class ModelWithLoss(nn.Module):
         is_joined = self._tied is not None and head.linear.weight.requires_grad and is_grad_enabled()
         with self._tied.joined() if self._tied is not None and is_joined else nullcontext() as joined:
             hidden = head.hidden_at(targets.positions, **inputs)  # (N, H)
-        # Asked for now: ZeRO-3 took a tied weight away again when the embedding had run.
+        # Read the weight here: ZeRO-3 may have released a tied weight after the embedding ran.
         weight = head.linear.weight if joined is None else joined
         return sums_of_hidden(hidden, head, targets, self._rules, self._way, weight)
 
     def _loss_from_logits(self, inputs: dict[str, Any], targets: Targets) -> Loss:
-        """From logits that the model makes: of learned positions where it can make some only, else of all."""
+        """Compute the loss from the model's logits: of trained positions if the model supports it, else of all."""
         asks_router = bool(self._aux_coefficient)
         of_targets, output = logits_at(self.model, inputs, targets.positions, self._makes_some_logits, asks_router)
         sums = sums_of_logits(of_targets, targets, self._rules)
@@ -302,8 +306,9 @@ class ModelWithLoss(nn.Module):
         return self._loss(sums, aux)
 
     def _loss(self, sums: TokenSums, aux: Tensor | None = None) -> Loss:
-        """Combine the sums to a ``Loss``. Args: aux: () the loss of a router: its mean over tokens times the weight of
-        the micro-batch."""
+        """Combine the sums to a ``Loss``. ``aux`` is () the router's auxiliary loss: its mean over tokens times the
+        number of items of the micro-batch.
+        """
         named = {}
         if self._rules.accuracy:
             named["accuracy"] = sums.correct
@@ -315,7 +320,7 @@ class ModelWithLoss(nn.Module):
 
 
 def tied_embedding(model: Any, head: Head) -> TiedEmbedding | None:
-    """The embedding, where it shares the weight of the head and does no more than to look up."""
+    """The input embedding if it shares the head's weight and only looks up rows, else None."""
     embedding = model.get_input_embeddings()
     return TiedEmbedding.of(embedding) if getattr(embedding, "weight", None) is head.linear.weight else None
 
@@ -334,10 +339,11 @@ ROUTER_WITHOUT_GRADIENT = Problem(
 
 
 def aux_coefficient(model: Any, given: float | None) -> float:
-    """The weight of the loss that balances experts: as given, or the config's where the config asks for that loss.
+    """The weight of the load-balancing loss of experts: ``given``, or the model config's value if the config enables
+    it.
 
     Raises:
-        UserError: where one is given, and the model has no router.
+        UserError: if a weight is given but the model has no router.
     """
     config = model.config.get_text_config()
     own = getattr(config, "router_aux_loss_coef", None)

@@ -1,6 +1,6 @@
-"""Target positions of a micro-batch, and the model's logits there.
+"""Target positions of a micro-batch, and the model's logits at them.
 
-Position t predicts token t + 1; the shift happens in ``target_positions`` and nowhere else.
+Position t predicts token t + 1. The shift happens only in ``target_positions``.
 """
 
 # B rows, T tokens in a row, N learned positions, V vocabulary
@@ -20,18 +20,19 @@ _OF_EVERY_LOSS = frozenset(
         "labels", "loss_weights", "content_hashes", "target_positions", "num_tokens", "owner", "lengths", "items",
     }
 )  # fmt: skip
-"""Keys of a batch that no model takes, whatever the objective; an objective's own are its ``batch_keys``."""
+"""Keys of a batch that are never model inputs. An objective adds its own in ``batch_keys``."""
 
 
 def model_inputs(batch: Batch, batch_keys: Collection[str] = ()) -> dict[str, Any]:
-    """The inputs of the model in a micro-batch, without a cache: in one, the sequences of a padding-free row would
-    attend to each other. Args: batch_keys: those of the objective."""
+    """The model inputs of a micro-batch, without its ``batch_keys``. The cache is disabled, because with a cache the
+    sequences of a padding-free row would attend to each other.
+    """
     found = {name: value for name, value in batch.items() if name not in _OF_EVERY_LOSS and name not in batch_keys}
     return {**found, "use_cache": False}
 
 
 def target_positions(labels: Tensor) -> Tensor:
-    """(N,) the positions whose next token is learned, as indices into the flattened ``labels`` (B, T)."""
+    """(N,) positions whose next token is trained, as indices into the flattened ``labels`` (B, T)."""
     is_learned = torch.zeros_like(labels, dtype=torch.bool)
     is_learned[:, :-1] = labels[:, 1:] != IGNORE_INDEX
     return is_learned.flatten().nonzero().squeeze(-1)
@@ -40,18 +41,21 @@ def target_positions(labels: Tensor) -> Tensor:
 def logits_at(
     model: nn.Module, inputs: dict[str, Any], learned: Tensor, makes_some: bool, asks_router: bool = False
 ) -> tuple[Tensor, Any]:
-    """(N, V) the logits at ``learned`` (N,), and the model's whole output.
+    """(N, V) the logits at the positions ``learned`` (N,), and the model's output.
 
     Args:
-        makes_some: whether the model makes those of chosen positions alone; done where rows lie flat.
-        asks_router: whether the output is to have the loss of a router.
+        model: a causal language model.
+        inputs: its inputs.
+        learned: (N,) positions in the flattened batch.
+        makes_some: whether the model can compute the logits of selected positions only; used for batches of one row.
+        asks_router: whether the output must contain the router's loss.
     """
     makes_some = makes_some and len(inputs["input_ids"]) == 1
     more: dict[str, Any] = {"logits_to_keep": learned} if makes_some else {}
     if asks_router:
         more["output_router_logits"] = True
     output = model(**inputs, **more)
-    # A learned prompt stands before the tokens of each row, and has logits too.
+    # Virtual tokens of prompt tuning precede each row and have logits as well.
     logits = output.logits if makes_some else output.logits[:, -inputs["input_ids"].shape[1] :]
     of_learned = logits.flatten(0, 1) if makes_some else logits.flatten(0, 1).index_select(0, learned)
     return of_learned, output

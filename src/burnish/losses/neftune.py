@@ -1,9 +1,9 @@
-"""Noise on the embeddings in training (NEFTune), which reduces overfitting to few examples.
+"""Noise on the input embeddings during training (NEFTune), which reduces overfitting on small datasets.
 
     embedding + u,  u uniform in ±alpha / sqrt(L * H)    (Jain et al. 2023, algorithm 1, https://arxiv.org/abs/2310.05914)
 
-L is the length of the token's own sequence, so the noise of a row depends neither on other rows of the batch nor on
-padding (transformers takes the padded length of the batch; for rows of equal length that is the same).
+L is the length of the token's own sequence, so the noise of a row does not depend on other rows of the batch or on
+padding. (transformers uses the padded length of the batch, which is the same for rows of equal length.)
 """
 
 # B rows, T tokens in a row, S sequences in a flat row, L tokens of one sequence, H hidden size
@@ -24,11 +24,11 @@ NOISE = Reason("embedding with noise", "neftune_noise_alpha is set")
 
 
 class EmbeddingNoise:
-    """Adds noise to the output of an embedding, inside ``around(batch)`` only.
+    """Adds noise to the output of an embedding, only inside ``around(batch)``.
 
     Args:
         embedding: ids -> (B, T, H).
-        alpha: the size of the noise.
+        alpha: noise scale.
     """
 
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
@@ -52,7 +52,7 @@ class EmbeddingNoise:
 
 
 def sequence_lengths(batch: Batch) -> Tensor:
-    """(B, T, 1) or (B, 1, 1): the length of the sequence that a token belongs to."""
+    """(B, T, 1) or (B, 1, 1): length of the sequence that a token belongs to."""
     if "cu_seq_lens_q" in batch:
         lengths: Tensor = batch["cu_seq_lens_q"].diff()
         return lengths.repeat_interleave(lengths, output_size=batch["input_ids"].numel()).view(1, -1, 1)

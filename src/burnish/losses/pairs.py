@@ -1,10 +1,11 @@
-"""``stage: dpo``: learning from pairs of answers, the better one named.
+"""``stage: dpo``: train on pairs of a chosen and a rejected response.
 
-In: pairs, a template, a causal language model, a reference. Out: rows of two sequences; micro-batches in which the two
-lie next to each other behind one prompt; per pair one of the losses of ``preference_losses``, as a sum over pairs.
+In: pairs, a template, a causal language model, a reference. Out: rows with two sequences; micro-batches in which the
+two sequences of a pair are adjacent; per pair a loss of ``preference_losses``, as a sum over pairs.
 
-Nothing is a mean over a micro-batch: what couples the pairs of a step (AOT's ranks, BCO's baseline, means over tokens)
-and what the reference says are found in ``ready``, once per step, before the first gradient.
+Nothing is a mean over a micro-batch. Values that depend on all pairs of a step (AOT's ranks, BCO's baseline, means over
+tokens) and the reference's log-probabilities are computed once per step in ``prepare_step``, before the first backward
+pass.
 """
 
 # P pairs in a micro-batch, S = 2P sequences, N learned tokens
@@ -70,7 +71,7 @@ from burnish.utils.patching import PatchChoice
 
 
 class PairChoices(CheckpointingChoices, PatchChoice, Protocol):
-    """The options of losses over answers."""
+    """Options of losses over responses."""
 
     alphapo_alpha: float
     cpo_alpha: float
@@ -95,19 +96,19 @@ PAIR_COLUMNS = {
     "chosen_input_ids": (0, 0), "chosen_labels": (IGNORE_INDEX, 0),
     "rejected_input_ids": (0, 0), "rejected_labels": (IGNORE_INDEX, 0),
 }  # fmt: skip
-"""Columns of a pair, and their values in the row of a blank micro-batch."""
+"""Columns of a pair, and their values in the row of a padding batch."""
 
 
 class AnswersObjective(StageObjective):
-    """Base of learning from pairs and from verdicts: log-probabilities of answers under policy and reference.
+    """Base of training on pairs and on labelled responses: log-probabilities under policy and reference.
 
     Args:
         options: the flat options.
         template: examples -> rows.
-        tokenizer: what every objective is given; not read here.
+        tokenizer: not used; part of the interface.
 
     Attributes:
-        reference: whoever assembles the run sets it, where ``needs_reference``.
+        reference: set by the caller if ``needs_reference``.
     """
 
     learning_rates = (5e-7, 5e-6)
@@ -136,7 +137,7 @@ class AnswersObjective(StageObjective):
             self.reference.setup(module)
 
     def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
-        """Take over how the model makes its logits. As ``LmObjective.fit``."""
+        """Store how the model computes its logits, as ``LmObjective.fit``."""
         self.collate, inner = partial(self._collated, collate), causal_lm(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
             raise UserError(ROUTER_WITHOUT_GRADIENT)
@@ -150,7 +151,7 @@ class AnswersObjective(StageObjective):
         return not aux_coefficient(causal_lm(model), self.options.router_aux_loss_coef)
 
     def module(self, model: nn.Module) -> SequenceModel:
-        """The model as one that is asked for answers. ``fit`` comes first."""
+        """The model wrapped so that it returns log-probabilities of responses. Requires ``fit`` first."""
         options = self.options
         rules = LogpRules(
             self.head.softcap if self.head else None, accuracy=True, entropy=True, sum_squared_probs=self.asks_evenness
@@ -167,26 +168,27 @@ class AnswersObjective(StageObjective):
         )
 
     def module_of_reference(self, model: nn.Module) -> SequenceModel:
-        """A second model as one that is asked the same."""
+        """A second model (the reference) wrapped in the same way."""
         head = None if self.options.fused_loss is False else find_head(model)
         rules = LogpRules(head.softcap if head else None)
         makes_some = head is None and makes_some_logits(model)
         return SequenceModel(model, head, makes_some, rules, False, self.options, self.batch_keys)
 
     def num_items(self, batch: Batch) -> Tensor:
-        """() pairs, or records."""
+        """() number of pairs or records."""
         items: Tensor = batch["items"]
         return items.sum()
 
     def answered(self, module: nn.Module, batch: Batch) -> SequenceValues:
-        """Log-probabilities of the policy; in an evaluation too with the rounding of a step, so that an
-        untouched model is its own reference to the bit."""
+        """Log-probabilities under the policy, in evaluation with the same rounding as in training. So an untrained
+        policy equals its reference exactly.
+        """
         with rounding_as_trained():
             values: SequenceValues = module(batch)
         return values
 
     def step_begins(self, module: nn.Module) -> None:
-        """A step, or an evaluation, begins."""
+        """Called at the beginning of a step or an evaluation."""
         if isinstance(self.reference, Following) and module.training:
             self.reference.step_begins()
 
@@ -194,7 +196,7 @@ class AnswersObjective(StageObjective):
         raise NotImplementedError
 
     def _reference_logps(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> list[Tensor]:
-        """(S,) of each micro-batch, under the reference: as its rows have it, or asked now."""
+        """(S,) reference log-probabilities of each micro-batch: precomputed ones of its rows, or computed now."""
         if all("reference" in batch for batch in batches):
             return [batch["reference"] for batch in batches]
         if self.reference is None:
@@ -208,7 +210,7 @@ class AnswersObjective(StageObjective):
 
 @OBJECTIVES.register("dpo", options=PairOptions, reads=(PreferenceOptions, ReferenceOptions))
 class PairObjective(AnswersObjective):
-    """Pairs of answers, the better one named (DPO and its relatives)."""
+    """Pairs of a chosen and a rejected response (DPO and related methods)."""
 
     records = "pairs"
     row_columns: ClassVar[Mapping[str, Any]] = PAIR_COLUMNS
@@ -245,11 +247,11 @@ class PairObjective(AnswersObjective):
         return f"the {name} answer, "
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
-        """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
+        """Encode pairs. They are always truncated to ``cutoff_len``; ``truncate`` has no effect."""
         return self.template.encode_pairs(examples, stats)
 
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
-        """The micro-batch, and of its pairs ``items`` (P,), what each counts; ``reference`` (S,) where rows have it."""
+        """The micro-batch with ``items`` (P,), the weights of its pairs, and ``reference`` (S,) if precomputed."""
         batch = collate_sequences(collate, [answer for row in rows for answer in two_answers(row)])
         batch["items"] = torch.ones(len(rows))
         if self.options.ld_alpha is not None:
@@ -261,12 +263,12 @@ class PairObjective(AnswersObjective):
         return batch
 
     def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]:
-        """Columns of ``rows``: what the reference says of both answers."""
+        """Reference log-probabilities of both responses, by column."""
         (logps,) = self._reference_logps(module, [engine.to_device(self.collate(rows))], engine)
         return {f"reference_{side}_logps": logps[at::2].tolist() for at, side in enumerate(("chosen", "rejected"))}
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
-        """Each micro-batch with what the reference says of it, and with what its loss has to know of the whole step."""
+        """Add to each micro-batch the reference's log-probabilities and the values that depend on the whole step."""
         found: list[dict[str, Any]] = [{} for _ in batches]
         self.step_begins(module)
         if self.needs_reference:
@@ -285,8 +287,9 @@ class PairObjective(AnswersObjective):
         return made
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
-        """As ``Objective.iter_eval``; ranks are those among all pairs of the set, and a mean over tokens is one over
-        the tokens of the set."""
+        """As ``Objective.iter_eval``, but ranks (AOT) are taken among all pairs of the set, and a mean over tokens is
+        over all tokens of the set.
+        """
         if self.sorts:
             yield from self.prepare_step(module, [engine.to_device(batch) for batch in batches], engine)
             return
@@ -296,7 +299,8 @@ class PairObjective(AnswersObjective):
             yield made if share is None else {**made, "pairs_per_token": share}
 
     def _with_the_step(self, module: nn.Module, batches: list[Batch], engine: Engine) -> list[Batch]:
-        """Compute the policy's log-probabilities of the step's pairs without gradient: for ranks and BCO's baseline."""
+        """Compute the policy's log-probabilities of all pairs of the step without gradient, for ranks and BCO's
+        baseline."""
         with asking(module, engine):
             pairs = [self._pairs(module(batch), batch) for batch in batches]
         if self.options.pref_bco_weight and module.training:
@@ -331,7 +335,7 @@ class PairObjective(AnswersObjective):
         return Loss(total, metrics, outputs=torch.stack(rewards, 1).flatten())
 
     def _pairs(self, values: SequenceValues, batch: Batch) -> Pairs:
-        """Chosen and rejected answers lie in turns."""
+        """Split values into pairs. Chosen and rejected responses alternate."""
         reference = batch["reference"] if self.needs_reference else torch.zeros_like(values.logps.detach())
         chosen, rejected = (Side(values.logps[at::2], reference[at::2], batch["lengths"][at::2]) for at in (0, 1))
         matches = None
@@ -354,7 +358,7 @@ class PairObjective(AnswersObjective):
         return losses
 
     def _measured(self, pairs: Pairs) -> dict[str, Tensor]:
-        """(P,) of each metric, without a gradient. A tie is no success."""
+        """(P,) of each metric, without gradient. A tie does not count as accurate."""
         pairs = detached(pairs)
         chosen, rejected = (self._shown(side) for side in pairs[:2])
         rewards = [self._reward(side) for side in pairs[:2]]
@@ -375,17 +379,18 @@ class PairObjective(AnswersObjective):
         return found
 
     def _reward(self, side: Side) -> Tensor:
-        """(P,) β r(y), or without a reference β times what is logged of the answer, as AlphaPO bends it."""
+        """(P,) β r(y). Without a reference: β times ``_shown``, transformed by AlphaPO."""
         return self.shape.beta * (side.ratio if self.needs_reference else alphapo(self._shown(side), self.shape))
 
     def _shown(self, side: Side) -> Tensor:
-        """(P,) what is logged of an answer: its sum, or for a loss of means its mean."""
+        """(P,) the logged value of a response: the sum of its log-probabilities, or their mean if the loss uses
+        means."""
         return side.mean if self.averages else side.logps
 
 
 @check
 def check_pair_stage(options: PreferenceChoices) -> list[Problem]:
-    """Refuse losses of another stage."""
+    """Report losses that belong to another stage."""
     if OBJECTIVES[options.stage] is not PairObjective:
         return []
     return [
@@ -397,7 +402,7 @@ def check_pair_stage(options: PreferenceChoices) -> list[Problem]:
 
 @contextmanager
 def asking(module: nn.Module, engine: Engine) -> Iterator[None]:
-    """Around a pass whose numbers are compared with those of a step, without a gradient."""
+    """Context for a forward pass without gradient whose results are compared with those of training."""
     with evaluating(module), rounding_as_trained(), engine.precision():
         yield
 
@@ -406,13 +411,13 @@ def asking(module: nn.Module, engine: Engine) -> Iterator[None]:
 
 
 class RunningMean:
-    """The mean of all that was added, each number counting once (BCO's baseline δ)."""
+    """The mean of all added values, each with equal weight (BCO's baseline δ)."""
 
     def __init__(self) -> None:
         self.value, self.count = torch.zeros(()), torch.zeros(())
 
     def add(self, total: Tensor, count: Tensor) -> None:
-        """Args: total: () the sum of ``count`` () more numbers."""
+        """Add ``count`` () values with the sum ``total`` ()."""
         total, count = total.detach().float().cpu(), count.detach().float().cpu()
         self.count = self.count + count
         self.value = self.value + (total - self.value * count) / self.count.clamp(min=1)
@@ -425,7 +430,7 @@ class RunningMean:
 
 
 def two_answers(row: Row) -> list[Row]:
-    """The two sequences of a pair, the chosen one first, each with the images of their prompt."""
+    """The two sequences of a pair, chosen first, each with the images of the prompt."""
     return [
         {"input_ids": row[f"{side}_input_ids"], "labels": row[f"{side}_labels"], **with_images(row)}
         for side in ("chosen", "rejected")
@@ -438,7 +443,7 @@ def detached(pairs: Pairs) -> Pairs:
 
 
 def token_share(batches: Iterable[Batch], engine: Engine) -> Tensor:
-    """() the number of pairs over that of the learned tokens of their chosen answers, over all ranks."""
+    """() number of pairs divided by the number of trained tokens of their chosen responses, over all ranks."""
     counts = [torch.stack([batch["items"].sum(), (batch["lengths"][0::2] * batch["items"]).sum()]) for batch in batches]
     pairs, tokens = engine.sum(torch.stack(counts).sum(0)).unbind()
     share: Tensor = pairs / tokens.clamp(min=1)
@@ -446,7 +451,7 @@ def token_share(batches: Iterable[Batch], engine: Engine) -> Tensor:
 
 
 def with_matches(pairs: Sequence[Pairs], batches: Sequence[Batch], engine: Engine, name: str) -> list[Batch]:
-    """With (P,) ``matches_chosen`` and ``matches_rejected``: what stands at the same rank among all pairs of a step."""
+    """Add (P,) ``matches_chosen`` and ``matches_rejected``: the values of the same rank among all pairs of the step."""
     items = torch.cat([batch["items"] for batch in batches])
     if name == "aot":
         values = torch.cat([pair.chosen.logps - pair.rejected.logps for pair in pairs])
@@ -468,7 +473,7 @@ def with_matches(pairs: Sequence[Pairs], batches: Sequence[Batch], engine: Engin
 
 
 def token_metrics(values: SequenceValues, batch: Batch) -> dict[str, Metric]:
-    """Means over the learned tokens of pairs, each with its own count."""
+    """Means over the trained tokens of pairs, each with its own count."""
     counted = batch["items"].repeat_interleave(2)  # (S,)
     sides = {"chosen": slice(0, None, 2), "rejected": slice(1, None, 2)}
     found: dict[str, Metric] = {}

@@ -1,12 +1,13 @@
-"""The losses of preference learning, as functions of log-probabilities and nothing else.
+"""Losses of preference learning, as pure functions of log-probabilities.
 
-In: per pair (or record) the log-probabilities of the answers under the policy and the reference, and their lengths.
-Out: one loss per pair, in nats, with a gradient to the policy's log-probabilities. Nothing here knows models, batches,
-options or steps: what couples the pairs of a step (AOT's ranks, KTO's baseline, BCO's) comes in as numbers.
+In: per pair (or record) the log-probabilities of the responses under the policy and the reference, and their lengths.
+Out: one loss per pair, in nats, with a gradient to the policy's log-probabilities. Nothing here depends on models,
+batches, options or steps. Values that depend on all pairs of a step (AOT's ranks, the baselines of KTO and BCO) are
+passed as tensors.
 
-Letters: y+ the chosen answer, y- the rejected one; L(y) the sum over the learned tokens of log p(token) under the
-policy, R(y) the same under the reference, r(y) = L(y) - R(y), |y| learned tokens, L̄ = L / |y|, σ the logistic
-function, β ``beta``, s ``label_smoothing``, Δ = r(y+) - r(y-).
+Letters: y+ the chosen response, y- the rejected one; L(y) the sum over the trained tokens of log p(token) under the
+policy, R(y) the same under the reference, r(y) = L(y) - R(y), |y| number of trained tokens, L̄ = L / |y|, σ the
+logistic function, β ``beta``, s ``label_smoothing``, Δ = r(y+) - r(y-).
 """
 
 # P pairs
@@ -22,14 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _STEEPEST = 80.0
-"""Exponents are clamped here: e^80 is near the end of float32."""
+"""Exponents are clamped to this value: e^80 is near the maximum of float32."""
 
 
 class Side(NamedTuple):
-    """One answer of every pair."""
+    """One response of every pair."""
 
     logps: Tensor  # (P,) L(y), in nats
-    reference: Tensor  # (P,) R(y), without a gradient; not read by losses that need none
+    reference: Tensor  # (P,) R(y), without gradient; not used by losses without a reference
     lengths: Tensor  # (P,) |y|, at least 1
 
     @property
@@ -44,32 +45,32 @@ class Side(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """Values at the same rank of the step, for the losses that sort its pairs. Constants: no gradient."""
+    """Values of the same rank in the step, for losses that sort its pairs. Constants without gradient."""
 
     chosen: Tensor  # (P,) for aot the sorted R(y+) - R(y-); for aot_unpaired the sorted r(y-)
-    rejected: Tensor  # (P,) for aot_unpaired the sorted r(y+); for aot not read
+    rejected: Tensor  # (P,) for aot_unpaired the sorted r(y+); not used for aot
 
 
 class Pairs(NamedTuple):
     chosen: Side
     rejected: Side
-    matches: Matches | None = None  # None: these pairs are the whole step
-    pairs_per_token: Tensor | None = None  # () pairs / chosen tokens, of the step; None: of these pairs
+    matches: Matches | None = None  # None: computed from these pairs as the whole step
+    pairs_per_token: Tensor | None = None  # () pairs / chosen tokens of the step; None: of these pairs
 
 
 @dataclass(frozen=True)
 class LossShape:
-    """The numbers that shape a loss.
+    """Parameters of a loss.
 
     Args:
-        beta: how far the policy may go from the reference; for ipo its τ, for orpo its λ.
-        label_smoothing: the share of pairs whose answers are taken to be swapped.
-        gamma: the margin that simpo asks for.
-        discopop_tau: the temperature of discopop.
-        divergence: what stands in the place of r: reverse_kl, forward_kl, js_divergence, alpha_divergence.
-        divergence_alpha: the coefficient of alpha_divergence.
-        dpop_lambda: the weight of dpop's penalty.
-        alphapo: AlphaPO's α on log-probabilities of losses without a reference; 0 leaves them.
+        beta: strength of the regularization towards the reference; τ for ipo, λ for orpo.
+        label_smoothing: assumed fraction of pairs with swapped responses.
+        gamma: target margin of simpo.
+        discopop_tau: temperature of discopop.
+        divergence: divergence that replaces r: reverse_kl, forward_kl, js_divergence, alpha_divergence.
+        divergence_alpha: coefficient of alpha_divergence.
+        dpop_lambda: weight of dpop's penalty.
+        alphapo: AlphaPO's α for log-probabilities of losses without a reference; 0: no transformation.
     """
 
     beta: float = 0.1
@@ -84,16 +85,16 @@ class LossShape:
 
 @dataclass(frozen=True)
 class PairLoss:
-    """A loss of pairs.
+    """A loss over pairs.
 
     Args:
-        of: the loss of each pair (P,).
-        needs_reference: whether R(y) is read.
+        of: loss of each pair (P,).
+        needs_reference: whether it uses R(y).
         averages: whether it compares means over tokens, so that rewards are β L̄.
-        smooths: whether it has label smoothing.
-        diverges: whether r may be another divergence.
+        smooths: whether it supports label smoothing.
+        diverges: whether r may be replaced by another divergence.
         sorts: whether the pairs of a step are coupled by their ranks.
-        counts_tokens: whether it is a mean over tokens of the step.
+        counts_tokens: whether it is a mean over the tokens of the step.
     """
 
     of: Callable[[Pairs, LossShape], Tensor]
@@ -132,7 +133,8 @@ def sigmoid_norm(pairs: Pairs, shape: LossShape) -> Tensor:
 
 
 def robust(pairs: Pairs, shape: LossShape) -> Tensor:
-    """[-(1-s) ln σ(βΔ) + s ln σ(-βΔ)] / (1 - 2s), unbiased under a share s of swapped pairs.  rDPO, Chowdhury et al.
+    """[-(1-s) ln σ(βΔ) + s ln σ(-βΔ)] / (1 - 2s), unbiased if a fraction s of pairs is swapped.  rDPO, Chowdhury
+    et al.
     2024, https://arxiv.org/abs/2403.00409"""
     x, s = shape.beta * _delta(pairs, shape), shape.label_smoothing
     return (-(1 - s) * F.logsigmoid(x) + s * F.logsigmoid(-x)) / (1 - 2 * s)
@@ -153,7 +155,7 @@ def nca_pair(pairs: Pairs, shape: LossShape) -> Tensor:
 
 
 def bco_pair(pairs: Pairs, shape: LossShape) -> Tensor:
-    """-ln σ(βr+) - ln σ(-βr-): BCO without a baseline, as TRL 1.16 has it (``bco`` has one)."""
+    """-ln σ(βr+) - ln σ(-βr-): BCO without a baseline, as in TRL 1.16 (``bco`` has a baseline)."""
     chosen, rejected = _rewards(pairs, shape)
     return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
 
@@ -165,14 +167,15 @@ def sppo_hard(pairs: Pairs, shape: LossShape) -> Tensor:
 
 
 def apo_zero(pairs: Pairs, shape: LossShape) -> Tensor:
-    """1 - σ(βr+) + σ(βr-), where chosen answers are better than the model.  APO, D'Oosterlinck et al. 2024, eq. 7,
+    """1 - σ(βr+) + σ(βr-), for chosen responses that are better than the model's.  APO, D'Oosterlinck et al. 2024, eq.
+    7,
     https://arxiv.org/abs/2408.06266"""
     chosen, rejected = _rewards(pairs, shape)
     return 1 - chosen.sigmoid() + rejected.sigmoid()
 
 
 def apo_down(pairs: Pairs, shape: LossShape) -> Tensor:
-    """σ(βr+) + 1 - σ(βΔ), where the model is better than its chosen answers.  APO, eq. 8"""
+    """σ(βr+) + 1 - σ(βΔ), for chosen responses that are worse than the model's.  APO, eq. 8"""
     chosen, rejected = _rewards(pairs, shape)
     return chosen.sigmoid() + 1 - (chosen - rejected).sigmoid()
 
@@ -185,7 +188,7 @@ def discopop(pairs: Pairs, shape: LossShape) -> Tensor:
 
 
 def aot(pairs: Pairs, shape: LossShape) -> Tensor:
-    """``sigmoid`` of what stands at the same rank: the sorted L(y+) - L(y-) minus the sorted R(y+) - R(y-).  AOT,
+    """``sigmoid`` of the difference at the same rank: the sorted L(y+) - L(y-) minus the sorted R(y+) - R(y-).  AOT,
     Melnyk et al. 2024, https://arxiv.org/abs/2406.05882"""
     matches = pairs.matches or matches_of(pairs, "aot")
     own = pairs.chosen.logps - pairs.rejected.logps
@@ -195,8 +198,9 @@ def aot(pairs: Pairs, shape: LossShape) -> Tensor:
 def aot_unpaired(pairs: Pairs, shape: LossShape) -> Tensor:
     """``sigmoid`` of the sorted r(y+) minus the sorted r(y-).  AOT, the unpaired variant.
 
-    The pair at hand holds two numbers that stand in two comparisons of the step. Its loss is that of its chosen
-    answer's; that of its rejected answer is counted there, and gives its gradient here.
+    The two values of a pair belong to two comparisons of the step. The loss value returned for a pair is that of its
+    chosen response's comparison. The rejected response only contributes its gradient here, because its value is counted
+    in the other pair.
     """
     matches = pairs.matches or matches_of(pairs, "aot_unpaired")
     of_chosen = _smoothed(shape.beta * (pairs.chosen.ratio - matches.chosen), shape.label_smoothing)
@@ -205,7 +209,7 @@ def aot_unpaired(pairs: Pairs, shape: LossShape) -> Tensor:
 
 
 def dpop(pairs: Pairs, shape: LossShape) -> Tensor:
-    """-ln σ(β (Δ - λ max(0, -r(y+)))), which keeps chosen answers from becoming less likely.  DPO-Positive, Pal et al.
+    """-ln σ(β (Δ - λ max(0, -r(y+)))): penalizes chosen responses that become less likely.  DPO-Positive, Pal et al.
     2024, https://arxiv.org/abs/2402.13228"""
     falls = F.relu(-pairs.chosen.ratio)
     return _smoothed(shape.beta * (_delta(pairs, shape) - shape.dpop_lambda * falls), shape.label_smoothing)
@@ -215,7 +219,7 @@ def dpop(pairs: Pairs, shape: LossShape) -> Tensor:
 
 
 def sft(pairs: Pairs, shape: LossShape) -> Tensor:
-    """-log p over the chosen tokens: a mean over the tokens of the step, of which each pair has a part."""
+    """-log p over the chosen tokens, as each pair's share of the mean over the tokens of the step."""
     share = pairs.pairs_per_token
     if share is None:
         share = len(pairs.chosen.lengths) / pairs.chosen.lengths.sum()
@@ -285,7 +289,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     "cpo_hinge": PairLoss(cpo_hinge, needs_reference=False),
     "cpo_ipo": PairLoss(cpo_ipo, needs_reference=False, averages=True),
 }
-"""The losses by the names of LLaMA-Factory and TRL, where one of them has it."""
+"""The losses, under their names in LLaMA-Factory or TRL if they exist there."""
 
 
 # --- what may be added to a loss of pairs -----------------------------------------------------------------------------
@@ -302,17 +306,18 @@ def bco(pairs: Pairs, shape: LossShape, baseline: Tensor) -> Tensor:
 
 
 def wpo_weights(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """(P,) w(y+) w(y-), how likely the policy is to write such a pair, without a gradient.
+    """(P,) w(y+) w(y-), the probability that the policy generates such a pair, without gradient.
 
     Args:
-        chosen, rejected: (P,) the mean over tokens of log π(token) - ln Σ_v π(v)².
+        chosen: (P,) mean over tokens of log π(token) - ln Σ_v π(v)².
+        rejected: (P,) the same for the rejected responses.
     Source: Zhou et al. 2024, eq. 2, https://arxiv.org/abs/2406.11827
     """
     return (chosen + rejected).detach().exp()
 
 
 def matches_of(pairs: Pairs, name: str) -> Matches:
-    """Values at the same rank, where ``pairs`` are all pairs of the step."""
+    """Values of the same rank, if ``pairs`` are all pairs of the step."""
     chosen, rejected = pairs.chosen, pairs.rejected
     if name == "aot":
         of_policy = (chosen.logps - rejected.logps).detach()
@@ -323,7 +328,7 @@ def matches_of(pairs: Pairs, name: str) -> Matches:
 
 
 def at_same_rank(values: Tensor, others: Tensor) -> Tensor:
-    """For each of ``values`` (P,), the one of ``others`` (P,) that has the same rank when both are sorted."""
+    """For each element of ``values`` (P,), the element of ``others`` (P,) that has the same rank after sorting."""
     found = torch.empty_like(others)
     found[values.argsort(stable=True)] = others.sort(stable=True).values
     return found
@@ -333,12 +338,14 @@ def at_same_rank(values: Tensor, others: Tensor) -> Tensor:
 
 
 def kto(ratio: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float, weights: tuple[float, float]) -> Tensor:
-    """w_d (1 - σ(β (r - z))) for a desirable answer, w_u (1 - σ(β (z - r))) for another.  KTO, Ethayarajh et al. 2024,
+    """w_d (1 - σ(β (r - z))) for desirable responses, w_u (1 - σ(β (z - r))) for others.  KTO, Ethayarajh et al. 2024,
     eq. 7, https://arxiv.org/abs/2402.01306; with z = 0 TRL's apo_zero_unpaired.
 
     Args:
-        ratio: (P,) r(y) of records. is_desirable: (P,) bool.
-        baseline: () z, at least 0, without a gradient.
+        ratio: (P,) r(y) of records.
+        is_desirable: (P,) bool.
+        baseline: () z, at least 0, without gradient.
+        beta: β.
         weights: w_d and w_u.
     """
     sign = torch.where(is_desirable, 1.0, -1.0)
@@ -352,7 +359,9 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
     scores near 0: Eisenstein et al. 2023, eq. 2, https://arxiv.org/abs/2312.09244
 
     Args:
-        chosen, rejected: (P,) scores. margin: (P,) how far apart they should be; None is 0.
+        chosen, rejected: (P,) scores.
+        margin: (P,) required difference; None: 0.
+        centring: c.
     """
     apart = chosen - rejected if margin is None else chosen - rejected - margin
     losses = -F.logsigmoid(apart)
@@ -404,7 +413,7 @@ def alphapo(logps: Tensor, shape: LossShape) -> Tensor:
 
 
 def _log_of_rest(logp: Tensor) -> Tensor:
-    """ln(1 - e^x) for x < 0, and at 0 that of a number close by: log1p(-exp(x)) is -inf there, with a gradient of NaN.
+    """ln(1 - e^x) for x < 0. x is clamped below 0, because log1p(-exp(0)) is -inf with a NaN gradient.
     Mächler 2012, https://cran.r-project.org/package=Rmpfr/vignettes/log1mexp-note.pdf"""
     below = logp.clamp(max=-torch.finfo(logp.dtype).eps)
     near = torch.log(-torch.expm1(below))

@@ -1,6 +1,6 @@
-"""The options of preference learning, and what can be found wrong with them before anything is read.
+"""Options of preference learning, and their checks.
 
-Names and defaults are LLaMA-Factory's where it has the option, else TRL's; TRL's name of the same thing is an alias.
+Names and defaults are LLaMA-Factory's if it has the option, else TRL's. TRL's name is an alias.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ class PairOptions:
 
 
 class FixedReferenceChoices(Protocol):
-    """The options that say whether the reference may move."""
+    """Options that determine whether the reference is fixed."""
 
     precompute_ref_log_probs: bool
     sync_ref_model: bool
 
 
 class PairLossChoices(Protocol):
-    """The options that say what the loss of a pair is."""
+    """Options that determine the loss of a pair."""
 
     dpo_label_smoothing: float
     f_divergence_type: str
@@ -121,7 +121,7 @@ class PairLossChoices(Protocol):
 
 
 class PreferenceChoices(FixedReferenceChoices, PairLossChoices, Protocol):
-    """The options read here."""
+    """Options that this module reads."""
 
     finetuning_type: str
     learning_rate: float
@@ -132,7 +132,7 @@ class PreferenceChoices(FixedReferenceChoices, PairLossChoices, Protocol):
 
 @check
 def check_preferences(options: PreferenceChoices) -> list[Problem]:
-    """Find options that contradict each other, or that need rows of another stage."""
+    """Report options that contradict each other or require rows of another stage."""
     if not _compares(options.stage):
         is_asked = "dft" in options.pref_loss
         return [Problem('"loss_type" is dft.', remedy=OF_SFT["dft"], option="pref_loss")] if is_asked else []
@@ -149,13 +149,12 @@ def check_preferences(options: PreferenceChoices) -> list[Problem]:
 
 
 def _compares(stage: str) -> bool:
-    """Whether a stage learns from preferences: pairs, or answers with a verdict."""
+    """Whether a stage learns from preferences: pairs, or labelled responses."""
     return OBJECTIVES[stage].records in ("pairs", "verdicts")
 
 
 def check_reference(options: FixedReferenceChoices, streams: bool) -> list[Problem]:
-    """Refuse numbers of a reference that would not stay true. Args: streams: whether rows are encoded when they are
-    used."""
+    """Report precomputed reference values that would become invalid. ``streams``: rows are encoded on demand."""
     if not options.precompute_ref_log_probs:
         return []
     moves = (
@@ -222,7 +221,7 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
 
 @notes
 def preference_notes(options: PreferenceChoices) -> list[str]:
-    """Notes on options that have no effect, or are probably not meant."""
+    """Notes on options without effect, or with a probably unintended value."""
     stage = options.stage
     groups = (PreferenceOptions, ReferenceOptions, *(m.options for m in OBJECTIVES if m.options and _compares(m.name)))
     read = _options_of(OBJECTIVES.get(stage))
@@ -236,7 +235,7 @@ def preference_notes(options: PreferenceChoices) -> list[str]:
 
 
 def _options_of(member: Member[type[StageObjective]]) -> set[str]:
-    """Names of the options that a stage reads: of its group, and of its trait ``reads``."""
+    """Names of the options that a stage reads: its own group and its trait ``reads``."""
     known = (member.options, *member.traits.get("reads", ()))
     return {name for each in known if each for name in ([each] if isinstance(each, str) else specs(each))}
 

@@ -1,7 +1,7 @@
-"""The reference with which the policy is compared, as an objective uses it.
+"""The reference that the policy is compared with.
 
-A reference is a context, in which a module computes what the reference does. Whoever assembles a run makes one: the
-base model under a new adapter, the weights from which training started, a second frozen model.
+A reference is a context in which a module computes the reference's values. The caller that assembles a run creates one:
+the base model without its adapter, the weights at the start of training, or a second frozen model.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from burnish.loop.protocols import Engine
 
 
 class Reference(Protocol):
-    """Attributes: parts: what of it belongs into a checkpoint."""
+    """Attributes: parts: what a checkpoint stores of it."""
 
     parts: Mapping[str, Stateful]
 
     def setup(self, module: nn.Module) -> None:
-        """Look at the policy as the engine prepared it, once; as ``Objective.begin``."""
+        """Called once with the policy as the engine prepared it; see ``Objective.setup``."""
         return
 
     def answering(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
-        """Inside it the module that gives the reference's numbers. Args: module: the policy, as the engine has it."""
+        """Context that yields the module with the reference's values. ``module`` is the policy as prepared by the
+        engine."""
         ...
 
 
 def refuse_pieces(engine: Engine) -> None:
-    """Refuse a reference that moves where each process holds a part of each weight. Raises UserError."""
+    """Raise UserError for a moving reference if each rank holds only a shard of the weights."""
     if engine.splits_weights:
         what = '"sync_ref_model" updates full weights, but each process holds only a shard of them (FSDP, ZeRO-3).'
         raise UserError(what, remedy="Remove it, or use DDP, ZeRO-1 or ZeRO-2.", option="sync_ref_model")
 
 
 def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights that train, by name."""
+    """The trainable weights, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 class AdapterOff(Reference):
-    """The model without its adapter, where that is how the run began.
+    """The model with its adapter disabled, for a new adapter.
 
     Args:
-        adapter: switches itself off (``ModelAdapter.reference``).
-        model: as the adapter attached itself to it.
+        adapter: its ``reference`` disables it (``ModelAdapter.reference``).
+        model: the model with the adapter attached.
     """
 
     parts: Mapping[str, Stateful] = {}
@@ -65,7 +66,7 @@ class AdapterOff(Reference):
 
 
 class AsItIs(Reference):
-    """The policy itself, for numbers that are computed before its first step."""
+    """The policy itself, for values that are computed before its first step."""
 
     parts: Mapping[str, Stateful] = {}
 
@@ -75,12 +76,13 @@ class AsItIs(Reference):
 
 
 class StartOfRun(Reference):
-    """The weights that training began with, put in the place of those that train: of a whole model a copy, of an
-    adapter that is continued its size only. They follow from what the run loads at its start, so a resumed run has
-    the same.
+    """The weights at the start of training, which temporarily replace the trained weights.
+
+    For full training this is a copy of the model; for a continued adapter only a copy of the adapter. The weights
+    follow from what the run loads at its start, so a resumed run has the same reference.
 
     Args:
-        model: as it is about to be trained, in the format in which it is.
+        model: the model before training, in its training dtype.
     """
 
     parts: Mapping[str, Stateful] = {}
@@ -90,7 +92,8 @@ class StartOfRun(Reference):
         self._model: nn.Module | None = None
 
     def as_model(self, model: nn.Module) -> nn.Module:
-        """A model of its own over the kept weights, which are not copied. Args: model: the policy, as it was given."""
+        """A separate model that uses the stored weights without a copy. ``model`` is the policy at the start of the
+        run."""
         if self._model is None:
             own: dict[int, Any] = {id(p): p for p in model.parameters()}
             kept = {id(p): nn.Parameter(value, requires_grad=False) for p, value in self.held.values()}
@@ -109,15 +112,15 @@ class StartOfRun(Reference):
                 parameter.data = trained[name]
 
     def values(self) -> Mapping[str, tuple[nn.Parameter, Tensor]]:
-        """Name -> (the policy's, the reference's)."""
+        """Name -> (the policy's parameter, the reference's value)."""
         return self.held
 
 
 class StartInPieces(Reference):
-    """The same where each rank holds a part of every weight (FSDP, ZeRO-3): it keeps a copy of its parts, and exchanges
-    the numbers of both for the time of the reference's passes.
+    """``StartOfRun`` for sharded weights (FSDP, ZeRO-3): keeps a copy of this rank's shards, and swaps both during the
+    reference's forward passes.
 
-    ``begin`` is called when the engine has sharded the model, before a checkpoint is loaded.
+    ``setup`` is called after the engine has sharded the model, and before a checkpoint is loaded.
     """
 
     parts: Mapping[str, Stateful] = {}
@@ -127,7 +130,7 @@ class StartInPieces(Reference):
         self.held: list[tuple[Tensor, Tensor]] = []
 
     def setup(self, module: nn.Module) -> None:
-        """Keep the weights as they are now, unless it did. Args: module: the policy, as the engine has it."""
+        """Copy the current weights at the first call. ``module`` is the policy as prepared by the engine."""
         if self.held:
             return
         self.engine.drop_gathered(module)
@@ -151,10 +154,10 @@ class StartInPieces(Reference):
 
 
 class SecondModel(Reference):
-    """A model of its own, frozen.
+    """A separate, frozen model.
 
     Args:
-        module: with the same questions and answers as the policy's; ``module.model`` is of transformers.
+        module: has the same inputs and outputs as the policy; ``module.model`` is a model of transformers.
     """
 
     parts: Mapping[str, Stateful] = {}
@@ -164,10 +167,10 @@ class SecondModel(Reference):
         self.held: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
     def beside(self, policy: nn.Module) -> SecondModel:
-        """The same, with ``values`` for a ``Following``.
+        """The same reference with ``values`` for a ``Following``.
 
         Raises:
-            UserError: where what trains is not among its weights.
+            UserError: if the trained weights are not among its weights.
         """
         model: Any = self.module.model
         own, trained = dict(model.named_parameters()), trained_of(policy)
@@ -182,7 +185,7 @@ class SecondModel(Reference):
         return self
 
     def values(self) -> Mapping[str, tuple[nn.Parameter, Tensor]]:
-        """Name -> (the policy's, the reference's)."""
+        """Name -> (the policy's parameter, the reference's value)."""
         return self.held
 
     @contextmanager
@@ -191,10 +194,10 @@ class SecondModel(Reference):
 
 
 class Following(Reference):
-    """A reference that moves towards the policy every so many steps: ρ <- α π + (1 - α) ρ.  TR-DPO, Gorbatovski et al.
-    2024, eq. 5, https://arxiv.org/abs/2404.09656
+    """A reference that moves towards the policy at an interval of steps: ρ <- α π + (1 - α) ρ.  TR-DPO, Gorbatovski et
+    al. 2024, eq. 5, https://arxiv.org/abs/2404.09656
 
-    It changes while the run goes on, so it is a part of the checkpoint.
+    It changes during training, so it is part of the checkpoint.
     """
 
     def __init__(self, start: StartOfRun | SecondModel, every: int, share: float) -> None:
@@ -206,7 +209,7 @@ class Following(Reference):
         return self.start.answering(module)
 
     def step_begins(self) -> None:
-        """A step of training is about to begin; after every so many of them the reference moves."""
+        """Called before each training step. Every ``every`` steps the reference moves."""
         if self.steps and self.steps % self.every == 0:
             with torch.no_grad():
                 for parameter, value in self.start.values().values():

@@ -1,11 +1,11 @@
-"""``stage: rm``: a model that gives answers a score, learned from pairs.
+"""``stage: rm``: train a reward model, which scores responses, on pairs.
 
-In: pairs, a language model. Out: a score per answer, read at the last token of its row by one linear layer over the
-last hidden states; per pair the loss of Bradley and Terry, as a sum over pairs. The head of the language model is not
-asked: no logits are made. No dropout stands before the score.
+In: pairs, a language model. Out: a score per response, computed by a linear layer from the last hidden state of its
+last token; per pair the Bradley-Terry loss, as a sum over pairs. The language model head is not used and no logits are
+computed. There is no dropout before the score.
 
-The score is read by length, at the last real token of a sequence, never by looking for padding: where the padding token
-is the end token, that look ends one token early.
+The last token is found by the length of a sequence. Searching for the first padding token would stop one token early if
+the padding token is also the EOS token.
 """
 
 # P pairs in a micro-batch, S = 2P sequences, H hidden size
@@ -35,11 +35,11 @@ from burnish.losses.pairs import PAIR_COLUMNS, two_answers
 from burnish.losses.preference_losses import bradley_terry
 
 WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
-"""LLaMA-Factory's names in ``value_head.safetensors``."""
+"""Names in LLaMA-Factory's ``value_head.safetensors``."""
 
 
 class RewardHead(nn.Module):
-    """A module that scores hidden states. A member of ``REWARD_HEADS`` is a subclass, called with the width H.
+    """Base class of modules that compute scores from hidden states. Members of ``REWARD_HEADS`` are called with H.
 
     Args:
         width: H.
@@ -58,10 +58,10 @@ class RewardHead(nn.Module):
         return {f"v_head.{name}": parameter for name, parameter in self.named_parameters()}
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Args: weights: as ``weights`` gives them.
+        """Load weights, named as in ``weights``.
 
         Raises:
-            UserError: where they are those of another head.
+            UserError: if they belong to another head.
         """
         own = self.weights()
         if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in weights.items()}:
@@ -96,25 +96,25 @@ class ValueHead(RewardHead):
 
     Args:
         width: H.
-        has_bias: a sequence classifier of transformers has none.
+        has_bias: whether it has a bias; sequence classifiers of transformers have none.
     """
 
     def __init__(self, width: int, has_bias: bool = True) -> None:
         super().__init__(width)
         self.summary = nn.Linear(width, 1, bias=has_bias, dtype=torch.float32)
         with torch.no_grad():
-            # A new score of a row of normed hidden states is of the order of 1 (Stiennon et al. 2020, appendix B.1).
+            # The initial score of normalized hidden states is of the order of 1 (Stiennon et al. 2020, appendix B.1).
             self.summary.weight.normal_(0.0, 1 / (width + 1) ** 0.5)
             if has_bias:
                 self.summary.bias.zero_()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):  # FSDP and ZeRO may have made it bfloat16
+        with torch.autocast(hidden.device.type, enabled=False):  # FSDP and ZeRO may have converted it to bfloat16
             scores: Tensor = self.summary(hidden.to(self.summary.weight.dtype)).squeeze(-1)
         return scores.float()
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Args: weights: as ``weights`` gives them; where a bias is missing it is zero."""
+        """Load weights, named as in ``weights``. A missing bias is set to zero."""
         with torch.no_grad():
             self.summary.weight.copy_(weights[WEIGHT].reshape(1, -1))
             if self.summary.bias is not None:
@@ -124,17 +124,17 @@ class ValueHead(RewardHead):
 
 @REWARD_HEADS.register("score")
 def score_head(width: int) -> RewardHead:
-    """A linear layer in float32 without a bias, saved as a sequence classifier of transformers."""
+    """A linear layer in float32 without bias, saved as a sequence classifier of transformers."""
     return ValueHead(width, has_bias=False)
 
 
 class ScoringModel(nn.Module):
-    """A language model without its head, and a score.
+    """A language model without its head, and a score head.
 
     Args:
-        model: of transformers, adapted or not.
+        model: a model of transformers, with or without adapter.
         head: (N, H) -> (N,).
-        batch_keys: keys of batches that are no input of the model, besides those of every loss.
+        batch_keys: keys of batches that are not model inputs, besides the general ones.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module, batch_keys: Collection[str] = ()) -> None:
@@ -151,7 +151,7 @@ class ScoringModel(nn.Module):
 
 
 class RewardChoices(Protocol):
-    """The options read here."""
+    """Options that this module reads."""
 
     center_rewards_coefficient: float | None
     reward_head: str | None
@@ -159,7 +159,7 @@ class RewardChoices(Protocol):
 
 @OBJECTIVES.register("rm", options=RewardOptions, reads=("disable_dropout",))
 class RewardObjective(StageObjective):
-    """Scores of answers, from pairs of them (a reward model)."""
+    """Scores of responses, trained on pairs (reward model)."""
 
     records = "pairs"
     reads_images = False
@@ -171,15 +171,15 @@ class RewardObjective(StageObjective):
     def __init__(self, options: RewardChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         self.options = options
         self.template = template
-        self.head: nn.Module | None = None  # a ``RewardHead``, or a score that is a part of the model
-        self.head_kind = ""  # the name of a head of another package, as its file has it
-        self.came_as_score = False  # the head was a sequence classifier's; whoever assembles the run says so
+        self.head: nn.Module | None = None  # a ``RewardHead``, or a score layer of the model
+        self.head_kind = ""  # registered name of a third-party head, as stored in its file
+        self.came_as_score = False  # set by the caller if the head comes from a sequence classifier
         self.collate: Collate = unfitted
         self.margins = Margins()
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the metrics that an evaluation reports for a set."""
+        """Names of the metrics of an evaluation."""
         return ["loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward"]
 
     @property
@@ -190,11 +190,11 @@ class RewardObjective(StageObjective):
         return f"the {name} response, scored at its last token; "
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
-        """Args: truncate: without effect: pairs are always held to ``cutoff_len``."""
+        """Encode pairs. They are always truncated to ``cutoff_len``; ``truncate`` has no effect."""
         return self.template.encode_pairs(examples, stats)
 
     def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
-        """As ``LmObjective.fit``."""
+        """Create the head if needed, as ``LmObjective.fit``."""
         self.collate, inner = partial(self._collated, collate), causal_lm(capabilities.model)
         if self.head is None:
             width = inner.get_input_embeddings().weight.shape[1]
@@ -202,14 +202,14 @@ class RewardObjective(StageObjective):
             self.head = REWARD_HEADS[self.options.reward_head or "value_head"](width)
         output = inner.get_output_embeddings()
         if output is not None and output.weight is not inner.get_input_embeddings().weight:
-            output.requires_grad_(False)  # it is not asked, so nothing would move it
+            output.requires_grad_(False)  # it is not used, so it would have no gradient
         return []
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
         return True
 
     def module(self, model: nn.Module) -> ScoringModel:
-        """The model and its score as one module. ``fit`` comes first."""
+        """The model and its score head as one module. Requires ``fit`` first."""
         assert self.head is not None
         self.head.to(next(model.parameters()).device)
         return ScoringModel(model, self.head, self.batch_keys)
@@ -219,13 +219,13 @@ class RewardObjective(StageObjective):
         return ((f"v_head.{name}", parameter) for name, parameter in self.head.named_parameters())
 
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
-        """The micro-batch, and of its pairs ``items`` (P,) and ``margin`` (P,)."""
+        """The micro-batch with ``items`` (P,) and ``margin`` (P,) of its pairs."""
         batch = collate_scored(collate, [answer for row in rows for answer in two_answers(row)])
         margins = torch.tensor([row.get("margin", 0.0) for row in rows])
         return {**batch, "items": torch.ones(len(rows)), "margin": margins}
 
     def num_items(self, batch: Batch) -> Tensor:
-        """() pairs."""
+        """() number of pairs."""
         items: Tensor = batch["items"]
         return items.sum()
 
@@ -245,7 +245,7 @@ class RewardObjective(StageObjective):
 
 
 def _rewards(scores: Tensor, items: Tensor) -> dict[str, Metric]:
-    """The mean, the least and the greatest score of all answers."""
+    """Mean, minimum and maximum of the scores of all responses."""
     counted = items.repeat_interleave(2)
     count, there = counted.sum(), counted > 0
     least = torch.where(there, scores, torch.inf).amin()
@@ -258,8 +258,9 @@ def _rewards(scores: Tensor, items: Tensor) -> dict[str, Metric]:
 
 
 class Margins:
-    """The margin of each pair: of the last micro-batches of training, and of the sets as they were evaluated last. They
-    stay on their device until somebody asks, which is when an image of their spread is drawn."""
+    """The margins of pairs: of the last training micro-batches, and of each set's last evaluation. They stay on the
+    device until a plot needs them.
+    """
 
     def __init__(self) -> None:
         self.trained: deque[Tensor] = deque(maxlen=_LAST)
@@ -267,15 +268,15 @@ class Margins:
         self._evaluated: list[Tensor] = []
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """An evaluation of these begins."""
+        """Start an evaluation of these batches."""
         self._evaluated = self._of_sets[batches] = []
 
     def add(self, margins: Tensor, items: Tensor, is_training: bool) -> None:
-        """Args: margins, items: (P,) of a micro-batch; a pair whose item is 0 is none."""
+        """Add ``margins`` (P,) of a micro-batch. Pairs whose entry in ``items`` (P,) is 0 are padding."""
         (self.trained if is_training else self._evaluated).append(torch.stack([margins, items.to(margins)]))
 
     def of(self, batches: Iterable[Batch] | None) -> list[float]:
-        """The margins of a set that was evaluated, or of training."""
+        """The margins of an evaluated set, or of training for None."""
         found = list(self.trained if batches is None else self._of_sets.get(batches, []))
         if not found:
             return []
@@ -284,7 +285,7 @@ class Margins:
 
 
 _LAST = 1000
-"""Micro-batches of training whose margins are kept."""
+"""Number of training micro-batches whose margins are kept."""
 
 
 class HeadState:
@@ -294,7 +295,7 @@ class HeadState:
         self.head = head
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """The weights in it that train, for an engine that shards them."""
+        """The trainable weights, for an engine that shards them."""
         return self.head.parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -307,10 +308,11 @@ class HeadState:
 def collate_scored(collate: Collate, sequences: Sequence[Row]) -> Batch:
     """A micro-batch whose target positions are the last tokens of its sequences.
 
-    A token is laid behind each sequence and is the only one that is learned: what is asked of a batch, to keep all
-    tokens on which something depends and to say where they are, is then asked of the token before it.
+    One trained token is appended to each sequence. Code that selects the tokens needed for trained tokens then selects
+    the last real token, which precedes it.
 
-    Returns: as ``collate``, and target_positions: (S,), owner: (S,), num_tokens: without those that were laid behind.
+    Returns:
+        As ``collate``, with target_positions: (S,), owner: (S,), num_tokens: without the appended tokens.
     """
     marked: list[Row] = [
         {

@@ -1,8 +1,8 @@
-"""A language model as the log-probabilities of whole answers: what preference learning asks of it.
+"""Compute log-probabilities of whole responses with a language model, for preference learning.
 
-In: a micro-batch of sequences in which answers are learned and prompts are not. Out: sums over the learned tokens of
-each sequence, with a gradient. Only positions that predict a learned token reach the head, and never all logits at once
-(``ops.token_logps``); sequences lie flat and share what they begin with, where model and run allow it.
+In: a micro-batch of sequences whose responses are trained and whose prompts are not. Out: sums over the trained tokens
+of each sequence, with gradient. Only positions that predict a trained token pass the head, and never all logits at once
+(``ops.token_logps``). Sequences are padding-free and share prefixes if model and run allow it.
 """
 
 # S sequences in a micro-batch, N learned tokens in it, T tokens, H hidden size, V vocabulary
@@ -28,25 +28,25 @@ from burnish.utils.patching import PatchChoice, allows
 
 
 class SequenceValues(NamedTuple):
-    """Log-probabilities of the learned tokens, and sums over each sequence, (S,) float32.
+    """Log-probabilities of the trained tokens, and sums over each sequence, (S,) float32.
 
-    Only ``token_logps`` and ``logps`` have a gradient, and ``token_entropy`` if the rules ask for it. Token n
-    belongs to the sequence ``batch["owner"][n]``.
+    Only ``token_logps`` and ``logps`` have a gradient, and ``token_entropy`` if the rules request it. Token n belongs
+    to the sequence ``batch["owner"][n]``.
     """
 
     token_logps: Tensor  # (N,) in nats, each times its factor
     logps: Tensor  # sums of ``token_logps``
-    correct: Tensor  # tokens predicted right; zero where not asked for
-    entropy: Tensor  # in nats; zero where not asked for
-    sum_squared_probs: Tensor  # log p(token) - ln Σ_v p(v)²; zero where not asked for
-    mean_logits: Tensor  # mean over the vocabulary; zero where the batch has no ``mean_row``
-    aux: Tensor | None  # () the loss of a router, a mean over tokens
-    token_entropy: Tensor  # (N,) in nats; zero where not asked for
+    correct: Tensor  # number of correctly predicted tokens; zero if not requested
+    entropy: Tensor  # in nats; zero if not requested
+    sum_squared_probs: Tensor  # log p(token) - ln Σ_v p(v)²; zero if not requested
+    mean_logits: Tensor  # mean over the vocabulary; zero if the batch has no ``mean_row``
+    aux: Tensor | None  # () the router's loss, a mean over tokens
+    token_entropy: Tensor  # (N,) in nats; zero if not requested
     token_values: Tensor | None = None  # (N,) of a value head, before each token
 
 
 def with_images(row: Row, prefix: str = "") -> Row:
-    """The column of images of a sequence of ``row``, if it has any. Args: prefix: of the column in the row."""
+    """The images of a sequence of ``row``, if it has any. ``prefix`` is that of the column in the row."""
     return {"images": row[f"{prefix}images"]} if row.get(f"{prefix}images") else {}
 
 
@@ -54,10 +54,10 @@ def collate_sequences(collate: Collate, sequences: Sequence[Row]) -> Batch:
     """A micro-batch of single sequences.
 
     Returns:
-        as ``collate``, and besides
-        target_positions: (N,) positions whose next token is learned, counted through the rows.
-        owner: (N,) the sequence that each of them belongs to.
-        lengths: (S,) float32, learned tokens of each sequence, at least 1.
+        The result of ``collate``, with
+        target_positions: (N,) positions whose next token is trained, in the flattened batch.
+        owner: (N,) the sequence of each target position.
+        lengths: (S,) float32, number of trained tokens of each sequence, at least 1.
     """
     numbered: list[Row] = [{**row, "sequence": [at] * len(row["input_ids"])} for at, row in enumerate(sequences)]
     batch = collate(numbered)
@@ -68,11 +68,12 @@ def collate_sequences(collate: Collate, sequences: Sequence[Row]) -> Batch:
 
 
 def factors_beyond(owner: Tensor, limits: Tensor, factor: float) -> Tensor:
-    """(N,) 1 for the first ``limits[s]`` learned tokens of sequence s, ``factor`` for the others.
+    """(N,) 1 for the first ``limits[s]`` trained tokens of sequence s, ``factor`` for the others.
 
     Args:
-        owner: (N,) as ``collate_sequences`` gives it; the tokens of a sequence stand in their order.
+        owner: (N,) as in ``collate_sequences``; the tokens of a sequence are in order.
         limits: (S,).
+        factor: value beyond the limit.
     """
     place = torch.empty_like(owner)
     for sequence in range(len(limits)):
@@ -82,17 +83,17 @@ def factors_beyond(owner: Tensor, limits: Tensor, factor: float) -> Tensor:
 
 
 class SequenceModel(nn.Module):
-    """A causal language model of which the log-probabilities of answers are asked.
+    """A causal language model that returns log-probabilities of responses.
 
     Args:
-        model: of transformers, adapted or not.
-        head: how its logits are made; None to let it make them.
-        makes_some_logits: whether it then can make those of chosen positions alone.
-        rules: what else is asked of each token.
-        asks_router: whether the loss of the model's router is asked for.
+        model: a model of transformers, with or without adapter.
+        head: the model's head; None: the model computes its logits.
+        makes_some_logits: whether the model can compute the logits of selected positions only.
+        rules: which further values are computed for each token.
+        asks_router: whether the router's loss is computed.
         patches: whether the embedding may be patched.
-        batch_keys: keys of batches that are no input of the model, besides those of every loss.
-        value_head: (N, H) -> (N,), over the hidden states that predict the tokens.
+        batch_keys: keys of batches that are not model inputs, besides the general ones.
+        value_head: (N, H) -> (N,), applied to the hidden states that predict the tokens.
     """
 
     def __init__(
@@ -110,13 +111,13 @@ class SequenceModel(nn.Module):
         self.value_head = value_head
 
     def without_head(self, model: nn.Module) -> SequenceModel:
-        """The same around another model, which makes its logits itself: one that is wrapped, say."""
+        """The same for another model that computes its logits itself, such as a wrapped one."""
         made = SequenceModel(model, None, False, self._rules, self._asks_router, self._patches, self._batch_keys)
         return made.train(model.training)
 
     def forward(self, batch: Batch) -> SequenceValues:
         learned, owner = batch["target_positions"], batch["owner"]
-        targets = batch["labels"].flatten()[learned + 1].clamp(min=0)  # those of a blank batch weigh nothing later
+        targets = batch["labels"].flatten()[learned + 1].clamp(min=0)  # those of a padding batch get weight 0 later
         inputs = model_inputs(batch, self._batch_keys)
         if self._head is not None and not self._asks_router:
             tokens, mean_logits, values = self._in_chunks(self._head, inputs, learned, targets, batch)
@@ -142,7 +143,7 @@ class SequenceModel(nn.Module):
         values = None if self.value_head is None else self.value_head(hidden)
         if head.scale != 1.0:
             hidden = hidden * head.scale
-        # Asked for now: ZeRO-3 took a tied weight away again when the embedding had run.
+        # Read the weight here: ZeRO-3 may have released a tied weight after the embedding ran.
         weight = head.linear.weight if joined is None else joined
         tokens = linear_token_logps(hidden, weight, targets, self._rules, head.linear.bias)
         mean_row = batch.get("mean_row")
@@ -152,15 +153,19 @@ class SequenceModel(nn.Module):
     def _from_logits(
         self, inputs: dict[str, Any], learned: Tensor, targets: Tensor
     ) -> tuple[TokenLogps, Tensor, Tensor | None]:
-        """From logits that the model makes."""
+        """Compute log-probabilities from the model's logits."""
         of_learned, output = logits_at(self.model, inputs, learned, self._makes_some_logits, self._asks_router)
         aux = output.aux_loss if self._asks_router else None
         return plain_token_logps(of_learned, targets, self._rules), of_learned.detach().float().mean(-1), aux
 
 
 def mean_row(head: Head | None, engine: Engine) -> Tensor | None:
-    """(H,) the mean of the head's rows: its product with hidden states is the mean logit. (0,) where the model makes
-    its logits itself, so that their mean is taken; None where neither is to be had, or no rank has a whole head."""
+    """(H,) mean over the rows of the head's weight; its product with a hidden state is the mean logit.
+
+    Returns:
+        (0,) if the model computes its logits itself, whose mean is taken then. None if the mean logit is not available,
+        for example because the head is sharded.
+    """
     if engine.splits_weights:
         return None
     if head is None:

@@ -1,5 +1,6 @@
-"""The tokens of a batch that are learned, and the sums over them, from hidden states or from logits: for the objectives
-of the command line (``lm.py``) and for ``SFTTrainer`` (``trainer/trl/sft/loss.py``).
+"""The trained tokens of a batch, and loss sums over them, from hidden states or from logits.
+
+Used by the objectives of the command line (``lm.py``) and by ``SFTTrainer`` (``trainer/trl/sft/loss.py``).
 """
 
 # B rows, T tokens in a row, N learned positions, H hidden size, V vocabulary
@@ -19,20 +20,21 @@ from burnish.losses.logits import target_positions
 
 
 def collate_learned(collate: Callable[[Sequence[Row]], Batch], rows: Sequence[Row]) -> Batch:
-    """A micro-batch that says which positions are learned, found while it is still on the CPU: on a GPU to look for
-    them would mean to wait for the device."""
+    """A micro-batch with ``target_positions``. They are found on the CPU, because finding them on a GPU would wait for
+    the device.
+    """
     batch = collate(rows)
     return {**batch, "target_positions": target_positions(batch["labels"])}
 
 
 class Targets(NamedTuple):
-    """Target positions of a batch. (N,) each.
+    """Target positions of a batch, (N,) each.
 
     Args:
-        positions: counted through the rows.
-        ids: the next tokens; ``IGNORE_INDEX`` in a blank batch, which has the positions of the batch that it was made
-            of, and no labels.
-        weights: what each counts; None is 1.
+        positions: indices into the flattened batch.
+        ids: the next tokens; ``IGNORE_INDEX`` in a padding batch, which has the positions of the batch that it was
+            copied from, and no labels.
+        weights: weight of each token; None: 1.
     """
 
     positions: Tensor
@@ -41,14 +43,14 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, labels: Tensor, positions: Tensor | None = None, loss_weights: Tensor | None = None) -> Targets:
-        """Args: labels, loss_weights: (B, T); positions: (N,), where the collator found them."""
+        """Create from ``labels`` and ``loss_weights`` (B, T). ``positions`` (N,) if the collator found them."""
         positions = target_positions(labels) if positions is None else positions
         weights = None if loss_weights is None else loss_weights.flatten()[positions + 1]
         return cls(positions, labels.flatten()[positions + 1], weights)
 
     @property
     def counts(self) -> Tensor:
-        """(N,) what each counts, 0 in a blank batch."""
+        """(N,) weight of each token, 0 in a padding batch."""
         counts = (self.ids != IGNORE_INDEX).float()
         return counts if self.weights is None else counts * self.weights
 
@@ -56,11 +58,15 @@ class Targets(NamedTuple):
 def sums_of_hidden(
     hidden: Tensor, head: Head, targets: Targets, rules: TokenLoss, way: str = "chunked", weight: Tensor | None = None
 ) -> TokenSums:
-    """The sums from what the head is given at the learned positions (N, H), without the logits of all of them.
+    """Loss sums from the head's inputs at the trained positions (N, H), without all of their logits at once.
 
     Args:
-        way: of ``ops.head_kernels``.
-        weight: (V, H) in place of the head's own (``ops.tied``).
+        hidden: (N, H) inputs of the head.
+        head: the model's head.
+        targets: the target positions.
+        rules: what is computed for each token.
+        way: a backend of ``ops.head_kernels``.
+        weight: (V, H) used instead of the head's own (``ops.tied``).
     """
     if head.scale != 1.0:
         hidden = hidden * head.scale
@@ -69,5 +75,5 @@ def sums_of_hidden(
 
 
 def sums_of_logits(logits: Tensor, targets: Targets, rules: TokenLoss) -> TokenSums:
-    """The same from the logits of the learned positions (N, V)."""
+    """Loss sums from the logits of the trained positions (N, V)."""
     return plain_cross_entropy(logits, targets.ids.clamp(min=0), rules, targets.counts)
