@@ -15,9 +15,11 @@ FOREIGN = ("num_generations", "steps_per_generation", "num_iterations")
 
 
 def user(folder, **given):
-    """Options of a run that draws 16 completions of as many prompts and trains on them in 2 steps, twice."""
+    """Options of a run that draws 16 completions of as many prompts and trains on them in 2 steps, twice; two
+    rollouts."""
     made = {name: value for name, value in group_user(folder).items() if name not in FOREIGN}
-    return {**made, "stage": "ppo", "ppo_buffer_size": 2, "ppo_epochs": 2, "learning_rate": 1e-3, **given}
+    return {**made, "stage": "ppo", "ppo_buffer_size": 2, "ppo_epochs": 2, "learning_rate": 1e-3,
+            "max_steps": 2, **given}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +33,34 @@ def test_a_run_trains_policy_and_value_head_and_adapts_the_coefficient(whole):
     log = [entry for entry in history(run) if "loss" in entry]
     given = user(whole[0])
     steps = given["ppo_buffer_size"] * given["ppo_epochs"]  # of a rollout
-    assert [("reward" in entry) for entry in log] == [step % steps == 0 for step in range(6)]
+    assert [("reward" in entry) for entry in log] == [step % steps == 0 for step in range(8)]
     assert {"ppo/policy_loss", "ppo/value_loss", "ppo/clipfrac", "ppo/entropy", "ppo/skipped"} <= log[1].keys()
     assert log[0]["objective/kl"] == pytest.approx(0, abs=1e-5)  # the policy is its reference still
     assert log[0]["kl_coef"] == pytest.approx(0.2)
     assert log[4]["objective/kl"] != 0
     assert log[4]["kl_coef"] == pytest.approx(0.2 * (1 - 0.2 * 16 / 10000))
-    heads = [load_file(run / f"checkpoint-{step}" / "value_head.safetensors") for step in (1, 6)]
+    heads = [load_file(run / f"checkpoint-{step}" / "value_head.safetensors") for step in (1, 8)]
     assert all(not torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+
+
+def test_the_value_head_lies_beside_the_model_and_is_taken_up_again(whole, tmp_path, capsys):
+    folder, run = whole
+    saved, last = (load_file(each / "value_head.safetensors") for each in (run, run / "checkpoint-8"))
+    assert saved.keys() == {"v_head.summary.weight", "v_head.summary.bias"}
+    assert all(torch.equal(saved[name], last[name]) for name in saved)
+    more = {"model_name_or_path": str(run), "max_steps": 1, "learning_rate": 1e-30, "weight_decay": 0}
+    again = train(user(folder, **more, output_dir=str(tmp_path / "again")))
+    assert "The value head was loaded from" in capsys.readouterr().out
+    assert torch.allclose(
+        load_file(again / "value_head.safetensors")["v_head.summary.weight"], saved["v_head.summary.weight"]
+    )
+
+
+def test_steps_count_rollouts_and_all_steps_of_one_have_one_learning_rate(whole, tmp_path):
+    folder, _ = whole
+    given = {"lr_scheduler_type": "linear", "save_strategy": "no", "output_dir": str(tmp_path / "out")}
+    log = [entry for entry in history(train(user(folder, **given))) if "loss" in entry]
+    assert [entry["learning_rate"] for entry in log] == pytest.approx([1e-3] * 4 + [5e-4] * 4)
 
 
 @pytest.mark.parametrize("stopped", [1, 3, 4])
@@ -48,15 +70,15 @@ def test_a_run_resumed_inside_a_rollout_ends_in_the_same_weights(whole, tmp_path
     out.mkdir()
     shutil.copytree(run / f"checkpoint-{stopped}", out / f"checkpoint-{stopped}")
     resumed = train(user(folder, output_dir=str(out)))
-    assert same_weights(run / "checkpoint-6", resumed / "checkpoint-6")
-    heads = [load_file(each / "checkpoint-6" / "value_head.safetensors") for each in (run, resumed)]
+    assert same_weights(run / "checkpoint-8", resumed / "checkpoint-8")
+    heads = [load_file(each / "checkpoint-8" / "value_head.safetensors") for each in (run, resumed)]
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
 
 
 def test_an_evaluation_changes_nothing(whole, tmp_path):
     folder, _ = whole
-    given = {"val_size": 4, "eval_strategy": "steps", "ppo_score_norm": True, "save_steps": 6}
-    a, b = (train(user(folder, **given, eval_steps=steps, output_dir=str(tmp_path / str(steps)))) for steps in (1, 6))
+    given = {"val_size": 4, "eval_strategy": "steps", "ppo_score_norm": True, "save_steps": 8}
+    a, b = (train(user(folder, **given, eval_steps=steps, output_dir=str(tmp_path / str(steps)))) for steps in (1, 8))
     assert same_weights(a, b)
     assert all("eval_reward" in entry for entry in history(a) if "eval_runtime" in entry)
 

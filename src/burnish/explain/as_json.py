@@ -80,7 +80,7 @@ def command_of(given: Mapping[str, Any]) -> str:
 def _steps(chosen: Plan, prepared: Prepared) -> dict[str, Any]:
     steps, options = prepared.steps, chosen.options
     found = {"total": steps.max_steps, "per_epoch": steps.steps_per_epoch, "rows": steps.rows}
-    curve = curve_of(options, steps.max_steps, _POINTS) if trains(options) and steps.max_steps > 0 else []
+    curve = curve_of(options, steps.curve_steps, _POINTS) if trains(options) and steps.max_steps > 0 else []
     return {**found, "curve": [options.learning_rate * factor for factor in curve]}
 
 

@@ -279,7 +279,7 @@ def _start(plan: Plan, prepared: Prepared) -> Line:
 
 def _rate(plan: Plan, prepared: Prepared) -> Line:
     """The peak, the warm-up, the curve, and its image."""
-    options, total = plan.options, prepared.steps.max_steps
+    options, total = plan.options, prepared.steps.curve_steps
     warmup = warmup_steps_of(options, total)
     rise = f" after {counted(warmup, 'step')} of warmup" if warmup else ""
     curve = "".join(_BARS[min(int(value * len(_BARS)), len(_BARS) - 1)] for value in curve_of(options, total, _WIDTH))

@@ -49,6 +49,11 @@ class Objective(Protocol):
         return 1
 
     @property
+    def counts_rollouts(self) -> bool:
+        """Return whether ``max_steps`` and the schedule count rollouts of ``inner_steps`` steps."""
+        return False
+
+    @property
     def rows_per_rank(self) -> int | None:
         """Rows of the stream per rank and step batch. None: the rows of the micro-batches."""
         return None

@@ -64,11 +64,17 @@ class StepPlan:
     max_steps: int
     num_train_epochs: int  # rounded up
     trained_per_step: int = 0  # sequences over all micro-batches and ranks; 0: same as rows_per_step
+    steps_per_rate: int = 1  # steps with one learning rate: those of a rollout, where max_steps counts rollouts
 
     @property
     def batch_size(self) -> int:
         """Number of sequences per training step, over all micro-batches and ranks."""
         return self.trained_per_step or self.rows_per_step
+
+    @property
+    def curve_steps(self) -> int:
+        """Steps of the learning rate schedule."""
+        return -(-self.max_steps // self.steps_per_rate)
 
     @property
     def epochs(self) -> float | None:
@@ -87,8 +93,9 @@ def steps_of(interval: float | None, max_steps: int, fallback: float) -> int:
 
 
 def plan_steps(
-    options: StepOptions, rows: int | None, world_size: int = 1, inner_steps: int = 1, rows_per_rank: int | None = None
-) -> StepPlan:
+    options: StepOptions, rows: int | None, world_size: int = 1, inner_steps: int = 1, rows_per_rank: int | None = None,
+    counts_rollouts: bool = False,
+) -> StepPlan:  # fmt: skip
     """Compute the number of steps.
 
     Args:
@@ -97,6 +104,7 @@ def plan_steps(
         world_size: number of ranks.
         inner_steps: optimizer steps per step batch (``Objective.inner_steps``).
         rows_per_rank: rows per rank and step batch, if they differ from those of the micro-batches.
+        counts_rollouts: whether ``max_steps`` and the schedule count rollouts of ``inner_steps`` steps.
 
     Raises:
         UserError: if the run would have no steps, or if the length is unknown and ``max_steps`` is not set.
@@ -104,13 +112,15 @@ def plan_steps(
     trained = options.per_device_train_batch_size * options.gradient_accumulation_steps * world_size
     per_batch = (rows_per_rank or options.per_device_train_batch_size) * world_size
     rows_per_step = per_batch if rows_per_rank else trained
+    steps_per_rate = inner_steps if counts_rollouts else 1
+    asked_steps = options.max_steps * steps_per_rate
     if rows is None:
         if options.max_steps <= 0:
             raise UserError(
                 "The training set has no length, so max_steps must be a positive number. Received: -1.",
                 option="max_steps",
             )
-        return StepPlan(None, rows_per_step, options.max_steps, options.max_steps, sys.maxsize, trained)
+        return StepPlan(None, rows_per_step, asked_steps, asked_steps, sys.maxsize, trained, steps_per_rate)
     used = rows - rows % per_batch if options.dataloader_drop_last else rows
     steps_per_epoch = math.ceil(used / rows_per_step) * inner_steps
     if steps_per_epoch == 0:
@@ -120,11 +130,10 @@ def plan_steps(
             remedy="Lower per_device_train_batch_size, or set dataloader_drop_last: false.",
             option="dataloader_drop_last",
         )
+    max_steps, epochs = math.ceil(options.num_train_epochs * steps_per_epoch), math.ceil(options.num_train_epochs)
     if options.max_steps > 0:
-        epochs = math.ceil(options.max_steps / steps_per_epoch)
-        return StepPlan(rows, rows_per_step, steps_per_epoch, options.max_steps, epochs, trained)
-    max_steps = math.ceil(options.num_train_epochs * steps_per_epoch)
-    return StepPlan(rows, rows_per_step, steps_per_epoch, max_steps, math.ceil(options.num_train_epochs), trained)
+        max_steps, epochs = asked_steps, math.ceil(asked_steps / steps_per_epoch)
+    return StepPlan(rows, rows_per_step, steps_per_epoch, max_steps, epochs, trained, steps_per_rate)
 
 
 def warmup_steps_of(options: CurveOptions, max_steps: int) -> int:

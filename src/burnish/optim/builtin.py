@@ -286,8 +286,14 @@ def rmsprop(groups: Groups, options: OptimOptions) -> Optimizer:
     return torch.optim.RMSprop(groups, lr=options.learning_rate, **optim_arguments(options))
 
 
-def create_scheduler(optimizer: Optimizer, options: CurveOptions, max_steps: int, learning_rate: float) -> Any:
-    """Make the scheduler: a ``LambdaLR`` over the curve of ``core.schedule``, or one that follows a metric."""
+def create_scheduler(
+    optimizer: Optimizer, options: CurveOptions, max_steps: int, learning_rate: float, steps_per_rate: int = 1
+) -> Any:
+    """Make the scheduler: a ``LambdaLR`` over the curve of ``loop/schedule.py``, or one that follows a metric.
+
+    Args:
+        max_steps: of the curve. steps_per_rate: updates for each of them.
+    """
     with refused_by_curve(options):
         if options.lr_scheduler_type == "reduce_lr_on_plateau":
             return ReduceLROnPlateau(optimizer, **(options.lr_scheduler_kwargs or {}))
@@ -295,4 +301,5 @@ def create_scheduler(optimizer: Optimizer, options: CurveOptions, max_steps: int
             from transformers.optimization import GreedyLR
 
             return GreedyLR(optimizer, **(options.lr_scheduler_kwargs or {}))
-    return LambdaLR(optimizer, lr_factor(options, max_steps, learning_rate))
+    factor = lr_factor(options, max_steps, learning_rate)
+    return LambdaLR(optimizer, factor if steps_per_rate == 1 else lambda step: factor(step // steps_per_rate))

@@ -104,6 +104,11 @@ class PpoObjective(RolloutObjective):
         return self.steps_per_pass * self.choices.ppo_epochs
 
     @property
+    def counts_rollouts(self) -> bool:
+        """``max_steps`` counts rollouts, as in LLaMA-Factory, and all steps of a rollout have one learning rate."""
+        return True
+
+    @property
     def needs_old_logps(self) -> bool:
         return True
 
@@ -116,7 +121,7 @@ class PpoObjective(RolloutObjective):
             raise UserError(what, remedy="Set fused_loss: auto and router_aux_loss_coef: 0.", option="stage")
         embedding = inner.get_input_embeddings().weight
         self.value_head = ValueHead(embedding.shape[1]).to(embedding.device)
-        return [*notes, "The value head is newly initialized: random weights, bias 0."]
+        return notes
 
     def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         assert self.value_head is not None

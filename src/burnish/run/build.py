@@ -220,7 +220,7 @@ def build_loop(
     created = create_optimizer(trained, model, options, learning_rates(model, options))
     module, optimizer = engine.prepare(objective.module(model), created)
     objective.setup(module)
-    scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
+    scheduler = create_scheduler(optimizer, options, steps.curve_steps, options.learning_rate, steps.steps_per_rate)
 
     batch_size = options.per_device_train_batch_size
     facts = RunFacts(

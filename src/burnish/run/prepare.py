@@ -95,14 +95,17 @@ def prepare(plan: Plan) -> Prepared:
     raise_if(unusable_sets(sets.members, stats))
     steps = NO_STEPS
     if trains(options):
-        steps = plan_steps(options, len(rows), plan.world_size, objective.inner_steps, objective.rows_per_rank)
+        steps = plan_steps(
+            options, len(rows), plan.world_size, objective.inner_steps, objective.rows_per_rank,
+            objective.counts_rollouts,
+        )  # fmt: skip
     sizes = sizes_of(adapter, shapes, options, steps.max_steps)
     formats = formats_of(options, config, sizes, shapes)
     notes += objective.inspect(sample, steps.rows_per_step) if trains(options) else []
-    problems = check_lengths([sample, *eval_rows.values()], config, options) + check_curve(options, steps.max_steps)
+    problems = check_lengths([sample, *eval_rows.values()], config, options) + check_curve(options, steps.curve_steps)
     problems += check_deciding_metric(options, objective.metrics, eval_rows)
     raise_if([*problems, *check_disk(options, config, sizes, formats, steps)])
-    notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.max_steps)]
+    notes += [*sets.notes, *step_notes(options, steps), *curve_notes(options, steps.curve_steps)]
 
     data = f"{sets.fingerprint}, shuffled among {options.buffer_size}" if options.streaming else sets.fingerprint
     contents: dict[str, Any] = {

@@ -25,12 +25,15 @@ from burnish.models.reward_files import (
     write_value_head,
 )
 from burnish.models.source import adapter_folders, find_source
+from burnish.rollouts.ppo import PpoObjective
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 
 
 def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -> list[str]:
     """Give the objective the head that the run begins with; what a person should know of it."""
+    if isinstance(objective, PpoObjective):
+        return _begin_value_head(objective, options)
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, RewardHead):
         return []
     found = read_head(head_folders(options))
@@ -55,6 +58,16 @@ def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -
     objective.head.take(weights)
     _refuse_classifier(objective, options, engine)
     return [f"The reward head was loaded from {file}."]
+
+
+def _begin_value_head(objective: PpoObjective, options: RunOptions) -> list[str]:
+    """Take over the value head that lies beside the policy, as one of stage: rm or of an earlier run of PPO."""
+    assert objective.value_head is not None
+    found = read_head(head_folders(options))
+    if found is None or kind_of_head(found[1]):
+        return ["The value head is newly initialized: random weights, bias 0."]
+    objective.value_head.take(found[0])
+    return [f"The value head was loaded from {found[1]}."]
 
 
 def _refuse_classifier(objective: RewardObjective, options: RunOptions, engine: Engine) -> None:
@@ -83,6 +96,11 @@ def save_head(
     objective: Objective, model: nn.Module, tokenizer: Any, folder: Path, *, is_adapter: bool, engine: Engine
 ) -> None:
     """Write the head of what was saved in ``folder``, so that its owner's readers find it. All ranks call it."""
+    if isinstance(objective, PpoObjective) and objective.value_head is not None:
+        values = {name: engine.whole(value).detach().cpu() for name, value in objective.value_head.weights().items()}
+        if engine.rank == 0:
+            write_value_head(folder, values)
+        return
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, RewardHead):
         return
     weights = {name: engine.whole(value).detach().cpu() for name, value in objective.head.weights().items()}
