@@ -26,6 +26,7 @@ PEERS = {
     "Trainer": ("transformers",), "Seq2SeqTrainer": ("transformers",), "SFTTrainer": ("trl",), "DPOTrainer": ("trl",),
     "KTOTrainer": ("trl", "trl.experimental.kto"), "RewardTrainer": ("trl",),
     "ORPOTrainer": ("trl", "trl.experimental.orpo"), "CPOTrainer": ("trl", "trl.experimental.cpo"),
+    "GRPOTrainer": ("trl",), "RLOOTrainer": ("trl",),
 }  # fmt: skip
 """burnish's class -> modules that may hold the peer's class of that name."""
 
@@ -55,6 +56,14 @@ REASONS = {
     "A check of the constructor, in burnish's words.": ("_reject_skip_prepare_without_labels",),
     "Preferences are learned by causal language models only.": ("_shift_right",),
     "`generate_during_eval` is refused: `burnish predict` generates.": ("generate_from_model",),
+    "A generation is made by `burnish/rollouts`; `rollout_func` of the constructor replaces it.": (
+        "_generate", "_generate_and_score_completions", "_generate_single_turn", "_tokenize_prompts",
+        "_tool_call_loop", "_get_tool_suffix_ids",
+    ),
+    "The loss is `burnish/losses/rollouts`, over completions without padding. `compute_loss` is called.": (
+        "_compute_loss", "_get_per_token_logps_and_entropies", "get_high_entropy_mask",
+    ),
+    "Handed to reward functions as `log_extra` and `log_metric`.": ("_log_completion_extra", "_log_metric"),
 }  # fmt: skip
 """Why burnish does not call a method -> the methods."""
 

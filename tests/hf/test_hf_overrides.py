@@ -493,3 +493,7 @@ def test_an_override_that_the_peer_calls_is_called_or_named_in_a_warning(kind, n
     is_warned = any(f"Mine overrides {name}, which burnish does not call" in str(one.message) for one in caught)
     is_called = hasattr(original, name) and bool(re.search(rf"[.]{name}[(,)]", SOURCES))
     assert is_warned != is_called
+
+
+def test_every_trainer_has_a_list_of_the_methods_that_the_peer_calls():
+    assert {name for name in burnish.__all__ if name.endswith("Trainer")} == OVERRIDES.keys()
