@@ -63,6 +63,9 @@ REASONS = {
     "The loss is `burnish/losses/rollouts`, over completions without padding. `compute_loss` is called.": (
         "_compute_loss", "_get_per_token_logps_and_entropies", "get_high_entropy_mask",
     ),
+    "An evaluation completes prompts; a reward function sees every column of a record.": (
+        "prediction_step", "_remove_unused_columns",
+    ),
     "Handed to reward functions as `log_extra` and `log_metric`.": ("_log_completion_extra", "_log_metric"),
 }  # fmt: skip
 """Why burnish does not call a method -> the methods."""
@@ -113,6 +116,7 @@ def uncalled() -> dict[str, list[str]]:
 
     return {
         kind: [name for name in names if not hasattr(getattr(burnish, kind), name)]
+        + sorted(getattr(getattr(burnish, kind), "_uncalled", ()))
         for kind, names in json.loads(FILE.read_text(encoding="utf-8")).items()
     }
 

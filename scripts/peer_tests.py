@@ -28,9 +28,13 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- tests: made by scripts/peer_tests.py -->", "<!-- end of table -->"
-FILES = {"sft": "parity-sft.md", **dict.fromkeys(("dpo", "kto", "reward", "orpo", "cpo"), "parity-preferences.md")}
+FILES = {
+    "sft": "parity-sft.md",
+    **dict.fromkeys(("dpo", "kto", "reward", "orpo", "cpo", "grpo", "rloo"), "parity-preferences.md"),
+}
 """Trainer -> the document with its line."""
-LED = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "orpo": "ORPO", "cpo": "CPO"}
+LED = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "orpo": "ORPO", "cpo": "CPO", "grpo": "GRPO",
+       "rloo": "RLOO"}  # fmt: skip
 HUB = "trl-internal-testing"
 
 
@@ -137,6 +141,9 @@ def make_models(folder: Path) -> None:
         "Qwen2ForCausalLM-2.5": sizes, "Qwen3ForCausalLM": {**sizes, "head_dim": 4}, "LlamaForCausalLM-3.2": sizes,
         "Qwen3MoeForCausalLM": {**sizes, **experts}, "GPTNeoXForCausalLM": sizes,
         "GptOssForCausalLM": {**sizes, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4},
+        "Qwen2ForSequenceClassification-2.5": {**sizes, "num_labels": 1},
+        "Qwen3ForSequenceClassification": {**sizes, "head_dim": 4, "num_labels": 1},
+        "LlamaForSequenceClassification-3.2": {**sizes, "num_labels": 1},
         "T5ForConditionalGeneration": {"vocab_size": len(tokenizer), "d_model": 8, "d_ff": 16, "d_kv": 4,
                                        "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0},
     }  # fmt: skip

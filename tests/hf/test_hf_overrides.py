@@ -492,6 +492,7 @@ def test_an_override_that_the_peer_calls_is_called_or_named_in_a_warning(kind, n
         warn_about_unused_overrides(subclass)
     is_warned = any(f"Mine overrides {name}, which burnish does not call" in str(one.message) for one in caught)
     is_called = hasattr(original, name) and bool(re.search(rf"[.]{name}[(,)]", SOURCES))
+    is_called = is_called and name not in getattr(original, "_uncalled", ())
     assert is_warned != is_called
 
 

@@ -95,6 +95,14 @@ def test_a_subclass_may_compute_the_rewards_itself(folder):
     assert log["reward"] == pytest.approx(log["completions/mean_length"])
 
 
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("name", ["prediction_step", "_remove_unused_columns", "_compute_loss", "_generate"])
+def test_an_override_that_is_not_called_is_named(folder, kind, name):
+    mine = type("Mine", (kind,), {name: lambda self, *given, **named: None})
+    with pytest.warns(UserWarning, match=f"Mine overrides {name}, which burnish does not call"):
+        trainer_of(folder, mine)
+
+
 def test_a_run_resumed_inside_a_generation_ends_in_the_same_weights(folder, tmp_path):
     given = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     whole, other = tmp_path / "whole", tmp_path / "other"

@@ -23,7 +23,7 @@ from burnish.config.errors import MissingExtraError, Problem, UserError, did_you
 from burnish.config.options import raise_if
 from burnish.models.options import ModelOptions
 from burnish.utils.environment import is_offline, uses_modelscope
-from burnish.utils.files import expanded
+from burnish.utils.files import check_folder_below_roots, expanded
 from burnish.utils.json_files import FETCH_AGAIN, read_object
 
 CONNECT_TIMEOUT_S = 5.0
@@ -62,6 +62,7 @@ def find_source(
         raise UserError(f"{option_name} is not set.", remedy=remedy, option=option_name)
     path = expanded(name)
     if path.is_dir():
+        check_folder_below_roots(path)
         return ModelSource(str(path), path)
     refuse_no_place(name, option_name)
     if uses_modelscope():

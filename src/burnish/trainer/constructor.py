@@ -37,7 +37,10 @@ def warn_about_unused_overrides(kind: type) -> None:
     overridden = {name for base in kind.__mro__[:at] for name in vars(base)}
     own = kind.__mro__[at:]
     called_by_peer = chain.from_iterable(_peer_methods().get(base.__name__, ()) for base in own)
-    unused = sorted(name for name in overridden.intersection(called_by_peer) if not hasattr(own[0], name))
+    uncalled = {name for base in own for name in vars(base).get("_uncalled", ())}
+    unused = sorted(
+        name for name in overridden.intersection(called_by_peer) if name in uncalled or not hasattr(own[0], name)
+    )
     if unused:
         notes.warn(
             f"{kind.__name__} overrides {', '.join(unused)}, which burnish does not call. Override one of the methods "

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -41,9 +41,27 @@ def expanded(path: str | Path) -> Path:
 def check_below_roots(path: Path) -> None:
     """Refuse a path that, with links resolved, lies outside the roots of the web page that started this process."""
     roots = [Path(root) for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
-    if roots and not any(path.resolve().is_relative_to(root) for root in roots):
+    if roots and not is_below(path, roots):
         what = f'"{path}" is outside of {" or ".join(map(str, roots))}, the folders that the web UI may read.'
         raise UserError(what, remedy="Move the file there, or start burnish webui with another web_roots.")
+
+
+def check_folder_below_roots(folder: Path) -> None:
+    """Refuse a folder outside of the roots, and one with a link in it that leads out of them."""
+    check_below_roots(folder)
+    for place, folders, files in os.walk(folder) if os.environ.get(ROOTS) else ():
+        for entry in (Path(place, name) for name in (*folders, *files)):
+            if entry.is_symlink():
+                check_below_roots(entry)
+
+
+def is_below(path: Path, roots: Iterable[Path]) -> bool:
+    """Tell whether ``path``, with links resolved, lies in one of ``roots``; what is no path lies nowhere."""
+    try:
+        resolved = path.resolve()
+    except (OSError, RuntimeError, ValueError):  # a zero byte, a circle of links, half of a UTF-16 pair
+        return False
+    return any(resolved.is_relative_to(root) for root in roots)
 
 
 def odd_kind(path: Path) -> str:

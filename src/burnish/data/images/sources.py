@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from burnish.config.errors import UserError
 from burnish.data.images.image_file import BadImage, ImageFile, in_memory, read_header
-from burnish.utils.files import cache_home
+from burnish.utils.files import cache_home, check_below_roots
 
 _NO_BASE64 = re.compile(r"[^A-Za-z0-9+/=\s]")
 _SHOWN = 60
@@ -110,7 +111,12 @@ class Sight:
         if "\0" in path:
             raise BadImage(f"{place} is a path with a zero byte in it.")
         places = [folder / Path(path).expanduser() for folder in self.folders] or [Path(path).expanduser()]
-        return str(next((one for one in places if one.exists()), places[0]))
+        found = next((one for one in places if one.exists()), places[0])
+        try:
+            check_below_roots(found)
+        except UserError as error:
+            raise BadImage(f"{place}: {error}") from None
+        return str(found)
 
 
 def kept(content: bytes) -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean
+from burnish.utils.files import check_below_roots, check_folder_below_roots
 
 LETTERS = "ABCDEFGHIJ"
 SPLITS = ("dev", "val", "validation", "test", "train")
@@ -103,6 +104,8 @@ def local_tasks(task: str, task_dir: str | Path, lang: str, num_shots: int, draw
 def _folder(name: str, task_dir: Path) -> Path:
     """The folder of a benchmark. A zip file is unpacked into a temporary folder."""
     folder = task_dir / name
+    check_folder_below_roots(folder)
+    check_below_roots(task_dir / f"{name}.zip")
     archives = [path for path in (task_dir / f"{name}.zip", *sorted(folder.glob("*.zip"))) if path.is_file()]
     if archives:
         unpacked = Path(tempfile.mkdtemp(prefix="burnish-task-"))

@@ -162,7 +162,7 @@ class Api:
         """A validation example as a prompt with its reference response: a random one, or ``number``."""
         run, number = await self.site.run(request.path_params["id"]), request.query_params.get("number", "")
         values = await self.site.starter.values_of(run)
-        question = {"held_out": True, "values": values, "number": int(number) if number.isdigit() else None}
+        question = {"held_out": True, "values": values, "number": whole_number(number, "number", 0) if number else None}
         found = await self.site.planner.whole(question)
         if found.get("problems"):
             problem = found["problems"][0]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from burnish.serve.http.errors import APIError
-from burnish.utils.files import expanded
+from burnish.utils.files import expanded, is_below
 
 
 class Roots:
@@ -46,6 +46,10 @@ class Roots:
         if is_address or not any(resolved.is_relative_to(root) for root in self.roots):
             raise outside
         return resolved
+
+    def hold(self, path: Path) -> bool:
+        """Tell whether a path, with links resolved, is inside a root."""
+        return is_below(path, self.roots)
 
     def shown(self, path: Path) -> str:
         """The path relative to the first root if it is inside it, else absolute."""

@@ -68,11 +68,8 @@ class Commands:
             raise APIError(422, "invalid_value", f'"format" must be one of {", ".join(FORMATS)}.', param="format")
         _check_empty(folder)
         adapter = path / "adapter_config.json"
-        words = ["export", f"export_dir={folder}", *FORMATS[form]]
+        words = ["export", str(path), f"export_dir={folder}", *FORMATS[form]]
         base = str(object_in(adapter).get("base_model_name_or_path")) if adapter.is_file() else ""
-        words += (
-            [f"adapter_name_or_path={path}", f"model_name_or_path={base}"] if base else [f"model_name_or_path={path}"]
-        )
         expected = _weights(self.site.places.first / base if base else path) * _SHARE.get(form, 1.0)
         return self._begin(StartedCommand("", "export", name, folder, _NONE, int(expected)), words)
 

@@ -51,10 +51,13 @@ class Engines:
         Raises:
             APIError: 409 if too many models are loaded.
         """
-        return self.begin_named(NamedModel(name, (str(path.resolve()),), self.starter.places.first))
+        return self._begin(NamedModel(name, (str(path.resolve()),), self.starter.places.first), reads_all=False)
 
     def begin_named(self, named: NamedModel) -> RunningEngine:
-        """Start the engine for command-line arguments. Raises as ``begin``."""
+        """Start the engine for the command-line arguments of the owner. Raises as ``begin``."""
+        return self._begin(named, reads_all=True)
+
+    def _begin(self, named: NamedModel, reads_all: bool) -> RunningEngine:
         identity = hashlib.sha256(os.fsencode("\0".join(named.words))).hexdigest()[:12]
         if identity in self._all and self._all[identity].child.poll() is None:
             return self._all[identity]
@@ -64,7 +67,7 @@ class Engines:
         socket, log = self.home.folder / f"engine-{identity}.sock", self.home.folder / f"engine-{identity}.log"
         log.unlink(missing_ok=True)
         words = ["api", *named.words, f"--api_socket={socket}", f"--api_model_name={identity}", "--api_max_tokens=2048"]
-        child = self.starter.started(words, log, named.folder)
+        child = self.starter.started(words, log, named.folder, reads_all)
         self._all[identity] = RunningEngine(identity, named.name, socket, child, log)
         return self._all[identity]
 

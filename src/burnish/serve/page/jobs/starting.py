@@ -141,13 +141,20 @@ class Starter:
     def _place_of(self, folder: Path) -> Path:
         """Folder in which the run was started before, if below a root: relative paths in its file start there."""
         before = object_in(folder / LAUNCH).get("folder")
-        if isinstance(before, str) and any(Path(before).resolve().is_relative_to(root) for root in self.places.roots):
+        if isinstance(before, str) and self.places.hold(Path(before)):
             return Path(before)
         return self.places.first
 
-    def started(self, words: list[str], output: Path, folder: Path | None = None) -> subprocess.Popen[bytes]:
-        """Another command, such as an export or an engine, in a folder or in the first root."""
-        child = start_burnish(words, folder or self.places.first, output, self._environment())
+    def started(
+        self, words: list[str], output: Path, folder: Path | None = None, reads_all: bool = False
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
+        """Another command, such as an export or an engine, in a folder or in the first root.
+
+        Args:
+            reads_all: the owner of the page chose its words, so that it may read outside of the roots too.
+        """
+        environment = environment_of_child(() if reads_all else self.places.roots)
+        child = start_burnish(words, folder or self.places.first, output, environment)
         self._children.append(child)
         return child
 

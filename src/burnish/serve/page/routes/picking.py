@@ -7,7 +7,6 @@ replaces a file.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ from burnish.serve.page.form import whole_number
 from burnish.serve.page.runs.files import object_in
 from burnish.serve.page.runs.runs import DEPTH, run_folders
 from burnish.serve.page.site import Answer, Site
-from burnish.utils.files import regular
 
 MOST_FOUND, MOST_UPLOAD_BYTES = 200, 2**30
 UPLOADS, _SUFFIXES = "data", (".jsonl", ".json", ".csv", ".parquet")
@@ -56,7 +54,8 @@ class Picking:
             for name, kind in (("config.json", "model"), ("adapter_config.json", "adapter")):
                 for depth in range(DEPTH):
                     for path in root.glob("/".join(["*"] * (depth + 1)) + "/" + name):
-                        if not any(part.startswith(".") for part in path.relative_to(root).parts):
+                        is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+                        if not is_hidden and self.site.places.hold(path):
                             found.append({"path": self.site.places.shown(path.parent), "kind": kind, **_facts_of(path)})
                         if len(found) >= MOST_FOUND:
                             return found
@@ -72,18 +71,14 @@ class Picking:
         for root in self.site.places.roots:
             for pattern in (INFO_NAME, f"*/{INFO_NAME}", f"*/*/{INFO_NAME}"):
                 for path in list(root.glob(pattern))[:20]:
-                    try:
-                        with regular(path) as file:
-                            entries = json.load(file)
-                    except (OSError, ValueError):
-                        continue
                     folder = self.site.places.shown(path.parent)
-                    for name, entry in list(entries.items())[:MOST_FOUND] if isinstance(entries, dict) else []:
+                    for name, entry in list(object_in(path).items())[:MOST_FOUND]:
                         file_name = entry.get("file_name") if isinstance(entry, dict) else None
                         local = path.parent / file_name if isinstance(file_name, str) else None
-                        named |= {local.resolve()} if local else set()
-                        is_file = local is not None and local.is_file()
-                        found.append({"name": str(name), "folder": folder, **(self._file(local) if is_file else {})})
+                        is_inside = local is not None and self.site.places.hold(local)
+                        named |= {local.resolve()} if local is not None and is_inside else set()
+                        file = self._file(local) if local is not None and is_inside and _is_file(local) else {}
+                        found.append({"name": str(name), "folder": folder, **file})
         return found + [one for root in self.site.places.roots for one in self._unnamed(root, named)]
 
     def _unnamed(self, root: Path, named: set[Path]) -> Iterator[dict[str, Any]]:
@@ -93,11 +88,12 @@ class Picking:
                 is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
                 if path.suffix not in (".jsonl", ".csv", ".parquet") or is_hidden or not path.is_file():
                     continue
+                if not self.site.places.hold(path):
+                    continue
                 if path.resolve() not in named and not runs & {path.parent, path.parent.parent}:
                     yield {"name": self.site.places.shown(path), "folder": "", **self._file(path)}
 
-    def _file(self, path: Path | None) -> dict[str, Any]:
-        assert path is not None
+    def _file(self, path: Path) -> dict[str, Any]:
         return {"file": self.site.places.shown(path), "bytes": path.stat().st_size}
 
     async def hub(self, request: Request) -> Response:
@@ -118,6 +114,14 @@ class Picking:
         target = self.site.places.within(f"{UPLOADS}/{name}", "name")
         await asyncio.to_thread(_append, target, piece, offset, is_last)
         return ShownJson({"file": self.site.places.shown(target)}, 201 if is_last else 202)
+
+
+def _is_file(path: Path) -> bool:
+    """False also for a name that is too long for a file."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def search_hub(asked: str, kind: str) -> list[dict[str, Any]]:

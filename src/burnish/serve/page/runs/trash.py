@@ -18,6 +18,7 @@ from burnish.report.results import write_whole
 from burnish.serve.http.errors import APIError
 from burnish.serve.page.runs.files import object_in
 from burnish.serve.page.runs.runs import FoundRun
+from burnish.utils.files import is_below
 
 TRASH, _ENTRY = ".burnish-trash", "entry.json"
 
@@ -54,10 +55,13 @@ def restore(id: str, roots: Sequence[Path]) -> Path:
     """
     for entry, folder in _entries(roots):
         if entry.name == id:
-            if folder.exists():
+            if os.path.lexists(folder):
                 raise APIError(409, "folder_not_empty", "The folder of the run exists again. Rename it first.")
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            os.rename(entry / "run", folder)
+            try:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                os.rename(entry / "run", folder)
+            except OSError as error:
+                raise APIError(409, "not_moved", f"The folder cannot be moved back: {error.strerror}.") from error
             shutil.rmtree(entry, ignore_errors=True)
             return folder
     raise APIError(404, "no_entry", "The run is no longer in the trash.")
@@ -85,7 +89,7 @@ def _entries(roots: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
             continue
         for entry in sorted(trash.iterdir()):
             before = object_in(entry / _ENTRY).get("folder")
-            if isinstance(before, str) and Path(before).parent.resolve().is_relative_to(root):
+            if isinstance(before, str) and is_below(Path(before).parent, [root]) and is_below(Path(before), [root]):
                 yield entry, Path(before)
 
 

@@ -97,6 +97,8 @@ class RolloutTrainer(TrlTrainer):
     objective_class: ClassVar[type[RolloutObjective]]
     tag: ClassVar[str]
     _counter = CountPrompts
+    _uncalled = frozenset({"prediction_step", "_remove_unused_columns"})
+    """Methods of ``Trainer`` that are not called here: an evaluation completes prompts, and records keep columns."""
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: object = None, train_dataset: Any = None,

@@ -1,0 +1,179 @@
+"""What lies below the roots and leads out of them: links, descriptions of data, adapters that name their base, images that
+a record names, tasks; and words of a visitor or of a folder that are no text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+import burnish
+from burnish.config.errors import UserError
+from burnish.data.images.image_file import BadImage
+from burnish.data.images.sources import Sight
+from burnish.models.options import ModelOptions
+from burnish.models.source import adapter_folders, find_source
+from burnish.serve.eval.local_tasks import local_tasks
+from burnish.utils.files import ROOTS
+
+MODEL = Path(burnish.__file__).parent / "demo" / "model"
+DEEP = b"[" * 200_000
+
+
+@pytest.fixture
+def outside(root: Path) -> Path:
+    folder = root.parent / "private"
+    shutil.copytree(MODEL, folder / "model")
+    (folder / "secret.json").write_text('[{"instruction": "q", "output": "SECRET"}]')
+    (folder / "template.jinja").write_text("SECRET{% for m in messages %}{{ m.content }}{% endfor %}")
+    return folder
+
+
+@pytest.fixture
+def below(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A process that the page has started."""
+    monkeypatch.setenv(ROOTS, str(root))
+    return root
+
+
+# --- what a started process opens -------------------------------------------------------------------------------------
+
+
+def test_a_model_outside_is_not_opened_by_what_the_page_starts(below, outside) -> None:
+    with pytest.raises(UserError, match="the folders that the web UI may read"):
+        find_source(str(outside / "model"), ModelOptions())
+    with pytest.raises(UserError, match="the folders that the web UI may read"):
+        adapter_folders(ModelOptions(adapter_name_or_path=[str(outside / "model")]))
+    shutil.copytree(MODEL, below / "model")
+    assert find_source(str(below / "model"), ModelOptions()).folder == below / "model"
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "model.safetensors", "deep/x.jinja"])
+def test_a_link_in_a_model_is_not_followed_out_of_the_roots(below, outside, name) -> None:
+    shutil.copytree(MODEL, below / "model")
+    link = below / "model" / name
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(outside / "template.jinja")
+    with pytest.raises(UserError, match=Path(name).name):
+        find_source(str(below / "model"), ModelOptions())
+
+
+def test_a_model_whose_files_are_links_to_each_other_is_opened(below) -> None:
+    """As the cache of the hub is laid out."""
+    shutil.copytree(MODEL, below / "blobs")
+    (below / "model").mkdir()
+    for file in (below / "blobs").iterdir():
+        (below / "model" / file.name).symlink_to(f"../blobs/{file.name}")
+    assert find_source(str(below / "model"), ModelOptions()).folder == below / "model"
+
+
+@pytest.mark.parametrize("spelling", ["{}", "file://{}", "link/a.png"])
+def test_a_record_names_no_image_outside(below, outside, spelling) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (4, 4)).save(outside / "a.png")
+    (below / "link").symlink_to(outside)
+    with pytest.raises(BadImage, match="web UI"):
+        Sight((below,)).image(spelling.format(outside / "a.png"), "images[0]")
+    with pytest.raises(BadImage, match="web UI"):  # whether it is there is not told either
+        Sight((below,)).image(spelling.format(outside / "a.png").replace("a.png", "none.png"), "images[0]")
+    with pytest.raises(BadImage, match="is not there"):
+        Sight((below,)).image("none.png", "images[0]")
+
+
+@pytest.mark.parametrize("task", ["x/../../../private/mine_dev", "linked_dev", "folder_dev"])
+def test_a_task_opens_nothing_outside(below, outside, task) -> None:
+    for folder in (outside / "mine/dev", below / "tasks/x", below / "tasks/folder/dev"):
+        folder.mkdir(parents=True)
+    (outside / "mine/dev/s_dev.csv").write_text("SECRET,a,b,c,d,A\n")
+    (below / "tasks/linked").symlink_to(outside / "mine")
+    (below / "tasks/folder/dev/s_dev.csv").symlink_to(outside / "mine/dev/s_dev.csv")
+    with pytest.raises(UserError, match="the folders that the web UI may read"):
+        local_tasks(task, below / "tasks", "en", 0, False)
+
+
+@pytest.mark.run
+def test_a_template_that_is_a_link_is_not_shown_by_the_form(page, root, outside) -> None:
+    shutil.copytree(MODEL, root / "model")
+    (root / "model/chat_template.jinja").unlink(missing_ok=True)
+    (root / "model/chat_template.jinja").symlink_to(outside / "template.jinja")
+    (root / "rows.json").write_text('[{"instruction": "q", "output": "a"}]')
+    values = {"model_name_or_path": "model", "dataset": "rows.json", "dataset_dir": ".", "output_dir": "saves/z"}
+    text = page.send("POST", "/api/check", {"values": values})[2]
+    assert "SECRET" not in text
+    assert "another web_roots" in text
+
+
+# --- what the page itself says ----------------------------------------------------------------------------------------
+
+
+def test_a_description_of_data_tells_nothing_of_a_file_outside(page, root, outside) -> None:
+    (root / "data").mkdir()
+    (root / "data/here.jsonl").write_text('{"text": "x"}\n')
+    (root / "data/linked.jsonl").symlink_to(outside / "secret.json")
+    entries = {"here": "here.jsonl", "far": str(outside / "secret.json"), "up": "../../private/secret.json",
+               "nul": "a\0b", "long": "x" * 5000}  # fmt: skip
+    info = {name: {"file_name": file} for name, file in entries.items()}
+    assert page.send("PUT", "/api/uploads/dataset_info.json?last=1", json.dumps(info).encode())[0] == 201
+    found = {one["name"]: one for one in page.get("/api/datasets")["datasets"]}
+    assert found["here"]["bytes"] == 14
+    assert all("bytes" not in found.get(name, {}) for name in ("far", "up", "nul", "long", "data/linked.jsonl"))
+    assert "private" not in json.dumps(found)
+
+
+def test_a_description_of_data_that_is_nested_without_end_hides_no_other(page, root) -> None:
+    (root / "rows.jsonl").write_text('{"text": "x"}\n')
+    assert page.send("PUT", "/api/uploads/dataset_info.json?last=1", DEEP)[0] == 201
+    assert [one["name"] for one in page.get("/api/datasets")["datasets"]] == ["rows.jsonl"]
+
+
+def test_a_model_that_is_a_link_out_of_the_roots_is_not_listed(page, root, outside) -> None:
+    (root / "models").mkdir()
+    (root / "models/mine").symlink_to(outside / "model")
+    shutil.copytree(MODEL, root / "models/ours")
+    assert [one["path"] for one in page.get("/api/models")["models"]] == ["models/ours"]
+
+
+@pytest.mark.parametrize("folder", ["x/a\0b/c", "\ud800/x", "x" * 5000, 7, "link/x"])
+def test_an_odd_entry_in_the_trash_hides_no_other(page, root, folder) -> None:
+    (root / "link").symlink_to(root / "nowhere")
+    run = page.id_of("first")
+    assert page.send("DELETE", f"/api/runs/{run}")[0] == 200
+    odd = root / ".burnish-trash" / "0000"
+    (odd / "run").mkdir(parents=True)
+    place = f"{root}/{folder}" if isinstance(folder, str) else folder
+    (odd / "entry.json").write_text(json.dumps({"folder": place, "name": "odd"}))
+    listed = page.get("/api/trash")["runs"]
+    assert "first" in [one["name"] for one in listed]
+    assert page.send("POST", "/api/trash/0000")[0] in (200, 404, 409)
+    assert not (root / "nowhere").exists()
+    good = next(one["id"] for one in listed if one["name"] == "first")
+    assert page.send("POST", f"/api/trash/{good}")[0] == 200
+    assert page.send("DELETE", "/api/trash")[0] == 200
+
+
+def test_words_that_are_no_text_are_refused_or_kept(page, root) -> None:
+    run = page.id_of("first")
+    lone = b'{"name": "\\ud800", "notes": "\\udfff", "tags": ["\\ud800"]}'
+    assert page.send("PUT", f"/api/runs/{run}/label", lone)[0] in (200, 400, 422)
+    assert page.send("PUT", "/api/chats/x", b'{"messages": ["\\ud800"]}')[0] in (200, 400, 422)
+    for path in ("/api/runs", f"/runs/{run}", "/runs", f"/api/runs/{run}/report"):
+        assert page.send("GET", path)[0] == 200, path
+    for number in ("²", "9" * 5000, "-1", "1e3"):
+        assert page.send("GET", f"/api/runs/{run}/held-out?number={quote(number)}")[0] == 422
+
+
+@pytest.mark.parametrize("folder", ["/a\0b", "\ud800", "x" * 5000])
+def test_an_odd_place_in_a_launch_is_no_fault_of_the_page(page, root, folder) -> None:
+    sent = root / "sent"
+    sent.mkdir()
+    (sent / "run.yaml").write_text("model_name_or_path: m\ndataset: d\noutput_dir: sent\n")
+    launch = json.loads((root / "saves/first/launch.json").read_text())
+    (sent / "launch.json").write_text(json.dumps({**launch, "folder": folder}))
+    run = page.id_of("sent")
+    assert page.send("POST", f"/api/runs/{run}/continue", {})[0] in (202, 409, 422)
+    assert page.send("GET", f"/api/runs/{run}/held-out")[0] in (200, 422, 409)
