@@ -80,6 +80,34 @@ def test_what_stands_behind_a_name_of_a_secret_is_masked(name: str, form: str, v
     assert value not in without_secrets(form.format(name, value))
 
 
+RANDOM = "Zx9Qw8Er7Ty6Ui5Op4"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["http://h/score?subscription-key={}", "https://h/?sig={}&a=1", "https://h/?a=1&X-Amz-Signature={}",
+     "https://h/a?X-Amz-Credential={}", "https://{}@h/x", "https://h/?auth={}", "https://h/?pwd={}", "https://h/?jwt={}",
+     "https://h/?apiKey={}", "https://h/?api%5Fkey={}", "https://h/?KEY={}", "https://h/?Token={}",
+     "https://hooks.slack.com/services/T0/B0/{}", "https://discord.com/api/webhooks/1/{}", "Authorization: Token {}",
+     "Authorization: {}", '{{"Authorization": "Basic {}"}}', "Set-Cookie: session={}; HttpOnly", "api-key: {}",
+     "apikey={}", "hub-token: {}", "AccountKey={};", "SharedAccessKey={};", "token: {}", "key: {}",
+     "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----"],
+)  # fmt: skip
+def test_what_an_address_or_a_header_holds_is_masked(text: str) -> None:
+    assert RANDOM not in without_secrets(text.format(RANDOM))
+    assert MASK in without_secrets(text.format(RANDOM))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["https://h/a?step=12&signal=3", "https://git@github.com/a/b", "https://h/?design=1", "A cookie is set.",
+     "the turnkey: a longer sentence", "token: 12345", "key: lora_rank", "ssh://user@host/path", "monkey=banana-split",
+     "basic authorization of the page", "https://h/?authors=someone", "tokens: 12345678901234567890"],
+)  # fmt: skip
+def test_an_ordinary_address_is_left_alone(text: str) -> None:
+    assert without_secrets(text) == text
+
+
 @pytest.mark.parametrize(
     "text",
     ["hf_hub_token has no effect", "pad_token: <pad>", "eos_token: <|im_end|>", 'the form "key: value"', "risk-free",

@@ -176,6 +176,12 @@ def test_what_is_missing_is_said_before_training(folder):
         trainer_of(folder, reward_weights=[1.0, 2.0])
 
 
+@pytest.mark.parametrize("given", [object(), [None], [None] * 3])
+def test_each_reward_function_has_its_processing_class(folder, given):
+    with pytest.raises(ValueError, match=r"reward processing classes .* must match the number of reward functions"):
+        trainer_of(folder, rewards=[variety, variety], trainer_args={"reward_processing_classes": given})
+
+
 def test_configs_have_trls_defaults():
     args = GRPOConfig(output_dir="out", use_cpu=True, bf16=False, scale_rewards=False)
     assert (args.beta, args.loss_type, args.num_generations, args.learning_rate) == (0.0, "dapo", 8, 1e-6)

@@ -1,5 +1,5 @@
-"""What lies below the roots and leads out of them: links, descriptions of data, adapters that name their base, images that
-a record names, tasks; and words of a visitor or of a folder that are no text."""
+"""What lies below the roots and leads out of them: links, descriptions of data, adapters that name their base, images
+that a record names, tasks; and words of a visitor or of a folder that are no text."""
 
 from __future__ import annotations
 

@@ -24,9 +24,14 @@ SHORTEST = 6
 _NAMES = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|ACCESSKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
 _IN_ADDRESSES = re.compile(
     r"(?<=://)(?P<name>[^/\s:@]*:)[^/\s@]+(?=@)"
-    r"|(?P<parameter>[?&#](?:\w+_)?(?:token|key|apikey|secret|password)=)[^/\s@&#\"']+"
+    r"|(?<=://)[\w.~-]{16,}(?=@)"
+    r"|(?P<parameter>[?&#](?:[\w%-]+(?:[_-]|%5f|%2d))?(?:token|(?:api|access)?key|secret|password|passwd|pwd|sig|signature"
+    r"|credential|auth|jwt)=)[^/\s@&#\"']+"
+    r"|(?P<hook>(?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/)[\w/-]+",
+    re.IGNORECASE,
 )
-"""The password of a URL (https://name:password@host), and parameters with a secret's name."""
+"""The password of a URL (https://name:password@host), a token in its place, parameters with a secret's name, and the
+path of a webhook."""
 _SHAPES: tuple[tuple[str, str], ...] = (
     ("hf_", r"(?:(?=[a-z0-9]{0,40}[A-Z])[A-Za-z0-9]{10,}|[A-Za-z0-9]{30,})"),
     ("api_org_", r"[A-Za-z0-9]{20,}"),
@@ -56,7 +61,12 @@ _SHAPES: tuple[tuple[str, str], ...] = (
 _TOKEN = re.compile(
     rf"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))(?:{'|'.join(re.escape(begin) + rest for begin, rest in _SHAPES)})"
 )
-_SCHEME = re.compile(r"(?:\b|(?<=\\[nrt]))(Bearer +|Authorization: *Basic +)[\w.~+/=-]{8,}", re.IGNORECASE)
+_SCHEME = re.compile(
+    r"(?:\b|(?<=\\[nrt]))(Bearer +|(?:Proxy-)?Authorization[\"']?: *[\"']?(?:\w+ +)?|(?:Set-)?Cookie[\"']?: *[\"']?)"
+    r"(?=\S{8})[^\n\"']+",
+    re.IGNORECASE,
+)
+_PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END |\Z)", re.DOTALL)
 _WORDS = ("token", "key", "secret", "password", "passwd", "passphrase")
 _AFTER_NAME = re.compile(
     rf"""(?P<word>{"|".join(_WORDS)})"""
@@ -68,6 +78,9 @@ _AFTER_NAME = re.compile(
 )
 _OF_TEXT = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "special"})
 """Words before "token" that name a token of a tokenizer, such as ``pad_token``."""
+_JOINED = frozenset({"api", "access", "account", "sharedaccess", "auth", "refresh", "session"})
+"""Words directly before "key" or "token" in a secret's name, such as ``apikey``."""
+_RANDOM = re.compile(r"""["']?(?=\D*\d)(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9_-]{16,}["']?\s*""")
 _NOTHING = re.compile(r"""["'\[{]*\s*(?:none|null|true|false|~|<.*|\d{0,5})?\s*["'\]}]*""", re.IGNORECASE)
 _given: set[str] = set()
 
@@ -92,20 +105,24 @@ def without_secrets(text: str) -> str:
     for secret in sorted(_given | named, key=len, reverse=True):
         text = text.replace(secret, MASK)
     if "://" in text:
-        text = _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>{MASK}", text)
+        text = _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>\g<hook>{MASK}", text)
     lower = text.lower()  # a substring search is fast, and most texts contain no secret
     if any(word in lower for word in _WORDS):
         text = _AFTER_NAME.sub(_masked, text)
     if any(begin in text for begin, _ in _SHAPES):
         text = _TOKEN.sub(MASK, text)
-    return _SCHEME.sub(rf"\g<1>{MASK}", text) if "bearer" in lower or "basic" in lower else text
+    if "-----begin " in lower:
+        text = _PRIVATE_KEY.sub(rf"\g<1>{MASK}", text)
+    has_header = any(word in lower for word in ("bearer", "authorization", "cookie"))
+    return _SCHEME.sub(rf"\g<1>{MASK}", text) if has_header else text
 
 
 def _masked(match: re.Match[str]) -> str:
     """The name, with the value after it replaced if the name is a secret's."""
     before = re.search(r"[A-Za-z0-9_-]*$", match.string[max(0, match.start() - 40) : match.start()])
-    words = re.split("[_-]", before[0].lower().strip("-")) if before else []
-    is_plain = match["word"].lower() in ("token", "key") and len(words) < 2
+    words = re.split("[_-]", before[0].lower().lstrip("-")) if before else []
+    is_plain = match["word"].lower() in ("token", "key") and len(words) < 2 and not _JOINED.intersection(words)
+    is_plain = is_plain and not (words == [""] and _RANDOM.fullmatch(match["value"]))
     if not _OF_TEXT.isdisjoint(words[-2:-1]) or is_plain or _NOTHING.fullmatch(match["value"]):
         return match[0]
     if not re.search("[:=]", match["between"]) and not (before and before[0].startswith("--")):

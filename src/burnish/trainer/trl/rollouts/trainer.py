@@ -397,16 +397,17 @@ def reward_list(functions: Any, tokenizers: Any) -> list[Any]:
 
     Args:
         functions: one or several: callables, sequence classifiers, paths or ids of reward models.
-        tokenizers: of the models, one or one for each function; by default what lies with the model.
+        tokenizers: of the models, one for each function; by default what lies with the model.
     """
     given = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
-    beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * max(1, len(given))
-    if len(given) > 1 and tokenizers is not None and len(beside) != len(given):
+    beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
+    beside = [None] * len(given) if tokenizers is None else beside
+    if len(beside) != len(given):
         raise ValueError(
             f"The number of reward processing classes ({len(beside)}) must match the number of reward functions "
             f"({len(given)})."
         )
-    return [_as_function(one, tokenizer) for one, tokenizer in zip(given, beside, strict=False)]
+    return [_as_function(one, tokenizer) for one, tokenizer in zip(given, beside, strict=True)]
 
 
 def _as_function(function: Any, tokenizer: Any) -> Any:
