@@ -11,7 +11,7 @@ import pytest
 from burnish.config.errors import Problem, UserError
 from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.store import MANIFEST
-from burnish.data.stats import DataStats
+from burnish.data.stats import DataStats, dropped
 from burnish.loop.types import IGNORE_INDEX, Example, Message
 from burnish.utils.work import watch_with
 from data_sets import data_options
@@ -44,7 +44,7 @@ class Encoder:
     def row(self, example, stats):
         n = int(example.messages[-1].content)
         if n % 7 == 0:
-            stats.add("dropped: a seventh", example)
+            stats.add(dropped("a seventh"), example)
             return None
         row = {"input_ids": [n] * (n % 5 + 1), "labels": [IGNORE_INDEX] * (n % 5) + [n]}
         return {**row, "loss_weights": [0.1] * (n % 5 + 1)} if n % 3 == 0 else row

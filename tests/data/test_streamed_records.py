@@ -16,7 +16,7 @@ from burnish.data.reading.record_index import open_table
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.examples import ListedExamples
 from burnish.data.sets.sources import load_datasets
-from burnish.data.stats import DataStats
+from burnish.data.stats import DataStats, dropped
 from burnish.loop.types import IGNORE_INDEX, Example
 from data_sets import data_options, load, qa, write
 
@@ -148,7 +148,7 @@ def number_rows(count):
     def encode(examples, stats):
         for example in examples:
             if example.number % 5 == 0:
-                stats.add("dropped: a fifth", example)
+                stats.add(dropped("a fifth"), example)
         stats.seen += len(examples)
         numbers = [example.number for example in examples]
         return [None if n % 5 == 0 else {"input_ids": [n] * (n % 3 + 1), "labels": [n]} for n in numbers]

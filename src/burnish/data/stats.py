@@ -9,54 +9,88 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Self, TypeAlias
 
 from burnish.loop.types import Example
 
-TRUNCATED = "truncated"
-"""First word of the reasons of examples that lost content."""
+Kind: TypeAlias = Literal["dropped", "truncated", "kept"]
+"""What happened to a record: it is not trained on, it lost content, or it is trained on and may surprise."""
 SHOWN = 5
 """Maximum number of record numbers printed per reason."""
+
+
+class RecordReason(str):
+    """What happened to a record and why, as a message: "dropped: no text". Its kind is data, not wording.
+
+    Args:
+        is_length: a longer ``cutoff_len`` would keep more of the record.
+    """
+
+    kind: Kind
+    is_length: bool
+
+    def __new__(cls, message: str, kind: Kind, is_length: bool = False) -> Self:
+        reason = super().__new__(cls, message)
+        reason.kind, reason.is_length = kind, is_length
+        return reason
+
+    def format(self, *args: object, **names: object) -> RecordReason:
+        """``str.format``, with the same kind."""
+        return RecordReason(super().format(*args, **names), self.kind, self.is_length)
+
+    def __reduce__(self) -> tuple[type[RecordReason], tuple[str, Kind, bool]]:  # for processes that tokenize
+        return RecordReason, (str(self), self.kind, self.is_length)
+
+
+def dropped(why: str, is_length: bool = False) -> RecordReason:
+    """The reason of records that are not trained on."""
+    return RecordReason(f"dropped: {why}", "dropped", is_length)
+
+
+def truncated(what: str, is_length: bool = True) -> RecordReason:
+    """The reason of records that lost content."""
+    return RecordReason(f"truncated: {what}", "truncated", is_length)
+
+
+def kept(what: str) -> RecordReason:
+    """The reason of records that are trained on, though something about them may surprise."""
+    return RecordReason(f"kept: {what}", "kept")
 
 
 @dataclass
 class DataStats:
     """Reason -> the records it applies to, in reading order."""
 
-    records: dict[str, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
+    records: dict[RecordReason, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     seen: int = 0
 
-    def add(self, reason: str, example: Example) -> None:
-        """Count a record.
-
-        Args:
-            reason: a participle phrase, for example "dropped: the assistant turn is empty".
-        """
+    def add(self, reason: RecordReason, example: Example) -> None:
+        """Count a record."""
         self.records[reason].append((example.source, example.number))
 
     @property
     def has_truncated(self) -> bool:
         """Whether a larger ``cutoff_len`` would keep more of the examples."""
-        return any(kind_of(reason) == TRUNCATED or "cutoff_len" in reason for reason in self.records)
+        return any(reason.is_length for reason in self.records)
 
     def count(self, reason: str) -> int:
-        return len(self.records.get(reason, ()))
+        return sum(len(found) for each, found in self.records.items() if each == reason)
 
-    def dropped(self, examples: Sequence[Example]) -> list[str]:
+    def dropped(self, examples: Sequence[Example]) -> Sequence[str]:
         """Return the reasons why ``examples`` were dropped, or an empty list if at least one of them is used."""
-        reasons = [reason for reason in self.records if kind_of(reason) == "dropped"]
+        reasons = [reason for reason in self.records if reason.kind == "dropped"]
         places = {(example.source, example.number) for example in examples[: sum(map(self.count, reasons)) + 1]}
         found = [reason for reason in reasons if not places.isdisjoint(self.records[reason])]
         return found if places <= {place for reason in found for place in self.records[reason]} else []
 
-    def __iter__(self) -> Iterator[tuple[str, int]]:
+    def __iter__(self) -> Iterator[tuple[RecordReason, int]]:
         return ((reason, len(found)) for reason, found in sorted(self.records.items()))
 
     def sentences(self) -> list[str]:
         """Return a line per reason: ``dropped: all responses are empty: 2 of 1000 examples (train.json: 17, 204)``."""
         return [f"{reason}: {count} of {self.seen} examples ({self._places(reason)})" for reason, count in self]
 
-    def _places(self, reason: str) -> str:
+    def _places(self, reason: RecordReason) -> str:
         by_source: dict[str, list[int]] = defaultdict(list)
         for source, number in sorted(self.records[reason])[:SHOWN]:
             by_source[source].append(number)
@@ -69,16 +103,12 @@ class DataStats:
             self.records[reason].extend(found)
 
     def to_json(self) -> dict[str, Any]:
-        return {"seen": self.seen, "records": {k: [list(p) for p in v] for k, v in self.records.items()}}
+        found = [[str(why), why.kind, why.is_length, [list(p) for p in v]] for why, v in self.records.items()]
+        return {"seen": self.seen, "records": found}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DataStats:
         stats = cls(seen=data["seen"])
-        for reason, found in data["records"].items():
-            stats.records[reason] = [(source, number) for source, number in found]
+        for message, kind, is_length, found in data["records"]:
+            stats.records[RecordReason(message, kind, is_length)] = [(source, number) for source, number in found]
         return stats
-
-
-def kind_of(reason: str) -> str:
-    """Return the first word of a reason: ``dropped``, ``truncated`` or ``kept``."""
-    return reason.split(maxsplit=1)[0].rstrip(":,")

@@ -26,7 +26,7 @@ from burnish.config.options import raise_if
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
 from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
-from burnish.data.stats import DataStats, kind_of
+from burnish.data.stats import DataStats
 from burnish.kernels.probe import Capabilities
 from burnish.loop.events import CallbackHandler
 from burnish.loop.loop import TrainOutput
@@ -180,7 +180,7 @@ def metadata_of(plan: Plan, engine: Engine, stats: DataStats) -> RunMetadata:
     folder = output_folder(plan.options)
     metadata = RunMetadata(folder, partial(described, output_dir=str(folder)))
     given = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
-    rows = {"seen": stats.seen, "dropped": sum(count for reason, count in stats if kind_of(reason) == "dropped")}
+    rows = {"seen": stats.seen, "dropped": sum(count for reason, count in stats if reason.kind == "dropped")}
     metadata.begin(given_yaml(given, plan.provenance, OF_ONE_START, plan.command), [str(engine.device)], rows)
     return metadata
 

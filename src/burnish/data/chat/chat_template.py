@@ -20,14 +20,14 @@ from burnish.data.chat.rendering import UnreadableTemplate
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.chat.tools.tools import ToolError, function_schema, read_calls, read_tools
 from burnish.data.images.family import Family
-from burnish.data.stats import DataStats
+from burnish.data.stats import DataStats, dropped, kept
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import Example, Ids, Message
 
 _THOUGHT, _CALL = TemplateSpec.thought_words, TemplateSpec.tool_call_words
 _WORDS = tuple(variant for word in (*_THOUGHT, *_CALL) for variant in (word, word.strip()))
 _ANSWERING = ("assistant", "function")
-TWO_QUESTIONS = "kept: consecutive user messages without a response"
+TWO_QUESTIONS = kept("consecutive user messages without a response")
 
 
 class JinjaFormat:
@@ -114,7 +114,7 @@ class JinjaFormat:
         for example, each in zip(examples, inputs, strict=True):
             rendered = each if isinstance(each, ValueError) else next(made)
             if isinstance(rendered, ValueError):
-                stats.add(f"dropped: {rendered}", example)
+                stats.add(dropped(str(rendered)), example)
             elif any(first.role == second.role == "user" for first, second in pairwise(example.messages)):
                 stats.add(TWO_QUESTIONS, example)
             found.append(None if isinstance(rendered, ValueError) else rendered)

@@ -21,16 +21,16 @@ from burnish.data.chat.preferences import IMAGE_CUT, pair_rows, verdict_rows, wi
 from burnish.data.chat.truncate import fit_turns, refuse_long
 from burnish.data.images.image_file import ImageFile
 from burnish.data.images.in_rows import images_column, images_of_segments
-from burnish.data.stats import DataStats
+from burnish.data.stats import DataStats, RecordReason, dropped, truncated
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Row, as_lists
 
-NOTHING_TO_LEARN = "dropped: no trainable tokens"
-TOO_LONG = "dropped: longer than cutoff_len"
-SHORTENED = "truncated: messages shortened to cutoff_len"
-LEFT_OUT = "truncated: turns beyond cutoff_len were removed"
-IMAGES_TOO_LONG = "dropped: its images alone are longer than cutoff_len; set a lower image_max_pixels"
-NO_TEXT = "dropped: no text"
-NO_END = "kept, without a trained end token"
+NOTHING_TO_LEARN = dropped("no trainable tokens")
+TOO_LONG = dropped("longer than cutoff_len", is_length=True)
+SHORTENED = truncated("messages shortened to cutoff_len")
+LEFT_OUT = truncated("turns beyond cutoff_len were removed")
+IMAGES_TOO_LONG = dropped("its images alone are longer than cutoff_len; set a lower image_max_pixels", is_length=True)
+NO_TEXT = dropped("no text")
+NO_END = RecordReason("kept, without a trained end token", "kept")
 
 
 class EncodingChoices(Protocol):
@@ -129,7 +129,7 @@ class ConversationEncoder:
         """
         found: list[Ids | None] = []
         for example, ids in zip(examples, self._prompt_ids(examples), strict=True):
-            if reason := NO_TEXT if not ids else TOO_LONG if len(ids) > self.cutoff_len else "":
+            if reason := NO_TEXT if not ids else TOO_LONG if len(ids) > self.cutoff_len else None:
                 stats.add(reason, example)
             found.append(None if reason else ids)
         return found

@@ -40,15 +40,15 @@ from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import BadImage, ImageFile
 from burnish.data.images.in_rows import Marks, images_in, shifted
-from burnish.data.stats import DataStats
+from burnish.data.stats import DataStats, kept
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Message, Row
 from burnish.utils.sequences import shared_beginning
 
-PARTED = (
-    "kept: tokenizing the prompt alone gives other tokens than the prompt with the response; training begins where "
+PARTED = kept(
+    "tokenizing the prompt alone gives other tokens than the prompt with the response; training begins where they "
+    "differ"
 )
-PARTED += "they differ"
 KL_IDS = "KL_completion_ids"
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOT_ENDS = tuple(

@@ -16,15 +16,15 @@ from typing import Any, Protocol
 from burnish.data.chat.labels import Segment, Turn, concatenated, masked
 from burnish.data.chat.truncate import fit_segments, refuse_long
 from burnish.data.images.in_rows import images_column
-from burnish.data.stats import DataStats
+from burnish.data.stats import DataStats, RecordReason, dropped
 from burnish.loop.types import Example, Row
 from burnish.utils.sequences import shared_beginning
 
-EQUAL_AFTER_CUT = "dropped: chosen and rejected are identical after truncation to cutoff_len"
-NOTHING_LEFT = "dropped: a response is empty after truncation to cutoff_len"
-TOO_LONG = "dropped: longer than cutoff_len"
-IMAGE_CUT = "dropped: cutoff_len would cut through an image; raise it, or set a lower image_max_pixels"
-CUT = "truncated to cutoff_len"
+EQUAL_AFTER_CUT = dropped("chosen and rejected are identical after truncation to cutoff_len", is_length=True)
+NOTHING_LEFT = dropped("a response is empty after truncation to cutoff_len", is_length=True)
+TOO_LONG = dropped("longer than cutoff_len", is_length=True)
+IMAGE_CUT = dropped("cutoff_len would cut through an image; raise it, or set a lower image_max_pixels", is_length=True)
+CUT = RecordReason("truncated to cutoff_len", "truncated", is_length=True)
 
 
 class TruncationChoices(Protocol):

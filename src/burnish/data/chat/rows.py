@@ -16,7 +16,7 @@ from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import BadImage
 from burnish.data.images.in_rows import Marks, cleaned, images_column, images_in
-from burnish.data.stats import DataStats
+from burnish.data.stats import DataStats, dropped, kept
 from burnish.data.tokens.encoder import Encoder, shared_start
 from burnish.loop.types import Example, Ids, Row
 
@@ -31,7 +31,7 @@ OPTIONS_OF_ROWS: Final = (
 )
 
 
-SHRUNK = "kept: its images were made smaller, so that the row fits into cutoff_len (image_fit: shrink)"
+SHRUNK = kept("its images were made smaller, so that the row fits into cutoff_len (image_fit: shrink)")
 SHRINKING, SMALLEST = 0.8, 28 * 28
 """Factor applied to the pixels of images in each attempt to fit a row, and the minimum pixels of an image."""
 ANSWERING: Final = ("assistant", "function")
@@ -170,7 +170,7 @@ class Template(ConversationEncoder):
                 return self._shrunk(example, turns, made, stats)
             return made
         except BadImage as error:
-            stats.add(f"dropped: {error}", example)
+            stats.add(dropped(str(error)), example)
             return None
 
     def _shrunk(self, example: Example, turns: list[Turn], made: list[Turn], stats: DataStats) -> list[Turn]:

@@ -25,7 +25,7 @@ from burnish.data.chat.table import CONTENT, Slots, TemplateSpec, Token
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, describe_tools
 from burnish.data.chat.tools.tools import ToolError, read_calls
 from burnish.data.images.family import Family
-from burnish.data.stats import DataStats
+from burnish.data.stats import DataStats, dropped
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import IMAGE, Example, Ids, Message
 
@@ -158,7 +158,7 @@ class SlotFormat:
                 return self._conversation(example)
             except ToolError as error:
                 rule = str(error)
-        stats.add(f"dropped: {rule}", example)
+        stats.add(dropped(rule), example)
         return None
 
     def _conversation(self, example: Example) -> Written:

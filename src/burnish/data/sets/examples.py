@@ -21,7 +21,7 @@ from burnish.data.reading.record_index import Table
 from burnish.data.sets.formats import Bad, bad_records, converted, place, same_in
 from burnish.data.sets.preferences import last_answer, said
 from burnish.data.sets.records import Layout
-from burnish.data.stats import DataStats
+from burnish.data.stats import DataStats, dropped, kept
 from burnish.loop.types import Example, Message
 from burnish.utils.sequences import OnDemand
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 Located: TypeAlias = tuple[Values, str, int]
 """A record, its source for error messages, and its number within the source, from 1."""
 
-EMPTY = "dropped: all responses are empty"
-EMPTY_KEPT = "kept: a response is empty"
+EMPTY = dropped("all responses are empty")
+EMPTY_KEPT = kept("a response is empty")
 MARKS = ("<image>", "<video>", "<audio>")
-MARKED = "kept: {mark} is trained as plain text"
+MARKED = kept("{mark} is trained as plain text")
 
 
 def content_hash(examples: Sequence[Example]) -> str:
@@ -281,7 +281,7 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, stats
     Raises:
         UserError: if a response is empty and ``on_empty_target`` is "raise".
     """
-    kept: list[Example | None] = []
+    found: list[Example | None] = []
     empty: list[Example] = []
     for example in examples:
         answers = _answers(example) if example is not None else []
@@ -294,10 +294,10 @@ def with_answers(examples: Sequence[Example | None], on_empty_target: str, stats
                 stats.add(EMPTY_KEPT, example)
             for mark in marks_in(example):
                 stats.add(MARKED.format(mark=mark), example)
-        kept.append(None if is_empty else example)
+        found.append(None if is_empty else example)
     if empty and on_empty_target == "raise":
         raise UserError(empty_problem(empty, are_all=len(empty) == len(examples)))
-    return kept
+    return found
 
 
 def marks_in(example: Example) -> list[str]:

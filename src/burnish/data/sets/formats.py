@@ -30,7 +30,7 @@ from burnish.data.sets.images import refuse_others, with_images
 from burnish.data.sets.preferences import judged
 from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_text, as_turns
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
-from burnish.data.stats import DataStats
+from burnish.data.stats import DataStats, dropped
 from burnish.loop.types import Example, Message
 
 SHOWN = 5
@@ -205,7 +205,7 @@ def converted(
         except BadRecord as error:
             bad.append((record, error))
             if on_bad_record == "drop":
-                stats.add(f"dropped: {error.reason}", record.example())
+                stats.add(dropped(error.reason), record.example())
         while layout.dropped_parts:
             stats.add(layout.dropped_parts.pop(), record.example())
         yield example

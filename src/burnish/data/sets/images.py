@@ -17,6 +17,7 @@ from typing import Any
 from burnish.data.images.image_file import BadImage
 from burnish.data.images.sources import MissingImage, Sight
 from burnish.data.sets.records import BadRecord, Layout, Record, as_text, listed
+from burnish.data.stats import kept
 from burnish.loop.types import Content, ContentPart, Example, Message
 
 MARK = "<image>"
@@ -24,7 +25,7 @@ KINDS = {"image": "image", "image_url": "image", "input_image": "image"}
 """Types of message parts that contain an image."""
 _SOURCES = ("image", "image_url", "url", "path", "base64", "bytes")
 """Keys of a part that may hold its image."""
-ANIMATED = "kept: an image in it has several frames, of which the first is read"
+ANIMATED = kept("an image in it has several frames, of which the first is read")
 BEFORE = 'no "<image>" in the texts: images are put before the first user message'
 _OTHERS = {"video": "video", "video_url": "video", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
 

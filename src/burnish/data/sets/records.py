@@ -13,6 +13,7 @@ from typing import Any
 
 from burnish.data.images.sources import Sight
 from burnish.data.reading.json_files import Values, parsed, shortened
+from burnish.data.stats import RecordReason
 from burnish.loop.types import Example, RoleName
 
 ROLES: Mapping[str, RoleName] = {
@@ -107,7 +108,7 @@ class Layout:
     sight: Sight | None = None
     awaited: set[str] = field(default_factory=set)
     notes: dict[str, None] = field(default_factory=dict)
-    dropped_parts: list[str] = field(default_factory=list)
+    dropped_parts: list[RecordReason] = field(default_factory=list)
     verdicts: Mapping[Any, bool] = field(default_factory=dict)
     needs: RecordNeeds = ANSWERS
     verbatim: bool = False

@@ -19,7 +19,7 @@ from burnish.data.sets.formats import Bad, bad_records, converted
 from burnish.data.sets.preferences import unpaired
 from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.data.sets.turns import OPENAI_TAGS
-from burnish.data.stats import DataStats
+from burnish.data.stats import DataStats, kept
 from burnish.loop.types import Example
 from burnish.utils.sequences import OnDemand
 
@@ -40,9 +40,9 @@ _LABELS = {"true": True, "false": False, "True": True, "False": False}
 _MESSAGES = ("messages", "conversations")
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response"}
 """Roles that published chat templates render. Templates may silently skip other roles."""
-NO_ASSISTANT = "kept: no assistant message, so all messages are trained"
-UNKNOWN_ROLE = 'kept: the role "{role}" may not be supported by the chat template'
-LATE_SYSTEM = "kept: a system message is not the first message"
+NO_ASSISTANT = kept("no assistant message, so all messages are trained")
+UNKNOWN_ROLE = kept('the role "{role}" may not be supported by the chat template')
+LATE_SYSTEM = kept("a system message is not the first message")
 
 
 def trl_layout(kind: Kind, sample: Mapping[str, Any], text_field: str = "text", sight: Sight | None = None) -> Layout:

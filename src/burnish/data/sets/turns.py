@@ -16,6 +16,7 @@ from typing import Any
 from burnish.data.reading.json_files import parsed, shortened
 from burnish.data.sets.images import content_of, raw_content
 from burnish.data.sets.records import ROLES, BadRecord, Layout, Record, as_text, listed
+from burnish.data.stats import kept, truncated
 from burnish.loop.types import Example, Message, RoleName
 
 SHAREGPT_TAGS = {
@@ -26,7 +27,7 @@ OPENAI_TAGS = {
     "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
     "observation_tag": "tool", "function_tag": "function_call", "system_tag": "system",
 }  # fmt: skip
-TEXT_LOST = "truncated: text next to a tool call removed (a turn is either text or a tool call)"
+TEXT_LOST = truncated("text next to a tool call removed (a turn is either text or a tool call)", is_length=False)
 
 
 def conversation(record: Record, messages: Sequence[Message]) -> Example:
@@ -110,7 +111,7 @@ def _role(layout: Layout, turn: Mapping[str, Any], place: str) -> RoleName:
             received=shortened(word),
         )
     if word not in layout.tags.values():
-        reason = f'kept: the role "{word}" is read as {layout.roles[word]}'
+        reason = kept(f'the role "{word}" is read as {layout.roles[word]}')
         if reason not in layout.dropped_parts:
             layout.dropped_parts.append(reason)
     return layout.roles[word]

@@ -21,7 +21,7 @@ from burnish.data.rows.encode import encode_rows
 from burnish.data.sets.examples import Located
 from burnish.data.sets.records import Layout
 from burnish.data.sets.trl import SIDE, TrlRecords, examples_of
-from burnish.data.stats import TRUNCATED, DataStats, kind_of
+from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.data.loaders import is_datasets_set
@@ -64,7 +64,7 @@ class EncodeRecords:
     def warn(self, stats: DataStats, name: str) -> None:
         """Warn once of every kind of record that is dropped, or that a script can hardly mean."""
         for reason, count in stats:
-            if reason not in self.warned and kind_of(reason) != TRUNCATED:
+            if reason not in self.warned and reason.kind != "truncated":
                 self.warned.add(reason)
                 places = ", ".join(str(number) for _, number in sorted(stats.records[reason])[:5])
                 what = f"{count} of {stats.seen} records of the {name} dataset {reason} (records {places})."

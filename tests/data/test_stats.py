@@ -1,0 +1,35 @@
+"""What happened to records, by kind: the kind is data, and no behaviour depends on the wording of a reason."""
+
+import pickle
+
+from burnish.data.stats import DataStats, RecordReason, dropped, kept, truncated
+from burnish.loop.types import Example
+
+EXAMPLE = Example(messages=(), source="d.json", number=3)
+
+
+def counted(*reasons):
+    stats = DataStats(seen=5)
+    for reason in reasons:
+        stats.add(reason, EXAMPLE)
+    return stats
+
+
+def test_a_reason_keeps_its_kind_through_a_process_and_a_file():
+    reason = dropped("longer than {limit}", is_length=True).format(limit="cutoff_len")
+    for again in (pickle.loads(pickle.dumps(reason)), *DataStats.from_json(counted(reason).to_json()).records):
+        assert (again, again.kind, again.is_length) == ("dropped: longer than cutoff_len", "dropped", True)
+
+
+def test_the_kind_does_not_depend_on_the_wording():
+    stats = counted(RecordReason("gone", "dropped"), RecordReason("dropped: cutoff_len", "kept"))
+    assert stats.dropped([EXAMPLE]) == ["gone"]
+    assert not stats.has_truncated
+    assert counted(RecordReason("shorter", "truncated", is_length=True)).has_truncated
+
+
+def test_a_line_per_reason():
+    assert counted(kept("a response is empty"), truncated("messages shortened")).sentences() == [
+        "kept: a response is empty: 1 of 5 examples (d.json: 3)",
+        "truncated: messages shortened: 1 of 5 examples (d.json: 3)",
+    ]
