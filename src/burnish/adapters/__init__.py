@@ -1,7 +1,7 @@
-"""Adapters choose the weights that are trained: full, freeze, LoRA, or a method of the peft library.
+"""Adapters select the weights that are trained: full, freeze, LoRA, or a method of the peft library.
 
-In:  a model and the options. Out: the model with the weights that train, and later its adapter's files. Begin with
-     ``base.py``, then ``lora.py``. Importing the package imports every file in it, and so registers them all.
+In:  a model and the options. Out: the model with its trainable weights, and later the adapter's files. Begin with
+``base.py``, then ``lora.py``. Importing the package imports and registers all adapters.
 """
 
 from importlib import import_module

@@ -1,12 +1,12 @@
-"""The family of adapters, which choose the weights of a model that are trained, and the functions that they share.
+"""The registry of adapters, which select the trainable weights of a model, and their shared functions.
 
-A member is a class ``(options, folders) -> ModelAdapter``: ``options`` the flat options object, ``folders`` the local
-folders of the adapters that the run begins with (``adapter_name_or_path``, resolved by ``models/``).
+A member is a class ``(options, folders) -> ModelAdapter``. ``options`` is the flat options object. ``folders`` are the
+local folders of the initial adapters (``adapter_name_or_path``, resolved by ``models/``).
 
     model = adapter.attach(model)        # freezes, wraps, loads
-    engine.place(model, torch.float32)   # what trains, in float32
-    adapter.state(model)                 # what a checkpoint holds
-    adapter.save(model, folder)          # what another program loads
+    engine.place(model, torch.float32)   # converts the trainable weights to float32
+    adapter.state(model)                 # weights for a checkpoint
+    adapter.save(model, folder)          # files for other programs
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from burnish.kernels.probe import causal_lm
 
 
 class NamedType(Protocol):
-    """The options that name the adapter, and the parts of a vision model that do not train."""
+    """Options that select the adapter, and the frozen parts of a vision model."""
 
     finetuning_type: str
     freeze_vision_tower: bool
@@ -40,12 +40,12 @@ class NamedType(Protocol):
 
 
 class ModelAdapter(Protocol):
-    """``core.protocols.Adapter`` with the methods that a run needs besides.
+    """``loop.protocols.Adapter`` with further methods that a run needs.
 
     Attributes:
-        saves_whole_model: whether ``save`` and ``state`` hold the whole model rather than an adapter.
-        file_stem: the name of the weights' file in a checkpoint: "model" or "adapter_model".
-        notes: sentences for the user on what was merged, found or chosen while attaching.
+        saves_whole_model: whether ``save`` and ``state`` contain the whole model rather than an adapter.
+        file_stem: file name of the weights in a checkpoint: "model" or "adapter_model".
+        notes: sentences for the user about what was merged, found or chosen while attaching.
     """
 
     saves_whole_model: bool
@@ -53,22 +53,22 @@ class ModelAdapter(Protocol):
     notes: list[str]
 
     def check(self, model: nn.Module) -> list[Problem]:
-        """Find what would keep this adapter from being attached. ``model`` may be on the meta device."""
+        """Return problems that prevent attaching this adapter. ``model`` may be on the meta device."""
         ...
 
     def attach(self, model: nn.Module) -> nn.Module: ...
     def reference(self, model: nn.Module) -> AbstractContextManager[Any]: ...
     def state(self, model: nn.Module) -> dict[str, Tensor]:
-        """The weights that training changes, in the dtype of training."""
+        """The trained weights, in the dtype of training."""
         ...
 
     def load_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Load weights. Raises UserError where ``state`` belongs to another model."""
+        """Load weights. Raises UserError if ``state`` belongs to another model."""
         ...
 
     def save(self, model: nn.Module, folder: str) -> None: ...
     def save_config(self, model: nn.Module, folder: str) -> None:
-        """Write the files that another program needs to load a checkpoint's weights."""
+        """Write the configuration files that other programs need to load a checkpoint's weights."""
         ...
 
 
@@ -96,13 +96,13 @@ class FinetuningOptions:
 
 @notes
 def finetuning_notes(options: NamedType) -> list[str]:
-    """Notes on options of other finetuning types than the one of this run."""
+    """Notes on options of other finetuning types."""
     unread = ADAPTERS.unread(ADAPTERS.get(options.finetuning_type), options)
     return [f'"{name}" has no effect with finetuning_type {options.finetuning_type}.' for name in unread]
 
 
 def frozen_parts(options: NamedType) -> set[PartName]:
-    """The parts of a vision model that do not train."""
+    """The frozen parts of a vision model."""
     if options.train_mm_proj_only:
         return {"vision_tower", "language_model"}
     asked: dict[PartName, bool] = {
@@ -114,7 +114,7 @@ def frozen_parts(options: NamedType) -> set[PartName]:
 
 
 def part_problems(options: NamedType, model: nn.Module) -> list[Problem]:
-    """Problems of the options that say which parts train."""
+    """Problems of the options that select the trained parts of a vision model."""
     if sees(model):
         if len(frozen_parts(options)) < 3:
             return []
@@ -132,7 +132,7 @@ _PARTS = {
 
 
 def is_frozen(model: nn.Module, options: NamedType) -> Callable[[str], bool]:
-    """A function from the path of a module or parameter to whether its part does not train."""
+    """A function from the path of a module or parameter to whether its part is frozen."""
     if not sees(model):
         return lambda path: False
     parts, frozen = parts_of(model), frozen_parts(options)
@@ -154,20 +154,20 @@ class ModelState:
 
 
 def trainable_summary(model: nn.Module) -> tuple[int, int]:
-    """(parameters that train, all parameters); a tied weight counts once."""
+    """(number of trainable parameters, number of all parameters). A tied weight counts once."""
     sizes = [(_size(p), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """Number of elements of a parameter; bitsandbytes packs two 4-bit numbers into a byte."""
+    """Number of elements of a parameter. bitsandbytes packs two 4-bit numbers into a byte."""
     per_element = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1
-    # DeepSpeed's third stage leaves an empty tensor where a weight lies on all processes.
+    # With ZeRO-3 a sharded weight is an empty tensor.
     return int(getattr(parameter, "ds_numel", parameter.numel()) * per_element)
 
 
 def parameter_lines(model: nn.Module, options: FinetuningOptions) -> list[str]:
-    """A line per parameter, where ``print_param_status`` asks for them: name, dtype, device, whether it trains."""
+    """A line per parameter if ``print_param_status`` is set: name, dtype, device, whether it is trainable."""
     if not options.print_param_status:
         return []
     return [
@@ -177,15 +177,15 @@ def parameter_lines(model: nn.Module, options: FinetuningOptions) -> list[str]:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and stored buffer; a tied weight once, under its first name."""
+    """Every parameter and persistent buffer. A tied weight is listed once, under its first name."""
     return {name: tensor.detach() for name, tensor in named_once(model).items()}
 
 
 def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load the result of ``whole_state``, bit for bit.
+    """Load the result of ``whole_state`` exactly.
 
     Raises:
-        UserError: where names or shapes differ, naming a few.
+        UserError: if names or shapes differ; the message contains a few of them.
     """
     own = whole_state(model)
     raise_unless_same_tensors(own, state, "the weights")
@@ -195,7 +195,7 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def raise_unless_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor], what: str) -> None:
-    """Raise one UserError where two states differ in names or shapes."""
+    """Raise one UserError if two states differ in names or shapes."""
     parts = [
         f"{verb} {few(names)}"
         for verb, names in (("lack", sorted(own.keys() - given)), ("have beyond it", sorted(given.keys() - own)))
@@ -215,7 +215,7 @@ def raise_unless_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Ten
 
 
 def unknown_names(option_name: str, wanted: Sequence[str], known: Sequence[str], what: str) -> list[Problem]:
-    """A problem for each wanted name that is not known, with the known names."""
+    """A problem for each wanted name that is not known. It lists the known names."""
     listed = ", ".join(list(dict.fromkeys(known))[:30])
     return [
         Problem(

@@ -1,11 +1,11 @@
 """Freeze training: some of the model's own layers are trained, everything else is frozen.
 
-In:  the number of layers, from which end, the modules in them, and modules outside the layers.
+In:  the number of layers counted from either end, the modules in them, and modules outside of the layers.
 Out: ``requires_grad`` on exactly those parameters. The whole model is saved.
-Refuses: module names that the model does not have, with those it has.
+Refuses: module names that the model does not have; the error lists those that it has.
 
-LLaMA Pro (Wu et al. 2024, section 3.2, https://arxiv.org/abs/2401.02415) inserts a new layer after each group of
-layers, and trains only the new ones: ``use_llama_pro`` trains the last layer of each group of such a model.
+LLaMA Pro (Wu et al. 2024, section 3.2, https://arxiv.org/abs/2401.02415) inserts a new layer after each group of layers
+and trains only the new ones. ``use_llama_pro`` trains the last layer of each group of such a model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FreezeOptions:
 
 
 class FreezeChoices(NamedType, Protocol):
-    """The options that say which layers train."""
+    """Options that select the trained layers."""
 
     freeze_trainable_layers: int
     freeze_trainable_modules: list[str]
@@ -54,7 +54,7 @@ class FreezeChoices(NamedType, Protocol):
 
 @ADAPTERS.register("freeze", options=FreezeOptions)
 class FreezeAdapter(FullAdapter):
-    """Trains some layers of the model; the rest is frozen. Saved and resumed like the whole model."""
+    """Trains some layers of the model and freezes the rest. Saved and resumed like full training."""
 
     def __init__(self, options: FreezeChoices, folders: Sequence[Path] = ()) -> None:
         super().__init__(options, folders)
@@ -99,7 +99,7 @@ class FreezeAdapter(FullAdapter):
         return []
 
     def _chosen(self, layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
-        """The layers that train."""
+        """The trained layers."""
         count = self._options.freeze_trainable_layers
         if self._options.use_llama_pro:
             group = len(layers) // count
@@ -135,7 +135,7 @@ class FreezeAdapter(FullAdapter):
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The model's stack of layers and its path: the ModuleList of the config's length, else the longest."""
+    """The decoder layers and their path: the ModuleList with the config's number of layers, else the longest."""
     parts = parts_of(model) if sees(model) else {}
     stacks = [
         (path, list(m))
@@ -149,7 +149,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 def _outside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (last part of the name, module) of modules with parameters outside the layers."""
+    """Yield (last part of the name, module) for modules with parameters outside of the layers."""
     path, _ = decoder_layers(model)
     for name, module in model.named_modules():
         if not name.startswith(path) and next(module.parameters(recurse=False), None) is not None:

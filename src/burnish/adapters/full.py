@@ -56,7 +56,7 @@ class FullAdapter:
 
 
 def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: nn.Module) -> list[Problem]:
-    """Find what keeps weights of the model itself from being trained."""
+    """Return problems that prevent training the model's own weights."""
     problems = []
     if folders:
         problems.append(

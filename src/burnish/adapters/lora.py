@@ -1,11 +1,11 @@
-"""LoRA: a low-rank update beside the frozen weights (Hu et al. 2021, https://arxiv.org/abs/2106.09685), with rsLoRA,
-DoRA and PiSSA, in peft's modules and files.
+"""LoRA: trainable low-rank updates of frozen weights (Hu et al. 2021, https://arxiv.org/abs/2106.09685), with rsLoRA,
+DoRA and PiSSA, in peft's modules and file format.
 
-In:  the options below; folders of adapters to begin with. All but the last are merged in order; the last is trained
-     further, unless ``create_new_adapter`` is set.
-Out: the same model object with peft's layers in it; ``adapter_model.safetensors`` and ``adapter_config.json``.
-Refuses: targets that the model does not have, adapters that do not fit it, damaged files; all before any weight is
-read, since ``check`` needs only the model's shapes.
+In:  the options below; folders of initial adapters. All but the last are merged in order. The last one is trained
+further, unless ``create_new_adapter`` is set.
+Out: the same model object with peft's layers; ``adapter_model.safetensors`` and ``adapter_config.json``.
+Refuses: targets that the model does not have, adapters that do not fit it, damaged files. ``check`` finds these before
+any weight is read, because it only needs the model's shapes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from burnish.utils.files import from_anywhere
 from burnish.utils.json_files import write_json
 
 DEFAULT = "default"
-"""The name, in memory, of the adapter that is trained; the same as in peft."""
+"""Name of the trained adapter in memory, as in peft."""
 
 
 @dataclass
@@ -80,9 +80,9 @@ class LoraOptions:
 
 @notes
 def lora_notes(options: NamedType) -> list[str]:
-    """Notes on options of parts of LoRA that are off."""
+    """Notes on options of LoRA variants that are not enabled."""
     if options.finetuning_type != "lora":
-        return []  # said for the whole group
+        return []  # reported for the whole group
     switches = {
         "pissa_iter": "pissa_init",
         "loraplus_lr_embedding": "loraplus_lr_ratio",
@@ -92,12 +92,12 @@ def lora_notes(options: NamedType) -> list[str]:
 
 
 class LoraChoices(LoraOptions, FinetuningOptions):
-    """The options read here."""
+    """Options that this module reads."""
 
 
 @ADAPTERS.register("lora", options=LoraOptions)
 class LoraAdapter:
-    """Trains low-rank updates of the linear layers; the model itself is frozen."""
+    """Trains low-rank updates of linear layers. The model itself is frozen."""
 
     saves_whole_model = False
     file_stem = WEIGHTS_NAME.removesuffix(".safetensors")
@@ -171,7 +171,7 @@ class LoraAdapter:
         write_json(Path(folder) / CONFIG_NAME, listed, sort_keys=True)
 
     def _new_config(self, model: nn.Module) -> tuple[Fit, list[Problem]]:
-        """The adapter that the options ask for, and the problems that keep it from being made."""
+        """The configured adapter, and the problems that prevent its creation."""
         from peft import LoraConfig
 
         options = self.options
@@ -180,7 +180,7 @@ class LoraAdapter:
         frozen = is_frozen(model, options)
         targets, missing = find_targets(model, options.lora_target, left_out=whole, is_frozen=frozen)
         decomposition = "pissa" if options.pissa_iter < 0 else f"pissa_niter_{options.pissa_iter}"  # exact, or fast
-        config = LoraConfig(  # some of peft's annotations are narrower than what it accepts
+        config = LoraConfig(  # some of peft's annotations are narrower than the values it accepts
             task_type="CAUSAL_LM", r=options.lora_rank,
             lora_alpha=cast(Any, 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha),
             lora_dropout=options.lora_dropout, use_rslora=options.use_rslora, use_dora=options.use_dora,
@@ -194,14 +194,14 @@ class LoraAdapter:
 
 @dataclass
 class Beginning:
-    """The factors an adapter began with that PiSSA took out of the weights: ``W = W_res + s B0 A0`` (Meng et al.
-    2024, section 3, https://arxiv.org/abs/2404.02948).
+    """Initial factors that PiSSA split off from the weights: ``W = W_res + s B0 A0`` (Meng et al. 2024, section 3,
+    https://arxiv.org/abs/2404.02948).
 
-    Such an adapter is saved as what it has become since, plain LoRA of twice the rank, so that it fits the weights that
-    everyone has: ``W_res + s B A = W + s [B, -B0] [A; A0]``.
+    The adapter is saved as its change since then, as plain LoRA of twice the rank. So it fits the original weights:
+    ``W_res + s B A = W + s [B, -B0] [A; A0]``.
 
     Args:
-        state: its tensors by their names in a file.
+        state: the initial tensors, by their names in a file.
     """
 
     state: dict[str, Tensor]
@@ -214,14 +214,15 @@ class Beginning:
         return bool(self.state)
 
     def less(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state of an adapter as LoRA beside the whole weights."""
+        """Convert the state of the adapter to LoRA for the original weights."""
         a = {k: torch.cat([state[k], begun]) for k, begun in self.state.items() if k.endswith(_FACTORS[0])}
         b = {k: torch.cat([state[k], -begun], 1) for k, begun in self.state.items() if k.endswith(_FACTORS[1])}
         return {**state, **a, **b}
 
     def taken(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``less`` undone. Where the state began with another decomposition, it becomes the beginning, and the weights
-        are what that left; on the same devices it is this one, to the bit."""
+        """Inverse of ``less``. If the state started from another decomposition, that becomes the initial one, and the
+        base weights are recomputed. On the same device the decomposition is exactly the same.
+        """
         found = dict(state)
         for key_a, a0 in [item for item in self.state.items() if item[0].endswith(_FACTORS[0])]:
             key_b = key_a.replace("lora_A", "lora_B")
@@ -238,7 +239,7 @@ class Beginning:
 
     @contextmanager
     def instead(self, model: nn.Module) -> Iterator[None]:
-        """Inside it the model is the one that there was before the adapter."""
+        """Context in which the model computes as before the adapter was attached."""
         state = {key: tensor.clone() for key, tensor in adapter_state(model, DEFAULT).items()}
         load_adapter_state(model, DEFAULT, self.state)
         try:
@@ -247,7 +248,7 @@ class Beginning:
             load_adapter_state(model, DEFAULT, state)
 
     def as_lora(self, config: Any) -> Any:
-        """The config of what is saved: twice the rank, the same scale."""
+        """The config of the saved adapter: twice the rank, the same scale."""
         scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
         rank = 2 * config.r
         return replace(config, r=rank, lora_alpha=scaling * rank, use_rslora=False, init_lora_weights=True)
@@ -257,7 +258,7 @@ _FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 
 def _new_tokens(model: nn.Module) -> list[str]:
-    """Embedding and head, where the vocabulary has new rows: frozen, these would stay random."""
+    """Names of embedding and head if the vocabulary has new rows, which would stay random if frozen."""
     if not getattr(model, "has_new_tokens", False):
         return []
     head = output_head(model)
@@ -279,14 +280,14 @@ def _continued(model: nn.Module, folder: Path, config: Any) -> list[str]:
 
 
 def _chosen(model: nn.Module, options: LoraOptions, fit: Fit) -> list[str]:
-    """Notes on choices for a new adapter that the options do not make."""
+    """Notes on automatic choices for a new adapter."""
     notes = []
     if options.additional_target:
         notes.append(f"Trained in full alongside the adapter: {few(fit.whole)} (additional_target).")
     elif fit.whole:
         names = " and ".join(fit.config.modules_to_save or ())
         notes.append(f"The vocabulary has grown, so {names} are trained in full alongside the adapter.")
-    # Experts in one tensor of three dimensions are not layers, and neither is a convolution (Mamba).
+    # Experts in one three-dimensional tensor are not linear layers, and neither are convolutions (Mamba).
     solid = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     fused = [name for name in solid if "experts" in name]
     others = [name for name in solid if name not in fused]
@@ -297,10 +298,10 @@ def _chosen(model: nn.Module, options: LoraOptions, fit: Fit) -> list[str]:
 
 
 def load_adapter(model: nn.Module, folder: Path, name: str = DEFAULT) -> None:
-    """Put the adapter in ``folder`` into the model, under ``name``, active and frozen.
+    """Attach the adapter in ``folder`` to the model under ``name``, active and frozen.
 
     Raises:
-        UserError: where it does not fit.
+        UserError: if it does not fit.
     """
     raise_if(check_fit(model, folder))
     fit = Fit.of_folder(folder)
@@ -309,13 +310,13 @@ def load_adapter(model: nn.Module, folder: Path, name: str = DEFAULT) -> None:
 
 
 def fill_adapter(model: nn.Module, folder: Path, fit: Fit, name: str = DEFAULT) -> None:
-    """Give an adapter that was put in the weights that lie in ``folder``. It is frozen then."""
+    """Load the weights in ``folder`` into an attached adapter, and freeze it."""
     from safetensors.torch import load_file
 
     state = load_file(folder / WEIGHTS_NAME)
     state.pop(SCORE, None)
     load_adapter_state(model, name, state)
-    for key, path in fit.base.items():  # weights of the model itself, whether or not their layer is wrapped now
+    for key, path in fit.base.items():  # weights of the base model, whether or not their layer is wrapped
         holder, _, leaf = path.rpartition(".")
         module = model.get_submodule(holder)
         with torch.no_grad():
@@ -325,7 +326,7 @@ def fill_adapter(model: nn.Module, folder: Path, fit: Fit, name: str = DEFAULT) 
 
 
 class RateChoices(Protocol):
-    """The options that give parameters a learning rate."""
+    """Options that determine the learning rate of parameters."""
 
     learning_rate: float
     loraplus_lr_ratio: float | None
@@ -333,7 +334,7 @@ class RateChoices(Protocol):
 
 
 def learning_rates(model: nn.Module, options: RateChoices) -> dict[str, float]:
-    """Parameter name -> its own learning rate under LoRA+; all others are trained at ``learning_rate``.
+    """Parameter name -> its learning rate under LoRA+. All others use ``learning_rate``.
 
     Source: Hayou et al. 2024, section 4, https://arxiv.org/abs/2402.12354
     """

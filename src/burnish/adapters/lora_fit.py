@@ -1,8 +1,8 @@
-"""Check that a LoRA adapter fits a model, from names and shapes alone.
+"""Check from names and shapes whether a LoRA adapter fits a model.
 
-In:  a model (its parameters may be on the meta device) and an adapter's folder, of which the config and the header of
-     the weights are read; or two states, of a checkpoint and of this run.
-Out: the place of each adapter tensor, and problems for the user.
+In:  a model (its parameters may be on the meta device) and an adapter's folder, of which only the config and the header
+of the weights are read; or two states, of a checkpoint and of this run.
+Out: the location of each adapter tensor in the model, and problems for the user.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _OTHERS = (
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config",
     "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
-"""Fields of peft's config by which an adapter is more than low-rank updates of layers and modules trained whole."""
+"""Fields of peft's config that enable more than low-rank updates and fully trained modules."""
 
-# The last part of a tensor's name in a file; its kind.
+# Suffixes of tensor names in a file, one per kind of tensor.
 _FACTORS = (
     "lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
 )  # fmt: skip
@@ -40,13 +40,13 @@ _BASE = "base_layer.weight"
 
 @dataclass(frozen=True)
 class Fit:
-    """An adapter and its places in a model.
+    """An adapter and the modules of a model that it applies to.
 
     Args:
         config: peft's ``LoraConfig``.
-        targets: paths of the layers with factors.
-        whole: paths of the modules with a trained copy.
-        base: name in the file -> parameter of the model it replaces (an embedding saved with the adapter).
+        targets: paths of the layers with low-rank factors.
+        whole: paths of the modules with a fully trained copy.
+        base: name in the file -> parameter of the model that it replaces (an embedding saved with the adapter).
     """
 
     config: Any
@@ -56,7 +56,7 @@ class Fit:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Fit:
-        """Read an adapter. Raises UserError where a file is missing, damaged, or of a kind that burnish lacks."""
+        """Read an adapter. Raises UserError if a file is missing, damaged, or of an unsupported kind."""
         config = read_adapter_config(folder)
         targets: dict[str, None] = {}
         whole: dict[str, None] = {}
@@ -82,7 +82,7 @@ class Fit:
         return int(pattern.get(get_pattern_key(pattern.keys(), path), self.config.r))
 
     def problems(self, model: nn.Module) -> list[Problem]:
-        """Find layers that do not allow the settings."""
+        """Find layers that do not support the settings."""
         sides = {path: min(_sides(model.get_submodule(path))) for path in self.targets}
         small = next((path for path, side in sides.items() if self.config.r > side), None)
         if small is None or not str(self.config.init_lora_weights).startswith("pissa"):
@@ -98,14 +98,14 @@ class Fit:
 
 
 SCORE = f"{FILE_PREFIX}score.weight"
-"""The head of a reward model that was saved as a sequence classifier; ``models.reward_files`` reads it."""
+"""Score head of a reward model that was saved as a sequence classifier; read by ``models.reward_files``."""
 
 
 def read_adapter_config(folder: Path) -> Any:
-    """The adapter in ``folder``, as peft's ``LoraConfig``.
+    """The config of the adapter in ``folder``, as peft's ``LoraConfig``.
 
     Raises:
-        UserError: where there is none, or one that is more than LoRA.
+        UserError: if it is missing or not plain LoRA.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
@@ -141,7 +141,7 @@ _KINDS = {
 
 
 def _wrong_values(raw: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each value that is of another kind than peft writes."""
+    """Yield a sentence for each value of a type that peft does not write."""
     for name, kind in _KINDS.items():
         value = raw.get(name)
         is_pattern = name.endswith("_pattern")
@@ -171,7 +171,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _more_than_lora(raw: Mapping[str, Any]) -> str:
-    """The trait of an adapter that LoRA does not have; the empty string for none."""
+    """The feature that LoRA does not have, such as another method; "" if there is none."""
     if raw.get("peft_type") != "LORA":
         return f"the method {raw.get('peft_type')}"
     if raw.get("bias", "none") != "none":
@@ -180,7 +180,7 @@ def _more_than_lora(raw: Mapping[str, Any]) -> str:
 
 
 def check_fit(model: nn.Module, folder: Path) -> list[Problem]:
-    """Find what keeps the adapter in ``folder`` from being put on ``model``."""
+    """Return problems that prevent attaching the adapter in ``folder`` to ``model``."""
     try:
         fit = Fit.of_folder(folder)
         header = _weights_header(folder)
@@ -200,7 +200,7 @@ def check_fit(model: nn.Module, folder: Path) -> list[Problem]:
 
 
 def raise_unless_fitting(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raise UserError where a checkpoint's adapter is not the one this run trains."""
+    """Raise UserError if a checkpoint's adapter does not match the one of this run."""
     ranks = {_rank(own), _rank(given)}
     if None not in ranks and len(ranks) == 2 and own.keys() == given.keys():
         what = f"the checkpoint's adapter has rank {_rank(given)}, and this run's has rank {_rank(own)}."
@@ -225,15 +225,17 @@ def _weights_header(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _copied(holder: str, names: Sequence[str]) -> str:
-    """The module trained whole to which a tensor of the module at ``holder`` belongs, or the empty string. As in peft,
-    a name fits every path that ends in its letters."""
+    """The fully trained module that a tensor of the module at ``holder`` belongs to, or "". As in peft, a name matches
+    every path that ends with it as a string.
+    """
     parts = holder.split(".")
     paths = (".".join(parts[: count + 1]) for count in range(len(parts)))
     return next((path for path in paths if path.endswith(tuple(names))), "")
 
 
 def _place(key: str) -> tuple[str, str]:
-    """Split a name in a file: (path in the model, factor), or ("lm_head.weight", "") for a tensor of a whole module."""
+    """Split a name in a file: (path in the model, factor), or ("lm_head.weight", "") for a tensor of a fully trained
+    module."""
     name = key.removeprefix(FILE_PREFIX)
     for kind in (*_FACTORS, _BASE):
         if name.endswith(f".{kind}"):
@@ -242,14 +244,14 @@ def _place(key: str) -> tuple[str, str]:
 
 
 def _sides(module: nn.Module) -> tuple[int, int]:
-    """(I, O) of a linear layer; (vocabulary, width) of an embedding."""
+    """(I, O) of a linear layer; (vocabulary size, width) of an embedding."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
     return features(module)
 
 
 def _difference(model: nn.Module, fit: Fit, key: str, info: TensorInfo) -> str:
-    """The difference in shape between a tensor of the file and its place in the model; empty where it fits."""
+    """The difference in shape between a tensor of the file and the model; "" if it fits."""
     path, kind = _place(key)
     if kind in _FACTORS:
         inputs, outputs = _sides(model.get_submodule(path))

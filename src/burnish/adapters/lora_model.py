@@ -1,8 +1,8 @@
-"""LoRA in a whole model, in peft's modules: put them in, find them, switch them, merge them.
+"""LoRA in a whole model with peft's modules: attach, find, switch and merge adapters.
 
-A model keeps its class and its methods; only the layers named are replaced by peft's, which keep them as
-``base_layer``. What the layers compute is ``ops.lora``, where that stands as their forward pass. Nothing here knows
-options; of files it knows the names of tensors.
+A model keeps its class and its methods. Only the target layers are replaced by peft's, which keep the original as
+``base_layer``. ``ops.lora`` computes their forward pass if it is patched in. This module does not depend on options. Of
+files it only knows the names of tensors.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.utils.patching import Reason, patch, restore
 
 FILE_PREFIX = "base_model.model."
-"""The beginning that peft's classes around a model add to every name in a file."""
+"""Prefix that peft's wrapper classes add to every name in a file."""
 BASE = "__base__"
-"""In ``rows_through``: the row that gets no adapter; peft's name."""
+"""Adapter name for rows without adapter in ``rows_through``, as in peft."""
 ROWS = Reason("adapted layer", "each row of a batch uses its own adapter")
 
 _ALL = {"all", "all-linear"}
 _FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save"}
-"""Under which of its names a module of peft's keeps an adapter's weights, each under the adapter's name."""
+"""Names under which peft's modules store an adapter's weights, each in a dict by adapter name."""
 
 
 def adapter_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of peft's that hold adapters or copies that are trained whole."""
+    """peft's modules that hold adapters or fully trained copies, with their paths."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
@@ -42,7 +42,7 @@ def adapter_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def adapters_in(module: Any) -> list[str]:
-    """The names of the adapters that a module of peft's holds."""
+    """The names of the adapters in one of peft's modules."""
     held = [vars(module)["_modules"].get(factors) for factors in _FACTORS]
     return list(dict.fromkeys(name for names in held if names is not None for name in names))
 
@@ -51,7 +51,7 @@ def adapters_in(module: Any) -> list[str]:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers by path, without those inside adapters."""
+    """The linear layers by path, without those inside of adapters."""
     adapted = dict(adapter_modules(model))
     inside = {f"{path}.{name}" for path, m in adapted.items() for name, _ in m.named_modules() if name}
     found = ((path, m) for path, m in model.named_modules() if path not in inside)
@@ -62,13 +62,14 @@ def find_targets(
     model: nn.Module, wanted: Sequence[str], left_out: Sequence[str] = (),
     is_frozen: Callable[[str], bool] = lambda path: False,
 ) -> tuple[list[str], list[Problem]]:  # fmt: skip
-    """The paths of the layers that ``lora_target`` names, and a problem for each name that names none.
+    """The paths of the layers that ``lora_target`` selects, and a problem for each name without a match.
 
     Args:
-        wanted: "all" for every linear layer but the head; ends of paths ("q_proj", "mlp.up_proj"); regular expressions
-            for whole paths.
-        left_out: paths of modules that are trained whole, and so get no adapter in them.
-        is_frozen: whether the layer at a path is in a part of the model that does not train.
+        model: the model.
+        wanted: "all" for every linear layer except the head; suffixes of paths ("q_proj", "mlp.up_proj"); regular
+            expressions for whole paths.
+        left_out: paths of fully trained modules, which get no adapter.
+        is_frozen: whether the layer at a path belongs to a frozen part of the model.
     """
     linear = linear_layers(model)
     head = output_head(model)
@@ -97,7 +98,7 @@ def find_targets(
 
 
 def shortest_names(paths: Sequence[str], model: nn.Module) -> tuple[str, ...]:
-    """The ends of ``paths`` that name them and no other layer; whole paths where the end would name more."""
+    """Suffixes that match ``paths`` and no other layer. Whole paths if the suffix is ambiguous."""
     others = set(linear_layers(model)) - set(paths)
     taken = {path.split(".")[-1] for path in others}
     return tuple(dict.fromkeys(path if path.split(".")[-1] in taken else path.split(".")[-1] for path in paths))
@@ -113,8 +114,9 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 
 def find_modules(model: nn.Module, names: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """The paths of the modules whose path ends in the letters of one of ``names``, as peft takes them ("norm": an
-    "input_layernorm" too), none within another; and a problem for each name that fits none."""
+    """The outermost modules whose path ends with one of ``names``, and a problem for each name without a match. As in
+    peft, "norm" also matches "input_layernorm".
+    """
     paths = [path for path, _ in model.named_modules() if path]
     found = [path for path in paths if path.endswith(tuple(names))]
     outer = [path for path in found if not any(_within(path, other) for other in found if other != path)]
@@ -136,13 +138,18 @@ def find_modules(model: nn.Module, names: Sequence[str]) -> tuple[list[str], lis
 
 
 def add_adapter(model: nn.Module, name: str, config: Any, targets: Sequence[str], whole: Sequence[str]) -> None:
-    """Put adapter ``name`` over the layers at ``targets`` and train copies of the modules at ``whole``; make it the
-    active one. Where modules that are copied share a weight, their copies share one too.
+    """Add adapter ``name`` to the layers at ``targets``, and trainable copies of the modules at ``whole``. Activates
+    it.
 
-    Factors are kept in float32: peft draws them so, and rounds them to the format of the layer.
+    Modules that share a weight get copies that share one, too. Factors are kept in float32: peft initializes them in
+    float32 and then rounds them to the dtype of the layer.
 
     Args:
-        config: peft's ``LoraConfig``; what it says of targets is not read.
+        model: the model.
+        name: name of the adapter.
+        config: peft's ``LoraConfig``; its targets are ignored.
+        targets: paths of the layers with low-rank factors.
+        whole: paths of the fully trained modules.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear
@@ -151,16 +158,16 @@ def add_adapter(model: nn.Module, name: str, config: Any, targets: Sequence[str]
     here.target_modules, here.modules_to_save = set(targets), list(whole) or None
     here.fan_in_fan_out = any(is_conv1d(model.get_submodule(path)) for path in targets)
     packed = {type(layer) for layer in map(model.get_submodule, targets) if is_packed(layer)}
-    if packed:  # of whatever library: what peft does over a dense layer asks nothing of its weight
+    if packed:  # of any library: the generic layer of peft does not access the weight
         here._register_custom_module(dict.fromkeys(packed, Linear))
     is_shape = any(parameter.is_meta for parameter in model.parameters())
     if is_shape:
-        here.init_lora_weights = True  # nothing is there that could be decomposed
+        here.init_lora_weights = True  # on the meta device there is nothing to decompose
     before, mode = torch.get_rng_state(), model.training
     try:
         with torch.device("meta") if is_shape else nullcontext():
             inject_adapter_in_model(here, model, name)
-    except ValueError as error:  # what peft says of layers that it cannot adapt
+    except ValueError as error:  # peft's error for layers that it cannot adapt
         raise UserError(f"peft rejects this adapter: {error}") from error
     model.train(mode)
     if not is_shape and config.init_lora_weights is True:
@@ -176,7 +183,7 @@ def add_adapter(model: nn.Module, name: str, config: Any, targets: Sequence[str]
 
 
 def _draw_again(model: nn.Module, name: str, before: Tensor) -> None:
-    """A of each linear layer as it was drawn, in float32; the draws are peft's, one by one."""
+    """Repeat peft's random initialization of A in float32, layer by layer."""
     after = torch.get_rng_state()
     torch.set_rng_state(before)
     for _, layer in adapter_modules(model):
@@ -191,14 +198,14 @@ def _draw_again(model: nn.Module, name: str, before: Tensor) -> None:
 
 
 def set_active(model: nn.Module, names: Sequence[str]) -> None:
-    """The adapters whose updates are added up; a layer that lacks one of them leaves it out."""
+    """Activate adapters, whose updates are added. A layer without one of them skips it."""
     for _, module in adapter_modules(model):
         held = [name for name in names if name in adapters_in(module)]
         module.set_adapter(held if hasattr(module, "base_layer") else held[-1:])
 
 
 def train_only(model: nn.Module, name: str) -> None:
-    """Let adapter ``name`` move, and nothing else."""
+    """Make adapter ``name`` trainable and freeze everything else."""
     for path, parameter in model.named_parameters():
         parameter.requires_grad_(bool(_file_name(path, name)))
 
@@ -208,7 +215,7 @@ def train_only(model: nn.Module, name: str) -> None:
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """The model as it was before any adapter."""
+    """Context in which the model computes without any adapter."""
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     modules = [module for _, module in adapter_modules(model)]
     try:
@@ -224,11 +231,11 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
-    """Inside it, adapted layers compute with the sum of base and update, so that a token costs one product per layer.
+    """Context in which adapted layers compute with merged weights, so that a token needs one product per layer.
 
-    The sums stand in tensors of their own, and the weights of the base come back as they were, to the bit. Without
-    effect where the sum would round the update away or is not defined: a base that is quantized or narrower than
-    float32, several adapters, a variant such as DoRA.
+    The merged weights are separate tensors, and the original weights are restored exactly. Has no effect if merging
+    would round the update away or is not defined: a quantized base or one narrower than float32, several adapters,
+    variants such as DoRA.
     """
     is_adapted = any(hasattr(module, "base_layer") for module in model.modules())
     layers = [module for _, module in adapter_modules(model) if hasattr(module, "base_layer")] if is_adapted else []
@@ -255,10 +262,10 @@ def _merges_exactly(layer: Any) -> bool:
 
 @contextmanager
 def rows_through(model: nn.Module, adapters: Sequence[str]) -> Iterator[None]:
-    """Each row of a batch through an adapter of its own; ``"__base__"`` for none.
+    """Context in which each row of a batch uses its own adapter; ``"__base__"`` for none.
 
     Raises:
-        UserError: for a name that the model has no adapter of.
+        UserError: for an unknown adapter name.
     """
     modules = [module for _, module in adapter_modules(model)]
     known = {name for module in modules for name in adapters_in(module)} | {BASE}
@@ -274,16 +281,16 @@ def rows_through(model: nn.Module, adapters: Sequence[str]) -> Iterator[None]:
 
 
 def _is_quantized(layer: nn.Module) -> bool:
-    """Return whether the weight of ``layer`` is anything but a matrix of floating-point numbers."""
+    """Whether the weight of ``layer`` is not a floating-point matrix."""
     weight = getattr(layer, "weight", None)
     return not (isinstance(weight, Tensor) and weight.is_floating_point())
 
 
 def merge_into_base(model: nn.Module) -> nn.Module:
-    """The model with its adapters merged for good, in float32, and their layers gone.
+    """Merge the adapters into the model's weights in float32 and remove their layers.
 
     Raises:
-        UserError: where a merged weight is not finite; the model is then as it was.
+        UserError: if a merged weight is not finite. The model is then unchanged.
     """
     modules = list(adapter_modules(model))
     layers = [(path, module) for path, module in modules if hasattr(module, "base_layer")]
@@ -313,7 +320,7 @@ def merge_into_base(model: nn.Module) -> nn.Module:
 
 
 def _merges(layer: Any) -> bool:
-    """Merge one layer, into weights of its own: they may be another module's too. False where the sum is not finite."""
+    """Merge one layer into new tensors, because its weights may be shared with another module. False if not finite."""
     base, dtype = layer.base_layer, layer.base_layer.weight.dtype
     for name, parameter in list(base.named_parameters(recurse=False)):
         copied = parameter.detach().float() if name == "weight" else parameter.detach()
@@ -327,7 +334,7 @@ def _merges(layer: Any) -> bool:
 
 
 def _in_use(module: Any) -> nn.Module:
-    """The copy that stands for a module that is trained whole, or the module itself where none is active."""
+    """The active copy of a fully trained module, or the original module if none is active."""
     names = [name for name in module.active_adapters if name in module.modules_to_save]
     used: nn.Module = module.modules_to_save[names[-1]] if names else module.original_module
     return used
@@ -337,8 +344,9 @@ def _in_use(module: Any) -> nn.Module:
 
 
 def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """Adapter ``name`` as a file holds it: a weight that two modules share is there under both names, as two tensors,
-    because safetensors refuses names that share memory."""
+    """The tensors of adapter ``name`` for a file. A shared weight is copied for its second name, because safetensors
+    refuses names that share memory.
+    """
     found: dict[str, Tensor] = {}
     places: set[int] = set()
     for path, tensor in model.state_dict(keep_vars=True).items():
@@ -351,14 +359,14 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_adapter_state(model: nn.Module, name: str, state: Mapping[str, Tensor]) -> None:
-    """Put a file's tensors into adapter ``name``. Names and shapes have been checked."""
+    """Load a file's tensors into adapter ``name``. Names and shapes must have been checked."""
     for path, tensor in model.state_dict(keep_vars=True).items():
         if key := _file_name(path, name):
             tensor.copy_(state[key])
 
 
 def _file_name(path: str, name: str) -> str:
-    """``a.lora_A.default.weight`` -> ``base_model.model.a.lora_A.weight``; "" for what is not of adapter ``name``."""
+    """``a.lora_A.default.weight`` -> ``base_model.model.a.lora_A.weight``; "" if not part of adapter ``name``."""
     parts = path.split(".")
     at = next((i for i, (kind, whose) in enumerate(pairwise(parts)) if kind in _FACTORS and whose == name), None)
     if at is None:
@@ -380,13 +388,13 @@ def _within(path: str, module: str) -> bool:
 
 
 def _skips(model: nn.Module, path: str) -> bool:
-    """Tell whether the fast kernels of a state-space model go past a layer, so that peft refuses to adapt it."""
+    """Whether the fast kernels of a state-space model bypass a layer, so that peft refuses to adapt it."""
     family = getattr(getattr(model, "config", None), "model_type", "")
     return "mamba" in family and path.endswith("out_proj")
 
 
 def _names(name: str, path: str) -> bool:
-    """Return whether ``name`` is the end of ``path``, or a regular expression for all of it."""
+    """Whether ``name`` is a suffix of ``path``, or a regular expression that matches all of it."""
     if _ends(path, name):
         return True
     return bool(re.search(r"[*+?|()\[\]^$\\]", name) and re.fullmatch(name, path))
@@ -417,7 +425,7 @@ def _share(original: nn.Module, copied_module: nn.Module, copied: dict[int, nn.P
 
 
 def _settle_tie(model: nn.Module) -> None:
-    """Say in the config that embedding and head are two weights now, if they are: loading goes by it."""
+    """Update the config if embedding and head are no longer tied, because loading depends on it."""
     config = getattr(model, "config", None)
     if config is None or not getattr(config, "tie_word_embeddings", False):
         return
@@ -427,8 +435,9 @@ def _settle_tie(model: nn.Module) -> None:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """transformers' ``Conv1D``: a linear layer that stores its weight as (I, O). Known by name, so that adapters work
-    without transformers."""
+    """Whether this is transformers' ``Conv1D``, a linear layer with the weight (I, O). Checked by class name, so that
+    transformers is not required.
+    """
     return type(module).__name__ == "Conv1D"
 
 
@@ -437,7 +446,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """A linear layer of GPTQ or AWQ, whatever the library: known by the name of its packed weight."""
+    """Whether this is a linear layer of GPTQ or AWQ, recognized by the name of its packed weight."""
     return isinstance(getattr(module, "qweight", None), Tensor) and hasattr(module, "in_features")
 
 

@@ -1,12 +1,13 @@
 """Any method of the peft library, through peft itself: prompt tuning, IA3, OFT, ...
 
 In:  peft's config, as a mapping with ``peft_type`` and the method's own fields, as a JSON file, or as a folder with an
-     ``adapter_config.json``; from Python also a ``PeftConfig`` or a model that peft has wrapped already. OFT may be
-     described by LLaMA-Factory's keys instead.
-Out: peft's model around the model; peft's files.
-Refuses: methods and fields that this peft does not know.
+``adapter_config.json``; from Python also a ``PeftConfig`` or a model that is already wrapped by peft. OFT may also be
+configured with LLaMA-Factory's keys.
+Out: peft's wrapper of the model; peft's files.
+Refuses: methods and fields unknown to the installed peft.
 
-The only door to peft: its import takes seconds, so it happens when an adapter of this kind is checked or attached.
+Other modules import peft's methods only through this one: the import takes seconds, so it happens when such an adapter
+is checked or attached.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class PeftOptions:
 
 @ADAPTERS.register("peft", options=PeftOptions, is_of_peft=True)
 class PeftAdapter:
-    """Trains an adapter of the peft library; the model itself is frozen."""
+    """Trains an adapter of the peft library. The model itself is frozen."""
 
     saves_whole_model = False
-    file_stem = "peft_state"  # names as in memory: peft's own file leaves out what some methods need to go on exactly
+    file_stem = "peft_state"  # names as in memory: peft's own file omits what some methods need to resume exactly
 
     def __init__(self, options: PeftOptions, folders: Sequence[Path] = ()) -> None:
         self.options, self.folders = options, list(folders)
@@ -74,13 +75,14 @@ class PeftAdapter:
         config = self._config()
         try:
             wrapped: nn.Module = get_peft_model(model, config)
-        except ValueError as error:  # what peft says of a config that does not suit the model
+        except ValueError as error:  # peft's error for a config that does not suit the model
             raise UserError(f"peft_config cannot be applied to this model: {error}", option="peft_config") from error
         return wrapped
 
     def _continued(self, model: nn.Module, folder: str) -> nn.Module:
-        """Load the adapter in ``folder`` to train it further. peft saves and loads a trained prompt as a table of
-        vectors, for use only; that table is trained further, even if a network computed it before."""
+        """Load the adapter in ``folder`` to train it further. peft saves and loads a trained prompt as an embedding
+        table for inference. That table is trained further, even if a network computed it before.
+        """
         from peft import PeftConfig, PeftModel
 
         is_prompt = PeftConfig.from_pretrained(folder).is_prompt_learning
@@ -109,10 +111,10 @@ class PeftAdapter:
         model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
 
     def save_config(self, model: nn.Module, folder: str) -> None:
-        self.save(model, folder)  # small, and beside peft_state.safetensors it is what peft loads
+        self.save(model, folder)  # small; peft loads this file, not peft_state.safetensors
 
     def _config(self) -> Any:
-        """The ``PeftConfig`` that was given or described. Raises UserError."""
+        """The given or described ``PeftConfig``. Raises UserError if it is invalid."""
         from peft import PeftConfig
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -146,7 +148,7 @@ class OftOptions:
 
 
 class OftChoices(Protocol):
-    """The options that describe an adapter of OFT."""
+    """Options of OFT."""
 
     finetuning_type: str
     oft_rank: int
@@ -166,7 +168,7 @@ def check_oft(options: OftChoices) -> list[Problem]:
 
 @ADAPTERS.register("oft", options=OftOptions, is_of_peft=True)
 class OftAdapter(PeftAdapter):
-    """Trains small orthogonal matrices that rotate the inputs of layers (OFT, through peft)."""
+    """Trains small orthogonal matrices that rotate the inputs of layers (OFT, with peft)."""
 
     def __init__(self, options: OftOptions, folders: Sequence[Path] = ()) -> None:
         super().__init__(PeftOptions(), folders)
@@ -187,7 +189,7 @@ class OftAdapter(PeftAdapter):
 
 
 def merge_folders(model: nn.Module, folders: Sequence[Path]) -> nn.Module:
-    """The model with the adapters in ``folders`` merged into it, in order.
+    """Merge the adapters in ``folders`` into the model, in order.
 
     Raises:
         UserError: for a method that cannot be merged.
@@ -210,7 +212,7 @@ def _is_wrapped(model: nn.Module) -> bool:
 
 
 def _described(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
-    """The mapping in ``given``, in the file it names, or in the folder it names."""
+    """The mapping ``given``, or the one in the file or folder that it names."""
     if given is None:
         what = "finetuning_type peft requires peft_config."
         raise UserError(
@@ -231,6 +233,6 @@ def _described(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
 
 
 def name_base(model: Any) -> None:
-    """Let the configs of a peft model name their base so that it is found from any folder."""
+    """Set the base model's name in a peft model's configs so that it can be found from any folder."""
     for config in model.peft_config.values():
         config.base_model_name_or_path = from_anywhere(config.base_model_name_or_path)

@@ -1,7 +1,7 @@
-"""The attention that the options ask for: LLaMA-Factory's ``flash_attn``, or transformers' ``attn_implementation``.
+"""The attention implementation selected by LLaMA-Factory's ``flash_attn`` or transformers' ``attn_implementation``.
 
-In: the options. Out: transformers' name of it, or None, which leaves the choice to the model and to burnish.
-Refused, by name and before a model loads: an unknown name, a library that is missing, two options that differ.
+In: the options. Out: transformers' name of it, or None, which leaves the choice to the model and to burnish. Refuses,
+before a model is loaded: an unknown name, a missing library, two different options.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ _FLASH_LIBRARIES = {
     "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
     "flash_attention_4": ("flash_attn.cute", "flash-attn-4"),
 }
-"""Name -> its module and its package. If the package is missing, transformers takes a kernel from the hub."""
+"""Name -> its module and its package. If the package is missing, transformers downloads a kernel from the hub."""
 
 _OTHERS = ("eager", "sdpa", "flex_attention")
 _KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
-"""owner/name of a kernel on the hub, perhaps with a revision and the name of a function."""
+"""owner/name of a kernel on the hub, optionally with a revision and a function name."""
 
 
 def asked_attention(options: ModelOptions) -> str | None:
-    """transformers' name of the attention that was asked for."""
+    """transformers' name of the selected attention."""
     name: str | None = options.attn_implementation or _NAMES[options.flash_attn]
     return name
 
 
 def is_flash(name: str | None) -> bool:
-    """Return whether attention of that name runs only on a GPU and in 16 bits."""
+    """Whether this attention runs on GPUs and in 16 bits only."""
     return name is not None and (name in _FLASH_LIBRARIES or _KERNEL.fullmatch(name) is not None)
 
 
 def attention_problems(options: ModelOptions) -> Iterator[Problem]:
-    """Problems of the attention that the options ask for: unknown or not installed."""
+    """Problems of the selected attention: unknown or not installed."""
     name, usual = asked_attention(options), _NAMES[options.flash_attn]
     if options.attn_implementation and usual not in (None, name):
         yield Problem(
@@ -74,4 +74,4 @@ def _can_be_had(name: str) -> bool:
         return True
     from transformers.utils import is_kernels_available
 
-    return bool(is_kernels_available())  # checks the version of the library too
+    return bool(is_kernels_available())  # also checks the version of the library

@@ -1,4 +1,4 @@
-"""Dropout off, for good: where two passes over one model are compared, neither is to draw at random."""
+"""Disable dropout, for objectives that compare two passes of a model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ NO_DROPOUT = Reason("dropout", "two forward passes of the model are compared, so
 
 
 def switch_off_dropout(model: nn.Module) -> bool:
-    """Set the probability of every dropout in ``model`` to 0: torch's modules, those of adapters too, and attention
-    that drops by a number of its own. Returns whether any was on."""
+    """Set the probability of every dropout in ``model`` to 0: torch's modules, those of adapters, and attention with
+    its own probability. Returns whether any was above 0.
+    """
     was_on = False
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -1,7 +1,7 @@
 """Options of ``burnish export``, and the upload to the hub.
 
-In:  options, a folder that holds a whole model. Out: a repository on the Hugging Face hub.
-Refuses: a folder that is not empty, and one that the export reads from.
+In:  options, the folder of a full model. Out: a repository on the Hugging Face hub. Refuses: a folder that is not
+empty, or that the export reads from.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ExportOptions:
 
 
 def without_gguf(options: ExportOptions) -> list[str]:
-    """A sentence for each option of a GGUF file where none is asked for."""
+    """A sentence for each GGUF option that has no effect, because the export has another format."""
     return set_without(options, {"export_gguf_type": "export_format", "llama_cpp": "export_format"})
 
 
@@ -66,7 +66,7 @@ def export_notes(options: ExportOptions) -> list[str]:
 
 
 class ExportChoices(Protocol):
-    """The options that say where an export goes."""
+    """Options of the export's destination."""
 
     export_dir: str | None
     overwrite_output_dir: bool
@@ -75,15 +75,16 @@ class ExportChoices(Protocol):
 
 
 OF_A_RUN = ("adapter_config.json", "trainer_state.json", "launch.json", "checkpoint-*")
-"""Files by which the folder of a training is known, of an adapter, or of a training that goes on now."""
+"""Files that identify the folder of an adapter or of a finished or running training."""
 
 
 def problems_of_export(options: ExportChoices, others: list[Path], left_over: Collection[str] = ()) -> list[Problem]:
-    """Find what is wrong with the folder of the export.
+    """Return problems with the destination folder.
 
     Args:
+        options: the options of the export.
         others: the folders of the model and its adapters.
-        left_over: names of files that an interrupted export left in the folder; they are overwritten.
+        left_over: names of files that an interrupted export left in the folder. They are overwritten.
     """
     if not options.export_dir:
         return [
@@ -116,15 +117,15 @@ def problems_of_export(options: ExportChoices, others: list[Path], left_over: Co
 
 
 def inference_dtype(options: ExportOptions) -> torch.dtype | None:
-    """The dtype that is asked for, or None for that of the files."""
+    """The requested dtype, or None for that of the files."""
     return None if options.infer_dtype == "auto" else getattr(torch, options.infer_dtype)
 
 
 def upload(folder: Path, options: ExportChoices) -> str:
-    """Upload ``folder`` to the hub, into a private repository if it has to be made. Returns its address.
+    """Upload ``folder`` to the hub, to a private repository if it does not exist yet. Returns its URL.
 
     Raises:
-        NotSavedError: where the hub or the way to it does not take it; what was exported is there all the same.
+        NotSavedError: if the upload fails. The exported files remain.
     """
     from huggingface_hub import HfApi
 
@@ -140,7 +141,7 @@ def upload(folder: Path, options: ExportChoices) -> str:
 
 
 def refusals() -> tuple[type[BaseException], ...]:
-    """Errors of the hub's library where the hub or the network fails: those of its HTTP client, whichever that is."""
+    """Exceptions of the hub's library when the hub or the network fails, including those of its HTTP client."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     return (OSError, HFValidationError, *HfHubHTTPError.__bases__)

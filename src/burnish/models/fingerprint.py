@@ -1,6 +1,6 @@
-"""Fingerprints of models, adapters and files: a short text that changes with their content, and not with their place.
+"""Fingerprints of models, adapters and files: short hashes of their content, independent of their location.
 
-Only samples of a large file are read. A fine-tuned copy of a model differs in every one of them.
+Only samples of a large file are read. A fine-tuned copy of a model differs in each of them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from burnish.models.source import local_folder
 from burnish.utils.json_files import read_object
 
 SAMPLES = 64
-"""Number of places per file that are read; a fine-tuned copy differs in every one of them."""
+"""Number of positions per file that are read. A fine-tuned copy differs in each of them."""
 _SAMPLE_BYTES = 4096
 _PATTERNS = ("*.json", "*.safetensors")
 
 
 def base_fingerprint(options: ModelOptions, seed: int) -> str:
-    """A hash of the base model's weights; of one that is trained from scratch, of its config and ``seed``."""
+    """A hash of the base model's weights. For a model that is trained from scratch, of its config and ``seed``."""
     if not options.train_from_scratch:
         return weights_fingerprint(str(options.model_name_or_path), options, "model_name_or_path")
     folder = local_folder(str(options.model_name_or_path), options, "model_name_or_path", _PATTERNS)
@@ -33,7 +33,7 @@ def base_fingerprint(options: ModelOptions, seed: int) -> str:
 
 
 def weights_fingerprint(name: str, options: ModelOptions, option_name: str) -> str:
-    """A hash of the weight files of the model ``name``: sizes, headers, and bytes from evenly spaced places."""
+    """A hash of the weight files of the model ``name``: sizes, headers, and evenly spaced samples of bytes."""
     digest = hashlib.sha256()
     for path in weight_files(local_folder(name, options, option_name, _PATTERNS)):
         _add_samples(digest, path)
@@ -41,11 +41,11 @@ def weights_fingerprint(name: str, options: ModelOptions, option_name: str) -> s
 
 
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "use_cache", "torch_dtype", "dtype")
-"""Keys of a config that change no number; what the weights are saved in is in their headers."""
+"""Keys of a config that do not affect results. The dtype of the weights is in their headers."""
 
 
 def config_fingerprint(options: ModelOptions) -> str:
-    """A hash of ``config.json``: the same weights under another config are another model."""
+    """A hash of ``config.json``, because the same weights with another config are another model."""
     folder = local_folder(str(options.model_name_or_path), options, "model_name_or_path", _PATTERNS)
     raw = read_object(folder / "config.json")
     kept = {name: value for name, value in raw.items() if name not in _SAYS_NOTHING and value is not None}
@@ -53,7 +53,7 @@ def config_fingerprint(options: ModelOptions) -> str:
 
 
 def adapters_fingerprint(names: Sequence[str] | None, options: ModelOptions, option_name: str) -> str:
-    """A hash of the adapters ``names``, in order; "" if there are none."""
+    """A hash of the adapters ``names``, in order; "" without adapters."""
     digest = hashlib.sha256()
     for name in names or ():
         folder = local_folder(name, options, option_name, ("adapter_*",))
@@ -63,7 +63,7 @@ def adapters_fingerprint(names: Sequence[str] | None, options: ModelOptions, opt
 
 
 def place_fingerprint(value: Any) -> Any:
-    """``value`` with each path of a file or folder replaced by a hash of its content."""
+    """``value`` with each path of a file or folder replaced with a hash of its content."""
     if isinstance(value, list):
         return [place_fingerprint(item) for item in value]
     path = Path(value) if isinstance(value, str) and value else None

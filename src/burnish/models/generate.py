@@ -1,7 +1,7 @@
-"""Generation of answers to prompts, a batch at a time.
+"""Generate responses to batches of prompts.
 
-In:  prompts as token ids, options under LLaMA-Factory's names. Out: the new ids of each, up to the end of the answer.
-Prompts are padded on the left, so that all of a batch end at the same position; attention ignores the padding.
+In:  prompts as token ids, options under LLaMA-Factory's names. Out: the new ids of each response. Prompts are padded on
+the left, so that all prompts of a batch end at the same position; attention ignores the padding.
 """
 
 # B prompts in a batch, T tokens of the longest
@@ -64,7 +64,7 @@ class GenerationOptions:
 
 
 class AnswerChoices(Protocol):
-    """The options that say whether answers are made."""
+    """Options that enable generation."""
 
     do_predict: bool
     predict_with_generate: bool
@@ -106,11 +106,11 @@ def generation_notes(options: AnswerChoices) -> list[str]:
 def generation_config(
     model: nn.Module, tokenizer: Any, stop_token_ids: Sequence[int], options: GenerationOptions
 ) -> Any:
-    """The model's own ``GenerationConfig``, overridden by the options."""
+    """The model's own ``GenerationConfig`` with the values of the options."""
     config: Any = copy.deepcopy(model.generation_config)
     config.eos_token_id, config.pad_token_id = list(stop_token_ids), tokenizer.pad_token_id
     config.do_sample = options.do_sample
-    # Without sampling, the options that only sampling reads are removed, or transformers warns of each.
+    # Without sampling, sampling parameters are removed, because transformers warns of each.
     config.temperature = options.temperature if options.do_sample else None
     config.top_p = options.top_p if options.do_sample else None
     config.top_k = options.top_k if options.do_sample else None
@@ -119,27 +119,28 @@ def generation_config(
     config.length_penalty = options.length_penalty if options.num_beams > 1 else None
     config.max_new_tokens = options.max_new_tokens if options.max_new_tokens > 0 else None
     config.max_length = None if config.max_new_tokens else options.max_length
-    config.use_cache = True  # training sets it to false
+    config.use_cache = True  # disabled in training
     config.cache_implementation = "static" if options.cache_implementation == "static" else None
     return config
 
 
 _STATIC_STEP = 64
-"""With a static cache, each shape is compiled, so prompts are padded to a multiple of so many tokens."""
+"""With a static cache each shape is compiled, so prompts are padded to a multiple of this number of tokens."""
 
 
 def generate(
     model: nn.Module, prompts: Sequence[Sequence[int]], config: Any, context: int | None = None
 ) -> list[list[int]]:
-    """Generate the answer to each prompt, without the token that ended it.
+    """Generate the response to each prompt, without the token that ended it.
 
-    The longest possible answer follows from the length of its own prompt. Prompts with the same limit are answered
-    together, so that no answer depends on the other prompts. Where a prompt leaves no room, the answer is empty.
+    The length limit of a response depends on its own prompt. Prompts with the same limit are batched, so no response
+    depends on other prompts. If a prompt leaves no room, its response is empty.
 
     Args:
-        prompts: lists of token ids, none of them empty.
-        config: of ``generation_config``.
-        context: tokens that the model can hold; None for any number.
+        model: a causal language model.
+        prompts: lists of token ids, not empty.
+        config: a result of ``generation_config``.
+        context: context length in tokens; None: unlimited.
     """
     alike: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
@@ -156,17 +157,17 @@ def generate(
 
 
 def _room(prompt_length: int, config: Any, context: int | None) -> int:
-    """The longest answer to a prompt of that length."""
+    """Maximum length of the response to a prompt of that length."""
     room: int = config.max_new_tokens or config.max_length - prompt_length
     return room if context is None else min(room, context - prompt_length)
 
 
 @torch.no_grad()
 def _together(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) -> list[list[int]]:
-    """Generate answers to B prompts, of at most ``config.max_new_tokens`` tokens."""
+    """Generate responses to B prompts, of at most ``config.max_new_tokens`` tokens."""
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
-    if config.cache_implementation == "static":  # so that few shapes are compiled
+    if config.cache_implementation == "static":  # to compile few shapes
         longest = -(-longest // _STATIC_STEP) * _STATIC_STEP
     padded = [[config.pad_token_id] * (longest - len(p)) + list(p) for p in prompts]
     mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
@@ -185,11 +186,11 @@ def _together(model: nn.Module, prompts: Sequence[Sequence[int]], config: Any) -
 
 
 def _static_cache(model: nn.Module, length: int) -> dict[str, Any]:
-    """transformers' static cache, with one dtype, as an argument of ``generate``; nothing where the model has a cache
-    of its own kind.
+    """transformers' static cache with a single dtype, as an argument of ``generate``. Empty if the model has its own
+    cache.
 
-    Under autocast values are in 16 bits, and keys in float32, because rotary positions convert them; the cache takes
-    the dtype of keys for both, and then refuses the values (transformers 5.23, StaticLayer.update).
+    Under autocast values are in 16 bits, and keys in float32 after rotary positions. The cache uses the dtype of keys
+    for both, and then refuses the values (transformers 5.23, StaticLayer.update).
     """
     inner = causal_lm(model)
     if "past_key_values" not in signature(inner.forward).parameters:
@@ -207,6 +208,6 @@ def _static_cache(model: nn.Module, length: int) -> dict[str, Any]:
 
 
 def until_stop(ids: Sequence[int], stop_token_ids: Sequence[int]) -> list[int]:
-    """``ids`` up to the first token that ends an answer."""
+    """``ids`` up to the first stop token."""
     end = next((place for place, token in enumerate(ids) if token in stop_token_ids), len(ids))
     return list(ids[:end])

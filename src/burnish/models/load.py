@@ -1,9 +1,9 @@
-"""Loading a language model, with its tower where it sees: config, weights, precision, attention.
+"""Load a language model, with its vision tower if it has one: config, weights, precision, attention.
 
 In:  ``ModelOptions``, and from the engine a dtype and a device. Out: transformers' own model, ready for an adapter.
-     Without weights: its shapes (``meta_model``), for counting and checking.
-Refuses: weights that are missing, of another shape, or pickled. Faults that files alone show were refused before
-     (check.py).
+``meta_model`` creates it without weights, for counting and checking.
+Refuses: weights that are missing, of another shape, or pickled. Errors that the files alone show are found earlier
+(check.py).
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ def load_config(
     """Load the model's config.
 
     Args:
-        max_length: the longest row of the run; ``rope_scaling`` stretches the model's context to it.
+        options: the options of the model.
+        max_length: maximum sequence length of the run, to which ``rope_scaling`` extends the context.
+        notes: receives sentences for the user.
+
     Raises:
-        UserError: where there is none, or its values contradict each other.
+        UserError: if it is missing or inconsistent.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -74,16 +77,19 @@ def load_model(
     device: torch.device | str | None = None, config: PreTrainedConfig | None = None, notes: list[str] | None = None,
     needs_head: bool = True,
 ) -> PreTrainedModel:  # fmt: skip
-    """Load the model with its weights, in evaluation mode; all of its parameters require gradients.
+    """Load the model with its weights, in evaluation mode. All parameters require gradients.
 
     Args:
-        dtype: of every parameter; "auto" for the one the weights were saved in.
+        options: the options of the model.
+        dtype: dtype of all parameters; "auto" for the saved one.
         attn_implementation: overrides the options.
-        device: the device to load to; the CPU if not given.
-        config: what ``load_config`` gave; loaded again where not given.
-        notes: receives sentences for a person: weights in the files that the model has no use for.
+        device: device to load to. Default: CPU.
+        config: result of ``load_config``; loaded again by default.
+        notes: receives sentences for the user, such as on unused weights in the files.
+        needs_head: whether the language model head is required.
+
     Raises:
-        UserError: where weights are missing or do not fit.
+        UserError: if weights are missing or do not fit.
     """
     notes = [] if notes is None else notes
     config = load_config(options) if config is None else config
@@ -107,7 +113,7 @@ def load_model(
     return model
 
 
-# What generation reads only when it samples, and the value at which it does nothing.
+# Parameters of sampling, and their neutral values.
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None, "typical_p": 1.0}
 SAMPLING = Reason(
     "generation config that samples", "it sets a temperature or top_p without do_sample, and transformers 4.39 "
@@ -116,7 +122,7 @@ SAMPLING = Reason(
 
 
 def samples_without_sampling(model: nn.Module) -> bool:
-    """Return whether the model's generation config has values for sampling, but does not sample."""
+    """Whether the model's generation config has sampling parameters but does not enable sampling."""
     generation = getattr(model, "generation_config", None)
     if generation is None or generation.do_sample:
         return False
@@ -124,7 +130,7 @@ def samples_without_sampling(model: nn.Module) -> bool:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' class that loads a model: with its tower, if the config has one, else a causal language model."""
+    """transformers' class for the config: with a vision tower if the config has one, else a causal language model."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     has_tower = getattr(config, "vision_config", None) is not None
@@ -133,10 +139,10 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Make the model without weights: every parameter is on the meta device.
+    """Create the model without weights, on the meta device.
 
     Raises:
-        UserError: where no model can be made from the config's numbers.
+        UserError: if the config is invalid.
     """
     from transformers import GenerationConfig
 
@@ -147,7 +153,7 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
         raise UserError(
             f"no model can be created from its config: {said_by(error)}", config.name_or_path or ""
         ) from error
-    model.tie_weights()  # transformers 5.0 does not, on the meta device
+    model.tie_weights()  # transformers 5.0 does not do this on the meta device
     path = Path(config.name_or_path or "") / "generation_config.json"
     if config.name_or_path and path.is_file():
         read_object(path)
@@ -159,17 +165,19 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
 
 
 def find_non_finite(model: nn.Module) -> list[str]:
-    """The names of the weights that hold NaN or infinity. Reads every weight once."""
+    """Names of the weights with NaN or infinity. Reads every weight once."""
     weights = ((name, p) for name, p in model.named_parameters() if p.is_floating_point() and not p.is_meta)
     return [name for name, weight in weights if not _is_finite(weight)]
 
 
 def raise_if_empty(model: nn.Module, name: str, notes: list[str]) -> None:
-    """Raise UserError where all matrices of the model, or all of its embedding, hold nothing but zeros; a note where
-    some do, as in a model whose new layers begin as nothing."""
+    """Raise UserError if all matrices or the whole embedding are zero.
+
+    Adds a note if only some matrices are zero, as in a model with new layers that are initialized to zero.
+    """
     matrices = {n: p for n, p in model.named_parameters() if p.ndim > 1 and p.is_floating_point() and not p.is_meta}
     wide = {n: p.detach() for n, p in matrices.items() if p.dtype.itemsize > 1}
-    empty = [n for n, p in wide.items() if not p[0].any() and not p.any()]  # the first row says it of nearly every one
+    empty = [n for n, p in wide.items() if not p[0].any() and not p.any()]  # the first row decides almost always
     find: Any = getattr(model, "get_input_embeddings", None)
     embedding = getattr(find(), "weight", None) if find is not None else None
     is_lost = len(empty) == len(matrices) or any(matrices[n] is embedding for n in empty)
@@ -185,9 +193,12 @@ def raise_if_empty(model: nn.Module, name: str, notes: list[str]) -> None:
 
 
 def _is_finite(weight: nn.Parameter) -> bool:
-    """Return whether all numbers of a weight are finite. NaN and infinity stay in a sum, which takes a twentieth of the
-    time of testing each number; where the sum of finite numbers overflows, each is tested. 8-bit dtypes have no sum, so
-    they are converted to bfloat16, which holds all of their numbers."""
+    """Whether all elements of a weight are finite.
+
+    NaN and infinity propagate to the sum, which takes a twentieth of the time of testing each element. If a sum of
+    finite numbers overflows, each element is tested. 8-bit dtypes have no sum and are converted to bfloat16, which
+    represents all their values.
+    """
     numbers = weight.detach()
     if numbers.dtype.itemsize == 1:
         numbers = numbers.bfloat16()
@@ -195,13 +206,13 @@ def _is_finite(weight: nn.Parameter) -> bool:
 
 
 def raise_if_not_finite(model: nn.Module, name: str) -> None:
-    """Raise UserError where a weight is NaN or infinite, because every loss would be too."""
+    """Raise UserError if a weight is NaN or infinite, because every loss would be, too."""
     remedy = "Download the model again, or load it in a dtype with a wider range (bfloat16 for float16)."
     raise_if(_not_finite("model", find_non_finite(model), name, remedy))
 
 
 def raise_if_adapter_not_finite(model: nn.Module, folders: Sequence[Path]) -> None:
-    """Raise UserError where a weight of the adapters is NaN or infinite; the model's own have been looked at before."""
+    """Raise UserError if a weight of the adapters is NaN or infinite. The base model's weights were checked before."""
     found = [name for name, p in model.named_parameters() if p.requires_grad and not _is_finite(p)]
     remedy = "It is damaged or diverged in training; use an earlier checkpoint."
     raise_if(_not_finite("adapter", found, ", ".join(map(str, folders)), remedy))
@@ -213,7 +224,7 @@ def _not_finite(whose: str, found: list[str], where: str, remedy: str) -> list[P
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """The longest sequence the model was made for, or None where the config does not say or sets no limit."""
+    """Context length of the model; None if the config has none or sets no limit."""
     text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
         length = getattr(text, name, None)
@@ -225,7 +236,7 @@ def context_length(config: PreTrainedConfig) -> int | None:
 
 
 def check_context(config: PreTrainedConfig, longest: int) -> list[Problem]:
-    """Check that a row of ``longest`` tokens fits the model's context."""
+    """Check that an example of ``longest`` tokens fits the model's context."""
     length = context_length(config)
     if length is None or longest <= length:
         return []
@@ -239,10 +250,10 @@ def check_context(config: PreTrainedConfig, longest: int) -> list[Problem]:
 
 
 def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
-    """Stretch the rotary positions so that ``wanted`` tokens fit, by the smallest whole factor; returns a note on it.
+    """Scale the rotary positions by the smallest integer factor with which ``wanted`` tokens fit. Returns a note.
 
     Sources: linear, Chen et al. 2023, https://arxiv.org/abs/2306.15595; yarn, Peng et al. 2023,
-    https://arxiv.org/abs/2309.00071; dynamic and llama3 as transformers' ``modeling_rope_utils`` has them.
+    https://arxiv.org/abs/2309.00071; dynamic and llama3 as in transformers' ``modeling_rope_utils``.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
@@ -263,7 +274,7 @@ def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
         changed |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     text.rope_parameters = changed
     said = f"The context is extended from {length} to {int(original * factor)} tokens ({kind}, factor {factor:g})."
-    if kind == "dynamic":  # transformers scales where a row is longer than max_position_embeddings: it stays as it is
+    if kind == "dynamic":  # transformers scales rows that are longer than max_position_embeddings, so keep it
         return (
             f"{said} The factor depends on the longest example of a micro-batch, so results depend on how a "
             "step is split into micro-batches."
@@ -275,7 +286,8 @@ def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
 def _random_model(
     options: ModelOptions, config: PreTrainedConfig, arguments: dict[str, Any], device: torch.device | str | None
 ) -> PreTrainedModel:
-    """Make a model with random weights, drawn on the CPU in float32, so that a seed gives the same ones everywhere."""
+    """Create a model with random weights, drawn on the CPU in float32, so that a seed gives the same weights
+    everywhere."""
     dtype = arguments.pop("dtype")
     wanted = (config.dtype or torch.float32) if dtype == "auto" else dtype
     code = options.trust_remote_code
@@ -293,14 +305,14 @@ def _pretrained_model(
     notes: list[str], needs_head: bool,
 ) -> PreTrainedModel:  # fmt: skip
     source = find_source(options.model_name_or_path, options, with_weights=True)
-    talks = redirect_stdout(sys.stderr) if quantized_by(config) else nullcontext()  # gptqmodel has much to say
+    talks = redirect_stdout(sys.stderr) if quantized_by(config) else nullcontext()  # gptqmodel prints a lot
     with quiet(), talks, refused_conversions(source.name):
         loaded: Any = auto_class(config).from_pretrained(
             source.name,
             config=config,
             use_safetensors=True,
             device_map=None if device is None else {"": device},
-            ignore_mismatched_sizes=True,  # reported below, in one sentence
+            ignore_mismatched_sizes=True,  # reported below in one message
             output_loading_info=True,
             **hub_arguments(options),
             **arguments,
@@ -318,7 +330,7 @@ _HEAD = re.compile(r"(lm_head|embed_out|output)\.")
 
 
 def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], needs_head: bool) -> list[Problem]:
-    """Problems of the weights that transformers found for a model, from its ``loading_info``."""
+    """Problems of a model's weights, from transformers' ``loading_info``."""
     problems, class_name = [], type(model).__name__
     missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
     if beyond := sorted(_layers_in(found["unexpected_keys"]) - _layers_in(dict(model.named_parameters()))):
@@ -362,13 +374,14 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|decoder_layers)\.(\d+)\."
 
 
 def _layers_in(names: Iterable[str]) -> set[int]:
-    """The numbers of the layers to which weights of these names belong."""
+    """Indices of the layers that the weights with these names belong to."""
     return {int(match[1]) for name in names if (match := _LAYER.search(name))}
 
 
 def said_by(error: BaseException) -> str:
-    """A library's reason in one sentence: all of it where the first line ends at a colon, and the kind of error where
-    it is no more than a word."""
+    """A library's error message as one sentence. Includes more lines if the first one ends with a colon, and the type
+    of the error if the message is only a word.
+    """
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     first = next(iter(lines), "")
     if first.endswith(":"):

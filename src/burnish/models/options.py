@@ -1,4 +1,4 @@
-"""The options of the model and of its tokenizer. Names and meanings are LLaMA-Factory's and transformers'."""
+"""Options of the model and its tokenizer. Names and semantics are LLaMA-Factory's and transformers'."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def check_new_tokens(options: ModelOptions) -> list[Problem]:
 
 
 class NormChoices(Protocol):
-    """The options read here."""
+    """Options that this module reads."""
 
     pure_bf16: bool
     upcast_layernorm: bool
@@ -133,7 +133,7 @@ def check_norms(options: NormChoices) -> list[Problem]:
 
 @notes
 def remote_code_notes(options: ModelOptions) -> list[str]:
-    """Say that code of other people runs, in the log of every run in which it may."""
+    """Log that custom code of the model may run."""
     if not options.trust_remote_code:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Output and errors of transformers while it loads and saves, suppressed or turned into sentences of burnish."""
+"""Suppress the output of transformers while it loads and saves, and convert its errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from burnish.config.errors import UserError
 
 @contextmanager
 def refused_conversions(where: str) -> Iterator[None]:
-    """Turn transformers' error about tensors that it cannot combine into a UserError about the files."""
+    """Convert transformers' error about tensors that it cannot combine to a UserError about the files."""
     try:
         yield
     except RuntimeError as error:
@@ -24,7 +24,7 @@ def refused_conversions(where: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress transformers' progress bar and report in the ``with`` block; burnish prints their content once."""
+    """Suppress transformers' progress bar and report in the ``with`` block. burnish prints their content once."""
     from transformers.utils import logging
 
     level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
-"""Reward models as files: a value head of its own (LLaMA-Factory's), or transformers' sequence classifier.
+"""Read and write reward models: with a value head (LLaMA-Factory), or as transformers' sequence classifier.
 
-In: folders. Out: the weights of the head, under LLaMA-Factory's names, from whichever form is there; and either form
-written. Both hold one linear layer over the last hidden states; a classifier's has no bias.
+In: folders. Out: the weights of the head, under LLaMA-Factory's names, from either format. Writes both formats. Both
+contain one linear layer over the last hidden states; a classifier's has no bias.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
 
 
 def read_head(folders: Sequence[Path]) -> tuple[dict[str, Tensor], Path] | None:
-    """The head of the last of ``folders`` that has one, and its file; None where none has."""
+    """The head in the last of ``folders`` that has one, and its file; None if none has one."""
     for folder in reversed(folders):
         for read in (_value_head, _old_value_head, _score):
             found = read(folder)
@@ -47,7 +47,7 @@ def _value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
 
 
 def kind_of_head(file: Path) -> tuple[str, int] | None:
-    """The name of the reward head in a file, and its width; None for the plain linear layer."""
+    """The registered name and width of the reward head in a file; None for the linear layer."""
     from safetensors import safe_open
 
     if file.name != VALUE_HEAD:
@@ -76,7 +76,7 @@ def _checked(found: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
 
 
 def _score(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
-    """The score of a sequence classifier: in its one file, in one of its shards, or among an adapter's weights."""
+    """The score head of a sequence classifier: in a single file, a shard, or an adapter's weights."""
     from safetensors import safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -91,7 +91,13 @@ def _score(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
 
 
 def write_value_head(folder: Path, weights: Mapping[str, Tensor], kind: tuple[str, int] | None = None) -> None:
-    """Args: weights: by LLaMA-Factory's names; float32. kind: name and width of another head than the linear layer."""
+    """Write ``value_head.safetensors``.
+
+    Args:
+        folder: the destination.
+        weights: by LLaMA-Factory's names; saved in float32.
+        kind: registered name and width of a head other than the linear layer.
+    """
     from safetensors.torch import save_file
 
     whole = dict(weights) if kind else {WEIGHT: weights[WEIGHT], BIAS: weights.get(BIAS, torch.zeros(1))}
@@ -100,10 +106,11 @@ def write_value_head(folder: Path, weights: Mapping[str, Tensor], kind: tuple[st
 
 
 def save_classifier(model: nn.Module, tokenizer: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a language model and a score as one sequence classifier, over the language model that was saved there.
+    """Write a language model and a score head as one sequence classifier, replacing the language model in ``folder``.
 
     Raises:
-        UserError: where transformers would read the score elsewhere: it takes the last token that is no padding.
+        UserError: if transformers would compute the score at another position: it uses the last token other than
+            padding.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -125,7 +132,8 @@ def save_classifier(model: nn.Module, tokenizer: Any, weights: Mapping[str, Tens
 
 
 def save_reward_head(weights: Mapping[str, Tensor], model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write the head of the whole model in ``folder`` as it was: a value head has a bias, a classifier's score none."""
+    """Write the head of the full model in ``folder`` in its original format. A value head has a bias, a classifier
+    has none."""
     if BIAS in weights:
         write_value_head(folder, weights)
     else:
@@ -133,10 +141,10 @@ def save_reward_head(weights: Mapping[str, Tensor], model: nn.Module, tokenizer:
 
 
 def pad_of_classifier(tokenizer: Any) -> int:
-    """A padding token that ends no answer: the tokenizer's own, or another special token.
+    """A padding token that does not end responses: the tokenizer's own, or another special token.
 
     Raises:
-        UserError: where there is none.
+        UserError: if there is none.
     """
     eos = tokenizer.eos_token_id
     named = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
@@ -153,7 +161,7 @@ def pad_of_classifier(tokenizer: Any) -> int:
 
 
 def add_score_to_adapter(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Make the adapter in ``folder`` one of a sequence classifier, its score among what is trained whole."""
+    """Convert the adapter in ``folder`` to one of a sequence classifier, with the score as a fully trained module."""
     from safetensors.torch import load_file, save_file
 
     file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
@@ -168,15 +176,16 @@ def add_score_to_adapter(folder: Path, weights: Mapping[str, Tensor]) -> None:
 def load_reward_model(
     name: str, adapters: Sequence[str] = (), quantization_bit: int | None = None
 ) -> tuple[Any, Any, dict[str, Tensor] | None]:
-    """A reward model for scoring: the model, its tokenizer, and the weights of a value head; None where the model is a
-    sequence classifier, whose score is a part of it.
+    """A reward model for scoring: the model, its tokenizer, and the weights of a value head, or None if the model is a
+    sequence classifier, which includes its score head.
 
     Args:
         name: a folder, or a hub id of a sequence classifier.
-        adapters: folders of adapters on it, in order.
+        adapters: folders of its adapters, in order.
+        quantization_bit: 4 or 8 to quantize while loading.
 
     Raises:
-        UserError: where no folder has a head.
+        UserError: if no folder has a head.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 

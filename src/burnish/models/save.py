@@ -1,11 +1,11 @@
 """Saving a trained model for other programs: a folder that ``AutoModelForCausalLM`` or peft loads.
 
-In:  the model, its tokenizer, where to. Out: safetensors (in shards with an index where they are large), config,
-     generation config, tokenizer with its chat template; of an adapter, the adapter's files and the tokenizer.
-Refuses: a whole model with an adapter still in it. Nothing is pickled.
+In:  the model, its tokenizer, a folder. Out: safetensors (sharded with an index if large), config, generation config,
+tokenizer with its chat template; for an adapter, the adapter's files and the tokenizer.
+Refuses: a full model that still contains an adapter. Nothing is pickled.
 
-Checkpoints differ: they hold the weights in the precision of training (``adapters.base.ModelState``); here weights are
-saved in the precision in which they were loaded.
+Checkpoints contain the weights in the precision of training (``adapters.base.ModelState``). Here they are saved in the
+precision in which they were loaded.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ def save_model(
     dtype: torch.dtype | None = None, max_shard_size: str | int = SHARD_SIZE, stop_token_ids: Sequence[int] = (),
     whole: Callable[[Tensor], Tensor] | None = None, writes: bool = True,
 ) -> None:  # fmt: skip
-    """Write the trained model or adapter.
+    """Save the trained model or adapter.
 
     Args:
-        adapter: writes only the adapter's weights; None writes the whole model.
-        dtype: of the weights in the files; if not given, the one in which they were loaded.
-        stop_token_ids: tokens that end an answer beside the tokenizer's end token; generation stops at each.
-        whole: makes a weight whole of which each process holds a part; all processes call this function then.
-        writes: whether this process is the one that writes.
+        model: the trained model.
+        tokenizer: its tokenizer, saved as well.
+        folder: the destination.
+        adapter: saves only the adapter's weights; None saves the full model.
+        dtype: dtype of the saved weights. Default: the one in which they were loaded.
+        max_shard_size: maximum size of a file.
+        stop_token_ids: tokens besides the EOS token at which generation stops.
+        whole: gathers a sharded weight; a collective operation.
+        writes: whether this rank writes the files.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +69,9 @@ def save_model(
 
 @contextmanager
 def whole_or_nothing(folder: Path) -> Iterator[None]:
-    """Remove new files from ``folder`` if not all can be written, because half a model is of no use, and the same
-    command would refuse the folder."""
+    """Remove new files from ``folder`` if saving fails, because an incomplete model is useless, and a repeated command
+    would refuse the folder.
+    """
     there, is_whole = set(folder.iterdir()), False
     try:
         yield
@@ -79,11 +84,10 @@ def whole_or_nothing(folder: Path) -> Iterator[None]:
 
 
 def save_config(model: nn.Module, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``config.json`` and ``generation_config.json``, with the cache on, which generation needs and training
-    switches off."""
+    """Write ``config.json`` and ``generation_config.json`` with the cache enabled, which training disables."""
     config: Any = copy.deepcopy(model.config)
     config.dtype = dtype or config.dtype
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # torch's fully_shard names its classes so
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # torch's fully_shard adds this prefix
     if hasattr(config, "use_cache"):
         config.use_cache = True
     config.save_pretrained(folder)
@@ -94,9 +98,9 @@ def save_config(model: nn.Module, folder: str | Path, dtype: torch.dtype | None 
 def align_special_tokens(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] = ()
 ) -> None:
-    """Set end, begin and padding token in the model's configs to those of its training.
+    """Set EOS, BOS and padding token in the model's configs to those of its training.
 
-    An end token that the generation config already names still stops generation.
+    EOS tokens that the generation config already contains still stop generation.
     """
     config: Any = model.config
     generation: Any = getattr(model, "generation_config", None)
@@ -129,15 +133,15 @@ def _save_whole(
             save_config(model, folder, wanted)
         return
     state = state_in(model, wanted)
-    # transformers undoes its own conversions (experts), leaves out tied weights and makes the shards.
+    # transformers reverts its own conversions (experts), omits tied weights and creates the shards.
     with quiet():
         model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)  # type: ignore[operator]
-    config.dtype = loaded_in  # save_pretrained writes the dtype of the parameters in memory here
+    config.dtype = loaded_in  # save_pretrained sets it to the dtype of the parameters in memory
     save_config(model, folder, wanted)
 
 
 def state_in(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The state dict with its floating-point tensors in ``dtype``; names that share a tensor still share one."""
+    """The state dict with floating-point tensors converted to ``dtype``. Shared tensors stay shared."""
     converted: dict[int, Tensor] = {}
     found = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

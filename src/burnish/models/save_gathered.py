@@ -1,9 +1,9 @@
-"""Writes a model whose weights lie in parts on several processes, one file of the folder after the other.
+"""Save a model with sharded weights, one file at a time.
 
-In: the model, on every process; a function that makes a part whole, which all processes call together. Out: on the
-first process, the folder that ``models/save.py`` writes of a model in one place. No process holds more than one file's
-weights beside its own part, except of models whose files have other tensors than the model in memory (experts that are
-stacked while loading): transformers turns those back all at once, on the first process.
+In: the model, on every rank; a collective function that gathers a weight. Out: on rank 0, the folder that
+``models/save.py`` writes. A rank holds at most the weights of one file besides its shards. Exception: models whose
+files contain other tensors than the model in memory (experts that are stacked while loading), which transformers
+converts all at once on rank 0.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ def save_gathered(
     model: nn.Module, folder: Path, dtype: torch.dtype | None, max_shard_size: str | int,
     whole: Callable[[Tensor], Tensor], writes: bool,
 ) -> None:  # fmt: skip
-    """Write the weights of ``model``, a model of transformers; config and tokenizer are somebody else's.
+    """Write the weights of ``model``. The config and tokenizer are written by the caller.
 
     Args:
-        dtype: of the floating weights in the files; None as they are.
-        writes: whether this process is the one that writes; the others only take part in gathering.
+        model: a model of transformers.
+        folder: the destination.
+        dtype: dtype of floating-point weights in the files; None: unchanged.
+        max_shard_size: maximum size of a file.
+        whole: gathers a sharded weight; a collective operation.
+        writes: whether this rank writes. The others only take part in gathering.
     """
     state = named_once(model, getattr(model, "_keys_to_ignore_on_save", None) or ())
 
@@ -60,7 +64,7 @@ def save_gathered(
 
 @contextmanager
 def trained_weights_whole(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside it the parameters that train are whole on every process: an adapter's are few."""
+    """Context in which trained parameters are gathered on every rank. Those of an adapter are small."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -76,7 +80,7 @@ def trained_weights_whole(model: nn.Module, whole: Callable[[Tensor], Tensor]) -
 
 
 def _is_converted(model: Any) -> bool:
-    """Return whether the tensors of the files differ from those of the model, by transformers' table of conversions."""
+    """Whether the tensors of the files differ from those of the model, by transformers' table of conversions."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False))
@@ -87,7 +91,7 @@ def _format(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _files(state: dict[str, Tensor], dtype: torch.dtype | None, max_shard_size: str | int) -> dict[str, list[str]]:
-    """File -> the weights in it, as transformers fills files."""
+    """File -> the weights in it, as transformers assigns them."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
     shapes: dict[str, Any] = {
@@ -99,7 +103,7 @@ def _files(state: dict[str, Tensor], dtype: torch.dtype | None, max_shard_size: 
 def _write_index(
     folder: Path, files: dict[str, list[str]], state: dict[str, Tensor], dtype: torch.dtype | None
 ) -> None:
-    # DeepSpeed replaces a weight by an empty tensor, with the shape as an attribute.
+    # DeepSpeed replaces a weight with an empty tensor that has the shape as an attribute.
     shapes = (getattr(tensor, "ds_shape", tensor.shape) for tensor in state.values())
     index = {
         "metadata": {

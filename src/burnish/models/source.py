@@ -1,9 +1,9 @@
-"""Finding a model: in a local folder, in the hub's cache, or on the hub; and the error where it is in none of them.
+"""Find a model in a local folder, in the hub's cache, or on the hub.
 
-In:  a name, and the options of the hub. Out: a ``ModelSource``. The hub is Hugging Face's, or ModelScope's where
-     USE_MODELSCOPE_HUB is set. transformers itself fetches from Hugging Face when it loads. From ModelScope everything
-     but the weights is fetched when the model is first looked for, the weights when they are needed, pickles never.
-Refuses: a folder that is not there, an id that is neither cached nor reachable; within seconds, without retries.
+In:  a name, and the options of the hub. Out: a ``ModelSource``. The hub is Hugging Face's, or ModelScope's if
+USE_MODELSCOPE_HUB is set. transformers downloads from Hugging Face when it loads. From ModelScope everything except the
+weights is downloaded when the model is first looked up, the weights when they are needed, and pickle files never.
+Refuses: a folder that does not exist, an id that is neither cached nor reachable; within seconds, without retries.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class ModelSource:
     """A model that was found.
 
     Args:
-        name: the name for transformers: a folder, or an id.
-        folder: the folder of its files on this machine; None where they have to be fetched.
-        has_weights: false where all files but the weights are there.
+        name: the name for transformers: a folder or an id.
+        folder: the local folder of its files; None if they have to be downloaded.
+        has_weights: false if only the weights are missing.
     """
 
     name: str
@@ -52,10 +52,13 @@ def find_source(
     """Find the model ``name``.
 
     Args:
+        name: a folder or a hub id.
         options: read for ``cache_dir``, ``model_revision``, ``hf_hub_token`` and ``ms_hub_token``.
-        with_weights: also fetch the weights, if the model is on ModelScope.
+        option_name: the option, for error messages.
+        with_weights: also download the weights of a model on ModelScope.
+
     Raises:
-        UserError: where there is no such model, with similar names.
+        UserError: if there is no such model; suggests similar names.
     """
     if not name or not name.strip():
         remedy = "Set it to a local model folder or a hub model id."
@@ -73,13 +76,13 @@ def find_source(
         return ModelSource(name, cached)
     nowhere = _not_on_hub(name, options, option_name)
     if nowhere is not None:
-        is_path = "/" in name and Path(name).parent.is_dir()  # for org/model: there is a local folder "org"
+        is_path = "/" in name and Path(name).parent.is_dir()  # for org/model: a local folder "org" exists
         raise UserError(_no_folder(name, option_name) if is_path else nowhere)
     return ModelSource(name, None)
 
 
 def refuse_no_place(name: str, option_name: str) -> None:
-    """Refuse the name of a file, and a path where nothing is. Raises UserError."""
+    """Raise UserError for the name of a file, or a path that does not exist."""
     path = expanded(name)
     if path.is_dir():
         return
@@ -87,16 +90,16 @@ def refuse_no_place(name: str, option_name: str) -> None:
         raise UserError(
             f'{option_name} "{name}" is a file.', remedy="Set it to the folder that contains it.", option=option_name
         )
-    # ``gpt2`` and ``org/model`` may be ids of a hub; ``./model`` and ``a/b/c`` are paths.
+    # ``gpt2`` and ``org/model`` may be hub ids; ``./model`` and ``a/b/c`` are paths.
     if not _HUB_ID.match(name) or name.startswith(".") or not (uses_modelscope() or is_hub_id(name)):
         raise UserError(_no_folder(name, option_name))
 
 
 def local_folder(name: str, options: ModelOptions, option_name: str, patterns: Sequence[str]) -> Path:
-    """The folder with the files of ``name`` that match ``patterns``, fetched from the hub where they are not here yet.
+    """The local folder with the files of ``name`` that match ``patterns``, downloaded from the hub if necessary.
 
     Raises:
-        UserError: where there is no such model.
+        UserError: if there is no such model.
     """
     source = find_source(name, options, option_name, with_weights=True)
     if source.folder is not None and (source.name == str(source.folder) or is_offline()):
@@ -118,7 +121,7 @@ def adapter_folders(options: ModelOptions) -> list[Path]:
     """The local folders of ``adapter_name_or_path``, in order.
 
     Raises:
-        UserError: with every one that cannot be found.
+        UserError: for all that cannot be found.
     """
     folders: list[Path] = []
     problems: list[Problem] = []
@@ -132,7 +135,7 @@ def adapter_folders(options: ModelOptions) -> list[Path]:
 
 
 def hub_arguments(options: ModelOptions) -> dict[str, Any]:
-    """Arguments of transformers that concern the hub."""
+    """Arguments for transformers that concern the hub."""
     return {
         "revision": options.model_revision,
         "cache_dir": options.cache_dir,
@@ -143,7 +146,7 @@ def hub_arguments(options: ModelOptions) -> dict[str, Any]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether the Hugging Face hub may have a repository of that name."""
+    """Whether this is a valid repository id of the Hugging Face hub."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # (its list of names leaves it out)
 
@@ -165,7 +168,7 @@ def _cached_folder(name: str, options: ModelOptions) -> Path | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether the weights are there. They are fetched last, so the cache may hold only a config."""
+    """Whether the weights are present. They are downloaded last, so the cache may hold only a config."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return all((folder / name).is_file() for name in shard_names(index))
@@ -173,10 +176,10 @@ def _is_whole(folder: Path) -> bool:
 
 
 def shard_names(index: Path) -> set[str]:
-    """The files of weights that an index names, beside it.
+    """The weight files in the same folder that an index refers to.
 
     Raises:
-        UserError: where it is no index, or leads out of its folder.
+        UserError: if it is not an index, or refers to files outside of its folder.
     """
     names = set(map(str, read_object(index, needs=[("weight_map", dict)])["weight_map"].values()))
     if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
@@ -186,7 +189,7 @@ def shard_names(index: Path) -> set[str]:
 
 
 def _modelscope_folder(name: str, options: ModelOptions, option_name: str, with_weights: bool) -> Path:
-    """The files of ``name`` from ModelScope, or from its cache. ModelScope's main branch is called master."""
+    """The files of ``name`` from ModelScope or its cache. ModelScope's main branch is called master."""
     try:
         from modelscope_hub.errors import HubError
     except ImportError:
@@ -211,7 +214,7 @@ def _modelscope_folder(name: str, options: ModelOptions, option_name: str, with_
 def _from_modelscope(
     name: str, revision: str, cache_dir: str | None, token: str | None, is_off: bool, with_weights: bool
 ) -> Path:
-    """Fetch from ModelScope; cached, so that a process asks once for config and tokenizer, and once for weights."""
+    """Download from ModelScope. Cached, so that a process requests config and tokenizer once, and the weights once."""
     from modelscope import snapshot_download
 
     return Path(
@@ -223,8 +226,9 @@ def _from_modelscope(
 
 
 def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem | None:
-    """The reason why the hub does not provide ``name``, or None if it does. One request, because the libraries' own
-    clients retry for a minute before they fail."""
+    """The reason why the hub does not provide ``name``, or None if it does. Sends one request, because the libraries'
+    own clients retry for a minute before they fail.
+    """
     if is_offline():
         return _offline(name, option_name, "hub access is disabled (HF_HUB_OFFLINE)")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
@@ -235,7 +239,7 @@ def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem |
         urllib.request.urlopen(request, timeout=CONNECT_TIMEOUT_S).close()  # noqa: S310 (the hub, or HF_ENDPOINT)
     except urllib.error.HTTPError as error:
         return _refused(name, options, option_name, endpoint, error)
-    except OSError as error:  # urllib's own errors, time-outs and refused connections are all of this kind
+    except OSError as error:  # base class of urllib's errors, time-outs and refused connections
         return _offline(name, option_name, f"{endpoint} cannot be reached ({getattr(error, 'reason', error)})")
     return None
 
@@ -247,7 +251,7 @@ def _no_folder(name: str, option_name: str) -> Problem:
 
 
 def _nearest_folders(path: Path) -> list[str]:
-    """Folders in the deepest existing parent of ``path``, those with a similar name first."""
+    """Folders in the deepest existing parent of ``path``, similar names first."""
     missing = path
     while not missing.parent.is_dir() and missing.parent != missing:
         missing = missing.parent
@@ -261,7 +265,7 @@ def _nearest_folders(path: Path) -> list[str]:
 
 
 def _folder_meant(name: str) -> str:
-    """`` Did you mean "demo-run"?``: a folder with nearly the name, which might be a hub's too."""
+    """`` Did you mean "demo-run"?``: a local folder with a similar name, for a name that is also a valid hub id."""
     place = expanded(name).parent
     beside = [str(item) for item in place.iterdir() if item.is_dir()] if place.is_dir() else []
     return did_you_mean(name, beside)
@@ -278,8 +282,9 @@ def _offline(name: str, option_name: str, why: str) -> Problem:
 def _refused(
     name: str, options: ModelOptions, option_name: str, endpoint: str, error: urllib.error.HTTPError
 ) -> Problem:
-    """The problem for an error of the hub. A header has the reason (huggingface_hub, utils/_http.py,
-    hf_raise_for_status)."""
+    """The problem for an HTTP error of the hub. A header contains the reason (huggingface_hub, utils/_http.py,
+    hf_raise_for_status).
+    """
     here = f'{option_name} "{name}" is not a local folder, and {endpoint}'
     reason = error.headers.get("X-Error-Code", "")
     if reason == "RevisionNotFound":

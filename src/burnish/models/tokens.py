@@ -1,7 +1,7 @@
-"""The tokenizer, and the model's embedding, which must have a row for each token.
+"""Load the tokenizer, and resize the model's embedding to have a row for each token.
 
-In:  the options; a list that collects sentences for the user. Out: a tokenizer with an end and a padding token.
-Refuses: a folder without a tokenizer; tokens that the model has no rows for. Weights are not read.
+In:  the options; a list that collects notes for the user. Out: a tokenizer with an EOS and a padding token. Refuses: a
+folder without a tokenizer; tokens without a row in the embedding. Does not read weights.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = Reason("model with new tokens", "an adapter must train their embeddings")
 END_TOKENS = ("<|endoftext|>", "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>", "<|eot_id|>")
-"""Names of end tokens, tried in this order where the tokenizer does not name one."""
+"""Names of EOS tokens, tried in this order if the tokenizer does not define one."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json", "tokenizer_config.json",
 )  # fmt: skip
-"""Files of tokenizers; transformers finds no tokenizer in a folder with none of these."""
+"""Files of tokenizers. transformers finds no tokenizer in a folder without any of these."""
 ROW_MULTIPLE = 64
-"""An embedding grows to a multiple of this, with which matrix products on tensor cores are fastest."""
+"""A resized embedding has a multiple of this number of rows, for fast matrix products on tensor cores."""
 
 
 def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer, set to pad on the right, with the new tokens of the options.
+    """Load the model's tokenizer with right padding and the new tokens of the options.
 
     Args:
-        notes: receives a sentence on a choice made where the tokenizer has no end or padding token.
+        options: the options of the model.
+        notes: receives a sentence if an EOS or padding token had to be chosen.
+
     Raises:
-        UserError: where there is none, or none that can be read.
+        UserError: if it is missing or cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -65,7 +67,7 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
         raise UserError(what, source.name, remedy="Download its tokenizer files again.") from error
     _add_new_tokens(tokenizer, options, notes)
     _settle_end(tokenizer, notes)
-    if getattr(tokenizer, "legacy", None):  # it decides where spaces go, and transformers 5.23 saves it in no file
+    if getattr(tokenizer, "legacy", None):  # it affects spaces, and transformers 5.23 does not save it
         tokenizer.init_kwargs["legacy"] = True
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -77,7 +79,7 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
 
 
 def tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder as it is."""
+    """The tokenizer of a local folder, unchanged."""
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -108,10 +110,10 @@ def named_tokens(options: ModelOptions) -> list[str]:
 
 
 def descriptions(options: ModelOptions) -> dict[str, str]:
-    """Read descriptions: new special token -> text that describes it.
+    """Read descriptions: new special token -> its description.
 
     Raises:
-        UserError: where the file is not there, or holds something else.
+        UserError: if the file is missing or invalid.
     """
     given = options.new_special_tokens_config
     if not given:
@@ -155,15 +157,15 @@ def _no_descriptions(given: Any, received: Any) -> Problem:
 def fit_vocabulary(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ModelOptions, notes: list[str] | None = None
 ) -> None:
-    """Give every token a row in the embedding, if the tokenizer has grown and the options allow it.
+    """Resize the embedding to have a row for every token, if the options allow it.
 
-    New rows are drawn around the mean of the old ones, with their covariance (Hewitt 2021,
-    https://nlp.stanford.edu/~johnhew/vocab-expansion.html), or begin as ``init_special_tokens`` says. Sets
-    ``model.has_new_tokens``, so that an adapter knows that frozen rows would stay random; also where the embedding has
-    unused rows and need not grow.
+    New rows are drawn from a normal distribution with the mean and covariance of the old ones (Hewitt 2021,
+    https://nlp.stanford.edu/~johnhew/vocab-expansion.html), or initialized as ``init_special_tokens`` says. Sets
+    ``model.has_new_tokens``, so that an adapter knows that frozen rows would stay random, also if existing unused rows
+    suffice.
 
     Raises:
-        UserError: where rows are missing and may not be added.
+        UserError: if rows are missing and may not be added.
     """
     raise_if(check_vocabulary(tokenizer, model.config, options))
     before = num_embeddings(model)
@@ -179,7 +181,7 @@ def fit_vocabulary(
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Rows of the input embedding."""
+    """Number of rows of the input embedding."""
     weight: Any = model.get_input_embeddings().weight
     return int(weight.shape[0])
 
@@ -188,7 +190,7 @@ def fitted_shapes(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, options: ModelOptions
 ) -> PreTrainedModel:
     """The model without weights, with a row for every token."""
-    model = meta_model(deepcopy(config), options.trust_remote_code)  # which is told the new size
+    model = meta_model(deepcopy(config), options.trust_remote_code)  # resizing changes the config
     grows = len(tokenizer) > num_embeddings(model)
     if grows:
         with torch.device("meta"):
@@ -200,9 +202,11 @@ def fitted_shapes(
 
 @torch.no_grad()
 def _begin_as_described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ModelOptions) -> None:
-    """Set the row of each described token to the mean of the rows of its description's tokens, in the embedding and in
-    a head that is not tied to it, plus noise whose standard deviation is 1 / sqrt(width of a row). Source:
-    LLaMA-Factory 0.9.5, model/model_utils/embedding.py, which gives the head rows of the embedding."""
+    """Initialize each described token with the mean of its description's tokens plus noise.
+
+    Applies to the embedding and to an untied head. The noise has the standard deviation 1 / sqrt(width of a row).
+    Source: LLaMA-Factory 0.9.5, model/model_utils/embedding.py, which uses rows of the embedding for the head.
+    """
     described = descriptions(options)
     new = {tokenizer.convert_tokens_to_ids(token) for token in named_tokens(options)}
     tables: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -225,7 +229,7 @@ def _add_new_tokens(tokenizer: PreTrainedTokenizerBase, options: ModelOptions, n
     special = list(descriptions(options)) or options.add_special_tokens
     if special:
         added += tokenizer.add_tokens(special, special_tokens=True)
-    tokenizer.new_tokens = named_tokens(options)  # data may hold them: data/tokens/encoder.py
+    tokenizer.new_tokens = named_tokens(options)  # data may contain them: data/tokens/encoder.py
     if added and not options.resize_vocab:
         notes.append(f"{added} new tokens: the embedding grows for them (resize_vocab).")
 
@@ -241,8 +245,9 @@ def _settle_end(tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> None:
 
 
 def _refuse_own_code(folder: Path | None, options: ModelOptions) -> None:
-    """Raise UserError where the tokenizer is a class of the model's own, which is not run: transformers would take
-    another in its place without a word."""
+    """Raise UserError if the tokenizer is a custom class of the model, because transformers would silently use another
+    one instead.
+    """
     if folder is None or options.trust_remote_code:
         return
     path, classes = next(
@@ -259,11 +264,11 @@ def _refuse_own_code(folder: Path | None, options: ModelOptions) -> None:
 
 
 _NAMES_A_CLASS = ("tokenizer_config.json", "config.json")
-"""Files whose ``auto_map`` may name the class of a tokenizer."""
+"""Files whose ``auto_map`` may contain the class of a tokenizer."""
 
 
 def _own_class(path: Path) -> Any:
-    """The class, or the classes, of a tokenizer that a file of the model names; of older files a bare list."""
+    """The tokenizer class or classes that a file of the model defines; a plain list in older files."""
     named = read_object(path).get("auto_map") if path.is_file() else None
     if isinstance(named, dict):
         return named.get("AutoTokenizer")

@@ -1,8 +1,8 @@
-"""Optimizers, a file per family.
+"""Optimizers, one file per family.
 
-In:  groups of weights and the options. Out: an optimizer of torch's. Begin with ``builtin.py``, which has the registry.
-Importing the package imports every file, and so registers them all; an optimizer's library is imported when the
-optimizer is made.
+In:  parameter groups and the options. Out: a torch optimizer. Begin with ``builtin.py``, which has the registry.
+Importing the package imports and registers all optimizers. An optimizer's library is imported when the optimizer is
+created.
 """
 
 from importlib import import_module

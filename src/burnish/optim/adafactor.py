@@ -1,7 +1,8 @@
-"""Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235): second moments as one row and one column.
+"""Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235): factorized second moments, one row and one
+column.
 
-transformers' implementation at the learning rate of the run, set as in its own Trainer: step sizes depend neither on
-the number of steps taken nor on the size of the weights. ``optim_args`` sets ``beta1``, ``clip_threshold``,
+transformers' implementation with the learning rate of the run and the settings of its Trainer: step sizes depend
+neither on the number of steps nor on the scale of the weights. ``optim_args`` sets ``beta1``, ``clip_threshold``,
 ``decay_rate``.
 """
 
@@ -14,7 +15,7 @@ from burnish.optim.builtin import ADAM_ONLY, OPTIMIZERS, Groups, OptimOptions, o
 
 @OPTIMIZERS.register("adafactor", leaves_out=ADAM_ONLY)
 def adafactor(groups: Groups, options: OptimOptions) -> Optimizer:
-    """Adafactor at a given learning rate."""
+    """Adafactor with an external learning rate."""
     from transformers.optimization import Adafactor
 
     arguments = {"scale_parameter": False, "relative_step": False, **optim_arguments(options)}

@@ -1,19 +1,19 @@
-"""Adam-mini: AdamW with one second moment per block of weights in place of one per weight (Zhang et al. 2024,
-https://arxiv.org/abs/2406.16793). With the first moment in the format of the weights, the state is half of AdamW's.
+"""Adam-mini: AdamW with one second moment per block of weights (Zhang et al. 2024, https://arxiv.org/abs/2406.16793).
+If the first moment has the dtype of the weights, the state is half of AdamW's.
 
 For the gradient g of a block b of a parameter W, at update t:
 
-    m = β₁ m + (1 - β₁) g                              as Adam's
+    m = β₁ m + (1 - β₁) g                              as in Adam
     v = β₂ v + (1 - β₂) mean of g² over b              one number per block
     W -= lr * (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + ε)   after W *= 1 - lr * weight decay
 
-Blocks follow those of the Hessian, as in the authors' package adam-mini 1.1.1: one head of a query or key matrix; one
-output neuron of values, of the attention's output and of the MLP; one token of embeddings and head; a norm as a whole.
-Biases are trained by AdamW. LoRA's factor B is divided like the matrix that it adds to, A by its rows. A matrix that
-holds queries, keys and values together is divided by neurons.
+Blocks follow the structure of the Hessian, as in the authors' package adam-mini 1.1.1: one head of a query or key
+matrix; one output neuron of the value and output projections and of the MLP; one token of embeddings and head; a norm
+as a whole. Biases are trained with AdamW. LoRA's factor B is divided like the matrix that it updates, A by its rows. A
+fused matrix of queries, keys and values is divided by neurons.
 
-In:  the groups of the run, and the model, which knows its heads. Out: an optimizer whose state a checkpoint holds.
-Refuses: query and key matrices of a model whose config does not say how wide a head is.
+In:  the parameter groups, and the model with its head size. Out: an optimizer whose state a checkpoint can hold.
+Refuses: query and key matrices of a model whose config does not define the head size.
 """
 
 # I inputs, O outputs
@@ -63,7 +63,7 @@ def adam_mini(groups: Groups, options: OptimOptions, model: nn.Module) -> Optimi
 class Blocks(NamedTuple):
     """The division of a parameter into blocks."""
 
-    view: Callable[[Tensor], Tensor]  # the parameter, its moment or gradient, so that blocks lie along ``within``
+    view: Callable[[Tensor], Tensor]  # parameter, moment or gradient -> view whose dimensions ``within`` are a block
     within: tuple[int, ...]  # the dimensions of a block
 
 
@@ -123,8 +123,9 @@ class AdamMini(Optimizer):
         view(parameter.data).addcdiv_(view(state["exp_avg"]), scale.to(parameter.dtype), value=-size)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state, and keep second moments in float32. torch casts moments to the dtype of their weights, and in
-        bfloat16 a decay of a thousandth would be rounded away."""
+        """Load a state with second moments in float32. torch would cast them to the dtype of the weights, and in
+        bfloat16 a decay of a thousandth would be rounded away.
+        """
         super().load_state_dict(state)
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for index, parameter in enumerate(parameters):

@@ -1,16 +1,16 @@
-"""BAdam: full-parameter training in the memory of a few layers (Luo et al. 2024, https://arxiv.org/abs/2404.02827).
+"""BAdam: full-parameter training with the memory of a few layers (Luo et al. 2024, https://arxiv.org/abs/2404.02827).
 
 The parameters are divided into blocks, one per transformer layer. AdamW trains one block for ``badam_switch_interval``
-updates while all others stay as they are (algorithm 1); then the next block, with new moments. Only the active block
-has gradients, moments and, where the model is not in float32, a float32 copy of its weights. On a model of 8 equal
-layers training adds a fifth of what full AdamW adds to the model's own memory (bench/badam_memory.py,
-docs/notebook.md).
+updates while all others are frozen (algorithm 1), then the next block with new moments. Only the active block has
+gradients, moments and, if the model is not in float32, a float32 copy of its weights. For a model of 8 equal layers
+training adds a fifth of the memory that full AdamW adds (bench/badam_memory.py, docs/notebook.md).
 
-``badam_mode: ratio`` instead moves a share of the entries of every tensor, and holds moments for those entries alone.
+``badam_mode: ratio`` instead trains a fraction of the entries of every tensor, and keeps moments for those entries
+only.
 
 In:  torch's parameter groups with names. Out: an optimizer whose state (block, counter, moments, copies) is in the
-checkpoint, so that a run stopped in the middle of a block goes on exactly there.
-Never trained: parameters outside of the layers, that is embeddings, the last norm and the head (so tied embeddings are
+checkpoint, so that a run resumes exactly within a block.
+Not trained: parameters outside of the layers, that is embeddings, the last norm and the head (so tied embeddings need
 no special case). Refuses: LoRA and freezing, more than one process.
 """
 
@@ -37,7 +37,7 @@ _NOT_FOR = {
     "layer": ("badam_update_ratio", "badam_mask_mode"),
     "ratio": ("badam_start_block", "badam_switch_mode", "badam_verbose"),
 }
-"""Mode -> the options that it does not read."""
+"""Mode -> options that it does not use."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class BadamOptions:
 
 
 class BadamChoices(AdamChoices, Protocol):
-    """The options of AdamW and of its blocks."""
+    """Options of AdamW and of its blocks."""
 
     use_badam: bool
     seed: int
@@ -103,9 +103,9 @@ def check_badam(options: BadamChoices) -> list[Problem]:
 
 @notes
 def badam_notes(options: BadamChoices) -> list[str]:
-    """Notes on options that were set and belong to the other mode of BAdam."""
+    """Notes on options of the other mode of BAdam."""
     if not _is_chosen(options):
-        return []  # said for the whole group
+        return []  # reported for the whole group
     unread = [name for name in changed_options(options) if name in _NOT_FOR[options.badam_mode]]
     return [f'"{name}" has no effect with badam_mode {options.badam_mode}.' for name in unread]
 
@@ -114,15 +114,17 @@ def _is_chosen(options: BadamChoices) -> bool:
     return bool(options.use_badam) or options.optim == "badam"
 
 
-# --- what a run trains, known before it -------------------------------------------------------------------------------
+# --- what a run will train --------------------------------------------------------------------------------------------
 
 
 def turns_of(sizes: Mapping[str, int], options: BadamChoices, max_steps: int, copies: bool) -> Turns:
-    """Plan the turns of a run.
+    """Plan which weights a run trains, and the memory it needs.
 
     Args:
-        sizes: name of a parameter -> its elements.
-        copies: the weights are not in float32.
+        sizes: parameter name -> number of elements.
+        options: the options of BAdam.
+        max_steps: number of steps of the run.
+        copies: whether float32 copies are needed, because the weights have another dtype.
     """
     blocks = {prefix: sum(sizes[name] for name in names) for prefix, names in blocks_of(list(sizes)).items()}
     rounds = 1 if options.badam_switch_interval < 1 else max(1, -(-max_steps // options.badam_switch_interval))
@@ -159,7 +161,7 @@ def _turns_of_entries(
     how = f"{moved:,} entries at a time, {options.badam_mask_mode}; {_often(rounds, options.badam_switch_interval)}"
     how += ", in total at most the number above" if rounds > 1 else ""
     total = sum(blocks.values())
-    # AdamW's two moments and the copy in float32 have 4 bytes each, the place of an entry has 8.
+    # AdamW's two moments and the float32 copy have 4 bytes each, the index of an entry has 8.
     return Turns(min(total, rounds * moved), total, moved * (8 + 4 + 8), (("entries", how),))
 
 
@@ -179,19 +181,19 @@ def badam(groups: Groups, options: BadamChoices) -> Optimizer:
 
 
 class _BlockAdam(Optimizer):
-    """Base of both modes: AdamW over the float32 tensors that are active now, replaced at every switch.
+    """Base of both modes: AdamW over the currently active float32 tensors, which change at every switch.
 
-    Subclasses say which tensors those are (``_activate``), how gradients reach them and how they reach the model.
+    Subclasses define these tensors (``_activate``), and how gradients and weights are copied from and to the model.
     """
 
     changes_what_trains = True
-    """The set of weights with gradients changes during the run; an engine may not settle on those of its beginning."""
+    """The set of weights with gradients changes during the run, so an engine must not cache it."""
 
     def __init__(self, groups: Groups, options: BadamChoices) -> None:
         super().__init__(groups, {"lr": options.learning_rate, "weight_decay": 0.0})
         self.options = options
-        self.round = 0  # switches so far
-        self.updates = 0  # of the active block
+        self.round = 0  # number of switches
+        self.updates = 0  # number of updates of the active block
         self.inner: AdamW
 
     def _activate(self) -> None:
@@ -204,7 +206,7 @@ class _BlockAdam(Optimizer):
         raise NotImplementedError
 
     def _start(self, per_group: Sequence[Sequence[Tensor]]) -> None:
-        """Make an AdamW with new moments for the active tensors, with each group's weight decay."""
+        """Create an AdamW with new moments for the active tensors, with each group's weight decay."""
         self.inner = AdamW(
             [
                 {"params": list(tensors), "weight_decay": group["weight_decay"], "lr": group["lr"]}
@@ -250,7 +252,7 @@ class _BlockAdam(Optimizer):
 
 
 class _LayerAdam(_BlockAdam):
-    """The mode ``layer``: one layer after another."""
+    """Mode ``layer``: trains one layer after another."""
 
     def __init__(self, groups: Groups, options: BadamChoices) -> None:
         super().__init__(groups, options)
@@ -266,7 +268,7 @@ class _LayerAdam(_BlockAdam):
     def _activate(self) -> None:
         prefix = list(self.blocks)[self.block]
         names = self.blocks[prefix]
-        self._pairs: list[tuple[nn.Parameter, Tensor]] = []  # the model's parameter, the float32 tensor AdamW moves
+        self._pairs: list[tuple[nn.Parameter, Tensor]] = []  # the model's parameter, the float32 tensor for AdamW
         per_group = []
         for group in self.param_groups:
             moved = []
@@ -280,7 +282,7 @@ class _LayerAdam(_BlockAdam):
             per_group.append(moved)
         self._start(per_group)
         if self.options.badam_verbose:
-            logger.setLevel(logging.INFO)  # badam_verbose asks for it, whatever the level of other messages
+            logger.setLevel(logging.INFO)  # badam_verbose prints at any log level
             logger.info("BAdam: the active block is %s.", prefix)
         if self.options.badam_verbose == 2:
             logger.info("BAdam: it holds %s.", ", ".join(sorted(names)))
@@ -298,7 +300,7 @@ class _LayerAdam(_BlockAdam):
 
 
 def raise_if_no_start(num_blocks: int, options: BadamChoices) -> None:
-    """Raise UserError where there is no block, or none of the number at which to start."""
+    """Raise UserError if there are no blocks, or if the start block does not exist."""
     start = options.badam_start_block
     if not num_blocks:
         raise UserError("BAdam found no layers: no parameter is in a numbered block such as model.layers.0.")
@@ -310,8 +312,9 @@ def raise_if_no_start(num_blocks: int, options: BadamChoices) -> None:
 
 
 def block_at(options: BadamChoices, count: int, number: int) -> int:
-    """Index of the block that has turn ``number``. Where turns are random, each pass over the blocks has an order of
-    its own, a function of (seed, pass)."""
+    """Index of the active block after ``number`` switches. With random order, each pass over the blocks has its own
+    order, a function of (seed, pass).
+    """
     mode, start = options.badam_switch_mode, options.badam_start_block
     if mode == "fixed":
         return start or 0
@@ -328,7 +331,8 @@ def block_at(options: BadamChoices, count: int, number: int) -> int:
 
 
 class _RatioAdam(_BlockAdam):
-    """The mode ``ratio``: a share of the entries of every tensor in a layer. ``entries`` index the flattened tensor."""
+    """Mode ``ratio``: trains a fraction of the entries of every tensor in a layer. ``entries`` index the flattened
+    tensor."""
 
     def __init__(self, groups: Groups, options: BadamChoices) -> None:
         super().__init__(groups, options)
@@ -356,7 +360,7 @@ class _RatioAdam(_BlockAdam):
         self._start(per_group)
 
     def _entries(self, count: int, generator: torch.Generator) -> Tensor:
-        """(K,) the entries that are trained until the next switch."""
+        """(K,) indices of the entries that are trained until the next switch."""
         size = max(1, round(count * self.options.badam_update_ratio))
         if self.options.badam_mask_mode == "scatter":
             return torch.randperm(count, generator=generator)[:size]

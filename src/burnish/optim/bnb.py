@@ -1,9 +1,9 @@
-"""Optimizers of the bitsandbytes library: moments in 8 bits (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861),
-paged to main memory where a GPU has too little, and Lion, RMSprop and AdEMAMix in 8 and 32 bits.
+"""Optimizers of the bitsandbytes library: 8-bit moments (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861), paged
+to main memory if a GPU has too little, and Lion, RMSprop and AdEMAMix in 8 and 32 bits.
 
-Tensors below 4096 elements keep moments in 32 bits, by the library's own rule, and embeddings by transformers': few of
-their rows move in a step, by much, and 8 bits lose the others (Dettmers et al. 2021, section 2.3). On a CPU nothing is
-paged.
+Tensors below 4096 elements keep 32-bit moments by the library's own rule, and embeddings by transformers' rule: in a
+step few of their rows change, by large amounts, and 8 bits lose the others (Dettmers et al. 2021, section 2.3). On a
+CPU nothing is paged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _ademamix(options: OptimOptions) -> dict[str, Any]:
 
 
 def _member(class_name: str, arguments: Callable[[Any], dict[str, Any]], summary: str, **fixed: Any) -> Any:
-    """The function that makes one of the library's optimizers."""
+    """A function that creates one of the library's optimizers."""
 
     def make(groups: Groups, options: OptimOptions, model: nn.Module | None = None) -> Optimizer:
         import bitsandbytes.optim
@@ -52,8 +52,9 @@ def _member(class_name: str, arguments: Callable[[Any], dict[str, Any]], summary
 
 
 def _with_32_bits(kind: Any, weights: set[int]) -> Any:
-    """The class, with moments in 32 bits for these weights. The library's own way (GlobalOptimManager) remembers the
-    ids of weights for the whole process, also when they have become another model's."""
+    """The class with 32-bit moments for these weights. The library's own mechanism (GlobalOptimManager) stores ids of
+    weights for the whole process, even after an id has been reused by another model.
+    """
 
     class Kind(kind):  # type: ignore[misc]
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def _with_32_bits(kind: Any, weights: set[int]) -> Any:
 
 
 def _register() -> None:
-    """Register the optimizers under transformers' names, which say how many bits and whether paged."""
+    """Register the optimizers under transformers' names, which include the number of bits and whether it is paged."""
     families: list[tuple[str, Callable[[Any], dict[str, Any]], str, tuple[str, ...]]] = [
         ("AdamW", _adam, "AdamW",
          ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")),

@@ -1,13 +1,13 @@
-"""Optimizers by name, the parameter groups they get, and the schedule that moves their learning rate.
+"""The registry of optimizers, their parameter groups, and the learning rate scheduler.
 
-``optim: adamw_torch`` and the like are transformers' names. A member of the family is a function
-``(groups, options) -> torch.optim.Optimizer``; ``groups`` are torch's parameter groups, with names and weight decay,
-and with ``lr`` where a learning rate is not the run's. Its ``state_dict`` holds tensors and plain data only, as a
-checkpoint requires (checkpoint/snapshot.py).
-Traits of a member: ``library``, the library that it needs; ``refused``, why a
-name that transformers knows is not here, and what to use instead; ``leaves_out``, the fields of ``OptimOptions`` that
-it does not read; ``switch``, the option of its own that asks for it (``when``); ``reads_model``: it is called with the
-model too.
+Names such as ``optim: adamw_torch`` are transformers'. A member is a function ``(groups, options) ->
+torch.optim.Optimizer``. ``groups`` are torch's parameter groups with names and weight decay, and with ``lr`` if it
+differs from the run's learning rate. The optimizer's ``state_dict`` may contain tensors and plain data only
+(checkpoint/snapshot.py).
+
+Traits of a member: ``library``, the library that it requires; ``refused``, why a name of transformers is not supported,
+and the alternative; ``leaves_out``, fields of ``OptimOptions`` that it does not use; ``switch``, its own option that
+selects it (``when``); ``reads_model``: it is called with the model as well.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from burnish.loop.schedule import CurveOptions, lr_factor, refused_by_curve
 Groups: TypeAlias = list[dict[str, Any]]
 OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer")
 EXTRA = "optimizers"
-"""The extra that brings the libraries of optimizers: ``pip install "burnish[optimizers]"``."""
+"""The extra that installs the optimizers' libraries: ``pip install "burnish[optimizers]"``."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class OptimOptions:
 def check_optimizer(options: OptimOptions) -> list[Problem]:
     """Check, before a model is read, that the optimizer exists and its library is installed."""
     if options.optim not in OPTIMIZERS:
-        return []  # said already, with the nearest name
+        return []  # reported already, with similar names
     member = OPTIMIZERS.choose(options.optim, options)
     refused = member.traits.get("refused")
     if refused:
@@ -77,7 +77,7 @@ _FAR_TOO_HIGH = 1.0
 
 @notes
 def optimizer_notes(options: OptimOptions) -> list[str]:
-    """Notes on options that were set and that the optimizer of this run does not read."""
+    """Notes on options that the selected optimizer does not use."""
     member = OPTIMIZERS.choose(options.optim, options)
     far = (
         [
@@ -91,7 +91,7 @@ def optimizer_notes(options: OptimOptions) -> list[str]:
 
 
 def left_out(name: str, options: OptimOptions) -> list[str]:
-    """Notes on fields of ``OptimOptions`` that were set and that the optimizer ``name`` does not read."""
+    """Notes on changed fields of ``OptimOptions`` that the optimizer ``name`` does not use."""
     given = changed_options(options)
     return _no_effect(name, [field for field in OPTIMIZERS.get(name).traits.get("leaves_out", ()) if field in given])
 
@@ -101,7 +101,7 @@ def _no_effect(optimizer: str, unread: Iterable[str]) -> list[str]:
 
 
 def missing_library(name: str) -> list[Problem]:
-    """A problem where the library of the optimizer ``name`` is not installed."""
+    """A problem if the library of the optimizer ``name`` is not installed."""
     library = OPTIMIZERS.get(name).traits.get("library")
     if library is None or find_spec(library) is not None:
         return []
@@ -112,12 +112,16 @@ def create_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], model: nn.Module, options: OptimOptions,
     learning_rates: Mapping[str, float] | None = None,
 ) -> Optimizer:  # fmt: skip
-    """Make the optimizer of the run over the parameters that train.
+    """Create the optimizer of the run over the trainable parameters.
 
     Args:
-        learning_rates: parameter name -> its own learning rate (LoRA+); the others learn at ``learning_rate``.
+        named_parameters: trainable and frozen parameters.
+        model: the model, to recognize norms.
+        options: the options of the optimizer.
+        learning_rates: parameter name -> its own learning rate (LoRA+). Others use ``learning_rate``.
+
     Raises:
-        UserError: for an unknown name, a library that is missing, or arguments that the optimizer does not take.
+        UserError: for an unknown name, a missing library, or arguments that the optimizer does not accept.
     """
     raise_if(check_optimizer(options))
     groups = parameter_groups(named_parameters, model, options.weight_decay)
@@ -140,7 +144,7 @@ _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)", r
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], model: nn.Module, weight_decay: float
 ) -> Groups:
-    """Make two groups: with weight decay, and without for biases and norms. Frozen parameters are in neither."""
+    """Two groups: with weight decay, and without it for biases and norms. Frozen parameters are omitted."""
     norms = {
         f"{name}.{leaf}" if name else leaf
         for name, module in model.named_modules()
@@ -173,12 +177,13 @@ def split_by_rate(groups: Groups, learning_rates: Mapping[str, float]) -> Groups
 
 @dataclass(frozen=True)
 class Turns:
-    """Weights of which an optimizer trains a part at a time.
+    """Describes an optimizer that trains a part of the weights at a time.
 
     Args:
-        trained: those that have a turn in this run; active: the most that have gradients at a time.
-        kept_bytes: of the optimizer, for moments, copies in float32 and places.
-        lines: label and text for a person.
+        trained: number of weights that are trained during this run.
+        active: maximum number of weights with gradients at a time.
+        kept_bytes: memory of the optimizer, for moments, float32 copies and indices.
+        lines: labels and texts for the user.
     """
 
     trained: int
@@ -188,29 +193,31 @@ class Turns:
 
 
 def keeps_load_precision(options: NamedOptimizer) -> bool:
-    """Tell whether the optimizer keeps float32 copies of its own."""
+    """Whether the optimizer keeps its own float32 copies."""
     return bool(OPTIMIZERS.choose(options.optim, options).traits.get("keeps_load_precision"))
 
 
 def planned_turns(sizes: Mapping[str, int], options: NamedOptimizer, max_steps: int, copies: bool) -> Turns | None:
-    """Plan the turns of the weights; None where the optimizer trains all of them in every step.
+    """Plan the turns of the weights. None if the optimizer trains all weights in every step.
 
     Args:
-        sizes: name of a parameter -> its elements.
-        copies: the weights are not in float32.
+        sizes: parameter name -> number of elements.
+        options: the options of the optimizer.
+        max_steps: number of steps of the run.
+        copies: whether float32 copies are needed, because the weights have another dtype.
     """
     plans = OPTIMIZERS.choose(options.optim, options).traits.get("turns")
     return None if plans is None else plans(sizes, options, max_steps, copies)
 
 
 class NamedOptimizer(Protocol):
-    """The option that names the optimizer."""
+    """The option that selects the optimizer."""
 
     optim: str
 
 
 class AdamChoices(NamedOptimizer, Protocol):
-    """The options that AdamW and its kin are made with."""
+    """Options of AdamW and its variants."""
 
     learning_rate: float
     adam_beta1: float
@@ -230,7 +237,7 @@ def optim_arguments(options: AdamChoices) -> dict[str, Any]:
 
 
 def adam_arguments(options: AdamChoices) -> dict[str, Any]:
-    """Arguments of AdamW and its variants; those in ``optim_args`` override the others."""
+    """Arguments of AdamW and its variants. Those in ``optim_args`` take precedence."""
     return {
         "lr": options.learning_rate,
         "betas": (options.adam_beta1, options.adam_beta2),
@@ -240,16 +247,16 @@ def adam_arguments(options: AdamChoices) -> dict[str, Any]:
 
 
 ADAM_ONLY = ("adam_beta1", "adam_beta2", "adam_epsilon")
-"""Options that an optimizer without Adam's moments does not read; its own settings come in ``optim_args``."""
+"""Options that an optimizer without Adam's moments does not use. Its own settings are in ``optim_args``."""
 
 
 def asked_by(switch: str) -> dict[str, Any]:
-    """Arguments of ``register`` for a member that is chosen by its own option ``switch`` as well as by its name."""
+    """Arguments of ``register`` for a member that is selected by its own option ``switch`` as well as by its name."""
     return {"switch": switch, "when": lambda options: bool(getattr(options, switch, False))}
 
 
 def only_adamw(options: NamedOptimizer, switch: str, name: str) -> list[Problem]:
-    """A problem where ``switch`` asks for ``name``, which is built on AdamW, and ``optim`` for another optimizer."""
+    """A problem if ``switch`` selects ``name``, which is based on AdamW, and ``optim`` selects another optimizer."""
     if options.optim in ("adamw_torch", "adamw_torch_fused", name) or not getattr(options, switch):
         return []
     what = f'"{switch}" is based on AdamW and cannot be combined with "optim" {options.optim}.'
@@ -258,13 +265,13 @@ def only_adamw(options: NamedOptimizer, switch: str, name: str) -> list[Problem]
 
 @OPTIMIZERS.register("adamw_torch_fused")
 def adamw_fused(groups: Groups, options: OptimOptions) -> Optimizer:
-    """AdamW, all parameters in one kernel."""
+    """AdamW with a fused kernel for all parameters."""
     return torch.optim.AdamW(groups, fused=True, **adam_arguments(options))
 
 
 @OPTIMIZERS.register("adamw_torch")
 def adamw(groups: Groups, options: OptimOptions) -> Optimizer:
-    """AdamW, one tensor operation at a time."""
+    """AdamW with separate tensor operations."""
     return torch.optim.AdamW(groups, **adam_arguments(options))
 
 

@@ -1,4 +1,4 @@
-"""An optimizer that passes its step on to other optimizers: the base of families that combine several."""
+"""An optimizer that delegates its step to other optimizers: base class of combinations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from burnish.optim.builtin import Groups
 
 
 class Delegating(Optimizer):
-    """An optimizer with groups of its own, for schedule and clipping, whose parameters ``inner`` updates.
+    """An optimizer whose parameters are updated by the optimizers in ``inner``. Schedule and clipping use its own
+    groups.
 
-    The groups of ``inner``, in order, are those of this optimizer: their learning rates follow.
+    The groups of ``inner``, in order, correspond to its own groups, and their learning rates follow.
     """
 
     def __init__(self, groups: Groups, learning_rate: float, inner: Sequence[Optimizer] = ()) -> None:
@@ -49,5 +50,5 @@ class Delegating(Optimizer):
 
 
 def copied(groups: Groups, keep: Sequence[str] = ("lr", "weight_decay")) -> Groups:
-    """Copy groups for an inner optimizer, because torch adds its settings to the dicts that it is given."""
+    """Copy groups for an inner optimizer, because torch adds its settings to the dicts."""
     return [{"params": list(g["params"])} | {name: g[name] for name in keep if name in g} for g in groups]

@@ -1,8 +1,8 @@
 """GrokAdamW (https://github.com/cognitivecomputations/grokadamw): AdamW that amplifies the slow part of the gradients
 (Lee et al. 2024, https://arxiv.org/abs/2405.20233). From the library grokadamw.
 
-Two things that the library (0.1.2) does are undone here: at import it configures the logging of the whole process, and
-it keeps its moments in the parameter groups, with the parameters as keys; a checkpoint needs numbers as keys.
+Two side effects of the library (0.1.2) are undone here. Its import configures the logging of the whole process. It
+stores its moments in the parameter groups with the parameters as keys, but a checkpoint needs numbers as keys.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def grokadamw(groups: Groups, options: OptimOptions) -> Optimizer:
 
 
 def _moments(group: dict[str, Any]) -> dict[str, Any]:
-    """The group's moments by the number of their parameter, or nothing before the first step."""
+    """The group's moments by the index of their parameter. Empty before the first step."""
     if "state" not in group:
         return {}
     return {"state": {str(i): group["state"][p] for i, p in enumerate(group["params"]) if p in group["state"]}}
 
 
 def _numbered(kind: Any) -> Any:
-    """The library's class with a state dict whose moments have the number of their parameter in the group as key."""
+    """The library's class with a state dict that identifies moments by the index of their parameter in the group."""
 
     class NumberedGrokAdamW(kind):  # type: ignore[misc]
         def state_dict(self) -> dict[str, Any]:

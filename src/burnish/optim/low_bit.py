@@ -1,8 +1,8 @@
-"""AdamW with moments in 8 or 4 bits, from the library torchao. Like bitsandbytes' but written in torch: it is compiled
-on first use, which takes seconds, and runs wherever torch.compile does.
+"""AdamW with 8-bit or 4-bit moments, from the library torchao. Unlike bitsandbytes it is written in torch: it is
+compiled at first use, which takes seconds, and runs wherever torch.compile does.
 
-The library keeps its moments in a tensor class of its own, and its learning rate in a tensor. Both are converted here:
-a checkpoint holds the plain tensors that a moment consists of, and the schedule sees a number.
+The library stores moments in its own tensor class and the learning rate in a tensor. Both are converted here: a
+checkpoint holds the plain tensors of a moment, and the scheduler sees a number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN = Reason("optimizer", "a checkpoint holds plain tensors of its moments")
 
 @OPTIMIZERS.register("adamw_torch_8bit", library=LIBRARY)
 def adamw_8bit(groups: Groups, options: OptimOptions) -> Optimizer:
-    """AdamW, moments in 8 bits (torchao)."""
+    """AdamW with 8-bit moments (torchao)."""
     from torchao.optim import AdamW8bit
 
     return _wrapped(AdamW8bit, groups, options)
@@ -34,7 +34,7 @@ def adamw_8bit(groups: Groups, options: OptimOptions) -> Optimizer:
 
 @OPTIMIZERS.register("adamw_torch_4bit", library=LIBRARY)
 def adamw_4bit(groups: Groups, options: OptimOptions) -> Optimizer:
-    """AdamW, moments in 4 bits (torchao)."""
+    """AdamW with 4-bit moments (torchao)."""
     from torchao.optim import AdamW4bit
 
     return _wrapped(AdamW4bit, groups, options)
@@ -54,7 +54,7 @@ def _each(change: Callable[[Any], Any], optimizer: Optimizer, state: dict[str, A
 
 
 def _taken_apart(value: Any) -> Any:
-    """Convert a tensor of the library's own class to plain tensors and data; return anything else as it is."""
+    """Convert a tensor of the library's own class to plain tensors and data. Other values are returned unchanged."""
     if not isinstance(value, Tensor) or type(value) is Tensor:
         return value
     names, attributes = value.__tensor_flatten__()  # type: ignore[attr-defined]

@@ -1,18 +1,18 @@
-"""GaLore and APOLLO: full training with moments of low rank.
+"""GaLore and APOLLO: full training with low-rank moments.
 
-The gradient of a matrix is projected onto a few directions, and AdamW (for GaLore also Adafactor, or AdamW in 8 bits)
-keeps its moments of that small matrix only:
+The gradient of a matrix is projected onto a few directions. AdamW (for GaLore also Adafactor or 8-bit AdamW) keeps its
+moments only for this small matrix:
 
     R = Pᵀ G  or  R = G Qᵀ,    r rows or columns        (the directions change every ``update_interval`` updates)
     GaLore   W -= lr * scale * (N projected back)       Zhao et al. 2024, algorithm 2, https://arxiv.org/abs/2403.03507
     APOLLO   W -= lr * sqrt(scale) * s G,  s = ‖N‖/‖R‖  Zhu et al. 2024, algorithm 1, https://arxiv.org/abs/2412.05270
 
-where N is the step that the inner optimizer would take for R. To get it, that optimizer updates a small matrix of zeros
-with the gradient R at a learning rate of 1. This works with any optimizer whose step depends on gradients alone.
+where N is the step that the inner optimizer computes for R. The inner optimizer updates a small matrix of zeros with
+the gradient R at a learning rate of 1. This works with any optimizer whose step depends on gradients only.
 
-In:  the groups of the run. Projected are the matrices in numbered layers (``all``), or those whose name holds one of
-     the targets. Out: an optimizer whose state (directions, moments, counter) a checkpoint holds.
-Refuses: targets that name no matrix, an ``optim`` that cannot move the small ones.
+In:  the parameter groups. Matrices in numbered layers are projected (``all``), or those whose name contains a target.
+Out: an optimizer whose state (directions, moments, counter) a checkpoint can hold.
+Refuses: targets that match no matrix, an ``optim`` that cannot update the small matrices.
 """
 
 # m, n the sides of a weight, r rank; G (m, n) gradient, P (m, r), Q (r, n), R (r, n), (m, r) or (r, r)
@@ -50,7 +50,7 @@ WITHIN = {
     "galore_adamw": "adamw_torch", "galore_adafactor": "adafactor", "galore_adamw_8bit": "adamw_bnb_8bit",
     "apollo_adamw": "adamw_torch",
 }  # fmt: skip
-"""``optim`` -> the optimizer that moves the small matrices."""
+"""``optim`` -> the optimizer of the small matrices."""
 GALORE_ARGUMENTS = ("rank", "update_proj_gap", "scale", "proj_type")
 APOLLO_ARGUMENTS = (*GALORE_ARGUMENTS, "proj", "scale_type")
 """Arguments that transformers accepts in ``optim_args``."""
@@ -98,7 +98,7 @@ class LowRankOptions:
 
 
 class LowRankChoices(Protocol):
-    """The options that choose an optimizer of low rank."""
+    """Options that select a low-rank optimizer."""
 
     finetuning_type: str
     optim: str
@@ -122,7 +122,7 @@ def check_low_rank(options: LowRankChoices) -> list[Problem]:
 
 @notes
 def low_rank_notes(options: OptimOptions) -> list[str]:
-    """Notes on options that were set and that the optimizer of the small matrices does not read."""
+    """Notes on options that the optimizer of the small matrices does not use."""
     member = OPTIMIZERS.choose(options.optim, options)
     return left_out(WITHIN[options.optim], options) if member.options is LowRankOptions else []
 
@@ -141,7 +141,7 @@ def _check_within(options: LowRankChoices, switch: str) -> list[Problem]:
 
 
 class Method(NamedTuple):
-    """The settings of a method of low rank."""
+    """The settings of a low-rank method."""
 
     targets: str | list[str]
     rank: int
@@ -154,7 +154,7 @@ class Method(NamedTuple):
 
 
 class LowRankRun(AdamChoices, LowRankChoices, Protocol):
-    """The options that an optimizer of low rank is made with."""
+    """Options of a low-rank optimizer."""
 
     galore_target: list[str]
     galore_rank: int | None
@@ -174,17 +174,17 @@ class LowRankRun(AdamChoices, LowRankChoices, Protocol):
 
 @OPTIMIZERS.register("galore_adamw", "galore_adafactor", options=LowRankOptions, **asked_by("use_galore"))
 def galore(groups: Groups, options: LowRankRun) -> Optimizer:
-    """GaLore: moments of the gradient's largest directions."""
+    """GaLore: moments for the largest directions of the gradient."""
     return LowRank(groups, options, _galore_method(options))
 
 
-# A name of its own, because it alone needs a library.
+# A separate name, because only this one needs a library.
 OPTIMIZERS.register("galore_adamw_8bit", options=LowRankOptions, library="bitsandbytes")(galore)
 
 
 @OPTIMIZERS.register("apollo_adamw", options=LowRankOptions, **asked_by("use_apollo"))
 def apollo(groups: Groups, options: LowRankRun) -> Optimizer:
-    """APOLLO: the gradient, scaled as AdamW of low rank would scale it."""
+    """APOLLO: the gradient, scaled as low-rank AdamW would scale it."""
     return LowRank(groups, options, _apollo_method(options))
 
 
@@ -216,7 +216,7 @@ def _apollo_method(options: LowRankRun) -> Method:
 
 
 def _given(options: AdamChoices, known: tuple[str, ...]) -> dict[str, Any]:
-    """Read ``optim_args``. Raises TypeError, as any optimizer does, for an unknown name."""
+    """Read ``optim_args``. Raises TypeError for an unknown name, as other optimizers do."""
     given = optim_arguments(options)
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -225,10 +225,10 @@ def _given(options: AdamChoices, known: tuple[str, ...]) -> dict[str, Any]:
 
 
 class LowRank(Delegating):
-    """An optimizer such as AdamW on small matrices in place of the projected parameters, and on all others directly.
+    """Applies an optimizer such as AdamW to small matrices for projected parameters, and directly to all others.
 
-    ``inner`` has first the groups that are not projected, with their own parameters, then the projected groups, with
-    small matrices in place of their parameters. It is made at the first step, when the model is on its device.
+    ``inner`` has first the groups without projection, with their own parameters, then the projected groups, with small
+    matrices for their parameters. It is created at the first step, when the model is on its device.
     """
 
     def __init__(self, groups: Groups, options: AdamChoices, method: Method) -> None:
@@ -244,9 +244,9 @@ class LowRank(Delegating):
         self.options, self.method = options, method
         self.num_plain = len(plain)
         self.updates = 0
-        self.small: list[Tensor] = []  # per projected parameter: zeros, whose gradient is the projected gradient
-        self.sides: dict[int, list[Tensor | None]] = {}  # projected parameter -> P and Q, one of them or both
-        self.lengths: dict[int, Tensor] = {}  # APOLLO: projected parameter -> () length of its last step
+        self.small: list[Tensor] = []  # per projected parameter: zeros with the projected gradient
+        self.sides: dict[int, list[Tensor | None]] = {}  # index of a projected parameter -> P and Q, or one of them
+        self.lengths: dict[int, Tensor] = {}  # APOLLO: index of a projected parameter -> () norm of its last step
 
     def projected(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
         """Every projected parameter with its group."""
@@ -286,7 +286,7 @@ class LowRank(Delegating):
             self.small[index].grad = None
 
     def _project(self) -> None:
-        """Give every small matrix its gradient R, along new directions where the interval has passed."""
+        """Set the gradient R of every small matrix, with new directions at the interval."""
         is_time = self.updates % self.method.interval == 0
         for index, (parameter, _) in enumerate(self.projected()):
             if parameter.grad is None:
@@ -302,7 +302,7 @@ class LowRank(Delegating):
         method = self.method
         has_left, has_right = sides_of(gradient.shape, method.side)
         if method.directions == "random":
-            # A function of the parameter and the time alone: every rank draws the same.
+            # Depends on the parameter and the update only, so every rank draws the same directions.
             generator = torch.Generator().manual_seed(1_000_003 * index + self.updates // method.interval)
             (m, n), rank = gradient.shape, min(method.rank, *gradient.shape)
             left = torch.randn(m, rank, generator=generator).to(gradient.device) / math.sqrt(rank)
@@ -319,12 +319,12 @@ class LowRank(Delegating):
         return (step if right is None else step @ right) * self.method.scale
 
     def _apollo_step(self, index: int, gradient: Tensor) -> Tensor:
-        """(m, n) the gradient, its channels scaled by the factors that AdamW's step gives, its growth limited.
+        """(m, n) the gradient with its channels scaled as in AdamW's step, with limited growth.
 
         As in the authors' code, the growth is measured without Adam's bias correction.
         """
         method, small = self.method, self.small[index]
-        beta1, beta2 = self.options.adam_beta1, self.options.adam_beta2  # moments began at zero
+        beta1, beta2 = self.options.adam_beta1, self.options.adam_beta2  # moments start at zero
         correction = math.sqrt(1 - beta2**self.updates) / (1 - beta1**self.updates)
         along = None if method.growth == "tensor" else 1 if self.sides[index][0] is None else 0
         assert small.grad is not None
@@ -335,7 +335,7 @@ class LowRank(Delegating):
         return -correction * step
 
     def _limited(self, index: int, step: Tensor) -> Tensor:
-        """``step``, at most 1.01 times as long as the one before."""
+        """``step``, limited to 1.01 times the norm of the previous step."""
         length = torch.linalg.vector_norm(step)
         if index in self.lengths:
             excess = (length / (self.lengths[index] + 1e-8)).clamp(min=GROWTH_LIMIT) / GROWTH_LIMIT
@@ -360,7 +360,7 @@ class LowRank(Delegating):
 
 
 class _Within:
-    """The options for the inner optimizer: without ``optim_args``, which belong to the projection."""
+    """Options of the inner optimizer, without ``optim_args``, which belong to the projection."""
 
     def __init__(self, options: AdamChoices) -> None:
         self._options = options
@@ -371,7 +371,7 @@ class _Within:
 
 
 def in_layers(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether this is a matrix inside a numbered layer: neither an embedding, nor the head, nor a norm."""
+    """Whether this is a matrix inside a numbered layer, not an embedding, the head or a norm."""
     return parameter.ndim == 2 and _IN_A_LAYER.search(name) is not None
 
 
@@ -384,7 +384,7 @@ def is_target(name: str, parameter: nn.Parameter, targets: str | list[str]) -> b
 
 
 def split_groups(groups: Groups, is_wanted: Callable[[str, nn.Parameter], bool]) -> tuple[Groups, Groups]:
-    """Split groups by name and parameter into those wanted and the rest; none of them is empty."""
+    """Split groups by name and parameter into selected and other groups. Empty groups are omitted."""
     wanted: Groups = []
     rest: Groups = []
     for group in groups:
@@ -397,7 +397,7 @@ def split_groups(groups: Groups, is_wanted: Callable[[str, nn.Parameter], bool])
 
 
 def sides_of(shape: torch.Size, side: str) -> tuple[bool, bool]:
-    """Return whether P, and whether Q, projects a matrix of that shape."""
+    """Whether P, and whether Q, projects a matrix of that shape."""
     is_tall = shape[0] >= shape[1]
     left = {"std": not is_tall, "reverse_std": is_tall, "left": True, "right": False, "full": True}[side]
     return left, side == "full" or not left

@@ -1,8 +1,8 @@
 """Muon: orthogonalized momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-It trains the matrices inside the layers; AdamW trains embeddings, the head, norms and biases, as the authors say. The
-step is scaled to the length of AdamW's (Liu et al. 2025, section 2.2, https://arxiv.org/abs/2502.16982), so learning
-rates found for AdamW can stay. The implementation is torch's.
+It trains the matrices inside the layers. As the authors recommend, AdamW trains embeddings, the head, norms and biases.
+The step is scaled to the norm of AdamW's (Liu et al. 2025, section 2.2, https://arxiv.org/abs/2502.16982), so learning
+rates for AdamW can be used. The implementation is torch's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_muon(options: OptimOptions) -> list[Problem]:
 
 @OPTIMIZERS.register("muon", options=MuonOptions, **asked_by("use_muon"))
 def muon(groups: Groups, options: OptimOptions) -> Optimizer:
-    """Muon on the matrices of the layers, AdamW on the rest."""
+    """Muon for the matrices in layers, AdamW for the rest."""
     matrices, rest = split_groups(groups, in_layers)
     moved: list[Optimizer] = []
     if matrices:

@@ -1,4 +1,4 @@
-"""Names that transformers knows and burnish refuses, each with the reason and what to use instead."""
+"""Optimizer names of transformers that burnish does not support, with the reason and an alternative."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSED = {
 
 
 def _refuse(groups: Groups, options: OptimOptions) -> Optimizer:
-    """Refuse an optimizer that is not part of burnish, and say why."""
+    """Raise UserError for an unsupported optimizer."""
     raise UserError(f'burnish does not support optim "{options.optim}".', option="optim")
 
 

@@ -1,9 +1,9 @@
-"""Schedule-free optimizers (Defazio et al. 2024, https://arxiv.org/abs/2405.15682): an average of the weights takes the
-place of a falling learning rate. From the library schedulefree.
+"""Schedule-free optimizers (Defazio et al. 2024, https://arxiv.org/abs/2405.15682): averaging the weights replaces
+learning rate decay. From the library schedulefree.
 
-They keep two sets of weights: one for training, the other for evaluation and the finished model. The loop switches
-between them (``optimizer.train()``, ``optimizer.eval()``). A checkpoint holds those of training, so that a run can go
-on. Warmup comes from the schedule, as for every optimizer: choose lr_scheduler_type constant_with_warmup, or constant.
+They have two sets of weights: one for training, the other for evaluation and the final model. The loop switches between
+them (``optimizer.train()``, ``optimizer.eval()``). A checkpoint holds the training weights, so that a run can resume.
+Warmup comes from the schedule as for every optimizer: use lr_scheduler_type constant_with_warmup or constant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIBRARY = "schedulefree"
 
 
 class BestAtEnd(Protocol):
-    """The options that a schedule-free optimizer and the best weights share."""
+    """Options that affect schedule-free optimizers and the best checkpoint."""
 
     load_best_model_at_end: bool
     optim: str
@@ -28,7 +28,7 @@ class BestAtEnd(Protocol):
 
 @check
 def check_schedule_free(options: BestAtEnd) -> list[Problem]:
-    """Refuse to keep the best checkpoint: it would hold the weights of training, not the average that was evaluated."""
+    """Report load_best_model_at_end: the best checkpoint has the training weights, not the evaluated average."""
     if not (options.optim.startswith("schedule_free") and options.load_best_model_at_end):
         return []
     return [
@@ -43,7 +43,7 @@ def check_schedule_free(options: BestAtEnd) -> list[Problem]:
 
 @OPTIMIZERS.register("schedule_free_adamw", library=LIBRARY)
 def schedule_free_adamw(groups: Groups, options: OptimOptions) -> Optimizer:
-    """AdamW without a falling learning rate; with lr_scheduler_type constant (schedulefree)."""
+    """AdamW without learning rate decay, for lr_scheduler_type constant (schedulefree)."""
     from schedulefree import AdamWScheduleFree
 
     made: Optimizer = AdamWScheduleFree(groups, **adam_arguments(options))
@@ -52,7 +52,7 @@ def schedule_free_adamw(groups: Groups, options: OptimOptions) -> Optimizer:
 
 @OPTIMIZERS.register("schedule_free_radam", library=LIBRARY)
 def schedule_free_radam(groups: Groups, options: OptimOptions) -> Optimizer:
-    """RAdam without a falling learning rate, and without warmup (schedulefree)."""
+    """RAdam without learning rate decay and warmup (schedulefree)."""
     from schedulefree import RAdamScheduleFree
 
     made: Optimizer = RAdamScheduleFree(groups, **adam_arguments(options))
@@ -61,7 +61,7 @@ def schedule_free_radam(groups: Groups, options: OptimOptions) -> Optimizer:
 
 @OPTIMIZERS.register("schedule_free_sgd", library=LIBRARY, leaves_out=ADAM_ONLY)
 def schedule_free_sgd(groups: Groups, options: OptimOptions) -> Optimizer:
-    """Stochastic gradient descent without a falling learning rate (schedulefree)."""
+    """SGD without learning rate decay (schedulefree)."""
     from schedulefree import SGDScheduleFree
 
     made: Optimizer = SGDScheduleFree(groups, lr=options.learning_rate, **optim_arguments(options))

@@ -1,5 +1,5 @@
-"""StableAdamW (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013): AdamW whose step shrinks where a gradient is
-larger than its second moment expects. From the library optimi (package torch-optimi)."""
+"""StableAdamW (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013): AdamW that reduces its step if a gradient is
+larger than its second moment predicts. From the library optimi (package torch-optimi)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Patches of a model's forward passes: padding-free attention, fused layers, Liger's kernels."""
+"""Patches of a model's forward passes: padding-free attention, fused layers, Liger kernels."""

@@ -1,12 +1,12 @@
 """Padding-free attention for transformers' models, through ``ops.attention``.
 
-In: a loaded model. Out: the same model, set so that the sequences of a row do not attend to each other, if possible,
-and whether it is. These ways are tried in order, each checked with the probe of ``ops.probe``:
+In: a loaded model. Out: the same model, configured so that the sequences of a row do not attend to each other, and
+whether this is possible. The following are tried in order, each verified with ``ops.probe``:
 
-1. burnish's attention, for models that use transformers' attention interface and its flash-attention contract
-   (windows, caps and sinks are arguments, and masks are not needed);
-2. the model's own attention with the mask that transformers makes of ``position_ids`` that restart;
-3. none: the batches of the model are padded.
+1. burnish's attention, for models that use transformers' attention interface with its flash-attention contract
+(windows, caps and sinks are arguments, and masks are not needed);
+2. the model's own attention with the mask that transformers creates from restarting ``position_ids``;
+3. none: batches of this model are padded.
 
 https://huggingface.co/docs/transformers/attention_interface
 """
@@ -27,29 +27,30 @@ from burnish.kernels.shared_prefix import Runs, laid_out
 from burnish.utils.patching import Reason, hook, restore
 
 NAME = "burnish"
-"""The name of this attention in transformers' configs, while a model is in memory."""
+"""Name of this attention in transformers' configs while a model is in memory."""
 
 PADDING_FREE = Reason("model with padding-free attention", "each sequence attends to itself, without a mask")
 _REPLACED = {"sdpa", "eager"}
-"""Attention that burnish's may replace; any other was asked for by name."""
+"""Attention that burnish's may replace. Any other was selected explicitly."""
 
 
 class PaddingFree(NamedTuple):
-    """The result: whether batches may be padding-free, and a sentence for the user about how, if there is one."""
+    """Whether batches may be padding-free, and a note for the user, if there is one."""
 
     is_flat: bool
     note: str = ""
 
 
 def make_padding_free(model: nn.Module, *, own_attention: bool = True) -> PaddingFree:
-    """Set the model's attention so that the sequences of a padding-free row do not attend to each other.
+    """Configure the model's attention so that the sequences of a padding-free row do not attend to each other.
 
     Args:
-        own_attention: whether burnish's attention may replace the model's; false where one was asked for by name.
+        model: a model of transformers, with or without adapter.
+        own_attention: whether burnish's attention may replace the model's; false if one was selected explicitly.
     """
     inner = causal_lm(model)
     before = inner.config._attn_implementation
-    if before == NAME:  # set by an earlier call, which was answered
+    if before == NAME:  # set by an earlier call that was verified
         return PaddingFree(True)
     speaks_the_interface = inner._supports_flash_attn and inner._can_set_attn_implementation()
     if own_attention and before in _REPLACED and speaks_the_interface:
@@ -77,10 +78,10 @@ def _register() -> None:
 
 
 def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Prevent transformers from making a mask for a padding-free batch, which would never be used.
+    """Prevent transformers from creating an unused mask for a padding-free batch.
 
-    That mask is (T, T), and finding out whether it is needed waits for the device. A mask that already has four
-    dimensions is passed on as it is (transformers.masking_utils, since 4.53), so one of a single element is passed.
+    That mask is (T, T), and transformers waits for the device to find out whether it is needed. A four-dimensional mask
+    is passed on unchanged (transformers.masking_utils, since 4.53), so a mask with one element is passed.
     """
     cu_seq_lens = kwargs.get("cu_seq_lens_q")
     if cu_seq_lens is None or kwargs.get("attention_mask") is not None:
@@ -95,14 +96,16 @@ def attend(
     cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None, cu_seq_lens_k: Tensor | None = None,
     max_length_k: int | None = None, key_runs: Runs | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The attention function for transformers' interface. A padded batch goes to transformers' own.
+    """The attention function for transformers' interface. Padded batches use transformers' own attention.
 
     Args:
-        query: (B, H, T, D); key, value: (B, K, T, D).
-        key_runs: the tokens that each sequence of a padding-free batch attends to, where prefixes are shared
-            (``data.batches.batching.collate_prefix_sharing``); None where each attends to its own tokens.
+        query: (B, H, T, D).
+        key, value: (B, K, T, D).
+        key_runs: ranges of tokens that each sequence of a padding-free batch attends to with prefix sharing
+            (``data.batches.batching.collate_prefix_sharing``). None: each attends to its own tokens.
+
     Returns:
-        (B, T, H, D), and no attention weights.
+        (B, T, H, D), and None in place of attention weights.
     """
     scores = Scores(scaling, sliding_window, softcap, s_aux, dropout)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -131,6 +134,6 @@ def attend(
 
 
 def _causal(query: Tensor, key: Tensor) -> Tensor | None:
-    """(T, M) true where a token attends to a key; None for a single new token, which attends to all before it."""
+    """(T, M) true if a token attends to a key. None for a single new token, which attends to all previous ones."""
     length, seen = query.shape[2], key.shape[2]
     return None if length == 1 else torch.ones(length, seen, dtype=torch.bool, device=query.device).tril(seen - length)

@@ -1,10 +1,9 @@
-"""Capabilities of a model, probed once before its first step, for the command line and for ``Trainer``.
+"""Probe the capabilities of a model once before its first step, for the command line and for ``Trainer``.
 
-In: a model with its adapter, and the features that a run would like to use. Out: ``Capabilities``: the features that
-were seen to give the model's own result. Each probe is a few forward passes over about twenty tokens
-(``kernels.probe``); features that are not requested are not probed. Weights, gradients, random states and the mode of
-every module stay unchanged. The attention implementation is replaced where sequences are to be concatenated and the
-model's own cannot keep them apart (``models.patches.attention``).
+In: a model with its adapter, and the requested features. Out: ``Capabilities``: the features that reproduce the model's
+own results. Each probe needs a few forward passes over about twenty tokens (``kernels.probe``). Weights, gradients,
+random states and the mode of every module are not changed. The attention implementation is replaced if sequences are to
+be concatenated and the model's own attention cannot separate them (``models.patches.attention``).
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ def find_capabilities(
     model: nn.Module, *, padding_free: bool = False, own_attention: bool = True, prefix_sharing: bool = False,
     head_of: nn.Module | None = None,
 ) -> Capabilities:  # fmt: skip
-    """Ask a model.
+    """Probe a model.
 
     Args:
-        padding_free: are sequences to lie end to end?
-        own_attention: may burnish's attention stand in for the model's? Not where one was asked for by name.
-        prefix_sharing: are prefixes that rows have in common to be computed once?
-        head_of: the model whose head is looked for: this one, or the one inside an adapter; None for none.
+        model: a model of transformers, with or without adapter.
+        padding_free: whether sequences should be concatenated.
+        own_attention: whether burnish's attention may replace the model's; false if one was selected explicitly.
+        prefix_sharing: whether common prefixes of rows should be computed once.
+        head_of: the model whose head is searched: ``model`` or the one inside an adapter. None: no head is needed.
     """
-    keep_as_loaded(model)  # questions are asked outside of training
+    keep_as_loaded(model)  # the probes run outside of training
     layout = make_padding_free(model, own_attention=own_attention) if padding_free else PaddingFree(False)
     head = None if head_of is None else find_head(head_of)
-    needs_logits = head_of is not None and (  # the loss of a mixture of experts may be made of its own output
+    needs_logits = head_of is not None and (  # the loss of a mixture of experts may need the model's own output
         head is None or hasattr(causal_lm(model).config.get_text_config(), "router_aux_loss_coef")
     )
     return Capabilities(

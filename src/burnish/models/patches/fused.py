@@ -1,12 +1,11 @@
 """Patches of a model's forward passes: on a CPU, norms, gated layers and activations run ``ops.elementwise`` and linear
 layers run ``ops.cpu.cast_linear``; on any device, adapted layers run ``ops.lora``.
 
-In: a loaded model. Out: the same model, in which modules that compute the same as burnish's functions are replaced by
-these. Modules are found by their structure, never by their class's name, and each is tested first: for the same random
-input, its output must equal that of the function. Weights, names of weights, hooks and wrapped linear layers (LoRA,
-quantized) stay as they are. A module runs its own code on a device for which there is nothing faster, and what was
-replaced before, by Liger for example, stays replaced. Adapters on gate and up share their products
-(``ops.lora``), as do those on queries, keys and values too.
+In: a loaded model. Out: the same model, in which modules are replaced by burnish's functions that compute the same.
+Modules are recognized by their structure, never by class name, and tested: for the same random input, the outputs must
+be equal. Weights, their names, hooks and wrapped linear layers (LoRA, quantized) are unchanged. A module keeps its own
+code on devices without a faster function, and existing patches, such as Liger's, are kept. Adapters on gate and up
+share their products (``ops.lora``), as do those on queries, keys and values.
 """
 
 # H hidden size, I size of an input, O size of an output
@@ -29,7 +28,7 @@ from burnish.kernels.lora import LoraForward, holds_factors, together
 from burnish.kernels.probe import REFUSALS
 from burnish.utils.patching import Patch, PatchChoice, PatchOptions, Reason, allows, patch
 
-_TOLERANCE = 1e-5  # of the greatest value, in float32
+_TOLERANCE = 1e-5  # relative to the maximum, in float32
 _EPSILONS = ("variance_epsilon", "eps")
 
 
@@ -41,7 +40,7 @@ ATTENTION = Reason("attention layer", "the adapters on queries, keys and values 
 ADAPTED = Reason("adapted layer", "layer and update in one product; the input is saved once")
 
 Answer = tuple[Callable[[nn.Module], Callable[..., Any]], Reason] | None
-"""Builder of a forward pass for a module, and its reason; None where there is none for it."""
+"""A function that creates the forward pass of a module, and the reason for the patch. None if there is none."""
 
 _EVERYTHING = PatchOptions()
 
@@ -49,12 +48,13 @@ _EVERYTHING = PatchOptions()
 def forwards_of(
     model: nn.Module, device: torch.device, options: PatchChoice = _EVERYTHING
 ) -> list[tuple[nn.Module, Callable[[nn.Module], Callable[..., Any]], Reason]]:
-    """The modules whose forward pass can be replaced, by what is made for them, and why. No random number of the run
-    is drawn for it.
+    """The modules whose forward pass can be replaced, with the function that creates the new one, and the reason. Does
+    not change the run's random state.
 
     Args:
-        model: may be without weights, on the meta device.
+        model: may have no weights (meta device).
         device: the device on which it will run.
+        options: options that disable patches.
     """
     found = []
     of_device = (*_OF_ANY, *(_OF_CPU if device.type == "cpu" else ()))
@@ -68,16 +68,18 @@ def forwards_of(
 
 
 def _method(forward: Callable[..., Any]) -> Callable[[nn.Module], Callable[..., Any]]:
-    """Descriptor that makes ``forward(module, ...)`` a method of a module."""
+    """A function that makes ``forward(module, ...)`` a method of a module."""
     return partial(MethodType, forward)
 
 
 def patch_forwards(
     model: nn.Module, options: PatchChoice = _EVERYTHING, device: torch.device | None = None
 ) -> list[Patch]:
-    """Replace the forward passes that can be replaced.
+    """Replace all forward passes that can be replaced.
 
     Args:
+        model: the model.
+        options: options that disable patches.
         device: the device on which the model will run, if it is not there yet.
     """
     device = device or next((weight.device for weight in model.parameters()), torch.device("cpu"))
@@ -89,7 +91,7 @@ def patch_forwards(
 
 
 def _norm_of(module: nn.Module) -> Answer:
-    """The forward pass of a root mean square norm: a module that has only a vector of weights and an eps."""
+    """The forward pass of an RMS norm: a module with only a weight vector and an eps."""
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or module.weight.ndim != 1 or _eps(module) is None:
         return None
@@ -125,9 +127,9 @@ _PARTS = ["act_fn", "down_proj", "gate_proj", "up_proj"]
 
 
 def _gated_of(module: nn.Module) -> Answer:
-    """The forward pass of ``down(activation(gate(x)) * up(x))``: a module that has only these four parts.
+    """The forward pass of ``down(activation(gate(x)) * up(x))``: a module with only these four parts.
 
-    For the test, its linear layers are replaced by three simple functions, so that their kind does not matter.
+    For the test, its linear layers are replaced by three simple functions, so their type does not matter.
     """
     if sorted(name for name, _ in module.named_children()) != _PARTS or list(module.parameters(recurse=False)):
         return None
@@ -171,7 +173,7 @@ _FORWARDS = {name: _gated_with(name) for name in ACTIVATIONS}
 
 
 def _adapted_of(module: nn.Module) -> Answer:
-    """The forward pass of a module that holds a linear layer and the factors of its update, peft's say."""
+    """The forward pass of a module with a linear layer and low-rank factors, such as peft's."""
     return (lambda one: LoraForward(one).forward, ADAPTED) if holds_factors(module) else None
 
 
@@ -181,8 +183,9 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def _attention_of(module: nn.Module) -> Answer:
-    """The forward pass of a module with adapters on several of these parts: its own, inside a context in which the
-    adapted layers are computed together. It needs no test: that they share an input is checked at each call."""
+    """The forward pass of a module with adapters on several projections: its own, in a context that computes these
+    adapters together. It needs no test, because each call checks that they share an input.
+    """
     parts = [getattr(module, name, None) for name in _PROJECTIONS]
     return (_method(_attended), ATTENTION) if sum(map(holds_factors, parts)) > 1 else None
 
@@ -196,16 +199,16 @@ def _attended(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _linear_of(module: nn.Module) -> Answer:
-    """The forward pass of torch's own linear layer, which needs no test, or of one with a transposed weight (GPT-2's);
-    only where its weights train, since frozen ones are loaded in the dtype of the products."""
+    """The forward pass of torch's linear layer, which needs no test, or of a tested one with a transposed weight
+    (GPT-2). Only for trained weights, because frozen ones are loaded in the compute dtype.
+    """
     if type(module) is nn.Linear:
         return (_method(_projected), LINEAR) if module.weight.requires_grad else None
     return (_method(_projected_by_transposed), LINEAR) if _is_transposed(module) else None
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Return whether a module has a weight (I, O) that trains and a bias (O,), and computes x W + b. It is tested with
-    random ones."""
+    """Whether a module has a trained weight (I, O) and a bias (O,), and computes x W + b. Tested with random values."""
     own = dict(module.named_parameters())
     if list(own) != ["weight", "bias"] or own["weight"].ndim != 2 or own["weight"].shape[1:] != own["bias"].shape:
         return False
@@ -230,8 +233,9 @@ def _projected_by_transposed(module: Any, x: Tensor) -> Tensor:
 
 
 def _narrower(module: Any, input: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast on a CPU would copy the weights, and keep them for a backward pass. None without a
-    backward pass, where nothing is kept, and autocast's copies serve all tokens of an answer."""
+    """The dtype to which autocast on a CPU would copy the weights for a backward pass. None without a backward pass, in
+    which case autocast's copies are reused for all tokens of a response.
+    """
     if not (input.device.type == "cpu" and torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()):
         return None
     dtype = torch.get_autocast_dtype("cpu")
@@ -242,9 +246,9 @@ def _narrower(module: Any, input: Tensor) -> torch.dtype | None:
 
 
 def _activation_of(module: nn.Module) -> Answer:
-    """The forward pass of an activation that is written in several operations (GPT-2's), as one operation of torch.
+    """The forward pass of an activation that consists of several operations (GPT-2), as one torch operation.
 
-    It is a module without parameters or parts, and none of torch's own, which are one operation each.
+    Applies to modules without parameters or submodules, except torch's own, which are single operations.
     """
     has_state = any(not name.startswith("_") and name != "training" for name in vars(module))
     if has_state or type(module).__module__.startswith("torch.") or list(module.children()) or module.state_dict():
@@ -273,7 +277,7 @@ _OF_CPU = (_norm_of, _gated_of, _activation_of, _linear_of)
 
 
 def _same(plain: Callable[[], Any], ours: Tensor) -> bool:
-    """Return whether a module's output equals that of burnish's function; not where the module refuses the input."""
+    """Whether a module's output equals that of burnish's function. False if the module refuses the input."""
     try:
         with torch.no_grad():
             said = plain()

@@ -1,11 +1,11 @@
-"""Liger's kernels for a model's norms, rotary positions and gated layers, on a GPU.
+"""Liger kernels for a model's norms, rotary positions and gated layers, on a GPU.
 
-In:  a loaded model of transformers, adapted or not. Out: the same model with the same weights and names; its logits are
-compared before and after. Refused: a device that is no GPU, a missing library, a model that Liger does not know, a part
-that it does not have. Liger's losses are not used here: ``fused_loss`` chooses the loss.
+In:  a loaded model of transformers, with or without adapter. Out: the same model with the same weights and names. Its
+logits are compared before and after. Refuses: a device other than a GPU, a missing library, a model or part that Liger
+does not support. Liger's losses are not used here: ``fused_loss`` selects the loss.
 
-For rotary positions Liger replaces a function of the model family's module, so all models of the family in this process
-are changed. https://github.com/linkedin/Liger-Kernel
+For rotary positions Liger replaces a function in the module of the model family, which affects all models of the family
+in this process. https://github.com/linkedin/Liger-Kernel
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class LigerOptions:
 
 
 class LigerChoice(Protocol):
-    """The option that asks for Liger's kernels."""
+    """The option that enables Liger kernels."""
 
     enable_liger_kernel: bool | None
 
 
 class LigerChoices(LigerChoice, Protocol):
-    """The options that say whether Liger's kernels are taken."""
+    """Options of the Liger kernels."""
 
     liger_kernel_config: dict[str, bool] | None
     use_cpu: bool
@@ -86,23 +86,27 @@ def liger_problems(device: torch.device) -> list[Problem]:
 
 
 def takes_liger(options: LigerChoice, device: torch.device) -> bool:
-    """Return whether Liger is used: as the options say, and if they do not say, wherever the kernels can run."""
+    """Whether Liger is used: as set by the options. Default: if the kernels can run."""
     if options.enable_liger_kernel is None:
         return not liger_problems(device)
     return bool(options.enable_liger_kernel)
 
 
 def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: bool = True) -> list[str]:
-    """Replace parts of the model by Liger's kernels, as Liger does it for its family.
+    """Replace parts of the model with Liger kernels, using Liger's function for the model family.
 
     Args:
-        config: ``liger_kernel_config``: parts by Liger's names (rope, rms_norm, swiglu, geglu), and whether they are
-            replaced; those that are not named are.
-        is_asked: whether the options ask for Liger; then a model that it does not know is refused, else left as it is.
+        model: a model of transformers.
+        config: ``liger_kernel_config``: Liger's names of parts (rope, rms_norm, swiglu, geglu) -> whether to replace
+            them. Default: all are replaced.
+        is_asked: whether the options request Liger. If so, an unsupported model is an error; otherwise it is not
+            changed.
+
     Returns:
-        Sentences for the user.
+        Notes for the user.
+
     Raises:
-        UserError: where Liger does not know the model or a part, or its kernels change the model's logits.
+        UserError: if Liger does not support the model or a part, or if its kernels change the model's logits.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance  # type: ignore[import-not-found]
     from liger_kernel.transformers.monkey_patch import (  # type: ignore[import-not-found]

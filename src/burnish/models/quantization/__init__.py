@@ -1,1 +1,1 @@
-"""Quantized weights: bases in 4 or 8 bits for training, and GPTQ or AWQ exports."""
+"""Quantized weights: 4-bit or 8-bit base models for training, and GPTQ or AWQ exports."""

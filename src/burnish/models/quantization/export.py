@@ -1,13 +1,13 @@
-"""Weights of a whole model in few bits, as GPTQ (Frantar et al. 2022, https://arxiv.org/abs/2210.17323) or AWQ (Lin et
-al. 2023, https://arxiv.org/abs/2306.00978) files, by the library gptqmodel.
+"""Export quantized weights as GPTQ (Frantar et al. 2022, https://arxiv.org/abs/2210.17323) or AWQ (Lin et al. 2023,
+https://arxiv.org/abs/2306.00978) files, with the library gptqmodel.
 
-In:  a folder in full precision, rows to calibrate with, rows to measure on. Out: a folder that transformers, vLLM and
-     SGLang load, and the perplexity of both folders on the same rows.
-Refuses: a missing library; widths of layers that a method has no groups for.
+In:  a folder in full precision, rows for calibration, rows for evaluation. Out: a folder for transformers, vLLM and
+SGLang, and the perplexity of both folders on the same rows.
+Refuses: a missing library; layer widths that the method cannot divide into groups.
 
-gptqmodel changes transformers as it is imported, talks, and writes logs where it stands; so it works in a process and a
-folder of its own. The process is this file too.
-Run with gptqmodel 7.7, optimum 2.3, transformers 5.23 and torch 2.13 on a CPU; on a GPU it was not tried.
+gptqmodel patches transformers at import, prints, and writes logs to the working directory. So it runs in a separate
+process and folder. The process executes this file, too. Tested with gptqmodel 7.7, optimum 2.3, transformers 5.23 and
+torch 2.13 on a CPU; not tested on a GPU.
 """
 
 # I inputs and O outputs of a linear layer
@@ -39,9 +39,9 @@ from burnish.utils.work import work
 
 EXTRA = "gptq"
 GROUPS: Final = (128, 64, 32)
-"""Inputs that share a scale: the largest of these that divides the inputs of every layer; kernels know these sizes."""
-_AWQ_OUTPUTS = 64  # gptqmodel 7.7 looks for the best clipping in batches of so many outputs
-_WORD = 32  # bits in which weights are packed, along inputs and along outputs
+"""Group sizes that kernels support. The largest that divides the inputs of every layer is used."""
+_AWQ_OUTPUTS = 64  # gptqmodel 7.7 searches for the best clipping in batches of this many outputs
+_WORD = 32  # bits of a packed word, along inputs and along outputs
 
 
 @dataclass
@@ -69,7 +69,7 @@ class QuantizedExportOptions:
 
 
 def without_bits(options: QuantizedExportOptions) -> list[str]:
-    """A sentence for each option of an export in few bits where none is asked for."""
+    """A sentence for each quantized export option that has no effect, because the export is not quantized."""
     parts = ("method", "dataset", "nsamples", "maxlen")
     return set_without(options, {f"export_quantization_{part}": "export_quantization_bit" for part in parts})
 
@@ -83,12 +83,12 @@ def quantized_export_notes(options: QuantizedExportOptions) -> list[str]:
 
 @dataclass(frozen=True)
 class QuantizationJob:
-    """All that the process which quantizes is told.
+    """The input of the quantization process.
 
     Args:
-        group: inputs that share a scale; -1 for all inputs of an output.
-        rows: to calibrate with, ids.
-        held_out: to measure on, with labels.
+        group: number of inputs that share a scale; -1 for all inputs of an output.
+        rows: token ids for calibration.
+        held_out: rows with labels for evaluation.
         device: "cpu" or "cuda".
     """
 
@@ -105,7 +105,8 @@ class QuantizationJob:
 
 
 def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -> list[Problem]:
-    """Find what keeps a model from being exported in few bits. Args: shapes: the model, without weights maybe."""
+    """Return problems that prevent the export of a quantized model. ``shapes`` is the model, possibly without
+    weights."""
     method, bits = options.export_quantization_method, options.export_quantization_bit
     missing = [name for name in LIBRARY_OF[method] if find_spec(name) is None]
     problems = [
@@ -124,7 +125,7 @@ def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -
                 option=("export_quantization_method", "export_quantization_bit"),
             )
         )
-    if not _layers(shapes):  # GPT-2's
+    if not _layers(shapes):  # GPT-2 has none
         what = f"{type(shapes).__name__} has no torch.nn.Linear layers, and only those can be quantized."
         problems.append(Problem(what, remedy="Remove export_quantization_bit."))
     inputs = _WORD // math.gcd(_WORD, bits or _WORD)
@@ -143,26 +144,29 @@ def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -
 
 
 def group_of(shapes: nn.Module) -> int:
-    """Inputs that share a scale: as many as every layer can be divided into; -1 for all where no number can."""
+    """Number of inputs that share a scale: the largest that divides every layer; -1 (all) if there is none."""
     widths = [layer.in_features for _, layer in _layers(shapes)]
     return next((group for group in GROUPS if all(width % group == 0 for width in widths)), -1)
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """The linear layers that are quantized: all but the head."""
+    """The linear layers that are quantized: all except the head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head]
 
 
 def quantize(job: QuantizationJob, folder: Path) -> tuple[float, float]:
-    """Write ``job.target`` in a process of its own.
+    """Write ``job.target`` in a separate process.
 
     Args:
-        folder: for the process's files: its task, its log, its result.
+        job: what to quantize.
+        folder: folder for the files of the process: task, log, result.
+
     Returns:
-        the perplexity on the held-out rows before and after.
+        Perplexity on the held-out rows before and after.
+
     Raises:
-        RuntimeError: where the library fails, with the last it said.
+        RuntimeError: if the library fails, with its last output.
     """
     task, log = folder / "task.json", folder / "log.txt"
     task.write_text(json.dumps(asdict(job)), encoding="utf-8")
@@ -180,8 +184,9 @@ def quantize(job: QuantizationJob, folder: Path) -> tuple[float, float]:
 
 
 def _surroundings(job: QuantizationJob) -> dict[str, str]:
-    """The environment of that process: on few cores gptqmodel 7.7 asks for more workers than it makes
-    (utils/threadx.py), and torch would compile a kernel for a few rows."""
+    """The environment of the process. On few cores gptqmodel 7.7 requests more workers than it creates
+    (utils/threadx.py), and torch would compile a kernel for a few rows.
+    """
     own = {"GPTQMODEL_CPU_WORKERS": str(max(2, (os.cpu_count() or 1) // 2)), "TORCHDYNAMO_DISABLE": "1"}
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if job.device == "cpu" else {}
     return {**own, **os.environ, **hidden}
@@ -206,9 +211,9 @@ def _write(job: QuantizationJob) -> None:
 
     shape: dict[str, Any] = {"bits": job.bits, "group_size": job.group, "offload_to_disk": False}
     if job.method == "gptq":
-        config = GPTQConfig(**shape, act_group_aware=job.group > 0)  # which orders groups
+        config = GPTQConfig(**shape, act_group_aware=job.group > 0)  # orders groups
     else:
-        config = AWQConfig(**shape, sym=False)  # with zero points, as its authors publish it
+        config = AWQConfig(**shape, sym=False)  # with zero points, as published by its authors
     model = GPTQModel.load(job.source, config, device=job.device, trust_remote_code=job.trust_remote_code)
     rows = [{"input_ids": list(row), "attention_mask": [1] * len(row)} for row in job.rows]
     model.quantize(rows, calibration_data_min_length=1)
@@ -228,7 +233,7 @@ def _perplexity_of(folder: str, job: QuantizationJob) -> float:
 
 @torch.no_grad()
 def perplexity(model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> float:
-    """The exponential of the mean loss, in nats, of the learned tokens of ``rows``."""
+    """Exponential of the mean loss, in nats, of the trained tokens of ``rows``."""
     device, total, count = next(model.parameters()).device, 0.0, 0
     for row in rows:
         ids = torch.tensor([row["input_ids"]], device=device)

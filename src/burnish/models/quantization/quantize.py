@@ -1,13 +1,14 @@
-"""Weights in 8 or 4 bits: the base of a model whose adapter is trained (QLoRA, Dettmers et al. 2023,
+"""8-bit or 4-bit weights of the base model while an adapter is trained (QLoRA, Dettmers et al. 2023,
 https://arxiv.org/abs/2305.14314).
 
-In:  ``quantization_bit`` and related options. Out: arguments of transformers, by which linear layers are quantized by
-     the library bitsandbytes while the weights are read; on a CPU too.
-Refuses: training weights that are quantized; decomposing them (PiSSA); other methods of quantizing while a model is
-     loaded; a missing library.
-Models whose files hold quantized weights (GPTQ, AWQ) are loaded by transformers, where the library of their method is
-installed. Both were trained on a CPU with gptqmodel 7.7, optimum 2.3 and transformers 5.23
-(tests/models/test_quantized_files.py); on a GPU neither was tried.
+In:  ``quantization_bit`` and related options. Out: arguments for transformers, with which bitsandbytes quantizes linear
+layers while the weights are loaded, on a CPU as well.
+Refuses: training of quantized weights; decomposing them (PiSSA); other methods of quantizing while loading; a missing
+library.
+
+Models whose files are quantized (GPTQ, AWQ) are loaded by transformers if the library of their method is installed.
+Both were trained on a CPU with gptqmodel 7.7, optimum 2.3 and transformers 5.23 (tests/models/test_quantized_files.py);
+neither was tested on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from burnish.utils.patching import Reason, patch
 EXTRA = "quantization"
 LIBRARY_OF = {"gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",), "bitsandbytes": ("bitsandbytes",),
               "aqlm": ("aqlm",), "hqq": ("hqq",), "eetq": ("eetq",)}  # fmt: skip
-"""Method of quantized files -> the libraries by which transformers reads them."""
+"""Method of quantized files -> the libraries that transformers requires to read them."""
 
 
 @dataclass
@@ -51,7 +52,7 @@ class QuantizationOptions:
 
 
 class QuantizationChoices(Protocol):
-    """The options that say what of a model is quantized."""
+    """Options that select what is quantized."""
 
     adapter_name_or_path: list[str] | None
     create_new_adapter: bool
@@ -119,14 +120,17 @@ def quantization_notes(options: QuantizationOptions) -> list[str]:
 
 
 def quantization_arguments(options: ModelOptions, dtype: torch.dtype | str, config: Any) -> dict[str, Any]:
-    """Further arguments of ``from_pretrained``; none where nothing is to be quantized.
+    """Additional arguments of ``from_pretrained``; empty without quantization.
 
     Args:
-        dtype: of weights that are not quantized, and of products; "auto" for that of the files.
+        options: the options of the model.
+        dtype: dtype of weights that are not quantized, and of computation; "auto" for that of the files.
+        config: config of the model.
+
     Raises:
-        UserError: where the files hold quantized weights that cannot be read here.
+        UserError: if the files contain quantized weights that cannot be read here.
     """
-    if getattr(options, "quantization_bit", None) is None:  # a caller from Python may have ModelOptions only
+    if getattr(options, "quantization_bit", None) is None:  # a Python caller may pass ModelOptions only
         return {}
     raise_if(check_quantized_files(options, config))
     wanted = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
@@ -151,14 +155,14 @@ def _bitsandbytes(options: QuantizationOptions, compute_dtype: torch.dtype) -> A
 
 
 METHODS: dict[str, Callable[[Any, torch.dtype], Any]] = {"bnb": _bitsandbytes, "bitsandbytes": _bitsandbytes}
-"""Method of quantizing a model while it is loaded -> its config for transformers."""
+"""Method of quantizing while loading -> its config for transformers."""
 
 
 def quantized_by(config: Any) -> str:
-    """The method by which the weights in a model's files are quantized ("gptq", "awq", ...), or the empty string.
+    """The quantization method of a model's files ("gptq", "awq", ...), or "".
 
     Args:
-        config: of transformers, or the JSON that it was read from.
+        config: config of transformers, or its JSON data.
     """
     described = _entry(config, "quantization_config")
     if described is None:
@@ -168,17 +172,21 @@ def quantized_by(config: Any) -> str:
 
 
 PLAIN_KERNEL = {"gptq": "gptq_torch", "awq": "torch_awq"}
-"""Method of quantized files -> transformers' name of the kernel in torch alone, which every device has."""
+"""Method of quantized files -> transformers' name of the kernel in plain torch, available on every device."""
 
 
 def use_kernels_that_train(config: Any, device: torch.device | str | None = None) -> str:
-    """Make the library of GPTQ and AWQ use a kernel that has a backward pass, unless the model names a kernel: "auto"
-    takes the fastest, which may have none. transformers documents "auto_trainable" for this, and peft uses it; on a CPU
-    it would compile a kernel of its own for minutes (gptqmodel 7.7).
+    """Make the library of GPTQ and AWQ use a kernel with a backward pass, unless the model selects a kernel.
+
+    "auto" selects the fastest, which may have none. transformers documents "auto_trainable" for this, and peft uses it,
+    but on a CPU it would compile a kernel for minutes (gptqmodel 7.7).
 
     Args:
-        device: the device of the model; the CPU if not given.
+        config: config of the model; changed in place.
+        device: device of the model. Default: CPU.
+
     Returns:
+        A note for the user, or "".
         A note for the user, or the empty string.
     """
     described, method = _entry(config, "quantization_config"), quantized_by(config)
@@ -198,12 +206,12 @@ def _entry(holder: Any, name: str) -> Any:
 
 
 def quantization_of(options: QuantizationOptions, config: Any) -> str:
-    """The quantization of the weights in memory ("4 bits", "gptq"), or the empty string."""
+    """The quantization of the weights in memory ("4 bits", "gptq"), or ""."""
     return f"{options.quantization_bit} bits" if options.quantization_bit else quantized_by(config)
 
 
 def check_quantized_files(options: ModelOptions, config: Any) -> list[Problem]:
-    """Find what keeps a model whose files are quantized from being loaded."""
+    """Return problems that prevent loading a model with quantized files."""
     method = quantized_by(config)
     if not method:
         return []
@@ -238,11 +246,11 @@ UNTOUCHED = Reason("layer of 4 bits", "an evaluation leaves its weights as they 
 
 
 def keep_as_loaded(model: nn.Module) -> None:
-    """Let an evaluation leave quantized weights as they are.
+    """Prevent evaluation from changing quantized weights.
 
-    On a CPU with AVX512-BF16, bitsandbytes (0.49 to 0.50) converts weights of 4 bits to another layout at the first
-    product outside training, rounds their scales to bfloat16 and has no backward pass for that layout: an evaluation
-    would change the training that follows (bitsandbytes/nn/modules.py, Linear4bit.forward).
+    On a CPU with AVX512-BF16, bitsandbytes (0.49 to 0.50) converts 4-bit weights to another layout at the first product
+    outside of training. This rounds their scales to bfloat16 and has no backward pass, so an evaluation would change
+    the following training (bitsandbytes/nn/modules.py, Linear4bit.forward).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
