@@ -1,6 +1,6 @@
-"""Checks of a model before a weight of it is read: of its JSON files and the headers of its safetensors files.
+"""Check a model before its weights are read, from its JSON files and the headers of its safetensors files.
 
-In:  ``ModelOptions``. Out: all problems at once, in a second or two; none means that ``load_model`` will succeed.
+In:  ``ModelOptions``. Out: all problems at once, in a second or two. If there are none, ``load_model`` will succeed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _JSON_FILES = ("generation_config.json", "tokenizer_config.json", "tokenizer.jso
 
 
 def check_model(options: ModelOptions, asks_library: bool = True, needs_head: bool = True) -> list[Problem]:
-    """Find everything that would keep the model from being loaded.
+    """Return all problems that would prevent loading the model.
 
     Args:
-        asks_library: whether transformers may be used, whose import takes seconds. Without it only the files are
-            checked, and not whether transformers knows the model.
-        needs_head: whether the head of a language model must be there; a reward model does without.
+        options: the options of the model.
+        asks_library: whether to import transformers, which takes seconds. Without it only the files are checked, and
+            not whether transformers supports the model.
+        needs_head: whether the language model head is required. A reward model does not need it.
     """
     problems = [*attention_problems(options)]
     try:
@@ -54,7 +55,7 @@ def check_model(options: ModelOptions, asks_library: bool = True, needs_head: bo
 
 
 def _raw_config(folder: Path) -> dict[str, Any]:
-    """Read ``config.json``. Raises UserError where it is missing or is something else."""
+    """Read ``config.json``. Raises UserError if it is missing or invalid."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(_no_config(folder))
@@ -66,7 +67,7 @@ def _raw_config(folder: Path) -> dict[str, Any]:
 
 
 def _wrong_numbers(raw: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each number that can be no model's, and that transformers takes or fails at without a word."""
+    """Yield a sentence for each invalid number that transformers would not report."""
     for name, value in raw.items():
         if name in _COUNTS and not (type(value) is int and value > 0):
             yield f'"{name}" must be a whole number above 0. Received: {value!r}.'
@@ -92,7 +93,7 @@ def _check_json(folder: Path) -> list[Problem]:
 
 
 def _check_identity(folder: Path, raw: dict[str, Any], options: ModelOptions) -> list[Problem]:
-    """Check that transformers knows the model as a causal language model, or that it brings code of its own."""
+    """Check that transformers supports the model as a causal language model, or that it has custom code."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     kind, code = raw["model_type"], raw.get("auto_map") or {}
@@ -126,7 +127,7 @@ def _check_weights(
     tensors, problems = read_headers(files)
     problems += _wholly_integers(folder, raw, tensors)
     if problems or not asks_library or raw.get("quantization_config") or raw.get("auto_map"):
-        return problems  # for these two, only loading can tell what is missing
+        return problems  # for these two formats, missing weights are found when loading
     try:
         config = load_config(options)
     except UserError as error:
@@ -135,7 +136,7 @@ def _check_weights(
 
 
 def _wholly_integers(folder: Path, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
-    """Weights in numbers that mean nothing without their scales, in a model that does not say it is quantized."""
+    """Report integer weights, which need scales, in a model that is not declared as quantized."""
     if raw.get("quantization_config"):
         return []
     matrices = [name for name, info in tensors.items() if len(info.shape) > 1 and info.dtype in _NOT_WEIGHTS]
@@ -159,7 +160,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model.
 
     Raises:
-        UserError: where a shard is missing, where there are only pickles, or nothing.
+        UserError: if a shard is missing, or if there are only pickle files or no weights.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
@@ -177,10 +178,11 @@ def weight_files(folder: Path) -> list[Path]:
 def compare_with_model(
     folder: Path, config: PreTrainedConfig, tensors: dict[str, TensorInfo], needs_head: bool = True
 ) -> list[Problem]:
-    """Find what a model of that config would miss in the files.
+    """Return the differences between the files and a model of that config.
 
-    transformers itself loads tensors on the meta device, which have shapes and no content: it knows older names, names
-    without the base model's prefix, tied weights, and experts that are one tensor in memory and many in the file.
+    Uses transformers' loading of tensors on the meta device, which have shapes but no data. It handles older names,
+    names without the base model's prefix, tied weights, and experts that are one tensor in memory and several in the
+    file.
     """
     try:
         model = meta_model(config)
@@ -200,7 +202,7 @@ def compare_with_model(
             )
     except UserError as error:
         return list(error.problems)
-    except NotImplementedError:  # a conversion that needs the numbers; loading will tell
+    except NotImplementedError:  # a conversion that needs data; checked when loading
         return []
     return weight_problems(str(folder), model, loaded[1], needs_head)
 
