@@ -1,7 +1,7 @@
-"""Data parallelism set up by accelerate, where ``engine: accelerate`` asks for it. The only door to that library.
+"""Data parallelism set up by accelerate, for ``engine: accelerate``. All use of that library is in this module.
 
-accelerate finds the rank of the process, opens the process group and wraps the model. Everything else is done by
-``ParallelEngine``, as with torch's own wrapper (``ddp``), which ``auto`` takes because it starts sooner.
+accelerate determines the rank of the process, opens the process group and wraps the model. Everything else is done by
+``ParallelEngine``, as with torch's own wrapper (``ddp``), which ``auto`` selects because it starts faster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from burnish.parallel.ddp import BUFFERS, DdpEngine, syncing_arguments
 
 
 class AccelerateEngine(DdpEngine):
-    """One of several processes, or one alone."""
+    """Data parallelism with accelerate, for one or several processes."""
 
     def open_group(self) -> None:
         self.accelerator = _accelerator(self.options, self.device.type == "cpu")
@@ -30,16 +30,16 @@ class AccelerateEngine(DdpEngine):
 
 
 def _accelerator(options: EngineChoices, is_on_cpu: bool) -> Any:
-    """An ``Accelerator`` that does only what the options say."""
+    """An ``Accelerator`` that only does what the options request."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     syncing = syncing_arguments(options)
     if syncing.pop(BUFFERS, True) is False:
-        syncing["broadcast_buffers"] = False  # its name there
+        syncing["broadcast_buffers"] = False  # accelerate's name of the argument
     return Accelerator(
         cpu=is_on_cpu,
-        mixed_precision="no",  # autocast and the loss scale are SingleEngine's
+        mixed_precision="no",  # SingleEngine handles autocast and the loss scale
         kwargs_handlers=[
             DistributedDataParallelKwargs(**syncing),
             InitProcessGroupKwargs(backend=options.ddp_backend, timeout=timedelta(seconds=options.ddp_timeout)),

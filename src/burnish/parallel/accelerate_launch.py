@@ -1,7 +1,7 @@
-"""Settings of ``accelerate launch`` that are neither FSDP's nor DeepSpeed's: the number format, the CPU, and others.
+"""Settings of ``accelerate launch`` other than those of FSDP and DeepSpeed: precision, CPU, and others.
 
-In: the variables that it sets for its flags and its YAML. Out: what they ask for where the options leave it open;
-notes on what has no effect; problems: what burnish does not have. Options of the run go first, as in transformers.
+In: the environment variables that it sets from its flags and its YAML. Out: their values for options that are not set;
+notes on settings without effect; problems for unsupported ones. Options of the run take precedence, as in transformers.
 
 https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch
 """
@@ -20,11 +20,11 @@ _NOT_PARALLEL = {
     "tensor": "PARALLELISM_CONFIG_TP_SIZE", "context": "PARALLELISM_CONFIG_CP_SIZE",
     "sequence": "PARALLELISM_CONFIG_SP_SIZE",
 }  # fmt: skip
-"""Ways to cut a model or its rows that are not here -> the variable of their number of processes."""
+"""Unsupported kinds of parallelism -> the variable with their number of processes."""
 
 
 class MixedChoices(Protocol):
-    """The options read here."""
+    """Options that this module reads."""
 
     fp16: bool
     pure_bf16: bool
@@ -34,7 +34,7 @@ class MixedChoices(Protocol):
 
 
 def mixed_precision(options: MixedChoices) -> str:
-    """The format of products in the forward pass, over weights in another: bf16, fp16 or no."""
+    """The mixed precision of the forward pass: bf16, fp16 or no."""
     if options.fp16:
         return "fp16"
     if options.pure_bf16:

@@ -1,7 +1,7 @@
-"""Activation checkpointing: a layer's input is kept, and the rest of it computed again in the backward pass.
+"""Gradient checkpointing: keep a layer's input only, and recompute the rest of the layer in the backward pass.
 
-In: ``gradient_checkpointing`` and its arguments, which are torch's, those of transformers' models, and TRL's
-``selective``. Refuses arguments that none of them knows, before a model loads, and a model that has no checkpointing.
+In: ``gradient_checkpointing`` and its arguments, which are those of torch, of transformers' models, and TRL's
+``selective``. Refuses, before a model is loaded, unknown arguments and models that do not support it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from burnish.utils.patching import Reason, record
 CHECKPOINTED = Reason("layer under gradient checkpointing", "gradient_checkpointing is set")
 _OF_TORCH = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 _OF_MODELS = {"every_n_layers": 1, "offload": False}
-"""Further arguments of transformers 5.23's models, and the value at which each does nothing."""
+"""Further arguments of transformers 5.23's models, and their neutral values."""
 
 
 def checkpointing_problems(options: EngineChoices) -> Iterator[Problem]:
-    """Find what is wrong with ``gradient_checkpointing_kwargs``."""
+    """Problems of ``gradient_checkpointing_kwargs``."""
     given, known = options.gradient_checkpointing_kwargs or {}, [*_OF_TORCH, *_OF_MODELS, "selective"]
     for name in [name for name in given if name not in known]:
         yield Problem(
@@ -52,12 +52,14 @@ def checkpointing_problems(options: EngineChoices) -> Iterator[Problem]:
 
 
 def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> None:
-    """Make the layers of ``model`` keep only their inputs.
+    """Enable checkpointing in the layers of ``model``.
 
     Args:
+        model: a model of transformers, with or without adapter.
         given: ``gradient_checkpointing_kwargs``.
+
     Raises:
-        ValueError: where the model, or the transformers that is installed, cannot do it.
+        ValueError: if the model or the installed transformers does not support it.
     """
     able: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing_enable")]
     if not able:
@@ -65,20 +67,20 @@ def checkpoint_activations(model: nn.Module, given: dict[str, Any] | None) -> No
             f"gradient_checkpointing is set, and {type(model).__name__} has no gradient_checkpointing_enable(). "
             "Remove it, or use a transformers model."
         )
-    # Non-reentrant: it recomputes under the same autocast and random numbers, and needs no input that has a gradient,
-    # which frozen embeddings do not give.
+    # Non-reentrant: it recomputes with the same autocast and random numbers, and does not need an input with a
+    # gradient, which frozen embeddings do not provide.
     arguments = {"use_reentrant": False, **(given or {})}
     if arguments.pop("selective", False):
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_what_is_costly)
     own = {name: arguments.pop(name, usual) for name, usual in _OF_MODELS.items()}
-    if next(model.parameters()).device.type == "cpu":  # activations are in that memory already
+    if next(model.parameters()).device.type == "cpu":  # activations are in main memory already
         own["offload"] = False
     record(model, partial(_enable, able[0], arguments, own), CHECKPOINTED)
 
 
 def _enable(model: Any, arguments: dict[str, Any], own: dict[str, Any]) -> None:
     if arguments["use_reentrant"]:
-        model.enable_input_require_grads()  # that kind of it goes back only through an input that asks for it
+        model.enable_input_require_grads()  # reentrant checkpointing requires an input with a gradient
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(arguments, **own)
     elif own == _OF_MODELS:
@@ -91,11 +93,11 @@ def _enable(model: Any, arguments: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_int_mm"}
-"""Not baddbmm, nor products into an existing tensor (``aten::addmm.out``), because their results are overwritten."""
+"""Without baddbmm and products into an existing tensor (``aten::addmm.out``), because their results are overwritten."""
 
 
 def _keep_what_is_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Policy of ``selective``: keep the results of products and attention, and compute the cheap rest again."""
-    name: str = operation.name()  # attention of torch, of flash-attn, of whatever a model brings
+    """Policy of ``selective``: keep the results of matrix products and attention, and recompute the rest."""
+    name: str = operation.name()  # attention of torch, flash-attn, or the model
     is_costly = name in _PRODUCTS or "attention" in name or "attn" in name
     return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE

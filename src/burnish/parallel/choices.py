@@ -1,4 +1,5 @@
-"""The options that engines read, as types: a function takes the narrowest that has what it reads."""
+"""Protocols of the options that engines read. A function takes the narrowest protocol with the options that it
+reads."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from burnish.parallel.process_counts import ProcessOptions
 
 
 class DeviceChoice(Protocol):
-    """The option that keeps a run on the CPU."""
+    """The option that selects the CPU."""
 
     use_cpu: bool
 
@@ -24,7 +25,7 @@ class FormatChoices(MixedChoices, Protocol):
 
 
 class EngineChoices(DeepspeedChoices, FsdpChoices, FormatChoices, DeviceChoice, ProcessOptions, Protocol):
-    """All of them."""
+    """All options that engines read."""
 
     activation_offloading: bool
     ddp_backend: str | None

@@ -1,4 +1,4 @@
-"""The choice of an engine. In: options, and the processes that were started. Out: the engine; no other is imported."""
+"""Create the engine that the options and the number of processes select. Other engines are not imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from burnish.parallel.single import SingleEngine
 
 
 def create_engine(options: EngineChoices) -> Engine:
-    """The engine that the options and the number of processes ask for."""
+    """The engine that the options and the number of processes select."""
     name = engine_name(options)
     if name == "single":
         return SingleEngine(options)

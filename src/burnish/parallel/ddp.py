@@ -1,7 +1,7 @@
 """Data parallelism in plain torch: each process holds the whole model, and gradients are averaged over them.
 
-In: a model and its optimizer, in each process. Out: the model in torch's ``DistributedDataParallel``. Gradients add up
-on each rank, and are averaged in the backward pass of the last micro-batch of a step.
+In: a model and its optimizer, in each process. Out: the model in torch's ``DistributedDataParallel``. Gradients are
+accumulated on each rank and averaged in the backward pass of the last micro-batch of a step.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from burnish.parallel.multi_process import ParallelEngine
 
 
 class DdpEngine(ParallelEngine):
-    """One of several processes, each with the whole model."""
+    """Data parallelism: each process has the whole model."""
 
     averages_itself = False
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
-        """Wrap the model. The optimizer stays as it is: its gradients are synced."""
+        """Wrap the model. The optimizer is not changed, because gradients are synced."""
         model, optimizer = super().prepare(model, optimizer)
-        # torch's wrapper syncs the weights that train when it is made, and no other ever after.
+        # torch's wrapper only syncs weights that require a gradient when it is created.
         self.averages_itself = bool(getattr(optimizer, "changes_what_trains", False))
         return (model if self.averages_itself else self.wrapped(model)), optimizer
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            return model  # it has nothing to train, and torch refuses to wrap it
+            return model  # torch refuses to wrap a model without trainable weights
         frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
         if frozen and self._are_same_everywhere(frozen.values()):
             leave_out: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
@@ -45,8 +45,9 @@ class DdpEngine(ParallelEngine):
         )
 
     def _are_same_everywhere(self, weights: Iterable[Tensor]) -> bool:
-        """Return whether all ranks have these weights, by their sums. If so, none is sent: torch would send all of them
-        once, and what is a view of a file would become a copy in each process."""
+        """Whether all ranks have the same weights, judged by their sums. If so, none are sent. torch would broadcast
+        all of them once, which would turn memory-mapped weights into a copy per process.
+        """
         sums = torch.stack([_sum(weight.detach()).to(self.device) for weight in weights])
         of_ranks = self.gather(sums[None])
         return bool((of_ranks == of_ranks[:1]).all())
@@ -58,7 +59,7 @@ class DdpEngine(ParallelEngine):
         return super().clip(parameters, max_norm)
 
     def microbatch(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """The context of a micro-batch: gradients are averaged over ranks only in the last backward pass of a step."""
+        """Context for a micro-batch. Gradients are averaged over ranks only in the last backward pass of a step."""
         no_sync = getattr(model, "no_sync", None)
         return no_sync() if no_sync is not None and not last else nullcontext()
 
@@ -67,12 +68,12 @@ class DdpEngine(ParallelEngine):
 
 
 def _sum(weight: Tensor) -> Tensor:
-    """() in float64, 65,536 elements at a time: torch makes a float64 copy of what it sums."""
+    """() sum in float64, 65,536 elements at a time, because torch copies what it sums to float64."""
     return torch.stack([part.sum(dtype=torch.float64) for part in torch.split(weight.flatten(), 2**16)]).sum()
 
 
 def average(gradients: Sequence[Tensor], world_size: int) -> None:
-    """Replace gradients by their means over ranks, all of one format in one parcel."""
+    """Replace gradients with their means over ranks, with one collective per dtype."""
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]
         parcel = torch.cat([gradient.flatten() for gradient in alike])
@@ -88,7 +89,7 @@ BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OF_TORCH else "br
 
 
 def syncing_arguments(options: EngineChoices) -> dict[str, Any]:
-    """The ``ddp_*`` options as torch's arguments; defaults are those of transformers."""
+    """The ``ddp_*`` options as torch's arguments. Defaults are those of transformers."""
     finds = options.ddp_find_unused_parameters
     if finds is None:
         # The search for unused weights does not work with a checkpointed layer, whose forward pass runs twice
@@ -97,7 +98,7 @@ def syncing_arguments(options: EngineChoices) -> dict[str, Any]:
     found: dict[str, Any] = {
         "find_unused_parameters": bool(finds),
         "static_graph": bool(options.ddp_static_graph),
-        "gradient_as_bucket_view": True,  # gradients are views of the buckets that are sent: one copy less
+        "gradient_as_bucket_view": True,  # gradients are views of the communication buckets, which saves a copy
     }
     if options.ddp_broadcast_buffers is False:  # true is torch's default
         found[BUFFERS] = False

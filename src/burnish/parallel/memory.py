@@ -1,11 +1,11 @@
-"""Keep freed memory for the next tensor, which a step on a CPU would otherwise request from the system again.
+"""Configure the allocator to reuse freed memory instead of returning it to the operating system after each step.
 
-In: nothing. Out: whether the allocator was configured. glibc returns a large block to the operating system when it is
-freed, and the next tensor of that size takes new pages, each of which the system fills with zeros at its first use.
-A training step frees and allocates the same sizes repeatedly, gigabytes of pages per step. Here freed memory stays with
+Out: whether the allocator was configured. glibc returns a large block to the operating system when it is freed. The
+next tensor of that size gets new pages, which the system fills with zeros at their first use. A training step
+repeatedly frees and allocates the same sizes, gigabytes of pages per step. With this setting freed memory stays with
 the process; its peak rose by up to 3 % (https://man7.org/linux/man-pages/man3/mallopt.3.html).
 
-Other allocators than glibc's are left alone, and so is one that the environment has configured.
+Allocators other than glibc's, and one that is configured by environment variables, are not changed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER, _LARGEST, _OF_ACTIVATIONS = -1, 2**31 - 1, 2**23
 
 _KERNELS = 128
-"""More than the number of product shapes in a step, so that no kernel is compiled twice in it."""
+"""More than the number of product shapes in a step, so that no kernel is compiled twice in a step."""
 
 
 def keep_few_kernels() -> None:
-    """Limit the caches of kernels for matrix products on a CPU; to be called before the first product.
+    """Limit the caches of kernels for matrix products on a CPU. Call it before the first product.
 
-    oneDNN and torch's layer above it each cache a kernel per shape, 0.3 MB, for the last 1,024 shapes, and padding-free
-    batches have new shapes in each step. Settings of the environment stay
+    oneDNN and the layer of torch above it each cache a kernel per shape, of 0.3 MB, for the last 1,024 shapes, and
+    padding-free batches have new shapes in each step. Existing environment variables take precedence
     (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -36,12 +36,13 @@ def keep_few_kernels() -> None:
 
 
 def keep_freed_memory(is_sharded: bool = False) -> bool:
-    """Configure the allocator, for the whole process until its end.
+    """Configure the allocator for the rest of the process.
 
     Args:
-        is_sharded: weights are gathered and dropped all through a step. Between activations their places break up, and
-            a process came to hold more than with whole weights: 0.98 GB in place of 0.46 for 40M weights under FSDP2.
-            Blocks of a layer's size go back to the system here: 0.61 GB, for 8 % more processor time.
+        is_sharded: whether weights are gathered and released during a step. Their blocks are scattered between
+            activations and fragment memory, so that a process used more memory than with whole weights: 0.98 GB instead
+            of 0.46 GB for 40M weights under FSDP2. With this flag blocks of a layer's size are returned to the system:
+            0.61 GB, for 8 % more processor time.
     """
     is_set = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
     if is_set or platform.libc_ver()[0] != "glibc":
@@ -54,7 +55,7 @@ def keep_freed_memory(is_sharded: bool = False) -> bool:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of a device's memory, whatever is in use now."""
+    """Total memory of a device in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,11 +1,11 @@
-"""The engine of several processes: the base of all kinds of parallelism, with the process group and its collectives.
+"""Base of the engines for several processes: the process group and its collectives.
 
-In: what ``SingleEngine`` takes, in each process, and the environment that a launcher sets (RANK, WORLD_SIZE,
-LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Out: sums over all ranks, rows of all ranks each counted once, and an update that
-all of them apply or none. The engines built on it decide how weights and gradients are distributed: ``ddp``, ``fsdp``.
+In: the same as for ``SingleEngine``, in each process, and the environment variables of a launcher (RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Out: sums over all ranks, rows of all ranks, and an update that is applied on all
+ranks or on none. The derived engines (``ddp``, ``fsdp``) distribute weights and gradients.
 
-Number formats, clipping and the guard against NaN are those of ``SingleEngine``, so that one process computes the same
-weights to the bit. Tested on gloo and CPUs; nothing here is specific to them, but nothing has been run on several GPUs.
+Precision, clipping and the handling of NaN are those of ``SingleEngine``, so one process computes exactly the same
+weights. Tested with gloo on CPUs; not tested on several GPUs.
 """
 
 # N rows of a rank
@@ -31,14 +31,14 @@ from burnish.parallel.choices import EngineChoices
 from burnish.parallel.single import SingleEngine
 
 CLOSING_S = 10.0
-"""Seconds for which the end of a process waits until its group is closed."""
+"""Maximum seconds that a process waits for closing its group when it ends."""
 
 _opened: list[Any] = []
-"""Groups that engines of this process opened; others belong to the script."""
+"""Groups opened by engines of this process. Others belong to the script."""
 
 
 class ParallelEngine(SingleEngine):
-    """One of several processes.
+    """Base engine for one of several processes.
 
     Args:
         options: the flat options; those of ``EngineOptions`` are read.
@@ -53,7 +53,7 @@ class ParallelEngine(SingleEngine):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     def open_group(self) -> None:
-        """Open the process group, unless a script has opened it before."""
+        """Open the process group, unless a script has already opened one."""
         if dist.is_initialized():
             return
         if self.device.type == "cuda":
@@ -76,12 +76,13 @@ class ParallelEngine(SingleEngine):
         return summed
 
     def gather(self, value: Tensor) -> Tensor:
-        """Gather the rows of all ranks, rank after rank; ranks may have different numbers of rows, or none.
+        """Concatenate the rows of all ranks. Ranks may have different numbers of rows, or none.
 
         Args:
             value: (N, ...), with the same number of dimensions on every rank.
+
         Returns:
-            (sum of N, ...), padded with IGNORE_INDEX where other ranks are wider.
+            (sum of N, ...), padded with IGNORE_INDEX to the largest sizes.
         """
         mine = torch.tensor(value.shape, device=self.device)
         found = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -96,7 +97,7 @@ class ParallelEngine(SingleEngine):
         return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Gather plain data of every rank, in the order of the ranks."""
+        """Plain data of every rank, in the order of the ranks."""
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value)
         return found
@@ -106,14 +107,15 @@ class ParallelEngine(SingleEngine):
 
 
 def with_weights(parts: Mapping[str, Part]) -> list[str]:
-    """Names of the parts, besides model and optimizer, that hold weights of their own: the head of a reward model."""
+    """Names of the parts besides model and optimizer with their own weights, such as the head of a reward model."""
     return [name for name, part in parts.items()
             if name not in ("model", "optimizer") and callable(getattr(part.held, "parameters", None))]  # fmt: skip
 
 
 def close_group() -> None:
-    """Close the group at the end of a command, if an engine opened it. After a failure another rank may still be in the
-    middle of a sum, for which NCCL can wait: not longer than ``CLOSING_S``."""
+    """Close the group at the end of a command, if an engine opened it. After a failure another rank may still be inside
+    a collective, for which NCCL can wait; the wait is limited to ``CLOSING_S``.
+    """
     if _is_open():
         closing = Thread(target=dist.destroy_process_group, daemon=True)
         closing.start()
@@ -122,8 +124,9 @@ def close_group() -> None:
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Close the group that an engine of a script opened, and later ones used, unless the script failed: NCCL might wait
-    for other ranks then, and no thread can be started here to look after it."""
+    """Close the group that an engine opened in a script, unless the script failed. In that case NCCL could wait for
+    other ranks, and no thread can be started at this point to limit the wait.
+    """
     if _is_open() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
 
@@ -133,8 +136,9 @@ def _is_open() -> bool:
 
 
 def _filled(value: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Put ``value`` into the corner of a tensor of ``sizes``. Larger dimensions are cut; only rows that belong to no
-    rank have some."""
+    """Copy ``value`` into the corner of a tensor of ``sizes``. Larger dimensions are truncated, which only affects
+    dimensions without rows.
+    """
     if list(value.shape) == list(sizes):
         return value
     filled = value.new_full(tuple(sizes), IGNORE_INDEX if value.dtype != torch.bool else False)

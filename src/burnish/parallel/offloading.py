@@ -1,7 +1,7 @@
-"""Activation offloading: keep activations for the backward pass in the machine's memory instead of the GPU's.
+"""Activation offloading: keep activations for the backward pass in main memory instead of GPU memory.
 
-In: a model on its device. Out: a context for its forward passes. The numbers do not change. With checkpointing, only
-the inputs of layers are kept, and so only they are moved.
+In: a model on its device. Out: a context for its forward passes. Results do not change. With checkpointing only the
+inputs of layers are kept, so only they are moved.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, nn
 
 _SMALL = 2**20
-"""Bytes below which a tensor is not moved, because moving would take too long for what it saves."""
+"""Tensors below this number of bytes are not moved, because the transfer would cost more than it saves."""
 
 
 class Offloading:
-    """Moves tensors that autograd keeps to the machine's memory during the forward pass, and back when needed.
+    """Moves tensors that autograd saves to main memory during the forward pass, and back when they are needed.
 
-    The copies run in parallel to the computation, on a stream of their own. Weights are not moved, nor are autocast's
-    copies of them in half precision; both are recognized by their shapes.
+    Copies run on a separate stream in parallel to the computation. Weights and autocast's half-precision copies of them
+    are not moved; both are recognized by their shapes.
 
     Args:
-        device: the model's device. On a CPU nothing is gained; there it serves tests only.
+        model: the model.
+        device: the model's device. On a CPU there is no benefit; it is supported for tests only.
+        smallest: tensors below this number of bytes are not moved.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, smallest: int = _SMALL) -> None:
@@ -35,12 +37,12 @@ class Offloading:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """The context of a forward pass."""
+        """Context for a forward pass."""
         with torch.autograd.graph.saved_tensors_hooks(self._away, self._back):
             yield
 
     def _away(self, tensor: Tensor) -> tuple[Tensor, torch.device | None, Any]:
-        """Move a tensor away. Returns (tensor to keep, its device or None if it was not moved, event of the copy)."""
+        """Move a tensor away. Returns (tensor to keep, its device or None if not moved, event of the copy)."""
         if tensor.nbytes < self.smallest or tuple(tensor.shape) in self._weights:
             return tensor, None, None
         if self._stream is None:
@@ -50,7 +52,7 @@ class Offloading:
         with torch.cuda.stream(self._stream):
             kept.copy_(tensor, non_blocking=True)
             done = self._stream.record_event()
-        tensor.record_stream(self._stream)  # so that its memory is not used again before it has been copied
+        tensor.record_stream(self._stream)  # so that its memory is not reused before the copy is done
         return kept, tensor.device, done
 
     def _back(self, packed: tuple[Tensor, torch.device | None, Any]) -> Tensor:

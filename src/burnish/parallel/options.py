@@ -1,7 +1,6 @@
-"""Options of the engine, and the checks of them.
+"""Options of the engines, and their checks.
 
-In: the flat options. Out: problems (``check_engine``), remarks (``engine_notes``), and the two decisions that both
-engines share: on which device, and in which number format the forward pass runs.
+In: the flat options. Out: problems (``check_engine``), notes (``engine_notes``), and the choice of engine and device.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ class EngineOptions:
 
 @check
 def check_engine(options: EngineChoices) -> list[Problem]:
-    """Find options that this machine, or any machine, does not support."""
+    """Report options that this machine, or any machine, does not support."""
     return [
         *_formats(options), *checkpointing_problems(options), *deepspeed_problems(options), *fsdp_problems(options),
         *launched_problems(options), *_processes(options),
@@ -142,7 +141,7 @@ def check_engine(options: EngineChoices) -> list[Problem]:
 
 
 def _compiling(options: EngineChoices) -> Iterator[Problem]:
-    """Find a backend or a mode that torch does not have; if one is given, torch's compiler is loaded to list them."""
+    """Report an unknown backend or mode of torch's compiler. If one is set, the compiler is imported to list them."""
     given = {"backend": options.torch_compile_backend, "mode": options.torch_compile_mode}
     if not options.torch_compile or set(given.values()) <= {None, "inductor"}:
         return
@@ -214,7 +213,7 @@ def _processes(options: EngineChoices) -> Iterator[Problem]:
 
 @notes
 def engine_notes(options: EngineChoices) -> list[str]:
-    """Notes on options that have no effect here, or another one than expected."""
+    """Notes on options without effect here, or with another effect than expected."""
     device, notes = device_of(options), []
     asked = mixed_precision(options)
     if asked == "fp16" and device.type == "cpu":
@@ -244,10 +243,11 @@ def engine_notes(options: EngineChoices) -> list[str]:
 
 
 def engine_name(options: EngineChoices, num_processes: int | None = None) -> str:
-    """The engine that the options and the number of processes ask for.
+    """The engine that the options and the number of processes select.
 
     Args:
-        num_processes: of a run that is not started yet; those that a launcher says if not given.
+        options: the options of the engine.
+        num_processes: for a run that is not started yet. Default: the number set by the launcher.
     """
     if options.engine != AUTO:
         return str(options.engine)
@@ -267,5 +267,5 @@ def device_of(options: DeviceChoice) -> torch.device:
 
 
 def local_rank() -> int:
-    """The number of this process on its machine, from the launcher."""
+    """The local rank of this process, set by the launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))

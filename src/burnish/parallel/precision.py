@@ -1,9 +1,8 @@
-"""The compute dtype of a run: one decision for training, evaluation, predictions, chat and the API.
+"""The compute dtype of a run, for training, evaluation, prediction, chat and the API.
 
-In: the options, a device and the dtype of the model's files. Out: the dtype of autocast, the dtype of weights that do
-not train, and one sentence on both. On a CPU whose instructions have no products of 16 bits, a product in bfloat16 is
-emulated and takes several times as long as in float32; weights of 16 bits are converted to float32 there, unless the
-options ask for bfloat16.
+In: the options, a device and the dtype of the model's files. Out: the autocast dtype, the dtype of frozen weights, and
+a sentence about both. CPUs without 16-bit instructions emulate bfloat16 products, which takes several times as long as
+float32. There 16-bit weights are converted to float32, unless the options request bfloat16.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from burnish.parallel.choices import FormatChoices
 
 
 def cpu_instructions() -> str:
-    """The widest instructions of matrix products on this processor: AMX, AVX512-BF16, AVX512, AVX2, ...
+    """The widest instruction set for matrix products on this processor: AMX, AVX512-BF16, AVX512, AVX2, ...
 
-    Limits that are set by ATEN_CPU_CAPABILITY (torch) and ONEDNN_MAX_CPU_ISA (oneDNN) are respected.
+    Respects the limits in ATEN_CPU_CAPABILITY (torch) and ONEDNN_MAX_CPU_ISA (oneDNN).
     """
     capability: str = torch.backends.cpu.get_cpu_capability()
     if platform.machine() not in ("x86_64", "AMD64", "i386", "i686"):
@@ -39,19 +38,19 @@ def cpu_instructions() -> str:
 
 
 def has_fast_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX, Arm's BF16)."""
+    """Whether the processor has bfloat16 products (AVX512-BF16, AMX, Arm's BF16)."""
     return cpu_instructions().endswith(("BF16", "AMX"))
 
 
 def has_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ``device`` multiplies ``dtype`` without emulation. A CPU does not multiply float16."""
+    """Whether ``device`` has products in ``dtype`` without emulation. No CPU has them for float16."""
     return device.type != "cpu" or dtype == torch.float32 or (dtype == torch.bfloat16 and has_fast_bfloat16())
 
 
 def autocast_dtype(options: MixedChoices, device: torch.device) -> torch.dtype | None:
-    """The dtype of products in the forward pass; None for the dtype of the weights.
+    """The autocast dtype of the forward pass. None: the dtype of the weights.
 
-    On a CPU, float16 is replaced by bfloat16 where the processor has it, else by float32.
+    On a CPU float16 is replaced with bfloat16 if the processor supports it, else with float32.
     """
     asked = mixed_precision(options)
     if asked == "fp16" and device.type == "cpu":
@@ -60,9 +59,11 @@ def autocast_dtype(options: MixedChoices, device: torch.device) -> torch.dtype |
 
 
 def frozen_dtype(options: MixedChoices, device: torch.device, in_files: torch.dtype) -> torch.dtype:
-    """The dtype of weights that do not train, and so of products outside of autocast.
+    """The dtype of frozen weights, and so of products outside of autocast.
 
     Args:
+        options: the options of precision.
+        device: the device of the run.
         in_files: the dtype of the model's files.
     """
     if options.pure_bf16:
@@ -73,7 +74,7 @@ def frozen_dtype(options: MixedChoices, device: torch.device, in_files: torch.dt
 
 
 def loaded_dtype(config: Any) -> torch.dtype:
-    """The dtype of a model's files, from its config; float32 if the config does not name it."""
+    """The dtype of a model's files, from its config. Default: float32."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
@@ -84,7 +85,7 @@ def supported_dtype(in_files: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def full_eval_dtype(options: FormatChoices) -> torch.dtype | None:
-    """The dtype to which the weights are converted for an evaluation outside of training; None leaves them."""
+    """The dtype that weights are converted to for an evaluation outside of training. None: no conversion."""
     if options.bf16_full_eval:
         return torch.bfloat16
     return torch.float16 if options.fp16_full_eval else None
@@ -95,10 +96,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def compute_sentence(compute: torch.dtype, in_files: torch.dtype, device: torch.device) -> str:
-    """One sentence on the compute dtype of a run.
+    """A sentence about the compute dtype of a run.
 
     Args:
-        compute: the dtype of the forward pass. in_files: the dtype of the model's files.
+        compute: the dtype of the forward pass.
+        in_files: the dtype of the model's files.
+        device: the device of the run.
     """
     said = f"Compute dtype: {name_of(compute)}, on {device_in_words(device)}"
     if compute == torch.float32 and compute != in_files and not has_products(in_files, device):
@@ -107,7 +110,7 @@ def compute_sentence(compute: torch.dtype, in_files: torch.dtype, device: torch.
 
 
 def slow_products(dtype: torch.dtype) -> str:
-    """A warning for a CPU that emulates the products of ``dtype``, with the cost that was measured."""
+    """A warning for a CPU that emulates products in ``dtype``, with the measured cost."""
     return f"This processor ({cpu_instructions()}) emulates {name_of(dtype)} products: {_COST}"
 
 
@@ -115,5 +118,5 @@ _COST = "a training step was measured to take 5 to 11 times as long as in float3
 
 
 def device_in_words(device: torch.device) -> str:
-    """The device; of a CPU with its instructions: "cpu (AVX512-BF16)"."""
+    """The device; for a CPU with its instruction set: "cpu (AVX512-BF16)"."""
     return f"{device} ({cpu_instructions()})" if device.type == "cpu" else str(device)

@@ -1,8 +1,8 @@
-"""Numbers of processes: of a run, on this machine and in all, from the environment and the options.
+"""Number of processes of a run, on this machine and in total, from the environment and the options.
 
 In: the variables that launchers set (WORLD_SIZE, RANK, LOCAL_RANK; NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT for
-several machines), and ``num_processes``. Out: numbers. Imports nothing heavy, so that processes are started without
-loading torch first. Refuses several machines without the number of this one, or the address of the first.
+several machines), and ``num_processes``. Out: numbers. Does not import torch, so that processes start quickly. Refuses
+several machines without the rank of this one or the address of the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 
 
 def is_launched() -> bool:
-    """Return whether a launcher started this process, as one of several or as the only one."""
+    """Whether a launcher started this process, as one of several or as the only one."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
@@ -30,15 +30,16 @@ def num_machines() -> int:
 
 
 def machine_rank() -> int:
-    """The number of this machine, from 0."""
+    """The rank of this machine, from 0."""
     return _number("NODE_RANK", 0)
 
 
 def processes_here(asked: int | str, use_cpu: bool) -> int:
-    """Processes on this machine: as asked, or one for each visible GPU; one where there is none.
+    """Number of processes on this machine: as requested, or one per visible GPU, and at least one.
 
     Args:
         asked: ``num_processes``. For auto, NPROC_PER_NODE is read, as in other trainers.
+        use_cpu: whether GPUs are ignored.
     """
     if asked != AUTO:
         return int(asked)
@@ -46,7 +47,7 @@ def processes_here(asked: int | str, use_cpu: bool) -> int:
 
 
 class ProcessOptions(Protocol):
-    """The options read here."""
+    """Options that this module reads."""
 
     num_processes: int | str
     use_cpu: bool
@@ -56,12 +57,12 @@ class ProcessOptions(Protocol):
 
 
 def needs_launcher(options: ProcessOptions) -> bool:
-    """Return whether the run must be started and watched by another process."""
+    """Whether the run must be started and monitored by another process."""
     return not is_launched() and (world_size(options) > 1 or options.max_restarts > 0 or bool(options.stall_timeout_s))
 
 
 def world_size(options: ProcessOptions) -> int:
-    """Processes of the run on all machines: as launched, or as ``burnish train`` would start them."""
+    """Number of processes of the run on all machines: as launched, or as ``burnish train`` would start them."""
     if is_launched():
         return _number("WORLD_SIZE", 1)
     here = 1 if options.engine == "single" else processes_here(options.num_processes, options.use_cpu)
@@ -69,7 +70,7 @@ def world_size(options: ProcessOptions) -> int:
 
 
 def num_gpus() -> int:
-    """GPUs that this process can see, without a library that would open them."""
+    """Number of GPUs visible to this process, without a library that would initialize them."""
     for variable in _VISIBLE:
         if variable in os.environ:
             return len([name for name in os.environ[variable].split(",") if name.strip() not in ("", "-1")])
@@ -84,7 +85,7 @@ def num_gpus() -> int:
 
 
 def launcher_problems() -> list[Problem]:
-    """Problems with the variables by which a launcher tells a process its place among several."""
+    """Problems of the variables with which a launcher tells a process its rank."""
     given = {name: os.environ.get(name, "").strip() for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     unread = [name for name, text in given.items() if text and count_in(text, -1) < 0]
     if unread:
@@ -104,7 +105,7 @@ def launcher_problems() -> list[Problem]:
 
 
 def problems_of_machines() -> list[Problem]:
-    """Find what is missing for a run over several machines."""
+    """Report what is missing for a run over several machines."""
     if is_launched():
         return []
     given = {name: os.environ.get(name, "").strip() for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE")}
@@ -127,7 +128,7 @@ def _number(name: str, usual: int) -> int:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """An unused port of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

@@ -1,7 +1,7 @@
 """The engine in plain torch, for one process and one device: the reference for all other engines.
 
-In: a model, an optimizer, micro-batches, losses. Out: the same on the device, gradients, one update, or none where the
-loss or a gradient is not finite. The loop (``loop/loop.py``) says when; nothing here knows what is learned.
+In: a model, an optimizer, micro-batches, losses. Out: all on the device, gradients, an update unless the loss or a
+gradient is not finite. The loop (``loop/loop.py``) calls it. The engine does not depend on the objective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["EngineOptions", "SingleEngine", "check_engine", "set_seed"]
 
 
 class SingleEngine:
-    """One process, one device.
+    """Engine for one process and one device.
 
     Args:
         options: the flat options; those of ``EngineOptions`` are read.
@@ -39,7 +39,7 @@ class SingleEngine:
 
     rank: int = 0
     world_size: int = 1
-    checkpoints_layers = False  # an engine's own settings may ask for gradient checkpointing too
+    checkpoints_layers = False  # an engine's own settings may enable gradient checkpointing as well
 
     def __init__(self, options: EngineChoices) -> None:
         self.options = options
@@ -60,7 +60,7 @@ class SingleEngine:
         return {"scaler": cast(Stateful, self.scaler)} if self.scaler else {}
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
-        """Put the model on the device, with checkpointing and compilation if asked; returns it and the optimizer."""
+        """Move the model to the device, and enable checkpointing and compilation. Returns it and the optimizer."""
         self.optimizer = optimizer
         if self.device.type == "cpu" and optimizer is not None:
             keep_freed_memory(self.is_sharded)
@@ -75,34 +75,35 @@ class SingleEngine:
         return model, optimizer
 
     def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
-        """Before the optimizer is made, which may keep copies of weights.
+        """Convert trainable weights and move the model to the device, before the optimizer is created.
 
         Args:
-            trained_in: the format of the weights that train.
+            model: the model.
+            trained_in: dtype of trainable weights.
         """
         set_precision(model, trained_in)
         model.to(self.device)
 
     def settle(self, model: nn.Module) -> None:
-        """Move a model for which ``place`` was not called to the device of the engine."""
+        """Move a model for which ``place`` was not called to the engine's device."""
         model.to(self.device)
 
     def to_device(self, batch: Batch) -> Batch:
         given: Any = batch
-        if not isinstance(given, MutableMapping):  # of a script's own kind, which its Trainer moves
+        if not isinstance(given, MutableMapping):  # a script's own type, which its Trainer moves
             return batch
-        moved = copy.copy(batch)  # keeps the class of the dict, which may matter to a script
+        moved = copy.copy(batch)  # keeps the class of the dict, which a script may depend on
         for name, value in batch.items():
             if isinstance(value, Tensor):
                 moved[name] = value.to(self.device, non_blocking=True)
         return moved
 
     def microbatch(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """The context of forward and backward of one micro-batch; a single process syncs nothing."""
+        """Context for forward and backward of one micro-batch. A single process syncs nothing."""
         return nullcontext()
 
     def generating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The context of generation with the bare model, outside of the module that ``prepare`` returned."""
+        """Context for generation with the bare model, outside of the module that ``prepare`` returned."""
         return nullcontext()
 
     is_sharded = False
@@ -110,7 +111,7 @@ class SingleEngine:
     frees_weights = False
 
     def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        """The parts of a run for a checkpoint, where each rank holds a piece of their tensors."""
+        """The parts of a run in the form that a checkpoint stores, if tensors are sharded."""
         return dict(parts)
 
     def pieces(self, model: nn.Module) -> list[Tensor]:
@@ -123,12 +124,12 @@ class SingleEngine:
         return nullcontext()
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A whole weight, where each rank holds a part. All ranks must ask for the same weights in the same order."""
+        """A whole weight, gathered if it is sharded. Collective: all ranks call it in the same order."""
         return tensor
 
     @contextmanager
     def precision(self) -> Iterator[None]:
-        """The context of a forward pass: autocast, and offloading of activations, if the run has them."""
+        """Context for a forward pass: autocast and activation offloading, if enabled."""
         with torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext():
             if self._offloading is None:
                 yield
@@ -140,7 +141,7 @@ class SingleEngine:
         torch.autograd.backward(self.scaler.scale(loss) if self.scaler else loss)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """Scale the gradients down to ``max_norm`` as one vector; 0 leaves them.
+        """Scale the gradients so that their total norm is at most ``max_norm``; 0: no clipping.
 
         Returns:
             () the norm before clipping, on the device.
@@ -149,15 +150,15 @@ class SingleEngine:
             self.scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = _total_norm(gradients, self.device)
-        # On a CPU the norm is read for free, and gradients that need no clipping are left as they are. On a GPU a read
-        # waits for the device, so there the factor, 1 or less, is always multiplied.
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 is torch's own guard
+        # On a CPU reading the norm is free, so gradients are only scaled if needed. On a GPU a read waits for the
+        # device, so gradients are always multiplied by the factor, which is at most 1.
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch uses the same epsilon
         if max_norm > 0 and gradients and (norm.device.type != "cpu" or factor != 1):
             torch._foreach_mul_(gradients, factor)
         return norm
 
     def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
-        """Update once, unless ``is_finite`` () bool is false. The protocol describes the return value."""
+        """Update once, unless ``is_finite`` () bool is false. See ``Engine.step`` for the return value."""
         if self.scaler:
             # Reads one number from the device, as torch's own GradScaler.step does.
             applied = bool(is_finite)
@@ -166,11 +167,11 @@ class SingleEngine:
             self.scaler.update()
             return applied
         if self.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
-            # The kernel itself skips the update where found_inf is 1, so nothing has to be read.
+            # The fused kernel skips the update if found_inf is 1, so no device read is needed.
             optimizer.found_inf, optimizer.grad_scale = (~is_finite).float(), None  # type: ignore[attr-defined]
             optimizer.step()
             return True
-        # Free on a CPU. On a GPU an optimizer without fused kernels costs one wait for the device per step.
+        # Free on a CPU. On a GPU an optimizer without fused kernels costs one device read per step.
         if not is_finite:
             return False
         optimizer.step()
@@ -189,35 +190,35 @@ class SingleEngine:
         return None
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that was given to ``prepare``."""
+        """The module that was passed to ``prepare``."""
         inner: nn.Module = getattr(model, "_orig_mod", model)
         return inner
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of the model's outermost stacks, which are alike and follow each other; experts in a layer are part of
-    it. Empty where the model has no stack."""
+    """The layers of the model's outermost module lists. Experts are part of their layer. Empty if it has none."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inside = {id(module) for stack in stacks for layer in stack for module in layer.modules()}
     return [layer for stack in stacks if id(stack) not in inside for layer in stack]
 
 
 def compile_layers(model: nn.Module, **arguments: Any) -> None:
-    """Compile each layer of the model's stacks in place, so that equal layers are compiled only once, and the names of
-    the weights stay. A model without a stack is compiled as a whole.
+    """Compile each layer in place, so that equal layers are compiled only once and names of weights do not change. A
+    model without layers is compiled as a whole.
 
     Args:
-        arguments: of ``torch.compile``.
+        model: the model.
+        arguments: arguments of ``torch.compile``.
     """
     for module in layers_of(model) or [model]:
         module.compile(**arguments)
 
 
 def set_precision(model: nn.Module, trainable_dtype: torch.dtype) -> None:
-    """Give the parameters that train ``trainable_dtype``; the others keep the dtype they were loaded in.
+    """Convert trainable parameters to ``trainable_dtype``. Frozen ones keep the dtype in which they were loaded.
 
-    An update of one part in ten thousand needs float32: bfloat16 has eight bits and would lose it (pure_bf16 accepts
-    that). Tied weights stay tied.
+    A relative update of 1e-4 needs float32: bfloat16 has eight bits and would lose it (pure_bf16 accepts this). Tied
+    weights stay tied.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -225,7 +226,7 @@ def set_precision(model: nn.Module, trainable_dtype: torch.dtype) -> None:
 
 
 def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """() the norm of all gradients as one vector, in float32."""
+    """() the norm of all gradients together, in float32."""
     if not gradients:
         return torch.zeros((), device=device)
     lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32)
@@ -234,13 +235,13 @@ def _total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def set_seed(seed: int, full_determinism: bool = False) -> None:
-    """Seed every generator that a run draws from: Python's, numpy's where it is loaded, torch's on all devices."""
+    """Seed all generators of a run: Python's, numpy's if it is imported, torch's on all devices."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     if full_determinism:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # else cuBLAS chooses kernels at run time
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # otherwise cuBLAS selects kernels at run time
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False

@@ -1,10 +1,10 @@
-"""The activity that a failure interrupted, recorded on the exception.
+"""Record on an exception the activity that it interrupted.
 
     with doing(Activity.BACKWARD):
         engine.backward(loss)
 
-An exception that leaves the block carries the activity. Of nested blocks the innermost one counts. The message of an
-out-of-memory error, and the settings that it suggests, are chosen by it (``run/recovery/failure.py``).
+An exception that leaves the block gets the activity as an attribute. The innermost block counts. Messages about lack of
+memory, and their suggestions, depend on it (``run/recovery/failure.py``).
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Activity(Enum):
 
 
 class Interrupted(NamedTuple):
-    """The activity that an exception interrupted, and the tokens of its micro-batch (None if it has none)."""
+    """The activity that an exception interrupted, and the number of tokens of its micro-batch, or None."""
 
     activity: Activity
     num_tokens: int | None
@@ -37,6 +37,7 @@ class doing:
     """Context manager that records ``activity`` on exceptions that leave the block.
 
     Args:
+        activity: what the block does.
         batch: the micro-batch; its tokens are counted only if an exception is raised.
     """
 
@@ -59,5 +60,5 @@ class doing:
 
 
 def interrupted_by(error: BaseException) -> Interrupted | None:
-    """The activity that ``error`` interrupted; None if it was raised outside of any block."""
+    """The activity that ``error`` interrupted; None if it was raised outside of all blocks."""
     return getattr(error, _NAME, None)

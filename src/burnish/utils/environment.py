@@ -1,6 +1,5 @@
-"""Words of the environment and of a command line that no option has read yet: numbers, and the hub that models and data
-sets come from. The names of the hubs' variables are those of their own libraries, and LLaMA-Factory's for the choice
-between them."""
+"""Environment variables and texts that are read before options exist: numbers, and the hub of models and datasets. The
+names of the variables are those of the hubs' libraries, and LLaMA-Factory's for the choice of the hub."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import os
 
 
 def number_in(text: str) -> float | None:
-    """The number that ``text`` is; None where it is none."""
+    """``text`` as a number; None if it is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -16,17 +15,17 @@ def number_in(text: str) -> float | None:
 
 
 def count_in(text: str, usual: int = 0) -> int:
-    """The whole number, 0 or above, that ``text`` is; ``usual`` where it is none."""
+    """``text`` as a non-negative integer; ``usual`` if it is not one."""
     return int(text) if text.strip().isdecimal() else usual
 
 
 def uses_modelscope() -> bool:
-    """Return whether ModelScope is asked in place of the Hugging Face hub."""
+    """Whether ModelScope is used instead of the Hugging Face hub."""
     return _is_set("USE_MODELSCOPE_HUB")
 
 
 def is_offline() -> bool:
-    """Return whether the user has switched off all requests to hubs."""
+    """Whether the user has disabled all requests to hubs."""
     return _is_set("HF_HUB_OFFLINE") or _is_set("TRANSFORMERS_OFFLINE")
 
 

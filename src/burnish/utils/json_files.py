@@ -1,7 +1,7 @@
-"""JSON that came from a disk, and may be empty, cut off, flipped, or something else altogether.
+"""Read JSON files, which may be empty, truncated or corrupted, and write them.
 
-In: a path. Out: its data. Refuses, with file, line and remedy: what is no JSON, no text, nested beyond all use, or of
-another kind than the reader can use. And the one way to write such a file.
+In: a path. Out: its data. Refuses, with file, line and remedy: invalid JSON or UTF-8, excessive nesting, and data of
+another type than the reader needs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false",
 
 
 def read_json(path: Path, remedy: str = FETCH_AGAIN) -> Any:
-    """The content of a JSON file.
+    """The data of a JSON file.
 
     Raises:
-        UserError: where it is none, with line and column.
+        UserError: if it is not valid JSON, with line and column.
     """
     if kind := odd_kind(path):
         raise UserError(f'"{path}" is {kind}, not a file.', remedy=remedy)
@@ -38,15 +38,17 @@ def read_json(path: Path, remedy: str = FETCH_AGAIN) -> Any:
     except RecursionError:
         what = "lists and objects are nested too deeply."
         raise UserError(what, where=str(path), remedy=remedy) from None
-    except ValueError as error:  # a number of more digits than Python reads
+    except ValueError as error:  # a number with more digits than Python accepts
         raise UserError(f"not valid JSON: {error}.", where=str(path), remedy=remedy) from None
 
 
 def read_object(path: Path, remedy: str = FETCH_AGAIN, needs: Iterable[tuple[str, type]] = ()) -> dict[str, Any]:
-    """The content of a file that holds an object.
+    """The data of a JSON file with an object.
 
     Args:
-        needs: keys that it must have, and of what kind their values are.
+        path: the file.
+        remedy: what the user should do if it is invalid.
+        needs: required keys, and the types of their values.
     """
     found = read_json(path, remedy)
     if not isinstance(found, dict):
@@ -61,8 +63,9 @@ def read_object(path: Path, remedy: str = FETCH_AGAIN, needs: Iterable[tuple[str
 
 
 def read_settings(path: Path) -> Any:
-    """The content of a file of settings that a user wrote. Raises ValueError, a half sentence, where it is no JSON or
-    gives a key twice."""
+    """The data of a settings file that a user wrote. Raises ValueError with a clause if it is not JSON or has a
+    duplicate key.
+    """
     try:
         with regular(path) as file:
             return json.load(file, object_pairs_hook=each_key_once)
@@ -75,13 +78,13 @@ def read_settings(path: Path) -> Any:
 
 
 def json_beside(path: Path) -> str:
-    """``There are: a.json, b.json.``, in the folder of a file that is not there; "" where there are none."""
+    """``There are: a.json, b.json.``: other files in the folder of a missing file; "" if there are none."""
     there = sorted(map(str, path.parent.glob("*.json")))[:5]
     return f"There are: {', '.join(there)}." if there else ""
 
 
 def write_json(path: Path, data: Any, *, indent: int = 2, sort_keys: bool = False) -> None:
-    """Write a file that ends with a line end. TypeError for what is no JSON data."""
+    """Write a JSON file with a final newline. Raises TypeError for data that JSON does not support."""
     path.write_text(json.dumps(data, indent=indent, sort_keys=sort_keys) + "\n", encoding="utf-8")
 
 

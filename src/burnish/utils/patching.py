@@ -1,13 +1,13 @@
-"""The register of patches: all changes that burnish makes to code that is not its own.
+"""The register of patches: all changes that burnish makes to foreign code.
 
-In:  an owner (a module of a model, a file of a library), a name in it, its new value, and the reason.
-Out: the owner, changed; a ``Patch``, with which ``restore`` puts the old value back; and the list of all patches of a
-     model, which ``explain``, a run's log and its model card show.
+In:  an owner (a module of a model, a Python module of a library), a name in it, its new value, and the reason.
+Out: the changed owner; a ``Patch``, with which ``restore`` sets the old value again; the list of all patches of a
+model, which ``explain``, a run's log and its model card show.
 
-Nothing else in burnish assigns to a foreign module, class or instance; an architecture test checks all files for that.
-The patches of a module are stored in the module, so that they are copied and freed with it; those of a library's file
-hold for the process. With ``patches: false`` a run makes only those that another option or a fault of a library
-requires, and has the same losses but for rounding.
+All assignments to foreign modules, classes and instances go through this module; an architecture test checks all files.
+The patches of a torch module are stored in the module, so they are copied and freed with it. Those of a library's
+Python module apply to the process. With ``patches: false`` a run only makes patches that another option or a bug in a
+library requires, and has the same losses up to rounding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PatchOptions:
 
 
 class PatchChoice(Protocol):
-    """The fields of the options that choose the patches."""
+    """Options that select patches."""
 
     patches: bool
     leave_out: list[str] | None
@@ -56,8 +56,8 @@ class Reason:
     """The reason of a patch.
 
     Args:
-        kind: the kind of owner, for the user; its plural ends in s: "gated layer".
-        why: the rest of a sentence: what is gained, or what goes wrong without it.
+        kind: the kind of owner, for the user; its plural ends with s: "gated layer".
+        why: a clause about the benefit, or about the problem without it.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Reason:
 
 
 class NOTHING:
-    """The value of a name that did not exist."""
+    """Marks a name that did not exist."""
 
 
 @dataclass(eq=False)
@@ -73,9 +73,12 @@ class Patch:
     """One change.
 
     Args:
-        name: the name in ``owner``; may have dots ("config.use_cache").
-        before: the owner's own value before; ``NOTHING`` where it came from its class. value: the value now.
-        remove: undoes a change that is no assignment, such as a hook.
+        owner: the changed object.
+        name: the name in ``owner``; may contain dots ("config.use_cache").
+        why: the reason.
+        before: the owner's own value before; ``NOTHING`` if it was inherited from its class.
+        value: the new value.
+        remove: undoes a change other than an assignment, such as a hook.
     """
 
     owner: Any
@@ -99,7 +102,7 @@ def patch(owner: Any, name: str, value: Any, why: Reason) -> Patch:
 
 
 def hook(module: Any, event: str, function: Callable[..., Any], why: Reason, **how: Any) -> Patch:
-    """Add and register a hook of torch at an event: "forward", "forward_pre", ... (``register_<event>_hook``)."""
+    """Add and register a torch hook: "forward", "forward_pre", ... (``register_<event>_hook``)."""
     handle = getattr(module, f"register_{event}_hook")(function, **how)
     made = Patch(module, f"{event} hook", why, value=function, remove=handle.remove)
     _list_of(module).append(made)
@@ -107,8 +110,9 @@ def hook(module: Any, event: str, function: Callable[..., Any], why: Reason, **h
 
 
 def record(model: nn.Module, change: Callable[[], Any], why: Reason) -> list[Patch]:
-    """Let another library change ``model``, and register what it changed: attributes, hooks and classes of modules, and
-    functions and classes in the files of these."""
+    """Call ``change``, with which another library modifies ``model``, and register its changes: attributes, hooks and
+    classes of modules, and functions and classes in their Python modules.
+    """
     modules = list(model.modules())
     files = dict.fromkeys(sys.modules[type(module).__module__] for module in modules)
     before = [(owner, _names_of(owner)) for owner in (*modules, *files)]
@@ -126,7 +130,7 @@ def record(model: nn.Module, change: Callable[[], Any], why: Reason) -> list[Pat
 
 
 def restore(patches: Iterable[Patch]) -> None:
-    """Undo patches. A value that was replaced again since then stays."""
+    """Undo patches. A value that was replaced again since then is kept."""
     for done in reversed(list(patches)):
         mine = _list_of(done.owner)
         if done not in mine:
@@ -143,7 +147,7 @@ def restore(patches: Iterable[Patch]) -> None:
 
 @contextmanager
 def hooked(module: nn.Module, event: str, function: Callable[..., Any], why: Reason) -> Iterator[None]:
-    """Add a hook inside the ``with`` block only."""
+    """Add a hook for the duration of the ``with`` block."""
     made = hook(module, event, function, why)
     try:
         yield
@@ -152,23 +156,23 @@ def hooked(module: nn.Module, event: str, function: Callable[..., Any], why: Rea
 
 
 def patches_of(model: nn.Module) -> list[Patch]:
-    """All patches of a model, in the order of its modules, and of the files of libraries."""
+    """All patches of a model in the order of its modules, then those of libraries."""
     return [done for module in model.modules() for done in vars(module).get("_patches", ())] + _OF_PROCESS
 
 
 def standing(owner: Any, name: str, kind: type[T]) -> T | None:
-    """The object of class ``kind`` whose method is the value of ``owner.name``."""
+    """The object of class ``kind`` to which the method ``owner.name`` is bound; None if it is another."""
     found = getattr(vars(owner).get(name), "__self__", None)
     return found if isinstance(found, kind) else None
 
 
 def allows(options: PatchChoice, why: Reason) -> bool:
-    """Return whether a run makes patches of this kind."""
+    """Whether a run makes patches of this kind."""
     return options.patches and why.kind not in (options.leave_out or ())
 
 
 def patches_in_words(reasons: Iterable[tuple[str, Reason]]) -> list[str]:
-    """``["42 forwards: 14 norms, 28 linear layers", "1 forward hook: 1 model that attends ..."]``, most first.
+    """``["42 forwards: 14 norms, 28 linear layers", "1 forward hook: 1 model that attends ..."]``, most frequent first.
 
     Args:
         reasons: ``(patch.name, patch.why)`` of every patch.
@@ -198,7 +202,7 @@ def _place(owner: Any, name: str) -> tuple[Any, str]:
 
 
 def _list_of(owner: Any) -> list[Patch]:
-    """The list of patches of an instance or, for files and classes, of the process."""
+    """The list of patches of an instance or, for Python modules and classes, of the process."""
     is_shared = isinstance(owner, ModuleType | type)
     found: list[Patch] = _OF_PROCESS if is_shared else vars(owner).setdefault("_patches", [])
     return found
@@ -215,12 +219,13 @@ def _put_back(done: Patch) -> None:
 
 
 _HOOKS = {"_forward_hooks": "forward hook", "_forward_pre_hooks": "forward_pre hook"}
-"""Attribute in which torch keeps hooks of a module -> their name in ``hook``."""
+"""Attribute in which torch stores a module's hooks -> their name in ``hook``."""
 
 
 def _names_of(owner: Any) -> dict[str, Any]:
-    """Values that may be replaced in an owner: in a file, functions and classes; in a module, its hooks, its class and
-    its attributes."""
+    """Values that may be replaced: functions and classes of a Python module; hooks, class and attributes of a torch
+    module.
+    """
     names = {name: value for name, value in vars(owner).items() if not name.startswith("_") and name != "training"}
     if isinstance(owner, ModuleType):
         return {name: value for name, value in names.items() if callable(value)}

@@ -1,5 +1,4 @@
-"""Sequences whose items are made when they are used. In: a number. Out: the item, as of a list, with slices. And the
-beginning that two have in common."""
+"""Sequences whose items are created on access, with indexing and slicing; and the common prefix of two sequences."""
 
 from __future__ import annotations
 
@@ -10,19 +9,19 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def shared_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Number of items that two sequences begin with alike."""
+    """Length of the common prefix of two sequences."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class OnDemand(Sequence[T_co]):
-    """A sequence that makes its items. Subclasses give ``__len__`` and ``made``."""
+    """A sequence that creates its items on access. Subclasses implement ``__len__`` and ``made``."""
 
     def made(self, index: int, /) -> T_co:
-        """Make the item at ``index``, from 0 to ``len(self) - 1``."""
+        """Create the item at ``index``, from 0 to ``len(self) - 1``."""
         raise NotImplementedError
 
     def some(self, indices: Sequence[int], /) -> list[T_co]:
-        """Make several items; subclasses that make them faster together override it."""
+        """Create several items. Subclasses may override it with a faster implementation."""
         return [self.made(index) for index in indices]
 
     @overload

@@ -1,7 +1,7 @@
-"""Ctrl-C where nothing is to be saved: while libraries are imported, before anything is written, and at the very end.
+"""Handle Ctrl-C while there is nothing to save: during imports, before anything is written, and at exit.
 
-Python answers it with KeyboardInterrupt wherever it stands; in an import, or while Python exits, that is a
-page of other people's code, or an ImportError that is not true.
+Python raises KeyboardInterrupt at the current position. During an import or at exit, this prints a long foreign
+traceback or a misleading ImportError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ INTERRUPTED = 128 + signal.SIGINT
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process in the block with one line, until ``interruptible`` is called; as it was thereafter."""
+    """Context in which Ctrl-C ends the process with one line, until ``interruptible`` is called. Restores the
+    handler."""
     before = signal.getsignal(signal.SIGINT)
     if not _is_ours_to_take(before):
         yield
@@ -31,19 +32,19 @@ def stopping_at_once() -> Iterator[None]:
 
 
 def interruptible() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt from here on, because there is something to clean up."""
+    """Make Ctrl-C raise KeyboardInterrupt from now on, because there is something to clean up."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def exit_quietly(status: int) -> None:
-    """Let Ctrl-C end the process with ``status`` from now on: all work is done, and Python only has to shut down."""
+    """Make Ctrl-C end the process with ``status`` from now on: the work is done, and Python only has to shut down."""
     if _is_ours_to_take(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(status))
 
 
 def _is_ours_to_take(handler: object) -> bool:
-    """Return whether ``handler`` is Python's own. One that somebody set, or an ignored signal, is left alone."""
+    """Whether ``handler`` is Python's default. Custom handlers and ignored signals are kept."""
     return threading.current_thread() is threading.main_thread() and handler is signal.default_int_handler
 
 

@@ -1,11 +1,11 @@
-"""Names, dtypes and shapes of the tensors in a safetensors file, from its header; no tensor is read.
+"""Names, dtypes and shapes of the tensors in a safetensors file, read from its header.
 
-The format: eight bytes, little endian, the length of the header; the header, JSON; the tensors, end to end
-(https://huggingface.co/docs/safetensors, "Format"). So a file that was cut off is recognized by its size alone.
+Format: eight bytes (little endian) with the length of the header, the header as JSON, the tensors without gaps
+(https://huggingface.co/docs/safetensors, "Format"). So a truncated file is recognized by its size.
 
 In:  a file, or a folder of shards with their index.
 Out: name -> ``TensorInfo``.
-Refuses: a file that is not what its header says, with the bytes expected and found.
+Refuses: a file that does not match its header, with the expected and actual number of bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file.
 
     Raises:
-        UserError: where the file is cut off or is no safetensors file.
+        UserError: if the file is truncated or not a safetensors file.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -52,7 +52,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if size != expected:
         raise UserError(_cut_off(path, expected, size))
     try:
-        with safe_open(path, "np"):  # its library knows the types, and holds shapes and places against each other
+        with safe_open(path, "np"):  # the library checks dtypes, and shapes against offsets
             pass
     except SafetensorError as error:
         raise UserError(_not_safetensors(path, size, str(error).partition(", expected")[0])) from error
@@ -60,7 +60,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def read_headers(paths: Iterable[Path]) -> tuple[dict[str, TensorInfo], list[Problem]]:
-    """The tensors of several files together, and what is wrong with any of them."""
+    """The tensors of several files, and all problems of the files."""
     found: dict[str, TensorInfo] = {}
     problems: list[Problem] = []
     for path in paths:

@@ -1,8 +1,8 @@
-"""Long work, told while it goes on: encoding, loading, evaluating, answering, saving.
+"""Progress reporting for long operations: encoding, loading, evaluating, generating, saving.
 
-In: whoever does the work says what it is, how much there is of it, and when a part is done. Out: calls of the one
-watcher that ``watch_with`` was given (``report/work.py``: a bar in a terminal, a line now and then elsewhere). Without
-a watcher nothing is shown. Of work within work the outermost is shown.
+In: an operation reports its name, its size, and each completed part. Out: calls of the watcher that was set with
+``watch_with`` (``report/work.py``: a progress bar in a terminal, occasional lines elsewhere). Without a watcher nothing
+is shown. Only the outermost of nested operations is shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 class Watcher(Protocol):
-    """Shows one piece of work at a time."""
+    """Shows the progress of one operation at a time."""
 
     def begin(self, what: str, total: int | None, unit: str) -> None: ...
     def advance(self, count: int) -> None: ...
@@ -27,21 +27,22 @@ _depth = 0
 
 
 def watch_with(watcher: Watcher | None) -> None:
-    """Show work through ``watcher`` from now on; None shows none."""
+    """Set the watcher that shows progress; None: progress is not shown."""
     global _watcher
     _watcher = watcher
 
 
 @contextmanager
 def work(what: str, total: int | None = None, unit: str = "rows") -> Iterator[Callable[[int], None]]:
-    """Tell of the work inside the ``with`` block.
+    """Report the operation inside the ``with`` block.
 
     Args:
-        what: the work as a user knows it: "Tokenizing".
-        total: how much there is of it; None where nobody knows before its end.
+        what: name of the operation for the user: "Tokenizing".
+        total: number of units; None if it is not known in advance.
         unit: what is counted, in the plural.
+
     Yields:
-        a function that takes how much more is done.
+        A function to call with the number of completed units.
     """
     global _depth
     watcher = _watcher if _depth == 0 else None
@@ -57,7 +58,8 @@ def work(what: str, total: int | None = None, unit: str = "rows") -> Iterator[Ca
 
 
 def watched(items: Iterable[Item], what: str, unit: str, of: Any = None) -> Iterator[Item]:
-    """``items``, one by one, told as work of which each is a part. Args: of: what they are made of, one by one."""
+    """Iterate over ``items`` and report each as a completed unit. ``of`` is the sequence that ``items`` are made
+    from."""
     counted = items if of is None else of
     with work(what, len(counted) if isinstance(counted, Sized) else None, unit) as advance:
         for item in items:

@@ -1,1 +1,1 @@
-"""DeepSpeed: its settings, its engine, and its shards in checkpoints of burnish."""
+"""DeepSpeed: its settings, its engine, and the conversion of its shards for checkpoints."""

@@ -1,14 +1,13 @@
-"""DeepSpeed: ZeRO, which spreads optimizer states (1), gradients (2) and weights (3) over processes. The only door to
-that library.
+"""The DeepSpeed engine: ZeRO, which shards optimizer states (1), gradients (2) and weights (3) over processes.
 
-In: a model, an optimizer, the settings (``deepspeed_settings``). Out: the module that DeepSpeed runs, and where this
-rank's stretches of weights and optimizer states lie (``deepspeed_shards`` brings them to a checkpoint and back).
-DeepSpeed clips and moves weights when it is told to; the loss, the micro-batches and the decision not to apply a step
-stay the loop's.
+In: a model, an optimizer, the settings (``deepspeed/settings.py``). Out: the module that DeepSpeed runs, and the
+location of this rank's slices of weights and optimizer states (``deepspeed/shards.py`` converts them for checkpoints).
+DeepSpeed clips gradients and updates weights when it is called. The loop computes the loss, handles micro-batches and
+decides whether a step is applied. Only this module imports DeepSpeed.
 
-``bf16: true`` means here what it means to DeepSpeed and transformers: the forward pass runs on weights in bfloat16,
-and float32 copies are spread over the processes. DeepSpeed keeps its affairs in attributes of weights and optimizers
-that are not documented; the version that this was tested with is in ``TESTED``. Run on gloo and CPUs alone.
+``bf16: true`` has the meaning of DeepSpeed and transformers: the forward pass uses weights in bfloat16, and float32
+copies are sharded. Several attributes of DeepSpeed that are used here are not documented; ``TESTED`` is the version
+that was tested. Tested with gloo on CPUs only.
 
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
 """
@@ -48,29 +47,30 @@ from burnish.utils.files import expanded
 
 TESTED = "0.19"
 _USER = -1
-"""Number of a module that uses a weight: ZeRO-3 lets go of a weight behind the last module that uses it."""
+"""Id of a module that uses a weight. ZeRO-3 releases a weight after the last module that uses it."""
 
 
 class DeepSpeedEngine(ParallelEngine):
-    """One of several processes, under ZeRO."""
+    """ZeRO with DeepSpeed, in one of several processes."""
 
     is_sharded = True
 
     def __init__(self, options: EngineChoices) -> None:
         super().__init__(options)
-        self.dtype = None  # DeepSpeed makes the weights what they are to be; autocast would undo it
+        self.dtype = None  # DeepSpeed converts the weights itself; autocast would revert this
         self.scaler, self.scales_loss = None, bool(mixed_precision(options) == "fp16" and self.device.type != "cpu")
         self.deepspeed = _library(self.device.type)
         self.runner: Any = None
-        self.weights: list[nn.Parameter] = []  # that train, in the order of the optimizer's groups
-        self.empty_groups: dict[int, dict[str, Any]] = {}  # number -> a group without weights, which DeepSpeed drops
-        self.offloaded: list[tuple[Tensor, Tensor | None]] = []  # weights of which the machine's memory has gradients
+        self.weights: list[nn.Parameter] = []  # trainable weights, in the order of the optimizer's groups
+        self.empty_groups: dict[int, dict[str, Any]] = {}  # index -> a group without weights, which DeepSpeed drops
+        self.offloaded: list[tuple[Tensor, Tensor | None]] = []  # weights whose gradients are in main memory
         self.stage = zero_stage(options)
         self.splits_weights = self.frees_weights = self.stage == 3
 
     def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
-        """DeepSpeed moves this rank's parts, and keeps float32 copies of its own where it computes in half precision:
-        weights are raised only where it does not."""
+        """Convert trainable weights only if DeepSpeed does not compute in half precision. Otherwise it keeps its own
+        float32 copies, and moves this rank's shards itself.
+        """
         if not self.options.pure_bf16 and mixed_precision(self.options) == "no":
             set_precision(model, trained_in)
 
@@ -100,7 +100,7 @@ class DeepSpeedEngine(ParallelEngine):
     def microbatch(self, model: nn.Module, last: bool) -> Iterator[None]:
         if self.runner is not None and model.training:
             for part, gradient in self.offloaded:
-                part.grad = gradient  # which the optimizer's zero_grad took away, and ZeRO copies gradients into
+                part.grad = gradient  # the optimizer's zero_grad removed it, and ZeRO copies gradients into it
             self.runner.set_gradient_accumulation_boundary(last)
         yield
 
@@ -108,17 +108,18 @@ class DeepSpeedEngine(ParallelEngine):
         self.runner.backward(loss, scale_wrt_gas=False)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """() the norm before clipping. Gradients are scaled when the update is made, to the ``max_grad_norm`` that the
-        settings were filled with."""
+        """() the norm before clipping. DeepSpeed scales gradients during the update, to the ``max_grad_norm`` of its
+        settings.
+        """
         from deepspeed.runtime.zero.stage3 import combine_grad_norm_groups
 
         zero = self.runner.optimizer
         norm = zero.scaled_global_norm() if self.stage < 3 else combine_grad_norm_groups(zero._get_norm_groups())
         norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device) / zero.loss_scale
-        return torch.where(norm < 0, torch.nan, norm)  # -1 stands for a norm that is not finite
+        return torch.where(norm < 0, torch.nan, norm)  # -1 means that the norm is not finite
 
     def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
-        applied = bool(self.sum((~is_finite).float()) == 0)  # a read; DeepSpeed reads the norm anyway
+        applied = bool(self.sum((~is_finite).float()) == 0)  # a device read; DeepSpeed reads the norm anyway
         if applied:
             self.runner.step()
             return not (self.scales_loss and self.runner.optimizer.overflow)
@@ -141,7 +142,8 @@ class DeepSpeedEngine(ParallelEngine):
 
     @contextmanager
     def generating(self, model: nn.Module) -> Iterator[None]:
-        """Whole weights on every rank: answers end at different lengths, and no rank waits for another's."""
+        """Gather all weights on every rank, because responses have different lengths, and no rank must wait for
+        another."""
         weights: list[Any] = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
         with self.other_modules(), self._gathered(weights):
             for weight in weights:
@@ -184,8 +186,9 @@ class DeepSpeedEngine(ParallelEngine):
 
     @contextmanager
     def other_modules(self) -> Iterator[None]:
-        """ZeRO-3 learns the order in which modules are called, to fetch their weights ahead, and takes another one for
-        an error where an adapter is off: it learns anew at both ends."""
+        """ZeRO-3 records the order in which modules are called, to prefetch their weights, and raises an error for
+        another order, such as with a disabled adapter. So the recorded order is reset before and after the block.
+        """
         self._forget_order()
         try:
             yield
@@ -199,7 +202,7 @@ class DeepSpeedEngine(ParallelEngine):
                 coordinator._invalidate_trace()
 
     def place_of(self, weight: nn.Parameter) -> Stretch | None:
-        """This rank's stretch of a weight that trains, in the vector in which ZeRO keeps it; None where it has none."""
+        """This rank's slice of a trainable weight in ZeRO's flat vector; None if it has none."""
         zero = self.runner.optimizer
         if self.stage == 3:
             group, offset, _ = zero.grad_position[zero.get_param_id(weight)]
@@ -215,7 +218,7 @@ class DeepSpeedEngine(ParallelEngine):
         return Stretch(flat, here.start, there.start, here.numel)
 
     def piece(self, weight: nn.Parameter, key: str = "") -> Piece:
-        """This rank's stretch of a weight, or of a state that the optimizer keeps for it."""
+        """This rank's slice of a weight, or of the optimizer state ``key`` of the weight."""
         place, shape = self.place_of(weight), tuple(getattr(weight, "ds_shape", weight.shape))
         if place is None:
             return Piece(torch.empty(0), 0, shape)
@@ -223,7 +226,7 @@ class DeepSpeedEngine(ParallelEngine):
         return Piece(flat.detach()[place.offset : place.offset + place.length], place.begin, shape)
 
     def spread(self) -> None:
-        """The forward pass's weights from the float32 ones, after those were loaded."""
+        """Update the weights of the forward pass from the float32 ones, after loading the latter."""
         zero = self.runner.optimizer
         if self.stage == 3:
             for weight in self.weights:
@@ -237,10 +240,11 @@ class DeepSpeedEngine(ParallelEngine):
 
 
 class _AsTuple(nn.Module):
-    """A module that gives a ``Loss``, as one that gives a tuple: DeepSpeed looks for tensors in tuples and dicts.
+    """Wraps a module that returns a ``Loss`` to return a tuple, because DeepSpeed searches tuples and dicts for
+    tensors.
 
-    The module's forward pass is called within this one's, so that weights which it uses beside its own modules (the
-    head's) are fetched for the whole of it.
+    The wrapped module's forward pass is called inside this one's, so that weights used outside of its submodules (the
+    head's) stay gathered for its whole duration.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -253,7 +257,7 @@ class _AsTuple(nn.Module):
 
 
 class _FromTuple(nn.Module):
-    """The module that the loop calls: from a batch to a ``Loss``."""
+    """The module that the loop calls: batch -> ``Loss``."""
 
     def __init__(self, runner: nn.Module, given: nn.Module) -> None:
         super().__init__()
@@ -264,10 +268,10 @@ class _FromTuple(nn.Module):
 
 
 def _link_as_laid(zero: Any) -> None:
-    """Tell each weight again where its float32 stretch is.
+    """Link each weight to its float32 slice again.
 
-    Under ``round_robin_gradients`` DeepSpeed 0.19.8 lays weights in another order than they have in their group, and
-    looks for them in that of the group unless they are padded (runtime/zero/stage_1_and_2.py, ``_link_all_hp_params``).
+    With ``round_robin_gradients`` DeepSpeed 0.19.8 stores weights in another order than that of their group, but looks
+    them up in the order of the group unless they are padded (runtime/zero/stage_1_and_2.py, ``_link_all_hp_params``).
     """
     from deepspeed.utils import link_hp_params
 
@@ -286,7 +290,7 @@ def _link_as_laid(zero: Any) -> None:
 
 
 def _hidden_size(model: nn.Module) -> int:
-    """The hidden size of the model inside, from its config; 1024 where it has none."""
+    """The hidden size of the inner model, from its config; 1024 if it has none."""
     configs = (getattr(module, "config", None) for module in model.modules())
     sizes = (getattr(config, "hidden_size", None) for config in configs)
     return next((size for size in sizes if isinstance(size, int)), 1024)
@@ -296,10 +300,13 @@ _OLD_LOCK_S = 120.0
 
 
 def raise_if_locked(cache: Path) -> None:
-    """A compilation that was killed leaves its lock in torch's cache of extensions, and every later start waits for it
-    without a word and without end. One takes under a minute (40 s on two cores).
+    """Raise UserError for a stale lock of a compilation.
+
+    A killed compilation leaves its lock in torch's extension cache, and every later start silently waits for it
+    forever. A compilation takes less than a minute (40 s on two cores).
 
     Raises:
+        UserError: with the lock to remove.
         UserError: with the lock to remove.
     """
     now = time.time()
@@ -314,11 +321,11 @@ def raise_if_locked(cache: Path) -> None:
 
 
 def _library(device_type: str) -> Any:
-    """DeepSpeed, told the device before it is loaded, and quiet."""
+    """Import DeepSpeed for a device type, with fewer messages."""
     if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     raise_if_locked(expanded(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")))
-    # torch 2.13 has other names for three collectives, and warns of the old ones at every step.
+    # torch 2.13 renamed three collectives and warns of the old names in every step.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     import deepspeed
 

@@ -1,11 +1,11 @@
-"""DeepSpeed's settings: a user's own JSON, or a name for what is usually in one, with every "auto" filled.
+"""DeepSpeed's settings: the user's own JSON or the name of a preset, with every "auto" filled in.
 
-In: ``deepspeed`` (a file, an object, or zero0 ... zero3, zero2_offload, zero3_offload), or what ``accelerate launch``
-says in the environment; the options of the run. Out: the settings that DeepSpeed is given; remarks; problems, where a
-file says other than the options, or asks for what burnish does itself and would change the numbers.
+In: ``deepspeed`` (a file, an object, or zero0 ... zero3, zero2_offload, zero3_offload), or the environment variables of
+``accelerate launch``; the options of the run. Out: the settings for DeepSpeed; notes; problems, if a file contradicts
+the options, or enables a feature that burnish implements itself and that would change results.
 
-"auto" is filled as transformers fills it (transformers 5.23, ``HfTrainerDeepSpeedConfig``): from the arguments of the
-same meaning, and sizes of buckets from the model's hidden size. Keys: https://www.deepspeed.ai/docs/config-json/
+"auto" is filled in as in transformers (transformers 5.23, ``HfTrainerDeepSpeedConfig``): from the corresponding
+arguments, and bucket sizes from the model's hidden size. Keys: https://www.deepspeed.ai/docs/config-json/
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _SAYS_AGAIN: dict[str, tuple[str, Callable[[DeepspeedChoices], Any]]] = {
     "bf16": ("bf16", lambda options: options.pure_bf16 or mixed_precision(options) == "bf16"),
     "fp16": ("fp16", lambda options: mixed_precision(options) == "fp16"),
 }  # fmt: skip
-"""Key -> the option that says the same, and its value."""
+"""Key -> the option with the same meaning, and its value."""
 _OF_THE_MACHINE = {
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "train_batch_size",
     "activation_checkpointing", "communication_data_type", "prescale_gradients", "gradient_predivide_factor",
     "sparse_gradients", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler",
     "comms_logger", "aio", "checkpoint", "torch_autocast", "bfloat16",
 }  # fmt: skip
-"""Settings of memory, communication and printing; the size of a step follows from the options."""
+"""Settings of memory, communication and printing. The batch size follows from the options."""
 _OBSERVING = {"comms_config", "monitor_config", "tensorboard", "wandb", "csv_monitor", "comet"}
-"""Settings of DeepSpeed's monitors, which move no number; they are left out."""
+"""Settings of DeepSpeed's monitors, which do not affect results. They are ignored."""
 _OWN = {
     "optimizer": "use optim, learning_rate and weight_decay instead",
     "scheduler": "use lr_scheduler_type and warmup_steps instead",
@@ -49,7 +49,7 @@ _OWN = {
 
 
 class DeepspeedChoices(MixedChoices, Protocol):
-    """The options read here."""
+    """Options that this module reads."""
 
     deepspeed: dict[str, Any] | str | None
     per_device_train_batch_size: int
@@ -62,7 +62,7 @@ def asks_for_deepspeed(options: DeepspeedChoices) -> bool:
 
 
 def zero_stage(options: DeepspeedChoices) -> int:
-    """0 to 3; 1 where the settings cannot be read, which their check says."""
+    """The ZeRO stage, 0 to 3. 1 if the settings are invalid, which their check reports."""
     try:
         return int((raw_settings(options).get("zero_optimization") or {}).get("stage", 0))
     except (ValueError, TypeError):
@@ -70,10 +70,10 @@ def zero_stage(options: DeepspeedChoices) -> int:
 
 
 def raw_settings(options: DeepspeedChoices) -> dict[str, Any]:
-    """As they were given, without comments: keys that begin with an underscore.
+    """The settings as given, without comments (keys that begin with an underscore).
 
     Raises:
-        ValueError: a half sentence, where a file cannot be read or does not contain an object.
+        ValueError: a clause, if a file cannot be read or does not contain an object.
     """
     source = _source(options)
     if isinstance(source, str) and source in NAMES:
@@ -86,7 +86,7 @@ def raw_settings(options: DeepspeedChoices) -> dict[str, Any]:
 
 
 def named(name: str) -> dict[str, Any]:
-    """The usual settings of a stage of ZeRO, with everything else left to the options."""
+    """Preset for a ZeRO stage. Everything else is filled in from the options."""
     stage, _, offload = name.removeprefix("zero").partition("_")
     zero: dict[str, Any] = {"stage": int(stage), "overlap_comm": True, "contiguous_gradients": True}
     if stage == "3":
@@ -106,23 +106,25 @@ def filled(options: DeepspeedChoices, hidden_size: int, world_size: int, on_cpu:
     """The settings for ``deepspeed.initialize``.
 
     Args:
-        hidden_size: of the model, of which the sizes of ZeRO-3's buckets are multiples.
-        on_cpu: page-locked memory and overlapping streams are a GPU's.
+        options: the options of the run.
+        hidden_size: hidden size of the model, which determines the bucket sizes of ZeRO-3.
+        world_size: number of ranks.
+        on_cpu: whether to disable pinned memory and overlapping streams, which require a GPU.
     """
     settings = raw_settings(options)
     for name in ("optimizer", "scheduler", *_OBSERVING):
         settings.pop(name, None)
     settings["train_micro_batch_size_per_gpu"] = options.per_device_train_batch_size
-    # burnish says at each micro-batch whether the step ends with it; a step may have fewer at the end of an epoch.
+    # burnish decides at each micro-batch whether the step ends. The last step of an epoch may have fewer micro-batches.
     settings["gradient_accumulation_steps"] = 1
     settings["train_batch_size"] = options.per_device_train_batch_size * world_size
     settings["gradient_clipping"] = options.max_grad_norm
-    settings["zero_allow_untested_optimizer"] = True  # torch's optimizers are element by element, like its own
+    settings["zero_allow_untested_optimizer"] = True  # torch's optimizers are elementwise, like DeepSpeed's
     settings["zero_force_ds_cpu_optimizer"] = False
     settings.setdefault("steps_per_print", 10**9)
     for name in ("bf16", "fp16"):
         settings.setdefault(name, {})["enabled"] = bool(_SAYS_AGAIN[name][1](options))
-    if on_cpu and settings["fp16"]["enabled"]:  # no kernels worth using there
+    if on_cpu and settings["fp16"]["enabled"]:  # a CPU has no fast float16 kernels
         settings["fp16"]["enabled"], settings["bf16"]["enabled"] = False, True
     zero = settings.setdefault("zero_optimization", {"stage": 0})
     sizes = {
@@ -185,7 +187,7 @@ def deepspeed_notes(options: DeepspeedChoices) -> Iterator[str]:
 
 
 def _source(options: DeepspeedChoices) -> Any:
-    """``deepspeed``; else the file or the stage that accelerate was told."""
+    """``deepspeed``, or else the file or stage that accelerate was configured with."""
     if options.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
         return options.deepspeed
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
@@ -197,7 +199,7 @@ def _source(options: DeepspeedChoices) -> Any:
 
 
 def _difference(where: str, key: str, value: Any, options: DeepspeedChoices) -> Iterator[Problem]:
-    """The file and the options may not say two things."""
+    """Report a setting of the file that contradicts an option."""
     asked = value.get("enabled", AUTO) if isinstance(value, Mapping) else value
     name, value_of = _SAYS_AGAIN[key]
     given = value_of(options)
@@ -211,7 +213,7 @@ def _difference(where: str, key: str, value: Any, options: DeepspeedChoices) -> 
 
 
 def _own_section(where: str, key: str, value: Any) -> Iterator[Problem]:
-    """An optimizer or a schedule of DeepSpeed's own: only one that says nothing beyond what the options say."""
+    """Report an optimizer or scheduler of DeepSpeed, unless it only repeats the options."""
     params = value.get("params", {}) if isinstance(value, Mapping) else {}
     is_usual = isinstance(value, Mapping) and value.get("type") in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
     if not is_usual or any(item != AUTO for item in params.values()):

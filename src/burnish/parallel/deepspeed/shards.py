@@ -1,7 +1,7 @@
-"""Pieces of a model under ZeRO, between DeepSpeed and a checkpoint that any other engine reads.
+"""Convert the shards of a model under ZeRO for checkpoints that any other engine can read.
 
-In: the engine, which knows where this rank's stretch of a weight lies in the long vectors of ZeRO. Out: the state of
-each part of a run as pieces, and back. A checkpoint of another model is refused.
+In: the engine, which knows this rank's slice of each weight in ZeRO's flat vectors. Out: the state of each part of a
+run as pieces, and back. Refuses a checkpoint of another model.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from burnish.config.errors import UserError
 
 
 class Stretch(NamedTuple):
-    """A stretch of a weight within one of ZeRO's long vectors."""
+    """A slice of a weight in one of ZeRO's flat vectors."""
 
     flat: Tensor
-    offset: int  # in the vector
-    begin: int  # in the weight, laid flat
+    offset: int  # in the flat vector
+    begin: int  # in the flattened weight
     length: int
 
 
 class ZeroVectors(Protocol):
-    """An engine (``deepspeed.py``), as far as the long vectors of ZeRO are read and written here."""
+    """The methods of the engine (``engine.py``) that give access to ZeRO's flat vectors."""
 
     deepspeed: Any
     runner: Any
@@ -44,7 +44,7 @@ class ZeroVectors(Protocol):
 
 
 class WeightShards:
-    """A whole model between ZeRO and a checkpoint: float32 where it trains."""
+    """Converts a whole model between ZeRO and a checkpoint. Trainable weights are float32."""
 
     def __init__(self, engine: ZeroVectors) -> None:
         self.engine = engine
@@ -58,7 +58,7 @@ class WeightShards:
         }
 
     def _still(self, weight: Any) -> Any:
-        """A weight that does not train, or a buffer."""
+        """A frozen weight or a buffer."""
         if not hasattr(weight, "ds_tensor"):
             return weight.detach()
         size, own = weight.ds_tensor.ds_numel, weight.ds_tensor.data.flatten()
@@ -81,10 +81,11 @@ class WeightShards:
 
 
 class AdapterShards:
-    """An adapter, which is small: gathered to be written, and loaded whole on every rank.
+    """Converts an adapter, which is small: gathered for saving, and loaded completely on every rank.
 
     Args:
-        weights: that are gathered, all that train if not given.
+        engine: the engine.
+        weights: the weights to gather. Default: all trainable ones.
     """
 
     def __init__(self, engine: ZeroVectors, weights: Sequence[nn.Parameter] | None = None) -> None:
@@ -100,7 +101,7 @@ class AdapterShards:
 
     @contextmanager
     def _whole(self, writes: bool = False) -> Iterator[None]:
-        """Inside it the weights that train are whole and float32; what was written to them is taken over."""
+        """Context in which the trainable weights are gathered in float32. With ``writes``, changes are kept."""
         engine, weights = self.engine, self.engine.weights if self.weights is None else self.weights
         before = [weight.data for weight in weights]
         get, put = engine.deepspeed.utils.safe_get_full_fp32_param, engine.deepspeed.utils.safe_set_full_fp32_param
@@ -118,7 +119,7 @@ class AdapterShards:
 
 
 class StateShards:
-    """The states of the optimizer, numbered as torch numbers them, between ZeRO and a checkpoint."""
+    """Converts the optimizer's states, numbered as in torch, between ZeRO and a checkpoint."""
 
     def __init__(self, engine: ZeroVectors) -> None:
         self.engine = engine
@@ -128,8 +129,9 @@ class StateShards:
         return {"state": {number: own for number, own in states.items() if own}, "param_groups": self._groups(held)}
 
     def _states_of(self, weight: nn.Parameter) -> dict[str, Any]:
-        """A copy of each counter, since an optimizer that loads them counts each by itself; of what is as long as the
-        weight, this rank's stretch."""
+        """This rank's slice of each state with the length of the weight. Step counters are copied, because an optimizer
+        that loads them increments each separately.
+        """
         place, states = self.engine.place_of(weight), self.engine.runner.optimizer.optimizer.state
         kept = states.get(place.flat, {}) if place else next((own for own in states.values() if own), {})
         return {key: self.engine.piece(weight, key) if value.dim() else value.clone() for key, value in kept.items()}

@@ -1,11 +1,11 @@
-"""Fully sharded data parallelism (FSDP2): each process holds a part of every weight, gradient and optimizer state.
+"""Fully sharded data parallelism (FSDP2): each process holds a shard of every weight, gradient and optimizer state.
 
-In: a model, and an optimizer over its weights, in each process. Out: the same model with torch's ``fully_shard`` on
-each layer of its stacks and on the rest; the optimizer over this rank's parts. A layer's weights are gathered before it
-runs and dropped after it, so that a process holds one layer more than its part.
+In: a model, and an optimizer over its weights, in each process. Out: the same model with torch's ``fully_shard``
+applied to each layer of its stacks and to the rest; the optimizer over this rank's shards. A layer's weights are
+gathered before it runs and released after it, so a process holds one whole layer in addition to its shards.
 
-A step is the same as with one process, up to rounding: gradients are reduced in float32, and clipped by the norm of the
-whole model. Tested on gloo and CPUs; nothing here has been run on several GPUs yet.
+A step gives the same result as with one process, up to rounding. Gradients are reduced in float32, and clipped by the
+norm of the whole model. Tested with gloo on CPUs; not tested on several GPUs.
 
 Source: torch.distributed.fsdp.fully_shard, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -38,7 +38,7 @@ from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_settings
 from burnish.parallel.multi_process import ParallelEngine, with_weights
 from burnish.parallel.single import layers_of
 
-# fully_shard looks for tensors in what a module returns, to know when the backward pass reaches it.
+# fully_shard searches a module's output for tensors, to hook into the backward pass.
 register_pytree_node(
     Loss,
     lambda loss: ([loss.total, dict(loss.sums), loss.outputs], None),
@@ -48,7 +48,7 @@ register_pytree_node(
 
 
 class FsdpEngine(ParallelEngine):
-    """One of several processes, each with a part of everything."""
+    """FSDP in one of several processes."""
 
     def __init__(self, options: EngineChoices) -> None:
         super().__init__(options)
@@ -58,15 +58,16 @@ class FsdpEngine(ParallelEngine):
         self.mesh = _mesh(self.settings, self.device.type, self.world_size)
 
     def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
-        """Not yet: ``fully_shard`` moves this rank's parts, layer by layer, and each is raised to ``trained_in`` when
-        its turn comes. Until then weights are views of their files, which all processes of a machine share."""
+        """Store ``trained_in`` only. ``fully_shard`` moves this rank's shards layer by layer, and each layer is
+        converted just before. Until then weights are memory-mapped, and all processes of a machine share them.
+        """
         self.trained_in = trained_in
 
     def settle(self, model: nn.Module) -> None:
         return None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
-        if isinstance(model, FSDPModule):  # a script trains once more
+        if isinstance(model, FSDPModule):  # a script calls train() again
             return model, optimizer
         model, optimizer = super().prepare(model, optimizer)
         before = dict(model.named_parameters(remove_duplicate=False))
@@ -77,7 +78,7 @@ class FsdpEngine(ParallelEngine):
         return model, optimizer
 
     def shard(self, model: nn.Module) -> None:
-        """Shard the layers first, then the rest: embeddings, head, the last norm."""
+        """Shard the layers first, then the remaining modules: embeddings, head, the last norm."""
         is_away = self.settings.offloads and self.device.type != "cpu"
         arguments: dict[str, Any] = {
             "mesh": self.mesh,
@@ -90,20 +91,21 @@ class FsdpEngine(ParallelEngine):
             self._raise(module)
             fully_shard(module, reshard_after_forward=self.settings.reshards, **arguments)
         self._raise(model)
-        # It is used at both ends of a forward pass: if dropped in between, it would be gathered again at once.
+        # The root is used at both ends of a forward pass. If released in between, it would be gathered again.
         fully_shard(model, reshard_after_forward=False, **arguments)
 
     def _raise(self, module: nn.Module) -> None:
-        """Convert the weights that are not sharded yet to the format in which they train. The memory of the whole
-        layer is free again once it is sharded."""
+        """Convert the unsharded trainable weights of ``module`` to the training dtype. The memory of the whole layer is
+        freed when it is sharded.
+        """
         for parameter in module.parameters():
             if self.trained_in is not None and parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(self.trained_in)
 
-    # Gradients are reduced after each micro-batch: kept until the last, they would be whole on every process.
+    # Gradients are reduced after each micro-batch. If kept until the last one, each process would hold all of them.
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """() the norm over all parts of all ranks, before clipping."""
+        """() the norm over all shards of all ranks, before clipping."""
         gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         lengths = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else []
         own = torch.stack([length.to(self.device) for length in lengths]) if lengths else torch.zeros(1)
@@ -117,7 +119,7 @@ class FsdpEngine(ParallelEngine):
 
     @contextmanager
     def generating(self, model: nn.Module) -> Iterator[None]:
-        """The context of generation: whole weights on every rank, so that none waits for answers of another."""
+        """Context for generation with gathered weights on every rank, so that no rank waits for another's responses."""
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in sharded:
             module.unshard()
@@ -133,8 +135,9 @@ class FsdpEngine(ParallelEngine):
     splits_weights = True
 
     def sharded(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        """Each rank writes its pieces of a whole model and of the optimizer. An adapter is small: it is gathered, and
-        its file is the one that other programs read."""
+        """The parts of a run for a checkpoint. Each rank writes its shards of a full model and of the optimizer. An
+        adapter is small: it is gathered, and its file can be read by other programs.
+        """
         found = dict(parts)
         is_adapter = parts["model"].stem != "model"
         found["model"] = replace(parts["model"], shards=ModelShards(is_adapter), is_collective=is_adapter)
@@ -157,10 +160,10 @@ class FsdpEngine(ParallelEngine):
 
 
 class ModelShards:
-    """Converts between the weights and this rank's pieces of them.
+    """Converts between the weights and this rank's shards.
 
     Args:
-        gathers: gather whole weights, for a file that rank 0 writes alone.
+        gathers: gather whole weights, for a file that only rank 0 writes.
     """
 
     def __init__(self, gathers: bool = False) -> None:
@@ -176,7 +179,7 @@ class ModelShards:
 
 
 class OptimizerShards:
-    """Converts between the states of the optimizer and this rank's pieces of them."""
+    """Converts between the states of the optimizer and this rank's shards."""
 
     def state_dict(self, held: Any) -> dict[str, Any]:
         state = held.state_dict()
@@ -187,7 +190,7 @@ class OptimizerShards:
         return {**state, "state": states}
 
     def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
-        """Shard a state like its weight, if it has the shape of the weight."""
+        """Load states. A state with the shape of its weight is sharded like the weight."""
         weights = [weight for group in held.param_groups for weight in group["params"]]
         states = {
             number: {name: placed(value, weights[number]) for name, value in values.items()}
@@ -197,16 +200,16 @@ class OptimizerShards:
 
 
 def piece_of(value: Any) -> Any:
-    """Return this rank's piece of a sharded tensor; anything else as it is."""
+    """This rank's piece of a sharded tensor. Other values are returned unchanged."""
     if not isinstance(value, DTensor):
         return value
     own, begin = local(value.detach()), _begin_of(value)
-    is_copy = begin is None  # another group of devices has the same
+    is_copy = begin is None  # another replica stores the same shard
     return Piece(own.flatten()[:0] if is_copy else own, begin or 0, tuple(value.shape))
 
 
 def placed(value: Any, like: Any) -> Any:
-    """Return a tensor of a checkpoint in this rank's form: a part where ``like`` is one, else whole."""
+    """Convert a checkpoint's tensor to this rank's form: a shard if ``like`` is sharded, else the whole tensor."""
     if not isinstance(value, ShardedTensor):
         return value
     if not isinstance(like, DTensor) or like.shape != value.shape:
@@ -221,7 +224,7 @@ def placed(value: Any, like: Any) -> Any:
 
 
 def _begin_of(tensor: DTensor) -> int | None:
-    """The place of the first element of this rank's rows; None where an earlier group of devices has the same rows."""
+    """Position of the first element of this rank's rows; None if an earlier replica has the same rows."""
     where = tensor.device_mesh.get_coordinate() or [0]
     if len(where) == 2 and where[0] > 0:
         return None
@@ -234,17 +237,19 @@ def _gathered(value: Any) -> Any:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """This rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def follow(optimizer: Optimizer, moved: Mapping[int, nn.Parameter]) -> None:
-    """Make the optimizer update the sharded weights in place of the whole weights that it was made with.
+    """Make the optimizer update the sharded weights instead of the original ones.
 
     Args:
+        optimizer: the optimizer, without state.
         moved: ``id`` of a weight -> its sharded replacement.
+
     Raises:
-        UserError: where it already keeps a state of the weights, which only the optimizer itself could shard.
+        UserError: if it already has a state, which only the optimizer itself could shard.
     """
     if optimizer.state:
         raise UserError(
@@ -256,7 +261,7 @@ def follow(optimizer: Optimizer, moved: Mapping[int, nn.Parameter]) -> None:
 
 
 def _mesh(settings: FsdpSettings, device_type: str, world_size: int) -> DeviceMesh:
-    """The device mesh: a dimension of shards, preceded by one of copies where several groups hold the whole model."""
+    """The device mesh: a dimension of shards, preceded by a dimension of replicas if there are several."""
     copies = settings.copies
     if copies is None:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
@@ -286,7 +291,7 @@ def _wrapped_alone(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
 
 
 def _large(model: nn.Module, least: int) -> list[nn.Module]:
-    """Modules of at least so many parameters, not counting those of such modules inside them."""
+    """Modules with at least ``least`` parameters, not counting those of selected modules inside them."""
     found: list[nn.Module] = []
 
     def left_in(module: nn.Module) -> int:

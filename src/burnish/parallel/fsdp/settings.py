@@ -1,7 +1,7 @@
-"""Settings of FSDP: ``fsdp``, ``fsdp_config``, and the variables that ``accelerate launch`` sets.
+"""Settings of FSDP: ``fsdp``, ``fsdp_config``, and the environment variables of ``accelerate launch``.
 
-In: the settings of transformers and accelerate, those of FSDP1 too. Out: settings, notes on those with another name or
-no effect today, and problems: a file that is missing, an unknown word, an unsupported kind of state dict.
+In: the settings of transformers and accelerate, including those of FSDP1. Out: settings; notes on renamed settings and
+those without effect; problems: a missing file, an unknown word, an unsupported kind of state dict.
 
 Keys: https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments.fsdp_config,
 https://huggingface.co/docs/accelerate/concept_guides/fsdp1_vs_fsdp2
@@ -45,7 +45,7 @@ _WITHOUT_EFFECT = {
 
 
 class FsdpChoices(Protocol):
-    """The options read here."""
+    """Options that this module reads."""
 
     fsdp: bool | str | list[str] | None
     fsdp_config: dict[str, Any] | str | None
@@ -53,16 +53,17 @@ class FsdpChoices(Protocol):
 
 @dataclass(frozen=True)
 class FsdpSettings:
-    """The sharding of weights.
+    """How weights are sharded.
 
     Args:
-        reshards: a layer's weights are dropped after its forward pass, and gathered again for its backward pass.
-        offloads: each part is in the memory of the machine, with its optimizer state.
-        layer_classes: the classes of layers that are gathered one at a time; empty to ask the model.
-        min_num_params: gather modules of at least so many parameters instead; 0 for none.
-        checkpoints: layers are computed again in the backward pass.
-        copies: number of copies of the whole model, each sharded over its share of the processes; 0 is one on each
-            machine, None one in all.
+        reshards: whether a layer's weights are released after its forward pass and gathered again for its backward
+            pass.
+        offloads: whether shards and their optimizer states are kept in main memory.
+        layer_classes: class names of layers that are gathered one at a time; empty: determined from the model.
+        min_num_params: gather modules with at least this number of parameters instead; 0: disabled.
+        checkpoints: whether layers are recomputed in the backward pass.
+        copies: number of replicas of the model, each sharded over its share of the processes. 0: one per machine; None:
+            a single one.
     """
 
     reshards: bool = True
@@ -78,7 +79,7 @@ def asks_for_fsdp(options: FsdpChoices) -> bool:
 
 
 def fsdp_settings(options: FsdpChoices) -> FsdpSettings:
-    """Read the settings of checked options."""
+    """Parse the settings of options that were checked before."""
     words, values = _words(options), _values(options)
     strategy = _strategy(words, values)
     layers = values.get("transformer_layer_cls_to_wrap", values.get("transformer_cls_to_wrap")) or ()
@@ -98,7 +99,7 @@ def fsdp_settings(options: FsdpChoices) -> FsdpSettings:
 _OLD_RESHARD = {
     "FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False, "NO_SHARD": False,
 }  # fmt: skip
-"""FSDP1's strategies, which accelerate passes as the value of ``reshard_after_forward``."""
+"""FSDP1's strategies, which accelerate passes as ``reshard_after_forward``."""
 
 
 def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
@@ -128,7 +129,7 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
 
 
 def fsdp_notes(options: FsdpChoices) -> Iterator[str]:
-    """Notes on words of other versions, and their meaning here."""
+    """Notes on settings of other versions and their meaning here."""
     if not asks_for_fsdp(options):
         return
     values = _given(options)
@@ -162,10 +163,10 @@ def _values(options: FsdpChoices) -> dict[str, Any]:
 
 
 def _given(options: FsdpChoices) -> dict[str, Any]:
-    """Read ``fsdp_config``, without the prefix ``fsdp_`` that some write before its keys.
+    """``fsdp_config``, without the prefix ``fsdp_`` that keys may have.
 
     Raises:
-        ValueError: a half sentence, where the file is no JSON.
+        ValueError: a clause, if the file is not JSON.
     """
     given: Any = options.fsdp_config or {}
     if isinstance(given, str):
@@ -176,7 +177,7 @@ def _given(options: FsdpChoices) -> dict[str, Any]:
 
 
 def _told() -> dict[str, str]:
-    """The variables that ``accelerate launch --config_file fsdp.yaml`` sets."""
+    """The environment variables that ``accelerate launch --config_file fsdp.yaml`` sets."""
     if not is_true(os.environ.get("ACCELERATE_USE_FSDP")):
         return {}
     named = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "dp_replicate_size"}
