@@ -1,12 +1,13 @@
-"""Answers: prompts as token ids go in, tokens come out, one engine for chat, API, evaluation and predictions.
+"""Inference engine: from token ids of prompts to generated tokens, for chat, API, evaluation and predictions.
 
-In:  requests (``types.GenerationRequest``): the ids of a prompt, how to sample, where to stop. Out:
-``types.StepOutput``, what each step made. Begin with ``types.py`` (the words that everyone shares) and ``slots.py``
-(the loop); then
+Requests are ``types.GenerationRequest``: prompt ids, sampling settings and stop conditions. Results are
+``types.StepOutput``: what each step generated. Begin with ``types.py`` (shared types) and ``scheduler.py`` (the loop);
+then
 
-    cache.py      keys and values, a row per slot
-    forward.py    how a model is asked: over slots, with a cache of its own, or over the whole text
-    probe.py      which of these three gives the logits that the model gives alone
-    sampling.py   logits -> a token and log-probabilities
+    slots.py      limits, jobs and slots of the loop
+    cache.py      keys and values, one row per slot
+    forward.py    three backends: batched slots, the model's own cache, or no cache
+    probe.py      selects the backend whose logits match the plain model's
+    sampling.py   logits -> tokens and log-probabilities
     engine.py     the thread that owns the model
 """

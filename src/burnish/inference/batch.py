@@ -1,7 +1,7 @@
-"""Answers to many prompts at once: the longest first, and a slot is refilled as soon as it is free.
+"""Generate responses to many prompts: longest first, and each slot is refilled as soon as it is free.
 
-In:  a loop over a model, requests. Out: the ids of each answer, without the token that ended it, in the order of the
-requests. Beside ``generate``, which waits for the longest answer of each batch, the slots stay full to the end.
+Unlike ``generate`` of transformers, which waits for the longest response of each batch, all slots stay in use until the
+end.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from burnish.inference.types import EndReason, GenerationRequest, Logprob, StepO
 
 @dataclass
 class Finished:
-    """An answer as it was put together.
+    """A collected response.
 
     Args:
-        ids: without a token that ended it.
-        logprobs: of its tokens, where asked for, the ending one included.
-        prompt_logprobs: of the prompt's tokens, where asked for.
-        stop: the token that ended it, if one did.
+        ids: token ids, without a stop token.
+        logprobs: log-probabilities of its tokens, including a stop token, if requested.
+        prompt_logprobs: log-probabilities of the prompt's tokens, if requested.
+        reason: why it ended.
+        error: error, if it failed.
+        stop: stop token that ended it, if any.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -46,17 +48,19 @@ def generate_all(
     loop: Scheduler, requests: Sequence[GenerationRequest], on_done: Callable[[int, Finished], None] | None = None,
     on_submit: Callable[[int, GenerationRequest], GenerationRequest] | None = None,
 ) -> list[Finished]:  # fmt: skip
-    """All answers.
+    """Return all responses, in the order of the requests.
 
     Args:
-        on_submit: is given the number of each request when its turn comes, and completes it: with images, which
-            should not be in memory before.
-        on_done: is told the number of each request whose answer is whole, in the order in which they are.
+        loop: scheduler of the model.
+        requests: requests to process.
+        on_done: called with the index of each finished request and its response, in order of completion.
+        on_submit: called with the index of a request when it is submitted, and returns the request to submit. Images
+            are added here, so that they are not in memory before.
     Raises:
-        RuntimeError: where one of them fails: memory, or numbers that are not finite.
+        RuntimeError: if a request fails, for lack of memory or because of non-finite numbers.
     """
     found = [Finished() for _ in requests]
-    # Whose prompt and answer may be longest begins first, so that no long one is left over at the end.
+    # The longest requests begin first, so that none of them is left over at the end.
     waiting = sorted(range(len(requests)), key=lambda at: len(requests[at].ids) + requests[at].max_new_tokens)
 
     def sink_of(at: int) -> Callable[[StepOutput], None]:

@@ -1,14 +1,14 @@
-"""Keys and values of all slots: one tensor per layer, a row per slot.
+"""Key-value cache of all slots: one tensor per layer, one row per slot.
 
-In:  what attention layers hand over while a model runs: the keys and values of new tokens. Out: those of all tokens
-     that these rows have seen, as a view; nothing is gathered or concatenated in a step.
+Attention layers pass the keys and values of new tokens and get those of all tokens of their rows, as a view. No step
+gathers or concatenates.
 
-A row's tokens stand at their own positions, 0 first, so rows of any lengths go on side by side without padding on the
-left, and join and leave at any time. What lies behind a row's end is left over from before and is never seen: the mask
-(``forward.py``) hides it, and it is written over before it is looked at.
+The tokens of a row are stored from position 0 on. Rows of any lengths can therefore be processed together without left
+padding, and can join and leave at any time. Stale values after the end of a row are never read: the mask
+(``forward.py``) hides them until they are overwritten.
 """
 
-# S slots, C capacity (positions per slot), B rows of a pass, T new tokens per row, H key heads, D size of a head
+# S slots, C capacity (positions per slot), B rows of a pass, T new tokens per row, H key heads, D head size
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from transformers import Cache
 
 @dataclass(frozen=True)
 class SlotPlaces:
-    """The slots and positions of the rows of one forward pass.
+    """Slots and positions of the rows of a forward pass.
 
     Args:
-        first: the slot of row 0; the others follow it.
-        positions: (B, T) of each new token in its row.
-        width: positions that are looked at, from 0 on.
+        first: slot of row 0; the others follow it.
+        positions: (B, T) position of each new token in its row.
+        width: number of positions that are read, from 0 on.
     """
 
     first: int
@@ -49,14 +49,14 @@ def _resized(x: Tensor, slots: int, capacity: int) -> Tensor:
 
 
 class SlotCache(Cache):
-    """transformers' cache, as its attention layers call it, over slots.
+    """A transformers ``Cache`` over slots.
 
     Args:
-        slots: rows.
-        capacity: positions per row, to begin with.
+        slots: number of rows.
+        capacity: initial number of positions per row.
 
-    ``place`` is set before each forward pass. A layer's two tensors, keys and values (S, H, C, D), are made when it is
-    met first, in the format in which they come; heads of keys and of values may be of different sizes and formats.
+    ``place`` is set before each forward pass. A layer's keys and values, (S, H, C, D) each, are allocated on its first
+    call in the dtype of its input. Keys and values may have different head sizes and dtypes.
     """
 
     def __init__(self, slots: int, capacity: int) -> None:
@@ -66,13 +66,13 @@ class SlotCache(Cache):
         self._layers: dict[int, tuple[Tensor, ...]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Keep (B, H, T, D) keys and values of new tokens; all of their rows, (B, H, width, D), come back."""
+        """Store keys and values (B, H, T, D) of new tokens. Returns those of all tokens, (B, H, width, D)."""
         place = self._placed()
         new = (key_states, value_states)
         if layer_idx not in self._layers:
             self._layers[layer_idx] = tuple(x.new_zeros(self.slots, x.shape[1], self.capacity, x.shape[3]) for x in new)
         rows, row = place.rows, torch.arange(place.rows.start, place.rows.stop, device=key_states.device)[:, None]
-        # Indexed with (B, 1) and (B, T) around a slice, the dimensions of the indices come first: (B, T, H, D).
+        # Indexing with (B, 1) and (B, T) around a slice moves the indexed dimensions to the front: (B, T, H, D).
         for kept, states in zip(self._layers[layer_idx], new, strict=True):
             kept[row, :, place.positions] = states.transpose(1, 2).to(kept.dtype)
         return tuple(kept[rows, :, : place.width] for kept in self._layers[layer_idx])
@@ -97,28 +97,28 @@ class SlotCache(Cache):
         return False
 
     def clear(self, capacity: int) -> None:
-        """Let go of all keys and values; there is room for ``capacity`` positions per slot when a pass comes next."""
+        """Release all keys and values. The next pass allocates ``capacity`` positions per slot."""
         self._layers, self.capacity = {}, capacity
 
     def grow(self, capacity: int) -> None:
-        """Room for so many positions per slot."""
+        """Ensure room for ``capacity`` positions per slot."""
         self.resize(self.slots, max(capacity, self.capacity))
 
     def resize(self, slots: int, capacity: int) -> None:
         """Keep the first ``slots`` rows, or add empty ones, with room for ``capacity`` positions."""
         if (slots, capacity) == (self.slots, self.capacity):
             return
-        for number, layer in self._layers.items():  # one after another: both sizes of all would be too much
+        for number, layer in self._layers.items():  # layer by layer, to avoid holding two copies of all layers
             self._layers[number] = tuple(_resized(x, slots, capacity) for x in layer)
         self.slots, self.capacity = slots, capacity
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """The first ``length`` positions of one slot into another."""
+        """Copy the first ``length`` positions of one slot to another."""
         for x in self._tensors():
             x[target, :, :length] = x[source, :, :length]
 
     def swap_rows(self, a: int, b: int, length: int) -> None:
-        """Exchange the first ``length`` positions of two slots."""
+        """Swap the first ``length`` positions of two slots."""
         for x in self._tensors() if a != b else ():
             kept = x[a, :, :length].clone()
             x[a, :, :length] = x[b, :, :length]

@@ -1,8 +1,8 @@
-"""The engine in this process: one thread owns the model, everyone else hands requests over.
+"""Inference engine in this process: one thread owns the model, other threads submit requests.
 
-In:  requests from any thread. Out: what each turn made, to the callbacks, called in the engine's thread; or, where
-     ``deliver`` is given, one call per turn for all of them, which a server hands to its event loop. The thread ends
-     with ``close`` or with a fault that is not a request's; then every request is told, and none is taken any more.
+Results are passed to the callbacks, which are called in the engine's thread. With ``deliver``, one call per turn gets
+all results, for example to hand them to a server's event loop. The thread ends with ``close``, or with an error that
+does not belong to a single request; then all requests fail and no new ones are accepted.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from burnish.inference.slots import Deliver, SlotLimits, Through
 from burnish.inference.types import Closed, EngineFacts, GenerationRequest, OutputCallback, RequestHandle
 
 _IDLE_S = 0.5
-"""Without work the thread looks around so often, for deadlines."""
+"""Interval at which an idle thread checks for deadlines."""
 
 
 class LocalEngine:
-    """``types.InferenceEngine`` over a model in memory. Arguments are those of ``Scheduler``.
+    """``types.InferenceEngine`` for a model in memory. The arguments are those of ``Scheduler``.
 
-    ``failure`` is what ended the thread, if anything did.
+    ``failure`` is the error that ended the thread, if any.
     """
 
     def __init__(
@@ -75,6 +75,6 @@ class LocalEngine:
                 if not self.loop.turn():
                     self._work.wait(_IDLE_S)
                     self._work.clear()
-        except BaseException as error:  # the outermost frame of the thread: whoever waits must hear of it
+        except BaseException as error:  # the outermost frame of the thread: waiting callers must be notified
             self.failure = error
             self.loop.fail_all(Problem(f"The engine has stopped: {error}", code="internal_error"))

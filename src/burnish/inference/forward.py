@@ -1,13 +1,13 @@
-"""One forward pass over some rows: new tokens in, logits of the positions that are wanted out.
+"""Forward passes: new tokens of some rows -> logits at the requested positions.
 
-Three ways, of which ``probe.py`` takes the first that gives the logits which the model gives alone:
+There are three backends. ``probe.py`` selects the first one whose logits match those of the plain model:
 
-1. ``OverSlots``: all rows at once, over the slots' cache and a mask of ours (``cache.py``);
-2. ``OwnCache``: one row, with the cache that the model makes itself (recurrent and hybrid layers);
-3. ``WholeText``: one row, all of its tokens anew each time.
+1. ``OverSlots``: all rows at once, with the slots' cache and an attention mask (``cache.py``);
+2. ``OwnCache``: one row, with the cache that the model creates itself (recurrent and hybrid layers);
+3. ``WholeText``: one row without a cache; all of its tokens are recomputed each time.
 """
 
-# B rows, T new tokens of the longest row, V vocabulary, W width (positions that are looked at)
+# B rows, T new tokens of the longest row, V vocabulary size, W width (positions that are read)
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from burnish.models.images.masks import masks_of
 from burnish.models.images.prompts import PromptImages, inputs_of_images, seen_blocks
 
 STEP = 256
-"""By so many positions the cache grows."""
+"""Number of positions by which the cache grows."""
 _BOOLEAN = {"sdpa", "burnish"}
-"""Attention that takes a mask of true and false. Eager attention adds its mask: there 0 is seen and -inf is not."""
+"""Attention implementations with a boolean mask. Eager attention adds its mask: 0 is visible and -inf is not."""
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 Precision = Callable[[], AbstractContextManager[Any]]
@@ -40,9 +40,9 @@ class NewTokens:
 
     Args:
         ids: at least one token.
-        start: how many tokens of the row were read before.
-        wanted: places among ``ids`` whose logits are wanted.
-        images: of the prompt of this row.
+        start: number of tokens of the row that were read before.
+        wanted: indices into ``ids`` whose logits are needed.
+        images: images of the row's prompt.
     """
 
     ids: Sequence[int]
@@ -52,13 +52,13 @@ class NewTokens:
 
 
 class Forward(Protocol):
-    """A way to request the model.
+    """A backend that runs the model.
 
     Attributes:
-        name: for a person.
-        batches: whether several rows go through one pass.
-        goes_back: whether a row may go on from any of its earlier positions.
-        splits: whether a prompt may be read in pieces.
+        name: name for messages.
+        batches: whether several rows can be processed in one pass.
+        goes_back: whether a row can continue from any of its earlier positions.
+        splits: whether a prompt can be read in several parts.
     """
 
     name: str
@@ -67,11 +67,11 @@ class Forward(Protocol):
     splits: bool
 
     def run(self, first: int, rows: Sequence[NewTokens]) -> list[Tensor]:
-        """Read new tokens of the slots from ``first`` on; per row (len(wanted), V) logits."""
+        """Process new tokens of the slots from ``first`` on. Returns logits (len(wanted), V) for each row."""
         ...
 
     def free(self) -> None:
-        """Let go of all keys and values."""
+        """Release all keys and values."""
         ...
 
     def resize(self, slots: int) -> None: ...
@@ -82,7 +82,7 @@ class Forward(Protocol):
 
 
 class OverSlots:
-    """All rows in one pass."""
+    """All rows in one pass, with the slots' cache."""
 
     name, batches, goes_back, splits = "slots", True, True, True
 
@@ -101,8 +101,8 @@ class OverSlots:
         steps = torch.arange(longest)[None]
         width = int((starts + lengths).max())
         self.cache.grow(-(-int(starts.max() + longest) // STEP) * STEP)
-        # A row that is shorter than the longest is filled up with tokens that stand behind its end, where nobody
-        # looks before they are written over; what the model is told is the row's last position, which it does know.
+        # Shorter rows are padded with tokens after their end, which are overwritten before they are read. The model is
+        # given the row's last position for them, which is always valid.
         places, told = (starts + steps).to(self.device), (starts + torch.minimum(steps, lengths - 1)).to(self.device)
         ids = torch.tensor([[*row.ids, *[0] * (longest - len(row.ids))] for row in rows], device=self.device)
         kept = sorted({place for row in rows for place in row.wanted})
@@ -117,13 +117,13 @@ class OverSlots:
         return [logits[at, [columns[place] for place in row.wanted]] for at, row in enumerate(rows)]
 
     def _only(self, kept: list[int], longest: int) -> dict[str, Any]:
-        """The head is asked for the positions that somebody wants; for one where nobody wants any."""
+        """Return arguments that restrict the output layer to the needed positions, or to one if none are needed."""
         if not self._keeps_some or len(kept) == longest:
             return {}
         return {"logits_to_keep": torch.tensor(kept or [0], device=self.device)}
 
     def _mask(self, places: Tensor, width: int, rows: Sequence[NewTokens]) -> Any:
-        """(B, 1, T, W) of what each new token sees; by kind of layer where the model has several kinds."""
+        """Return the mask (B, 1, T, W) of positions visible to each new token; by layer type if there are several."""
         config = self.model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
         if kinds - _KINDS:
@@ -162,11 +162,14 @@ class OverSlots:
 
 
 def seen(places: Tensor, width: int, kind: str, config: Any, blocks: Tensor | None = None) -> Tensor:
-    """(B, 1, T, W) true where a token at ``places`` (B, T) sees a position.
+    """Return (B, 1, T, W), true where a token at ``places`` (B, T) may attend to a position.
 
     Args:
-        blocks: (B, 1, T, W) true where it sees one behind it too (``models.images.prompts.seen_blocks``).
-        kind: of the layer: all that is before it, the last ``sliding_window``, or those of its own chunk.
+        places: (B, T) positions of the tokens.
+        width: W.
+        kind: type of the layer: full attention, the last ``sliding_window`` positions, or the token's own chunk.
+        config: config of the text model.
+        blocks: (B, 1, T, W), true where it may also attend to a later position (``models.images.prompts.seen_blocks``).
     """
     at, there = places[:, None, :, None], torch.arange(width, device=places.device)
     sees = there <= at if blocks is None else (there <= at) | blocks
@@ -178,7 +181,7 @@ def seen(places: Tensor, width: int, kind: str, config: Any, blocks: Tensor | No
 
 
 class _OneRow:
-    """Base of the ways that answer one request at a time."""
+    """Base class of backends that process one request at a time."""
 
     batches, cache_bytes = False, 0
 
@@ -194,7 +197,7 @@ class _OneRow:
 
 
 class OwnCache(_OneRow):
-    """One row, with what the model keeps of it itself."""
+    """One row, with the cache that the model creates itself."""
 
     name, goes_back, splits = "own cache", False, False
 
@@ -222,7 +225,7 @@ class OwnCache(_OneRow):
 
 
 class WholeText(_OneRow):
-    """One row, read from its beginning each time."""
+    """One row without a cache: all tokens are recomputed each time."""
 
     name, goes_back, splits = "whole text", True, True
 

@@ -1,4 +1,4 @@
-"""All that is needed for answers beside the engine: ``loading.py`` makes it, an engine is made over it."""
+"""A loaded model with tokenizer, template and settings: everything that inference needs besides the engine."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Everything beside the engine.
+    """Everything that inference needs besides the engine. Created by ``loading.py``.
 
     Args:
-        name: of the model, as a person would call it: the last part of its path.
-        model: None where another process answers.
-        form: how replies are read.
-        stop_ids: tokens that end an answer.
-        defaults: sampling where a request says nothing: the options', and where they are at their defaults the model's.
-        max_new_tokens: the longest answer where a request says nothing.
-        context: tokens that prompt and answer may have together.
-        adapters: names beside the model itself.
-        through: lets each row of a pass go through its adapter.
-        images: reads the images of prompts; None where the model reads text only, or another process answers.
-        head: of a reward model, which gives scores and writes no answers.
-        notes: sentences for a person.
-        template_notes: those of them that say how prompts differ from the model's own.
+        name: display name of the model: the last part of its path.
+        options: inference options.
+        model: the model; None if another process runs it.
+        tokenizer: the tokenizer.
+        template: the template.
+        form: how responses are parsed.
+        stop_ids: tokens that end a response.
+        defaults: default sampling settings: those of the options, or of the model where the options have defaults.
+        max_new_tokens: default maximum length of a response.
+        context: maximum number of tokens of prompt and response together.
+        adapters: names of adapters served in addition to the model.
+        through: context in which each row of a pass uses its adapter.
+        notes: notes for the user.
+        head: head of a reward model, which returns scores and generates no text.
+        template_notes: those notes that describe how prompts differ from the model's own chat template.
+        images: reads the images of prompts; None for text-only models or if another process runs the model.
     """
 
     name: str

@@ -1,11 +1,11 @@
-"""Loading for answers: the model with its adapters, the tokenizer, the template of its training.
+"""Load a model for inference: weights, adapters, tokenizer, and the template of its training.
 
-In:  options that name them. Out: ``LoadedModel``: everything beside the engine, which ``local_engine`` makes over it;
-     and ``merged_model``, the base with every adapter in it, which ``burnish export`` writes.
+``load_for_inference`` returns a ``LoadedModel``, and ``engine_of`` an engine for it. ``merged_model`` returns the base
+model with every adapter merged, which ``burnish export`` writes.
 
-``adapter_name_or_path`` is a chain: merged in order, it is the model. ``served_adapters`` stand beside each other, and
-each request names one. Refuses: adapters of another base, and those that have no rows (``modules_to_save``) beside
-others.
+``adapter_name_or_path`` is a chain of adapters that are merged in order. ``served_adapters`` are not merged; each
+request selects one. Errors: adapters of another base model, and adapters with full modules (``modules_to_save``)
+together with others.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 Chosen = TypeVar("Chosen", bound="AnsweringOptions")
 LONG_ENOUGH = 1 << 20
-"""No cut: a template that only writes prompts has no rows to keep short."""
+"""Effectively no limit: a template that only renders prompts does not truncate."""
 SLOTS_OF_CPU, MOST_SEATS, MOST_CONTEXT = 8, 64, 8192
 _SHARE_OF_FREE = 0.9
 
@@ -69,14 +69,15 @@ _SHARE_OF_FREE = 0.9
 def load_for_inference(
     options: AnsweringOptions, name: str = "", on_note: Callable[[str], None] | None = None, may_score: bool = False
 ) -> LoadedModel:
-    """Load what the options name.
+    """Load the model that the options name.
 
     Args:
-        name: of the model; by default the last part of its path.
-        on_note: is told each sentence as it is known.
-        may_score: whether a reward model will do.
+        options: inference options.
+        name: name of the model. Default: the last part of its path.
+        on_note: called with each note.
+        may_score: accept a reward model.
     Raises:
-        UserError: for what cannot be loaded.
+        UserError: if it cannot be loaded.
     """
     notes: list[str] = []
     adapters, config = adapter_folders(options), load_config(options)
@@ -105,10 +106,12 @@ def load_for_inference(
 
 
 def engine_of(loaded: LoadedModel, waiting: int | None = None, deliver: Deliver | None = None) -> InferenceEngine:
-    """The engine that the options name: in this process, a server that is started, or one that runs already.
+    """Return the engine selected by the options: in this process, a server to start, or a running server.
 
     Args:
-        deliver: takes all that one turn of the engine in this process made, at once.
+        loaded: the loaded model.
+        waiting: maximum number of queued requests; None for no limit.
+        deliver: receives all results of a turn of the engine in this process.
     """
     if loaded.head is not None and loaded.model is not None:
         return ScoreEngine(loaded.model, loaded.head, loaded.context)
@@ -120,7 +123,7 @@ def engine_of(loaded: LoadedModel, waiting: int | None = None, deliver: Deliver 
 
 
 def local_engine(loaded: LoadedModel, waiting: int | None = None, deliver: Deliver | None = None) -> LocalEngine:
-    """The engine in this process over what was loaded; its thread is started."""
+    """Return an engine in this process for a loaded model. Its thread is started."""
     model, options = loaded.model, loaded.options
     assert model is not None
     limits = SlotLimits(slots_of(options, model, loaded.context), loaded.context, waiting, options.infer_exact)
@@ -131,7 +134,7 @@ def local_engine(loaded: LoadedModel, waiting: int | None = None, deliver: Deliv
 
 
 def context_of(options: AnsweringOptions, config: Any) -> int:
-    """Tokens that prompt and answer may have together: as asked, within what the model was made for."""
+    """Return the maximum number of tokens of prompt and response: as configured, within the model's context length."""
     own = context_length(config) or MOST_CONTEXT
     if is_remote(options) and options.infer_url is None:
         return int(min(own, getattr(options, f"{options.infer_backend}_maxlen")))
@@ -139,7 +142,10 @@ def context_of(options: AnsweringOptions, config: Any) -> int:
 
 
 def slots_of(options: AnsweringOptions, model: nn.Module, context: int) -> int:
-    """Answers at once: as asked; else 8 on a CPU, and on a GPU what fits into 90 % of the free memory, at most 64."""
+    """Return the number of concurrent requests.
+
+    Default: 8 on a CPU; on a GPU as many as fit into 90% of the free memory, at most 64.
+    """
     device = next(model.parameters()).device
     if options.infer_seats or device.type != "cuda":
         return options.infer_seats or SLOTS_OF_CPU
@@ -148,7 +154,7 @@ def slots_of(options: AnsweringOptions, model: nn.Module, context: int) -> int:
 
 
 def slot_bytes(model: nn.Module, context: int) -> int:
-    """Memory of one slot: 2 x layers x key heads x size of a head x bytes x positions."""
+    """Return the memory of one slot: 2 x layers x key heads x head size x bytes per element x positions."""
     config: Any = model.config
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -164,8 +170,10 @@ _OWN_SETTINGS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 def default_sampling(options: AnsweringOptions, model: nn.Module | None = None) -> Sampling:
-    """As the options say. Where they are at their defaults and the model's own ``generation_config`` says something,
-    as that says."""
+    """Return the sampling settings of the options.
+
+    Settings that have their default value are replaced by those of the model's own ``generation_config``.
+    """
     plain, config = type(options)(), getattr(model, "generation_config", None)
     values = {}
     for name in _OWN_SETTINGS:
@@ -184,7 +192,7 @@ def default_sampling(options: AnsweringOptions, model: nn.Module | None = None) 
 
 
 def with_recorded_template(options: AnsweringOptions, tokenizer: Any) -> Any:
-    """The options with the template that trained, where the folder records one and none is asked for."""
+    """Return the options with the template recorded in the model's folder, unless the options name one."""
     recorded = tokenizer.init_kwargs.get(RECORDED)
     if options.template is not None or not isinstance(recorded, Mapping):
         return options
@@ -201,7 +209,7 @@ CONVERSATION = (
 
 
 def readable_example(template: Template) -> Example | None:
-    """A conversation that the template accepts: with a system message, else without one."""
+    """Return a conversation that the template accepts, with a system message if possible."""
     for system in ("You answer in one line.", None):
         example = Example(messages=CONVERSATION, system=system, source="export", number=1)
         if template.encode([example], DataStats())[0] is not None:
@@ -210,13 +218,13 @@ def readable_example(template: Template) -> Example | None:
 
 
 def as_chat(example: Example) -> list[dict[str, str]]:
-    """The messages as chat templates take them."""
+    """Return the messages in the format of chat templates."""
     chat = [{"role": message.role, "content": message.text} for message in example.messages]
     return [{"role": "system", "content": example.system}, *chat] if example.system is not None else chat
 
 
 def _other_template(template: Template, own: Any, tokenizer: Any) -> list[str]:
-    """A sentence where the template that was asked for writes another prompt than the folder's own chat template."""
+    """Return a note if the selected template renders other prompts than the model's own chat template."""
     example = readable_example(template)
     if template.spec is None or not own or example is None:
         return []
@@ -239,8 +247,11 @@ def _other_template(template: Template, own: Any, tokenizer: Any) -> list[str]:
 
 
 def tokenizer_of(options: Chosen, adapters: Sequence[Path], notes: list[str]) -> tuple[Any, Chosen]:
-    """The tokenizer, and options with which the model fits it: from the last adapter that has one, where training saves
-    it with new tokens and chat template; else the model's."""
+    """Return the tokenizer, and options with which the model matches it.
+
+    The tokenizer comes from the last adapter that has one, since training saves it there with new tokens and chat
+    template; otherwise it is the model's.
+    """
     for folder in reversed(adapters):
         if any((folder / name).is_file() for name in TOKENIZER_FILES):
             there = replace(options, model_name_or_path=str(folder))
@@ -251,9 +262,9 @@ def tokenizer_of(options: Chosen, adapters: Sequence[Path], notes: list[str]) ->
 def problems_of_adapters(
     options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path]
 ) -> list[Problem]:
-    """Find adapters that do not fit the base. No weight is read."""
+    """Return problems of adapters that do not match the base model. No weight is read."""
     if _is_of_peft(options):
-        return []  # peft checks its own adapters
+        return []  # PEFT checks its own adapters
     model = fitted_shapes(config, tokenizer, options)
     return [problem for folder in adapters for problem in check_fit(model, folder)]
 
@@ -266,7 +277,7 @@ def merged_model(
     options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path], notes: list[str],
     device: str | torch.device, needs_head: bool = True,
 ) -> nn.Module:  # fmt: skip
-    """Merge every adapter into the base, in order. Sums are computed in float32, whatever the dtype of the weights."""
+    """Merge all adapters into the base model in order. Sums are computed in float32 for any dtype of the weights."""
     dtype: Any = torch.float32 if inference_dtype(options) == torch.float32 else "auto"
     loaded = load_model(options, dtype=dtype, config=config, device=device, notes=notes, needs_head=needs_head)
     fit_vocabulary(loaded, tokenizer, options, notes)
@@ -288,7 +299,7 @@ def _model(
     options: AnsweringOptions, config: Any, tokenizer: Any, adapters: Sequence[Path], notes: list[str],
     needs_head: bool = True,
 ) -> nn.Module:  # fmt: skip
-    """The model that answers, on its device and in its format; an adapter stays beside a quantized base."""
+    """Return the model on its device and in its dtype. Adapters of a quantized base model are not merged."""
     device = device_of(options)
     if method := quantization_of(options, config):
         dtype: Any = "auto" if quantized_by(config) else supported_dtype(loaded_dtype(config), device)
@@ -314,10 +325,11 @@ def _model(
 
 
 def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> RewardHead | None:
-    """The head of a reward model, float32 on the CPU; None for a model that writes answers.
+    """Return the head of a reward model, float32 on the CPU; None for a generative model.
 
     Args:
-        adapters: folders of its adapters, in order; the last folder that has a head counts.
+        options: inference options.
+        adapters: folders of its adapters, in order; the last folder with a head is used.
     """
     base = find_source(options.model_name_or_path, options).folder
     found = read_head([*([base] if base is not None else []), *adapters])
@@ -331,7 +343,7 @@ def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> RewardHe
 
 
 def writes_answers(options: AnsweringOptions) -> bool:
-    """Tell whether it is no reward model; true as well where its folders cannot be found, which their check says."""
+    """Return whether the model generates text. True also if its folders cannot be found, which is reported later."""
     try:
         return reward_head(options, adapter_folders(options)) is None
     except UserError:
@@ -347,7 +359,7 @@ def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score:
 
 
 def _served_folders(options: AnsweringOptions) -> dict[str, Path]:
-    """Name -> folder of each adapter that is served beside the model."""
+    """Return name -> folder of each adapter that is served in addition to the model."""
     named: dict[str, Path] = {}
     problems: list[Problem] = []
     for name, folder in (options.served_adapters or {}).items():
@@ -368,7 +380,7 @@ def _served_folders(options: AnsweringOptions) -> dict[str, Path]:
 
 
 def _beside_each_other(model: nn.Module, folders: Mapping[str, Path]) -> Through:
-    """Put adapters into the model, and say how rows go through them."""
+    """Load adapters into the model. Returns the context in which each row uses its own adapter."""
     for name, folder in folders.items():
         load_adapter(model, folder, name)
     set_active(model, [])

@@ -1,5 +1,4 @@
-"""The options of answering: which engine, how much at once, which adapters. Names of other engines' settings are
-LLaMA-Factory's."""
+"""Options of inference: engine, concurrency, adapters. Names of other engines' settings are LLaMA-Factory's."""
 
 from __future__ import annotations
 
@@ -94,7 +93,7 @@ def check_infer(options: InferOptions) -> list[Problem]:
 
 @notes
 def infer_notes(options: InferOptions) -> list[str]:
-    """Names of options that were set for another engine than the one that answers."""
+    """Return notes on options that are set for another engine than the selected one."""
     notes = set_without(options, {"infer_executable": "infer_backend"})
     settings = [name for name in vars(options) if name.startswith(("vllm_", "sglang_"))]
     plain = InferOptions()
@@ -106,5 +105,5 @@ def infer_notes(options: InferOptions) -> list[str]:
 
 
 def is_remote(options: InferOptions) -> bool:
-    """Tell whether another process answers."""
+    """Return whether another process runs the model."""
     return options.infer_url is not None or options.infer_backend != "huggingface"

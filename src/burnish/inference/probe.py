@@ -1,10 +1,10 @@
-"""Probe: choose the way of ``forward.py`` by comparing its logits with those of the plain model.
+"""Select the backend of ``forward.py`` by comparing its logits with those of the plain model.
 
-In: a model. Out: the first way of ``forward.py`` whose logits agree with a forward pass without any cache, and a
-sentence where that is not the one with slots.
+The first backend whose logits match a forward pass without a cache is used. A note is returned if it is not the one
+with batched slots.
 """
 
-# T tokens, V vocabulary
+# T tokens, V vocabulary size
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from burnish.kernels.probe import REFUSALS, causal_lm
 _LENGTHS = (7, 12, 5)
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 _COARSE = 3e-2
-"""Tolerance as a share of the largest logit, in formats of 16 bits."""
+"""Tolerance relative to the largest logit, for 16-bit dtypes."""
 
 
 def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> tuple[Forward, str]:
-    """The way, and a sentence for a person ("" where it is the one with slots)."""
+    """Return the backend, and a note for the user ("" for batched slots)."""
     ways: tuple[Callable[[], Forward], ...] = (
         lambda: OverSlots(model, len(_LENGTHS), precision=precision),
         lambda: OwnCache(model, precision),
@@ -46,7 +46,7 @@ def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> 
 
 
 def agrees(model: nn.Module, way: Forward, precision: Precision = nullcontext) -> bool:
-    """Rows of different lengths, read in pieces and side by side, against each of them alone and without a cache."""
+    """Return whether rows of different lengths, read in parts and batched, match single passes without a cache."""
     vocabulary = causal_lm(model).config.get_text_config().vocab_size
     drawn = torch.Generator().manual_seed(1)
     texts = [torch.randint(vocabulary, (length,), generator=drawn).tolist() for length in _LENGTHS]
@@ -54,14 +54,14 @@ def agrees(model: nn.Module, way: Forward, precision: Precision = nullcontext) -
     for text, logits in zip(texts, _in_pieces(way, texts), strict=True):
         alone = _alone(model, text, precision)
         bound = _TOLERANCE.get(alone.dtype, _COARSE) * float(alone.float().abs().max())
-        # Written so that NaN, which is no way to agree, is refused.
+        # Written so that NaN counts as a mismatch.
         if not float((alone.float() - logits.float()).abs().max()) <= bound:
             return False
     return True
 
 
 def _in_pieces(way: Forward, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """(T, V) of each text: all but its last two tokens at once, then one by one, as an answer is made."""
+    """Return (T, V) logits of each text: all but its last two tokens at once, then one by one, as in generation."""
     found: list[list[Tensor]] = [[] for _ in texts]
     for begin, end in ((None, -2), (-2, -1), (-1, None)):
         pieces = [text[begin:end] for text in texts]

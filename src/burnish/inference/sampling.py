@@ -1,16 +1,16 @@
 """Sampling: logits -> tokens and log-probabilities, batched on the device of the logits.
 
-In:  one row of logits per request, as the model computed them, its sampling settings, and the ids before it. Out: token
-ids. A draw is a function of its noise key, the position and the logits: the token with the largest score / temperature
-+ Gumbel noise (Gumbel-max, Maddison et al. 2014, section 2, https://arxiv.org/abs/1411.0030), with noise from a counter
-(``kernels/philox.py``). No shared generator takes part, so an answer does not depend on its neighbors and continues
-unchanged after a restart; and since each token has noise of its own, a rounding error in the logits changes a draw only
-where two tokens are nearly level.
+A draw is a function of its noise key, the position and the logits: the token with the largest score / temperature +
+Gumbel noise (Gumbel-max trick, Maddison et al. 2014, section 2, https://arxiv.org/abs/1411.0030), with counter-based
+noise (``kernels/philox.py``). There is no shared generator, so a response does not depend on other requests and
+continues unchanged after a restart. Since each token has its own noise, a rounding error in the logits changes a draw
+only if two tokens are nearly tied.
 
-The order: bias, repetition penalty, presence and frequency penalties, grammar, temperature, top_k, min_p, top_p, draw.
+Order of operations: bias, repetition penalty, presence and frequency penalties, grammar, temperature, top_k, min_p,
+top_p, draw.
 """
 
-# N rows, V vocabulary
+# N rows, V vocabulary size
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from burnish.inference.types import Logprob, NoiseKey, Sampling
 from burnish.kernels.philox import gumbel
 
 _FIRST_SORTED = 256
-"""Number of most likely tokens that are searched first for the end of the nucleus."""
+"""Number of most likely tokens in which the end of the nucleus is searched first."""
 _COLDEST, _LARGEST = 1e-5, 1e30
-"""The lowest temperature above 0 and the largest penalized score: beyond them float32 overflows."""
+"""Minimum temperature above 0 and maximum penalized score: beyond them float32 overflows."""
 _ROUNDING = 1e-3
 """Upper bound of the rounding error of a sum of float32 probabilities, in any order."""
 
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """Everything besides the logits that decides the next token of one row.
+    """Everything besides the logits that determines the next token of one row.
 
     Args:
-        prompt, answer: the ids so far.
-        noise: with ``len(answer)``, which is the position, it decides the random numbers of a draw.
-        mask: (V,) what a grammar adds to the logits: 0, or -inf for a token that must not follow.
+        sampling: sampling settings.
+        prompt, answer: ids so far.
+        noise: determines the random numbers together with the position ``len(answer)``.
+        mask: (V,) added to the logits by a grammar: 0, or -inf for a token that is not allowed.
         barred: tokens that must not be drawn (stop tokens before ``min_new_tokens``).
     """
 
@@ -55,10 +56,10 @@ def draw(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
     """Draw the next token of each row.
 
     Args:
-        logits: (N, V) of any float type, not changed.
+        logits: (N, V) of any float type; not modified.
         rows: N settings.
     Returns:
-        (N,) token ids, on the device of the logits. ``token_logps`` gives their log-probabilities.
+        (N,) token ids, on the device of the logits. ``token_logps`` returns their log-probabilities.
     """
     scores = adjusted_logits(logits, rows)
     is_greedy = [row.sampling.temperature == 0 for row in rows]
@@ -71,11 +72,12 @@ def draw(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
 
 
 def draw_rows(scores: Tensor, keys: Sequence[tuple[int, int, int, int, int]], settings: Sequence[Sampling]) -> Tensor:
-    """Draw a token of each row: the largest of score / temperature + noise among the tokens that its settings allow.
+    """Draw a token for each row: the argmax of score / temperature + noise over the tokens allowed by its settings.
 
     Args:
         scores: (N, V) float32 logits; -inf for a token that must not be drawn.
-        keys: N times five words (``NoiseKey.words``).
+        keys: N tuples of five words (``NoiseKey.words``).
+        settings: N sampling settings.
     Returns:
         (N,) token ids.
     """
@@ -86,7 +88,7 @@ def draw_rows(scores: Tensor, keys: Sequence[tuple[int, int, int, int, int]], se
 
 
 def draw_logps(logits: Tensor, rows: Sequence[DrawSettings], tokens: Tensor) -> Tensor:
-    """(N,) float32 log-probabilities of (N,) tokens under the law by which ``draw`` draws from (N, V) logits."""
+    """Return (N,) float32 log-probabilities of (N,) tokens under the distribution that ``draw`` samples from."""
     ids, values = candidates(adjusted_logits(logits, rows), [row.sampling for row in rows])
     wanted = tokens.to(values.device)[:, None]
     places = torch.arange(values.shape[1], device=values.device)[None] if ids is None else ids
@@ -94,7 +96,7 @@ def draw_logps(logits: Tensor, rows: Sequence[DrawSettings], tokens: Tensor) -> 
 
 
 def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
-    """(N, V) float32: the logits with bias, penalties, grammar and barred tokens applied."""
+    """Return (N, V) float32 logits with bias, penalties, grammar and barred tokens applied."""
     scores = logits.detach().to(torch.float32, copy=True)
     if bias := [(at, *pair) for at, row in enumerate(rows) for pair in row.sampling.bias.items()]:
         places, (values,) = _entries(bias, scores)
@@ -126,18 +128,18 @@ def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
 
 
 def _entries(entries: Sequence[tuple[float, ...]], like: Tensor) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-    """Split (row, token, value, ...) entries into an index of places and one float32 tensor per value."""
+    """Split (row, token, value, ...) entries into an index and one float32 tensor per value."""
     rows, tokens, *values = zip(*entries, strict=True)
     index = torch.tensor(rows, device=like.device), torch.tensor(tokens, device=like.device)
     return index, [torch.tensor(each, dtype=torch.float32, device=like.device) for each in values]
 
 
 def candidates(scores: Tensor, settings: Sequence[Sampling]) -> tuple[Tensor | None, Tensor]:
-    """Tokens that a draw at a temperature above 0 may take.
+    """Return the tokens that can be drawn at a temperature above 0.
 
     Returns:
-        tokens: (N, M) ids, ascending in each row, where every row is limited to a few tokens; None for all V of them.
-        values: (N, M) or (N, V) score / temperature; -inf for a token that is never drawn, and for padding.
+        tokens: (N, M) ids, ascending in each row, if every row is limited to a few tokens; None for all V of them.
+        values: (N, M) or (N, V) score / temperature; -inf for excluded tokens and for padding.
     """
     vocabulary, column = scores.shape[1], _Column(scores.device)
     tokens: Tensor | None = None
@@ -158,8 +160,10 @@ def candidates(scores: Tensor, settings: Sequence[Sampling]) -> tuple[Tensor | N
 
 
 def _compact(is_kept: Tensor, tokens: Tensor | None, values: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Move what is kept of each row to its front: (N, V) -> (N, M), M what the longest row keeps. Rows of which much is
-    kept are only masked."""
+    """Move the kept entries of each row to its front: (N, V) -> (N, M), with M the largest number kept.
+
+    If much is kept, entries are only masked.
+    """
     values = values.masked_fill(~is_kept, -torch.inf)
     counts = is_kept.sum(-1)
     longest = int(counts.max())
@@ -176,7 +180,7 @@ def _compact(is_kept: Tensor, tokens: Tensor | None, values: Tensor) -> tuple[Te
 
 @dataclass(frozen=True)
 class _Column:
-    """Makes (N, 1) tensors of one value per row."""
+    """Creates (N, 1) tensors with one value per row."""
 
     device: torch.device
 
@@ -185,15 +189,16 @@ class _Column:
 
 
 def _in_nucleus(chances: Tensor, top_p: Tensor) -> Tensor:
-    """(N, V) true for the most likely tokens of each row whose probabilities first reach ``top_p``; of equally likely
-    tokens, those with the smaller ids (Holtzman et al. 2020, section 3.1, https://arxiv.org/abs/1904.09751).
+    """Return (N, V), true for the smallest set of most likely tokens whose probabilities reach ``top_p``.
+
+    Ties are broken by the smaller id (Holtzman et al. 2020, section 3.1, https://arxiv.org/abs/1904.09751).
 
     Args:
-        chances: (N, V) probabilities up to a factor.
-        top_p: (N, 1) in double precision; 1 keeps a row as it is.
+        chances: (N, V) probabilities up to a constant factor.
+        top_p: (N, 1) float64; 1 keeps the whole row.
     """
     wanted, number = chances.sum(-1, keepdim=True, dtype=torch.float64) * top_p, _FIRST_SORTED
-    while True:  # A few tokens usually reach it. Sorting a vocabulary of 150,000 takes 20 ms per row on a CPU.
+    while True:  # Few tokens usually suffice. Sorting a vocabulary of 150,000 takes 20 ms per row on a CPU.
         largest = chances.topk(min(number, chances.shape[1])).values  # sorted
         sums = largest.cumsum(-1, dtype=torch.float64)
         if number >= chances.shape[1] or bool(((sums[:, -1:] > wanted * (1 + _ROUNDING)) | (top_p >= 1)).all()):
@@ -209,16 +214,16 @@ def _in_nucleus(chances: Tensor, top_p: Tensor) -> Tensor:
 
 
 def token_logps(logits: Tensor, tokens: Tensor) -> Tensor:
-    """(N,) float32 log-probabilities of (N,) tokens under the model's own (N, V) logits, in nats."""
+    """Return (N,) float32 log-probabilities of (N,) tokens under the model's own (N, V) logits, in nats."""
     logits = logits.detach().float()
     return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 
 def log_probabilities(logits: Tensor, tokens: Sequence[int], top: int = 0, also: Sequence[int] = ()) -> list[Logprob]:
-    """Log-probabilities of one token per row, and of others, under the model's own logits.
+    """Return the log-probabilities of one token per row, and of further tokens, under the model's own logits.
 
     Args:
-        logits: (N, V)
+        logits: (N, V) logits.
         tokens: N ids.
         top: number of most likely tokens to add.
         also: tokens to add.

@@ -1,17 +1,17 @@
-"""The loop of answering: requests take slots, prompts are read in pieces, all slots go on by one token per turn.
+"""Scheduler: assigns slots to requests, reads prompts in parts, and generates one token per slot and turn.
 
     loop = Scheduler(model, SlotLimits(slots=8, context=4096))
     loop.submit(request, callback)
     while loop.turn(): ...
 
-In:  a model in evaluation mode, requests. Out: what each turn made, to the callback of each request. Nothing here
-     starts a thread (``engine.py`` does): whoever calls ``turn`` owns the model meanwhile. A turn, in order: leave out
-     what was cancelled or is too late; give waiting requests a slot; read one piece of prompts; make one token of every
-     answer under way; deliver. A long prompt thus delays others by a piece at a time.
+The model must be in evaluation mode. Results are passed to the callback of each request. No thread is started here
+(``engine.py`` does that): the caller of ``turn`` owns the model. A turn removes cancelled and expired requests, assigns
+free slots to queued requests, reads one part of the prompts, generates one token for every running response, and
+delivers the results. A long prompt therefore delays other requests by one part at a time.
 
-Seats stand in three stretches: answers under way first, then prompts that are being read, then free ones. So one pass
-over slots a to b is a view of the cache and never a gather; where a slot leaves its stretch, two exchange their places.
-A free slot remembers what it holds: a request that begins alike takes it over, or copies what it needs.
+Slots are ordered in three ranges: running responses, prompts being read, free slots. A pass over a range of slots is
+then a view of the cache and never a gather. When a slot leaves its range, two slots are swapped. A free slot keeps its
+contents: a request with a common prefix takes the slot over, or copies the prefix.
 """
 
 from __future__ import annotations
@@ -55,18 +55,21 @@ from burnish.inference.types import (
 )
 
 PIECE = 512
-"""Tokens of prompts that are read in one turn."""
+"""Maximum number of prompt tokens read per turn."""
 
 
 class Scheduler:
-    """See the head of this file.
+    """Runs requests over the slots of a model.
 
     Args:
-        adapters: names that requests may give beside BASE.
-        through: lets each row of a pass go through its adapter; needed where there are adapters.
-        deliver: takes all that one turn made, at once; by default each callback is called.
+        model: the model, in evaluation mode.
+        limits: limits on concurrent and queued requests.
+        precision: context for forward passes, such as autocast.
+        adapters: names that requests may select besides BASE.
+        through: context in which each row of a pass uses its adapter; required with adapters.
+        deliver: receives all results of a turn. Default: each callback is called.
 
-    ``note`` is a sentence for a person where the model is not answered over slots.
+    ``note`` is a message for the user if the model does not support batched slots.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Scheduler:
         self._through = through or (lambda names: nullcontext())
         self._deliver = deliver or deliver_each
         self._slots = [Slot() for _ in range(self.limits.slots)]
-        self._answering = self._reading = 0  # how many slots the first two stretches have
+        self._answering = self._reading = 0  # sizes of the first two ranges of slots
         self._arrived: deque[Job] = deque()  # filled by other threads
         self._waiting: deque[Job] = deque()
         self._cancelled: set[int] = set()
@@ -91,7 +94,7 @@ class Scheduler:
         self._sums = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "new_tokens": 0}
 
     def submit(self, request: GenerationRequest, callback: OutputCallback) -> RequestHandle:
-        """As ``types.InferenceEngine`` has it; from any thread."""
+        """Queue a request, as in ``types.InferenceEngine``. Thread-safe."""
         check_request(request, self.limits, self.adapters)
         waiting = self.num_waiting
         if self.limits.waiting is not None and waiting >= self.limits.waiting:
@@ -102,11 +105,11 @@ class Scheduler:
         return handle
 
     def cancel(self, handle: RequestHandle) -> None:
-        """From any thread; within a turn the callback hears of it."""
+        """Cancel a request. Thread-safe; its callback is notified within a turn."""
         self._cancelled.add(handle.number)
 
     def cancel_all(self) -> None:
-        """Every request that was taken in; from any thread."""
+        """Cancel all requests. Thread-safe."""
         self._cancels_all = True
 
     @property
@@ -118,17 +121,17 @@ class Scheduler:
         return bool(self._arrived or self._waiting or self._answering or self._reading)
 
     def forget(self) -> None:
-        """Drop all keys and values: the weights have changed. Call it between turns, in the thread of ``turn``.
+        """Drop all keys and values because the weights have changed. Call between turns, in the thread of ``turn``.
 
         Raises:
-            RuntimeError: if an answer is under way; it would mix the old weights with the new ones.
+            RuntimeError: if a request is running; it would mix old and new weights.
         """
         if running := self._answering + self._reading:
             raise RuntimeError(f"forget() needs an idle scheduler; {running} requests are running.")
         self._slots = [Slot() for _ in self._slots]
 
     def free(self) -> None:
-        """As ``forget``, and give the memory of the cache back. What comes next is answered as by a new scheduler."""
+        """Like ``forget``, but also release the cache memory. Later requests behave as with a new scheduler."""
         self.forget()
         self.way.free()
         self._numbers, self._turn = count(1), 0
@@ -144,7 +147,7 @@ class Scheduler:
         )  # fmt: skip
 
     def turn(self) -> bool:
-        """One round; false where there was nothing to do."""
+        """Run one round. Returns False if there was nothing to do."""
         self._turn += 1
         self._take_in()
         self._drop_ended()
@@ -171,7 +174,7 @@ class Scheduler:
         self._waiting += [self._arrived.popleft() for _ in range(len(self._arrived))]
 
     def _drop_ended(self) -> None:
-        """Asks that were cancelled or whose time is over."""
+        """Remove requests that were cancelled or have expired."""
         cancelled, now = self._cancelled, time.monotonic()
         self._cancelled = set()
         everyone, self._cancels_all = self._cancels_all, False
@@ -184,8 +187,10 @@ class Scheduler:
         self._release_ended()
 
     def _admit(self) -> None:
-        """Waiting requests take free slots, first come, first served; but one whose beginning is being read for another
-        request right now waits for that."""
+        """Assign free slots to queued requests, first come, first served.
+
+        A request waits if its prefix is currently being read for another request.
+        """
         while self._waiting and self._answering + self._reading < len(self._slots):
             job = self._waiting[0]
             source, common = self._best_beginning(job)
@@ -195,8 +200,8 @@ class Scheduler:
             self._take_slot(job, source, common)
 
     def _best_beginning(self, job: Job) -> tuple[int, int]:
-        """The slot that holds the longest beginning of a request's prompt, and its length."""
-        most = len(job.request.ids) - 1  # at least one token is read, for its logits
+        """Return the slot with the longest prefix of a request's prompt, and the length of the prefix."""
+        most = len(job.request.ids) - 1  # at least one token must be read, for its logits
         if job.request.prompt_logprobs_from is not None:
             most = min(most, job.request.prompt_logprobs_from - 1)
         held = [
@@ -213,8 +218,11 @@ class Scheduler:
         return self.way.goes_back and max(alike, default=0) >= common + self.limits.worth_waiting
 
     def _take_slot(self, job: Job, source: int, common: int) -> None:
-        """Give a request a slot: the one that holds its beginning where that is free and mostly that, else the one that
-        was free longest, with a copy of the beginning."""
+        """Assign a slot to a request.
+
+        A free slot that consists mostly of the request's prefix is taken over. Otherwise the prefix is copied to the
+        slot that has been free longest.
+        """
         first_free = self._answering + self._reading
         if source < first_free or common * 2 < len(self._slots[source].ids):
             target = min(range(first_free, len(self._slots)), key=lambda at: self._slots[at].used)
@@ -235,7 +243,7 @@ class Scheduler:
         self._slots[a], self._slots[b] = self._slots[b], self._slots[a]
 
     def _release_ended(self) -> None:
-        """Free the slots of requests that have ended; what they hold stays."""
+        """Free the slots of finished requests. Their contents are kept."""
         for at in range(self._answering + self._reading - 1, -1, -1):
             slot = self._slots[at]
             if slot.job is not None and not slot.job.is_over:
@@ -244,7 +252,7 @@ class Scheduler:
             if at < self._answering:
                 self._answering -= 1
                 self._exchange(at, self._answering)
-                at, self._reading = self._answering, self._reading + 1  # now the first of those that read
+                at, self._reading = self._answering, self._reading + 1  # now the first slot that reads a prompt
             self._reading -= 1
             self._exchange(at, self._answering + self._reading)
 
@@ -254,9 +262,11 @@ class Scheduler:
         return [(first + i, 1) for i in range(number)] if self.limits.exact else [(first, number)]
 
     def _next_piece(self) -> tuple[int, int]:
-        """The slots that read next: by turns from the oldest request and from the one with the least to read, so that a
-        short prompt does not wait for a long one, nor a long one for ever; and those beside it, as many as fit into a
-        piece."""
+        """Return the slots that read next.
+
+        The oldest request and the one with the shortest rest alternate, so that short prompts do not wait for long
+        ones, nor long ones forever. Neighbouring slots are included as long as they fit into one part.
+        """
         reading = self._stretch(self._answering, self._reading)
         by_turns = (lambda slot: slot.active.handle.number) if self._turn % 2 else self._left_to_read
         lead = reading.index(min(reading, key=by_turns))
@@ -273,7 +283,7 @@ class Scheduler:
         return len(slot.active.request.ids) - len(slot.ids)
 
     def _rest(self, slot: Slot) -> list[int]:
-        """The tokens of a prompt that are read next."""
+        """Return the prompt tokens that are read next."""
         begin, request = len(slot.ids), slot.active.request
         end = begin + (PIECE if self.way.splits else len(request.ids))
         return request.ids[begin : end if request.images is None else request.images.whole_end(end)]
@@ -296,7 +306,7 @@ class Scheduler:
                 self._begin_answer(self._slots.index(slot), found)
 
     def _score_prompt(self, slot: Slot, row: NewTokens, logits: Tensor) -> None:
-        """Log-probabilities of the prompt's own tokens, where asked for: position p predicts token p + 1."""
+        """Collect the log-probabilities of prompt tokens if requested: position p predicts token p + 1."""
         job = slot.active
         if job.request.prompt_logprobs_from is None:
             return
@@ -306,7 +316,7 @@ class Scheduler:
             job.prompt_logprobs += log_probabilities(logits[: len(tokens)], tokens, job.request.top_logprobs or 0)
 
     def _begin_answer(self, at: int, logits: Tensor) -> None:
-        """The prompt is read: its slot moves to the stretch of answers, and the first token is drawn."""
+        """After the prompt was read, move its slot to the running responses and draw the first token."""
         slot = self._slots[at]
         job = slot.active
         self._made.append((job.callback, StepOutput(filled=Filled(job.cached, tuple(job.prompt_logprobs)))))
@@ -319,7 +329,7 @@ class Scheduler:
             self._draw([slot], logits[-1:])
 
     def _make_tokens(self, first: int, number: int) -> None:
-        """One more token for each answer of a stretch: the last one is read, the next one drawn."""
+        """Generate one more token for a range of slots: read the last token, draw the next one."""
         slots = self._stretch(first, number)
         rows = [NewTokens([slot.active.answer[-1]], len(slot.ids), [0], slot.active.request.images) for slot in slots]
         with self._through([slot.adapter for slot in slots]):
@@ -329,7 +339,7 @@ class Scheduler:
         self._draw(slots, torch.cat(logits))
 
     def _draw(self, slots: Sequence[Slot], logits: Tensor) -> None:
-        """The next token of each slot, from one row of logits each."""
+        """Draw the next token of each slot from one row of logits each."""
         jobs = [slot.active for slot in slots]
         tokens = next_tokens(jobs, logits)
         for job, row, found, logp in zip(jobs, logits, tokens, drawn_logps(jobs, logits, tokens), strict=True):
@@ -359,7 +369,7 @@ class Scheduler:
     # --- ends and failures --------------------------------------------------------------------------------------------
 
     def _step(self, first: int, number: int, run: Callable[[int, int], None]) -> None:
-        """A pass; where it fails its requests fail, and the others go on."""
+        """Run a pass. If it fails, its requests fail and the others continue."""
         try:
             run(first, number)
         except (RuntimeError, MemoryError, IndexError, ValueError) as error:
@@ -371,7 +381,7 @@ class Scheduler:
             self._lacks_memory |= problem.code == "out_of_memory"
 
     def _give_memory_back(self) -> None:
-        """Fewer slots from now on, and what the cache had for the others goes back."""
+        """Reduce the number of slots and release the cache memory of the others."""
         self._lacks_memory = False
         taken = self._answering + self._reading
         fewer = max(1, taken, len(self._slots) - 1 if len(self._slots) < 4 else len(self._slots) * 3 // 4)
@@ -382,7 +392,7 @@ class Scheduler:
             torch.cuda.empty_cache()
 
     def fail_all(self, problem: Problem) -> None:
-        """End every request, those that wait too."""
+        """End all requests, including queued ones, with an error."""
         self._take_in()
         for job in [*self._waiting, *(slot.job for slot in self._slots if slot.job)]:
             self._end(job, "failed", problem)

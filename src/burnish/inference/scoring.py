@@ -1,7 +1,6 @@
-"""Scores of texts by a reward model: one number a text, read at its last token.
+"""Scores of texts by a reward model, computed at the last token of each text.
 
-In:  a model with its head, texts as token ids. Out: scores. A model that gives scores writes no answers: what is asked
-     of its engine is refused, and the engine only tells how it is.
+A reward model generates no text: its engine rejects generation requests and only reports its status.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from burnish.kernels.probe import causal_lm
 from burnish.losses.reward import RewardHead
 
 AT_ONCE = 8
-"""Texts in one forward pass."""
+"""Number of texts per forward pass."""
 NO_ANSWERS = "This is a reward model: it returns scores and does not generate text."
 
 
@@ -27,9 +26,9 @@ class ScoreEngine:
     """``types.InferenceEngine`` for a reward model.
 
     Args:
-        model: of transformers, adapted or not; in evaluation mode.
-        head: (N, H) -> (N,).
-        context: tokens of the longest text.
+        model: a transformers model, with or without adapters, in evaluation mode.
+        head: reward head, (N, H) -> (N,).
+        context: maximum number of tokens of a text.
     """
 
     def __init__(self, model: nn.Module, head: RewardHead, context: int) -> None:
@@ -39,10 +38,10 @@ class ScoreEngine:
         self._lock = threading.Lock()
 
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each text, in order. Texts of like length are computed together.
+        """Return the score of each text, in order. Texts of similar length are batched.
 
         Args:
-            texts: token ids; each text has at least one, and at most ``context``.
+            texts: token ids; each text has at least one and at most ``context``.
         """
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         found = [0.0] * len(texts)
@@ -55,7 +54,7 @@ class ScoreEngine:
         return found
 
     def _of(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """(B,) scores in float32. Padding stands behind each text, where no token of it looks."""
+        """Return (B,) scores in float32. With right padding, no token of a text attends to padding."""
         device = next(self.model.parameters()).device
         ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)  # (B, T)
         last = torch.tensor([len(text) - 1 for text in texts], device=device)

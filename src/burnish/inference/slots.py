@@ -1,4 +1,4 @@
-"""Parts of the loop of slots: its limits, a request on its way, the row of the cache that it takes, the pace."""
+"""Building blocks of the scheduler: limits, jobs, slots, and generation speed."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from burnish.inference.types import (
 )
 
 Through = Callable[[Sequence[str]], AbstractContextManager[Any]]
-"""Names of adapters, one per row -> a context in which each row goes through its own."""
+"""Adapter names, one per row -> a context in which each row uses its adapter."""
 Deliver = Callable[[Sequence[tuple[OutputCallback, StepOutput]]], None]
 
 
 @dataclass(frozen=True)
 class SlotLimits:
-    """Limits of what is answered at once.
+    """Limits of concurrent requests.
 
     Args:
-        slots: requests at once.
-        context: the longest prompt and answer together.
-        waiting: requests that may wait; None for any number.
-        exact: each request alone in its forward passes, so that no sum depends on neighbours to the last bit.
-        worth_waiting: a request waits for another one's prompt where that spares it so many tokens.
+        slots: number of concurrent requests.
+        context: maximum number of tokens of prompt and response together.
+        waiting: maximum number of queued requests; None for no limit.
+        exact: process each request in its own forward passes, so that results do not depend on others to the last bit.
+        worth_waiting: a request waits for another one with a common prefix if that saves this many tokens.
     """
 
     slots: int
@@ -46,28 +46,28 @@ class SlotLimits:
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way."""
+    """A request in progress."""
 
     request: GenerationRequest
     callback: OutputCallback
     handle: RequestHandle
-    limit: int  # tokens that the answer may have
+    limit: int  # maximum number of response tokens
     noise: NoiseKey
     answer: list[int] = field(default_factory=list)
     cached: int = 0
-    is_over: bool = False  # its callback has heard a reason
+    is_over: bool = False  # its callback has received a reason
     prompt_logprobs: list[Logprob] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Slot:
-    """A row of the cache, and whose tokens it holds; ``content_hashes`` are those of the prompt."""
+    """A row of the cache and the tokens that it holds. ``content_hashes`` are those of the prompt."""
 
     ids: list[int] = field(default_factory=list)
     content_hashes: Sequence[int] | None = None
     adapter: str = BASE
     job: Job | None = None
-    used: int = 0  # the turn in which it was used last
+    used: int = 0  # the turn in which it was last used
 
     @property
     def active(self) -> Job:
@@ -77,7 +77,7 @@ class Slot:
 
 
 class RecentSpeed:
-    """New tokens per second over the last turns that made any."""
+    """New tokens per second over the last turns that generated any."""
 
     def __init__(self) -> None:
         self._turns: deque[tuple[float, int]] = deque(maxlen=64)
@@ -91,12 +91,12 @@ class RecentSpeed:
         return sum(number for _, number in list(self._turns)[1:]) / (self._turns[-1][0] - self._turns[0][0])
 
     def patience(self, waiting: Sequence[Job]) -> float:
-        """Seconds until requests that wait are likely to be answered, in [1, 60]."""
+        """Estimated seconds until queued requests are done, in [1, 60]."""
         return min(60.0, max(1.0, sum(job.limit for job in waiting) / max(self.rate(), 1.0)))
 
 
 def check_request(request: GenerationRequest, limits: SlotLimits, adapters: Sequence[str]) -> None:
-    """Raises UserError for a request that can never be answered."""
+    """Raise UserError for a request that can never be processed."""
     context, problems = limits.context, []
     if not request.ids:
         problems.append(Problem("the prompt must have at least one token. Received: none."))
@@ -115,7 +115,7 @@ def check_request(request: GenerationRequest, limits: SlotLimits, adapters: Sequ
 
 
 def common_prefix(a: Slot | GenerationRequest, b: GenerationRequest, most: int) -> int:
-    """Number of positions, up to ``most``, that stand for the same in two sequences: equal ids, of equal content."""
+    """Return the length of the common prefix, up to ``most``: positions with equal ids and equal content hashes."""
     most = common_length(a.ids, b.ids, most)
     if a.content_hashes is None and b.content_hashes is None:
         return most
@@ -124,12 +124,12 @@ def common_prefix(a: Slot | GenerationRequest, b: GenerationRequest, most: int) 
 
 
 def _padded(hashes: Sequence[int], length: int) -> list[int]:
-    """The hashes of ``length`` positions: 0 behind those that are given."""
+    """Return the hashes of ``length`` positions, padded with 0."""
     return [*hashes[:length], *[0] * (length - len(hashes))]
 
 
 def common_length(a: Sequence[int], b: Sequence[int], most: int) -> int:
-    """Length of the common prefix of two texts, in tokens, up to ``most``."""
+    """Return the number of leading tokens that two sequences share, up to ``most``."""
     most = min(most, len(a), len(b))
     if list(a[:most]) == list(b[:most]):
         return most
@@ -137,6 +137,6 @@ def common_length(a: Sequence[int], b: Sequence[int], most: int) -> int:
 
 
 def deliver_each(made: Sequence[tuple[OutputCallback, StepOutput]]) -> None:
-    """Give each callback what was made for it."""
+    """Call each callback with its result."""
     for callback, each in made:
         callback(each)

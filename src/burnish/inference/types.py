@@ -1,7 +1,7 @@
-"""The words of answering: what is asked of an engine, and what it makes.
+"""Types of inference: requests to an engine and its results.
 
-An engine is fed with token ids, which the template that trained has made, and gives token ids back. Text, stops that
-are strings, tool calls and thoughts are read from those ids elsewhere, by one reader for every engine.
+An engine takes token ids, which the template of the training has rendered, and returns token ids. Text, stop strings,
+tool calls and reasoning are parsed from these ids elsewhere, in the same way for every engine.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from burnish.config.errors import Problem
 from burnish.models.images.prompts import PromptImages
 
 BASE = "base"
-"""The name of the model without any of the adapters that are served beside it."""
+"""Name of the model without any of the served adapters."""
 
 EndReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling of one answer.
+    """Sampling settings of one response.
 
     Args:
-        temperature: logits are divided by it; 0 takes the most likely token.
-        top_k: draw from this many of the likeliest; 0 for all.
-        top_p: draw from the likeliest whose probabilities add up to this.
-        min_p: draw from tokens at least this likely, relative to the likeliest.
-        repetition_penalty: of tokens of the prompt and the answer (Keskar et al. 2019, section 4.1,
+        temperature: divides the logits; 0 selects the most likely token.
+        top_k: sample from this many most likely tokens; 0 for all.
+        top_p: sample from the most likely tokens whose probabilities add up to this.
+        min_p: minimum probability of a token relative to the most likely one.
+        repetition_penalty: penalty on tokens of prompt and response (Keskar et al. 2019, section 4.1,
             https://arxiv.org/abs/1909.05858); 1 for none.
-        presence_penalty, frequency_penalty: subtracted from the logits of tokens of the answer, once, and per use.
-        bias: token -> what is added to its logit.
-        seed: with ``GenerationRequest.index`` it is the noise key of the draws; None for one that nobody knows.
+        presence_penalty: subtracted from the logits of tokens that occur in the response.
+        frequency_penalty: the same, once per occurrence.
+        bias: token -> value added to its logit.
+        seed: forms the noise key of the draws together with ``GenerationRequest.index``; None for a random one.
     """
 
     temperature: float = 1.0
@@ -49,10 +50,10 @@ class Sampling:
     seed: int | None = None
 
     def changed(self, given: Mapping[str, Any]) -> Sampling:
-        """These settings with others in their place.
+        """Return these settings with some of them replaced.
 
         Args:
-            given: fields of this class, and ``do_sample``: false takes the most likely token, true draws.
+            given: fields of this class, and ``do_sample``: false selects the most likely token, true samples.
         """
         changes = dict(given)
         do_sample = changes.pop("do_sample", None)
@@ -66,21 +67,21 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 CHAT, ROLLOUT, DEAL, EVALUATION = 0, 1, 2, 16
-"""Purposes of random numbers, which keep them apart: answers to requests, completions to train on, the order in which
-these are trained on, and completions of evaluation sets, from this number on one per set."""
+"""Purposes of random numbers, which use separate streams: responses to requests, completions to train on, the order in
+which these are trained on, and completions of evaluation sets (one number per set, from this one on)."""
 
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """What decides the random numbers of one answer, besides the position and the token.
+    """Determines the random numbers of one response, together with position and token.
 
     Args:
-        seed: up to 64 bits, of which the upper ones change the word of ``generation``.
-        purpose: below 256; different purposes share no number.
-        generation: the number of the generation of completions; 0 for requests.
-        row: the number of the prompt in its set, or of the answer under one seed.
-        sample: which of the completions of the prompt, below 4,096.
-        start: the position of the first token that is drawn, where a completion is drawn in several parts.
+        seed: up to 64 bits; the upper ones modify the word of ``generation``.
+        purpose: below 256; different purposes have different random numbers.
+        generation: index of the generation of completions; 0 for requests.
+        row: index of the prompt in its dataset, or of the response with one seed.
+        sample: index of the completion of the prompt, below 4,096.
+        start: position of the first drawn token, if a completion is generated in several parts.
     """
 
     seed: int = 0
@@ -91,8 +92,8 @@ class NoiseKey:
     start: int = 0
 
     def words(self, position: int) -> tuple[int, int, int, int, int]:
-        """Two words of the key and the first three of the counter of Philox4x32 (``kernels/philox.py``)."""
-        high = (self.seed >> 32) * 0x9E3779B9  # so that seeds and generations near each other have words of their own
+        """Return two words of the key and the first three of the counter of Philox4x32 (``kernels/philox.py``)."""
+        high = (self.seed >> 32) * 0x9E3779B9  # so that adjacent seeds and generations have different words
         key = self.purpose | self.row >> 20 << 8
         words = (self.seed, key, self.generation ^ high, self.row << 12 | self.sample, position + self.start)
         a, b, c, d, e = (word & 0xFFFFFFFF for word in words)
@@ -100,39 +101,41 @@ class NoiseKey:
 
 
 class Grammar(Protocol):
-    """The tokens that may come next in one answer (``grammar.py``). Each request has one of its own."""
+    """Constrains the next tokens of one response (``grammar.py``). Each request has its own instance."""
 
     def mask(self, logits: Tensor) -> None:
-        """Put -inf into the (V,) logits of tokens that may not come next, in place."""
+        """Set the (V,) logits of tokens that are not allowed next to -inf, in place."""
         ...
 
     def take(self, token: int) -> None:
-        """``token`` has come."""
+        """Advance by ``token``."""
         ...
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One sequence to be answered. A request for three choices is three requests, which share their prefill.
+    """A prompt to generate one response to. Three choices are three requests, which share the prefill.
 
     Args:
-        ids: the prompt, from ``Template.prompt``; at least one token.
-        max_new_tokens: the longest answer; 0 only with ``prompt_logprobs_from``.
-        adapter: the name of a served adapter, or BASE.
-        stop_ids: tokens that end the answer, the last of which is part of what was made.
-        min_new_tokens: before so many tokens no stop token is drawn.
-        top_logprobs: log-probabilities of what was made, and of so many of the likeliest beside it (0 to 20); None for
-            none.
-        also: tokens whose log-probabilities are wanted at each step besides; they stand at the end of ``Logprob.top``.
-        content_hashes: one number per id of the prompt, which says what the position stands for where the id alone
-            does not: a hash of the image at its placeholders, 0 elsewhere. None: all 0. Keys and values are shared
-            only between positions that agree in both.
-        images: those of the prompt; ``content_hashes`` are theirs.
-        prompt_logprobs_from: the first position of the prompt, at least 1, whose log-probability is wanted too.
-        draw_logprobs: whether ``StepOutput.draw_logprob`` is wanted.
-        index: which of the answers under one seed this is (the number of a record, the index of a choice).
-        noise: decides each draw in place of ``sampling.seed`` and ``index``.
-        deadline: in seconds of ``time.monotonic``; then it ends as "cancelled".
+        ids: prompt ids, from ``Template.prompt``; at least one.
+        max_new_tokens: maximum length of the response; 0 only with ``prompt_logprobs_from``.
+        adapter: name of a served adapter, or BASE.
+        sampling: sampling settings.
+        stop_ids: tokens that end the response; the stop token is part of the output.
+        min_new_tokens: no stop token is drawn before this many tokens.
+        top_logprobs: return log-probabilities of the generated tokens and of this many most likely ones (0 to 20);
+            None for none.
+        also: tokens whose log-probabilities are returned at each step, at the end of ``Logprob.top``.
+        content_hashes: one number per prompt id, for positions whose id does not identify their content: a hash of the
+            image at its placeholders, 0 elsewhere. None: all 0. Keys and values are shared only between positions that
+            agree in both.
+        images: images of the prompt, which ``content_hashes`` belong to.
+        prompt_logprobs_from: first position of the prompt, at least 1, whose log-probability is returned.
+        draw_logprobs: return ``StepOutput.draw_logprob``.
+        grammar: constrains the response.
+        index: index of the response among those with one seed (record number, index of a choice).
+        noise: determines the draws instead of ``sampling.seed`` and ``index``.
+        deadline: time in seconds of ``time.monotonic`` at which the request ends as "cancelled".
     """
 
     ids: list[int]
@@ -153,17 +156,19 @@ class GenerationRequest:
     deadline: float = float("inf")
 
     def noise_key(self) -> NoiseKey:
-        """What decides its draws; a new key each time where neither ``noise`` nor a seed is given."""
+        """Return the noise key of the draws; a random one if neither ``noise`` nor a seed is set."""
         seed = randbits(63) if self.sampling.seed is None else self.sampling.seed
         return self.noise or NoiseKey(seed, CHAT, row=self.index)
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token, and its log-probability under the model's own logits, in nats.
+    """A token and its log-probability under the model's own logits, in nats.
 
     Args:
-        top: (token, log-probability) of the likeliest ones, the first is the likeliest.
+        token: token id.
+        logprob: its log-probability.
+        top: (token, log-probability) of the most likely tokens, in descending order.
     """
 
     token: int
@@ -173,11 +178,11 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Filled:
-    """The prompt has been read.
+    """Sent when the prompt has been read.
 
     Args:
-        cached_tokens: tokens of it whose keys and values were there already.
-        logprobs: of its tokens from ``prompt_logprobs_from`` on, where that was asked for.
+        cached_tokens: prompt tokens whose keys and values were in the cache.
+        logprobs: log-probabilities of prompt tokens from ``prompt_logprobs_from`` on, if requested.
     """
 
     cached_tokens: int = 0
@@ -186,15 +191,16 @@ class Filled:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One step's result for one request.
+    """Result of one step for one request.
 
     Args:
-        ids: one token; none where only ``filled`` or ``reason`` is said; more from a remote engine.
-        logprobs: one per id, where asked for.
-        draw_logprob: of its token in nats under the law that drew it, with penalties, temperature and filters.
-        filled: set once, in the first of a request.
-        reason: set once, in the last: a stop token came, the room was used up, or why it ended before.
-        error: why it failed, or that its deadline has passed.
+        ids: one token; none if only ``filled`` or ``reason`` is set; several from a remote engine.
+        logprobs: one per id, if requested.
+        draw_logprob: log-probability of the token in nats under the distribution it was drawn from, with penalties,
+            temperature and filters.
+        filled: set in the first output of a request.
+        reason: set in the last output: a stop token, the maximum length, cancellation or failure.
+        error: why the request failed, or that its deadline has passed.
     """
 
     ids: tuple[int, ...] = ()
@@ -210,13 +216,13 @@ OutputCallback: TypeAlias = Callable[[StepOutput], None]
 
 @dataclass(frozen=True)
 class RequestHandle:
-    """A request that was taken in."""
+    """Identifies a submitted request."""
 
     number: int
 
 
 class Full(RuntimeError):
-    """Too many requests wait already. ``retry_after_s`` is when to come again."""
+    """Raised if too many requests are queued. Retry after ``retry_after_s`` seconds."""
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(f"{waiting} requests are already queued.")
@@ -224,22 +230,24 @@ class Full(RuntimeError):
 
 
 class Closed(RuntimeError):
-    """The engine takes no more requests: it was closed, or its thread has ended."""
+    """Raised if the engine accepts no more requests, because it was closed or its thread has ended."""
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """An engine at one moment.
+    """State of an engine at one moment.
 
     Args:
-        way: "slots" (batches), "own cache" or "whole text" (one request at a time), or the name of a remote engine.
-        slots, running, waiting: requests that can be answered at once, that are, and that wait.
-        context: the longest prompt and answer together.
-        adapters: names beside BASE.
+        way: "slots" (batched), "own cache" or "whole text" (one request at a time), or the name of a remote engine.
+        slots: maximum number of concurrent requests.
+        running: number of running requests.
+        waiting: number of queued requests.
+        context: maximum number of tokens of prompt and response together.
+        adapters: names besides BASE.
         memory_bytes: kind -> bytes: "weights", "cache".
-        prompt_tokens, cached_prompt_tokens, new_tokens: since the start.
-        tokens_per_second: of new tokens, over the last seconds in which any were made.
-        is_alive: false once its thread has ended.
+        prompt_tokens, cached_prompt_tokens, new_tokens: totals since the start.
+        tokens_per_second: rate of new tokens over the last seconds in which any were generated.
+        is_alive: false after its thread has ended.
     """
 
     way: str
@@ -257,26 +265,27 @@ class EngineFacts:
 
 
 class InferenceEngine(Protocol):
-    """An engine of answers: in this process (``engine.LocalEngine``) or in another one (``remote.RemoteEngine``)."""
+    """An inference engine, in this process (``engine.LocalEngine``) or in another one (``remote.RemoteEngine``)."""
 
     def submit(self, request: GenerationRequest, callback: OutputCallback) -> RequestHandle:
-        """Take in a request; ``callback`` is called from the engine's thread with each ``StepOutput``, the last has a
-        reason.
+        """Submit a request. ``callback`` is called in the engine's thread with each ``StepOutput``.
+
+        The last output has a reason.
 
         Raises:
-            Full: where too many wait.
-            Closed: where it takes no more.
-            UserError: for a request that can never be answered: no ids, an unknown adapter, a prompt beyond the
-            context.
+            Full: if too many requests are queued.
+            Closed: if the engine accepts no more requests.
+            UserError: for a request that can never be processed: no ids, an unknown adapter, or a prompt longer than
+                the context.
         """
         ...
 
     def cancel(self, handle: RequestHandle) -> None:
-        """End a request within a step; its callback hears "cancelled". Does nothing for one that has ended."""
+        """End a request within a step. Its callback receives "cancelled". No effect on a finished request."""
         ...
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Take no more; give those that run ``drain_s`` seconds, then cancel them."""
+        """Accept no more requests; let running ones continue for ``drain_s`` seconds, then cancel them."""
         ...
 
     def facts(self) -> EngineFacts: ...

@@ -1,3 +1,4 @@
-"""Reports of a run: progress, logs, plots, cards, trackers. They only observe: nothing here changes a number. Begin
-with ``progress.py`` for the terminal, ``jsonl.py`` for the files.
+"""Reports of a run: progress, logs, plots, model card, trackers. They observe and do not change the training.
+
+Begin with ``progress.py`` for the terminal, and with ``jsonl.py`` for the files.
 """

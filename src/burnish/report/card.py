@@ -1,8 +1,8 @@
-"""The model card: ``README.md`` beside the weights, which says what they are and how to load them.
+"""The model card: ``README.md`` next to the weights, which describes the model and how to load it.
 
-In: facts about the run (``CardFacts``). Out: markdown under a YAML header that the Hugging Face hub accepts
-(https://huggingface.co/docs/hub/model-cards). The card says nothing that is not known: no license unless it is given,
-no base model or data set by a name that exists on one machine only, no local folder, no secret.
+It is markdown below a YAML header that the Hugging Face Hub accepts (https://huggingface.co/docs/hub/model-cards). The
+card contains only known facts: no license unless one is given, no base model or dataset that exists on one machine
+only, no local folder, no secret.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CARD_NAME = "README.md"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL_OPTIONS = {"output_dir", "dataset_dir", "cache_dir", "resume_from_checkpoint", "logging_dir", "config_name"}
-"""Options that name a place on one machine and say nothing about the model."""
+"""Options that name a local path and say nothing about the model."""
 _ADAPTERS = {"lora": "A LoRA adapter"}
 _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 
@@ -36,26 +36,28 @@ class CardFacts:
     """Facts for a model card.
 
     Args:
-        name: of the model: the last part of ``output_dir``.
-        folder: for the commands that load it; its name if empty.
-        base_model: ``model_name_or_path`` as given; "" when trained from scratch.
-        datasets: names or files as given.
-        stage: the name of the stage.
+        name: name of the model: the last part of ``output_dir``.
+        base_model: ``model_name_or_path``; "" when trained from scratch.
+        datasets: names or files.
+        stage: name of the stage.
         method: ``finetuning_type``.
-        is_adapter: whether an adapter was saved rather than the whole model.
-        loads_in_peft: whether an adapter is in peft's format; one of another package may have its own.
-        options: those that are not at their default.
-        results: the final metrics.
-        stats: a sentence per reason why rows were dropped or cut.
-        has_chat_template: whether the saved tokenizer renders conversations.
-        plots: what a plot shows -> the name of its file beside the card.
-        stage_title: how a sentence names the stage; its name if empty.
+        trainable_parameters: number of trained parameters.
+        all_parameters: number of all parameters.
+        is_adapter: whether an adapter was saved instead of the whole model.
+        loads_in_peft: whether the adapter has PEFT's format; adapters of other packages may have their own.
+        options: options that differ from their defaults.
+        results: final metrics.
+        stats: sentences about dropped and truncated rows.
+        has_chat_template: whether the saved tokenizer has a chat template.
+        plots: description -> file name of a plot in the same folder.
+        license: license of the weights, if known.
+        data: a sentence per dataset.
+        evaluations: table of evaluations, in markdown.
+        loader: transformers class that loads the model; "" for a class that a script defines.
+        stage_title: description of the stage. Default: its name.
         has_prompts: whether the stage trained responses to prompts.
-        license: of the weights, where it is known.
-        data: a sentence for each set.
-        evaluations: a table of the evaluations, in markdown.
-        unnamed: the beginning of a model without ``base_model``.
-        loader: the class of transformers that loads the model; "" for one of a script's own.
+        unnamed: text used in place of a missing ``base_model``.
+        folder: folder shown in the commands. Default: the name.
     """
 
     name: str
@@ -90,17 +92,18 @@ def write_card(folder: str | Path, facts: CardFacts, metadata: CardData | None =
 
 
 def card_text(facts: CardFacts, metadata: CardData | None = None) -> str:
-    """The whole card.
+    """Return the whole card.
 
     Args:
-        metadata: in place of ``hub_metadata(facts)``.
+        facts: facts about the model.
+        metadata: replaces ``hub_metadata(facts)``.
     """
     sections = [_opening(facts), _use(facts), _training(facts), _results(facts), _rows(facts), _versions()]
     return under_metadata(metadata or hub_metadata(facts), "\n\n".join(section for section in sections if section))
 
 
 def hub_metadata(facts: CardFacts) -> ModelCardData:
-    """The metadata that the hub reads."""
+    """Return the metadata that the Hub reads."""
     base = hub_name_of(facts.base_model)
     return ModelCardData(
         library_name=_library(facts) or None, pipeline_tag="text-generation", license=facts.license or None,
@@ -111,19 +114,19 @@ def hub_metadata(facts: CardFacts) -> ModelCardData:
 
 
 def under_metadata(metadata: CardData, text: str) -> str:
-    """``text`` below the YAML block of its metadata."""
+    """Return ``text`` below a YAML block with its metadata."""
     return f"---\n{metadata.to_yaml()}\n---\n\n{text}\n"
 
 
 def _library(facts: CardFacts) -> str:
-    """The library that loads the weights; the empty string for an adapter that only its own package can load."""
+    """Return the library that loads the weights; "" for an adapter that only its own package can load."""
     if not facts.is_adapter:
         return "transformers"
     return "peft" if facts.loads_in_peft else ""
 
 
 def hub_name_of(base: str) -> str | None:
-    """The hub id of a base model; of a local folder the one that its own card names, if any."""
+    """Return the hub id of a base model. For a local folder, it is the base model named in its card, if any."""
     if is_hub_name(base):
         return base
     card = Path(base).expanduser() / CARD_NAME
@@ -135,7 +138,7 @@ def hub_name_of(base: str) -> str | None:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether ``name`` is ``owner/name``, and no file or folder of this machine."""
+    """Return whether ``name`` has the form ``owner/name`` and is not a local file or folder."""
     return bool(_HUB_ID.fullmatch(name)) and not name.endswith(_FILE_ENDINGS) and not Path(name).exists()
 
 
@@ -154,7 +157,7 @@ def _opening(facts: CardFacts) -> str:
 
 
 def _shown(name: str) -> str:
-    """Return a hub id as it is; of a local path only the last part, so that no folder of this machine is named."""
+    """Return a hub id unchanged, but only the last part of a local path, so that no local folder is published."""
     return f"`{name}`" if is_hub_name(name) else f"`{Path(name).name or name}`"
 
 
@@ -177,7 +180,7 @@ def _use(facts: CardFacts) -> str:
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
     ]
     if facts.is_adapter:
-        is_named = is_hub_name(facts.base_model)  # a folder of one machine is adapter_config.json's to say
+        is_named = is_hub_name(facts.base_model)  # otherwise adapter_config.json has the local path
         base = f'"{facts.base_model}"' if is_named else "PeftConfig.from_pretrained(folder).base_model_name_or_path"
         imports = [f"from peft import {'' if is_named else 'PeftConfig, '}PeftModel", *imports]
         load += [
@@ -195,10 +198,12 @@ def _use(facts: CardFacts) -> str:
 
 
 def serving_lines(folder: str, is_adapter: bool = False, gguf: str = "") -> list[str]:
-    """The commands that answer with a folder, here and elsewhere.
+    """Return the commands that chat with a model folder and serve it, with burnish and other programs.
 
     Args:
-        gguf: the name of a GGUF file in it.
+        folder: folder of the model.
+        is_adapter: whether the folder contains an adapter.
+        gguf: name of a GGUF file in the folder, or "".
     """
     lines = [f"burnish chat {folder}", f"burnish api {folder}"]
     if is_adapter:
@@ -227,7 +232,7 @@ def _generate(is_chat: bool) -> list[str]:
 
 
 def _training(facts: CardFacts) -> str:
-    """The options of the run, as a YAML file that ``burnish train`` takes."""
+    """Return the section with the options of the run, as YAML for ``burnish train``."""
     shown = {k: v for k, v in facts.options.items() if k not in _LOCAL_OPTIONS and not has_secret_name(k)}
     if not shown:
         return ""
@@ -238,7 +243,7 @@ def _training(facts: CardFacts) -> str:
 
 
 def _without_folders(value: Any) -> Any:
-    """Shorten absolute paths to their last part, so that no folder of this machine is named."""
+    """Shorten absolute paths to their last part, so that no local folder is published."""
     if isinstance(value, list):
         return [_without_folders(item) for item in value]
     if isinstance(value, dict):

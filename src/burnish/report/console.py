@@ -1,8 +1,8 @@
-"""Output to the terminal, all of it written here: notes, warnings, problems, and the live line of a run.
+"""Terminal output: notes, warnings, problems, and the live progress line of a run.
 
-In a terminal, text is colored by rich (NO_COLOR turns colors off); anywhere else (a pipe, a file, a CI log) the same
-words are plain lines. Notes and progress go to standard output, warnings and problems to standard error. While there is
-a live line, everything is printed above it.
+In a terminal, text is colored with rich (NO_COLOR disables colors). Elsewhere (pipe, file, CI log) the same words are
+plain lines. Notes and progress go to standard output, warnings and problems to standard error. While a live line is
+shown, everything is printed above it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _live: Live | None = None
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
-    """Return whether ``stream`` (by default standard output) is a terminal that can move its cursor."""
-    if _live is not None:  # only a terminal has a live line; rich before 14.1 wraps stdout in a stream without isatty
+    """Return whether ``stream`` (default: standard output) is a terminal that supports cursor movement."""
+    if _live is not None:  # only terminals have a live line; rich before 14.1 wraps stdout in a stream without isatty
         return True
     stream = stream or sys.stdout
     if stream is None or stream.closed:  # the parent process may have closed it
@@ -44,30 +44,32 @@ def is_terminal(stream: TextIO | None = None) -> bool:
 
 
 def is_live() -> bool:
-    """Return whether a live line stands in the terminal."""
+    """Return whether a live line is shown."""
     return _live is not None
 
 
 def note(text: str) -> None:
-    """Print something worth knowing. Of several processes, only the first prints it."""
+    """Print a note. With several processes, only the main process prints it."""
     if is_main_process():
         _print(text, "", "", sys.stdout)
 
 
 def warn(text: str) -> None:
-    """Print something that is probably not meant. Of several processes, only the first prints it."""
+    """Print a warning about a probable mistake. With several processes, only the main process prints it."""
     if is_main_process():
         _print(text, "warning", "yellow", sys.stderr)
 
 
 FAILURE_FILE = "BURNISH_FAILURE_FILE"
-"""The environment variable by which ``run/launch.py`` names the file for what a process would print last."""
+"""Environment variable with which ``run/launch.py`` passes the file for a process's final error message."""
 END_OF_PROBLEM = "\x1e"
 
 
 def problem(found: Problem | str) -> None:
-    """Print something that is wrong. The live line is removed first, so that the error is the last line. One of several
-    processes that burnish started leaves the printing to the process that started it, which prints it once."""
+    """Print an error. The live line is removed first, so that the error is the last line.
+
+    A process started by burnish writes the error to a file instead; the process that started it prints it once.
+    """
     end_live()
     if FAILURE_FILE in os.environ:
         with open(os.environ[FAILURE_FILE], "a", encoding="utf-8") as file:
@@ -79,24 +81,24 @@ def problem(found: Problem | str) -> None:
 
 
 def is_main_process() -> bool:
-    """Return whether this process prints what all processes of the run know: the first of them does."""
+    """Return whether this process prints messages that all processes of the run have: rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def print_result(text: str) -> None:
-    """Print the result of a command. Raises OSError where it cannot be printed, because the command has failed then."""
+    """Print the result of a command. Raises OSError if that is impossible, since the command has then failed."""
     say(text, sys.stdout, must=True)
 
 
 def _print(text: str, label: str, color: str, stream: TextIO | None) -> None:
-    """Print ``text`` if possible. A terminal that has gone is no error: training goes on without it."""
+    """Print ``text`` if possible. A closed terminal is not an error: training continues without it."""
     _keep(f"{label}: {text}" if label else text)
     if stream is None or not is_terminal(stream):
         say(f"{label}: {text}" if label else text, stream)
         return
     try:
         _draw(encodable(without_secrets(text), stream), label, color, stream)
-    except OSError:  # the terminal has gone
+    except OSError:  # the terminal is gone
         end_live()
         let_go(stream)
 
@@ -107,19 +109,19 @@ def _draw(text: str, label: str, color: str, stream: TextIO) -> None:
     line = Text(f"{label}: ", style=f"bold {color}") if label else Text()
     first, newline, rest = text.partition("\n")
     line.append(first).append(newline + rest, style="dim" if label else "")
-    # soft_wrap: a terminal that is made wider reflows the line, and a path can be copied whole.
+    # soft_wrap: the line reflows when the terminal is resized, and a path can be copied in one piece.
     _console(stream).print(line, soft_wrap=True, highlight=False)
 
 
 def _console(stream: TextIO) -> Console:
-    """The console of the live line, which prints above the line, if there is one; else one for ``stream``."""
+    """Return the console of the live line, which prints above that line, or else one for ``stream``."""
     from rich.console import Console
 
     return _live.console if _live is not None else Console(file=stream)
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn by rich in a terminal, a block of ``name: value`` lines per row anywhere else."""
+    """Print a table: drawn by rich in a terminal, elsewhere a block of ``name: value`` lines per row."""
     if not is_main_process():
         return
     if not is_terminal():
@@ -137,7 +139,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def _one_line(text: str, width: int = 200) -> str:
-    """``text`` with its line breaks as \\n, cut in its middle."""
+    """Return ``text`` with line breaks as \\n, shortened in the middle."""
     flat = text.replace("\n", "\\n")
     return flat if len(flat) <= width else f"{flat[: width // 2]} ... {flat[-width // 2 :]}"
 
@@ -147,11 +149,14 @@ _SHORTEST, _LONGEST = 5, 40
 
 
 def bar(width: int, share: float, ascii_only: bool) -> list[Text]:
-    """A bar of at most ``width`` columns, or nothing where that is too few: two kinds of line rather than two colors,
-    so that it can be read without color.
+    """Return a progress bar of at most ``width`` columns, or nothing if that is too narrow.
+
+    The two parts have different line styles, so that the bar is readable without color.
 
     Args:
-        share: what is done, in [0, 1].
+        width: available columns.
+        share: fraction done, in [0, 1].
+        ascii_only: use ASCII characters.
     """
     from rich.text import Text
 
@@ -167,7 +172,7 @@ def bar(width: int, share: float, ascii_only: bool) -> list[Text]:
 
 
 def begin_live(line: RenderableType) -> None:
-    """Keep ``line`` at the bottom of the terminal, redrawn several times a second, until ``end_live``."""
+    """Show ``line`` at the bottom of the terminal and redraw it several times a second, until ``end_live``."""
     global _live
     from rich.live import Live
 
@@ -175,10 +180,10 @@ def begin_live(line: RenderableType) -> None:
     try:
         _live = Live(line, refresh_per_second=_REFRESHES_PER_SECOND, transient=True)
         _live.start()
-    except OSError:  # the terminal has gone
+    except OSError:  # the terminal is gone
         end_live()
         return
-    # A script of the user that fails never calls end_live, and the cursor would stay hidden.
+    # A user's script that fails never calls end_live, and the cursor would stay hidden.
     atexit.register(end_live)
 
 
@@ -188,22 +193,22 @@ def end_live() -> None:
     live, _live = _live, None
     if live is not None:
         atexit.unregister(end_live)
-        with suppress(OSError):  # the terminal has gone
+        with suppress(OSError):  # the terminal is gone
             live.stop()
 
 
 # --- the log file of the run ------------------------------------------------------------------------------------------
 
 RUN_LOG = "run.log"
-"""In ``output_dir``: every note, warning and problem of a run, with its time."""
+"""Log file in ``output_dir`` with every note, warning and problem of a run, with timestamps."""
 _log: Path | None = None
 _before: deque[str] = deque(maxlen=200)
-"""Messages from before the log file was opened, that is from the preparation of the run."""
+"""Messages printed before the log file was opened, during preparation of the run."""
 
 
 @contextmanager
 def kept_in(folder: Path) -> Iterator[None]:
-    """Write every message into the log file of the run too, inside the ``with`` block; earlier messages come first."""
+    """Also write messages to the log file of the run inside the ``with`` block, preceded by earlier messages."""
     global _log
     _log = folder / RUN_LOG
     _write_log(_before)
@@ -224,7 +229,7 @@ def _keep(text: str) -> None:
 
 def _write_log(lines: Iterable[str]) -> None:
     assert _log is not None
-    with suppress(OSError), _log.open("a", encoding="utf-8") as file:  # a full disk is no reason to stop
+    with suppress(OSError), _log.open("a", encoding="utf-8") as file:  # a full disk must not stop the run
         file.writelines(lines)
 
 
@@ -237,11 +242,11 @@ _LIBRARIES = {
     "peft": "",
     "accelerate": "",
 }
-"""Library -> the environment variable from which it takes its level when it is imported, which overrides its logger."""
+"""Library -> environment variable that sets its log level on import and overrides its logger."""
 
 
 class _OwnNotes(logging.Handler):
-    """Prints the messages of burnish's own loggers as notes and warnings."""
+    """Prints messages of burnish's own loggers as notes and warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
         (warn if record.levelno >= logging.WARNING else note)(record.getMessage())
@@ -251,10 +256,12 @@ _own_notes = _OwnNotes()
 
 
 def set_log_levels(options: ReportOptions, is_main: bool, is_node_main: bool) -> None:
-    """Apply ``log_level`` or ``log_level_replica``; "passive" leaves every level as it is. The messages of burnish's
-    own loggers are shown by the main process."""
+    """Apply ``log_level`` or ``log_level_replica``; "passive" changes nothing.
+
+    The main process also prints the messages of burnish's own loggers.
+    """
     if is_main:
-        logging.getLogger("burnish").addHandler(_own_notes)  # the same one again changes nothing
+        logging.getLogger("burnish").addHandler(_own_notes)  # adding the same handler again has no effect
     speaks = is_node_main if options.log_on_each_node else is_main
     level = options.log_level if speaks else options.log_level_replica
     if level == "passive":

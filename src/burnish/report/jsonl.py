@@ -1,17 +1,17 @@
-"""``trainer_log.jsonl``: a row per log, with LLaMA-Factory's keys, for scripts and pages that follow a run.
+"""``trainer_log.jsonl``: one row per log, with LLaMA-Factory's keys, for scripts and web UIs that follow a run.
 
     {"current_steps": 10, "total_steps": 171, "loss": 2.31, "lr": 4.9e-05, "epoch": 0.17, "percentage": 5.85,
      "elapsed_time": "0:00:12", "remaining_time": "0:03:13", "throughput": 8123.4, "total_tokens": 97481,
      "grad_norm": 1.02, "step_seconds": 0.61, "memory_bytes": 2147483648, "time": 1790000000.2}
 
-The last four are burnish's: the mean time of a step since the row before, the memory of the process now (of its GPU,
-where it has one, the highest so far), and the clock. Every other number of a log keeps its name, which is that of TRL:
-``rewards/chosen``, ``rewards/margins``, ``logps/rejected``, ``kl``, ``completions/mean_length``; ``accuracy`` is
-LLaMA-Factory's name for ``rewards/accuracies``.
+The last four keys are burnish's: gradient norm, mean step time since the previous row, current memory of the process
+(on a GPU, peak memory), and Unix time. Other logged numbers keep their names, which are TRL's: ``rewards/chosen``,
+``rewards/margins``, ``logps/rejected``, ``kl``, ``completions/mean_length``. ``accuracy`` is LLaMA-Factory's name for
+``rewards/accuracies``.
 
-Evaluation rows carry ``eval_loss`` in place of ``loss`` and ``lr``. A resumed run continues the file: rows after its
-checkpoint are removed first, because those steps are taken again. Times and throughput count from the step at which
-this process started or resumed.
+Evaluation rows have ``eval_loss`` instead of ``loss`` and ``lr``. A resumed run appends to the file, after removing
+rows later than its checkpoint, because those steps are repeated. Times and throughput are measured from the step at
+which this process started or resumed.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ LOG_NAME = "trainer_log.jsonl"
 
 
 class JsonlCallback(TrainerCallback):
-    """Writes the file, on the main process, while a run trains.
+    """Writes the log file while a run trains, on the main process.
 
     Args:
-        folder: ``output_dir``; made if it is not there.
+        folder: ``output_dir``, created if it does not exist.
+        pace: measures elapsed time and speed.
     """
 
     def __init__(self, folder: str | Path, pace: Pace | None = None) -> None:
         self.path = Path(folder) / LOG_NAME
         self.pace = pace or Pace()
         self._is_training = False
-        self._row_s, self._row_step = 0.0, 0  # of the last row
+        self._row_s, self._row_step = 0.0, 0  # of the previous row
         self._waiting: list[str] = []
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -66,18 +67,18 @@ class JsonlCallback(TrainerCallback):
         self._waiting.append(json.dumps(row) + "\n")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:  # closed at once, so that a reader sees whole rows
+            with self.path.open("a", encoding="utf-8") as file:  # closed at once, so that readers see complete rows
                 file.writelines(self._waiting)
-        except OSError:  # a full disk is no reason to stop; what is due is written with the next row
+        except OSError:  # a full disk must not stop the run; these rows are written with the next one
             return
         self._waiting.clear()
 
     def _beside(self, logs: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Values that LLaMA-Factory's rows do not have, for a row of training steps."""
+        """Return values that LLaMA-Factory's rows do not have, for a row of training steps."""
         found: dict[str, Any] = {"time": round(time.time(), 3)}
         now_s = time.monotonic()
         if "loss" not in logs:
-            self._row_s = now_s  # an evaluation is no step
+            self._row_s = now_s  # an evaluation is not a step
             return found
         if step > self._row_step:
             found["step_seconds"] = round((now_s - self._row_s) / (step - self._row_step), 4)
@@ -90,7 +91,7 @@ class JsonlCallback(TrainerCallback):
 
 
 def memory_bytes() -> int:
-    """Memory of this process: the peak on its GPU, else the present memory. Nothing is read from the device."""
+    """Return the memory of this process: the peak on its GPU, otherwise current memory. Does not synchronize."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
@@ -102,7 +103,7 @@ def memory_bytes() -> int:
 
 
 def row_of(logs: Mapping[str, Any], state: TrainerState, pace: Pace) -> dict[str, Any]:
-    """Convert one log to a row; a key without a value is left out."""
+    """Convert a log to a row. Keys without a value are omitted."""
     step, total = state.global_step, state.max_steps
     values = {
         "current_steps": step,
@@ -127,14 +128,14 @@ _NO_MEASURES = {"loss", "learning_rate", "epoch", "total_flos", "num_input_token
 
 
 def is_measure(name: str) -> bool:
-    """Return whether a number of a log measures the model, rather than the progress or the speed of the run."""
+    """Return whether a logged number measures the model, rather than progress or speed."""
     return name not in _NO_MEASURES and not name.startswith("train_") and not name.endswith(RATES)
 
 
 def kept_rows(path: Path, step: int) -> list[dict[str, Any]]:
-    """The rows of an earlier part of the run that a continuation from ``step`` does not write again.
+    """Return the rows of an earlier part of the run that a run resumed at ``step`` will not write again.
 
-    The row that only marks the end of a run, and a row that a killed process left half written, are dropped too.
+    The final row, which only marks the end of a run, and incomplete rows of a killed process are dropped.
     """
     if step == 0 or not path.is_file():
         return []
@@ -143,7 +144,7 @@ def kept_rows(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def whole_row(line: str | bytes) -> dict[str, Any] | None:
-    """The object on a line; None for half a row, whose writer was killed, and for anything else."""
+    """Return the object on a line, or None if the line is incomplete or not an object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

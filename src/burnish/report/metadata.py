@@ -1,12 +1,11 @@
-"""The metadata of a run, for those who watch it from outside: a page, a script, another machine.
+"""Metadata files of a run in ``output_dir``, for web UIs, scripts and other machines that observe it.
 
-    launch.json    who runs it: the command, the process and its start, the host
-    run.yaml       the given options, and where they were given; it can be run again
-    events.jsonl   events: stages, checkpoints, bests, skipped steps, stops
-    outcome.json   the end of the run, written last; a process that is killed leaves none
+    launch.json    the process that runs it: command, process id and start, host
+    run.yaml       the options that were set, and where; it can be run again
+    events.jsonl   events: stages, checkpoints, best evaluations, skipped steps, stops
+    outcome.json   how the run ended; a killed process leaves none
 
-In: a plan's options and the events of the run. Out: these files, in ``output_dir``. Nothing here is read back by
-the run, and nothing is asked of a device.
+The run itself does not read these files, and writing them does not access the device.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from burnish.utils.files import appended, regular
 LAUNCH, GIVEN, EVENTS, OUTCOME = "launch.json", "run.yaml", "events.jsonl", "outcome.json"
 METADATA_NAMES = (LAUNCH, GIVEN, EVENTS, OUTCOME, "console.log")
 _NOT_SOONER_S = 1.0
-"""Between two events of a kind; what comes sooner is left out. Stages and endings are always kept."""
+"""Minimum time between two events of a kind. Earlier ones are dropped, except stages and endings."""
 _ALWAYS = frozenset({"stage", "checkpoint", "stopping", "resumed", "skipped"})
 
 
 class RunMetadata(TrainerCallback):
-    """The files of one run, on its main process. A context: however the block ends, the outcome says so.
+    """Writes the metadata files of a run, on its main process. As a context manager, it writes the outcome at the end.
 
     Args:
         folder: ``output_dir``.
-        described: an exception -> what a person is told of it.
+        described: returns the description of an exception for the user.
     """
 
     def __init__(self, folder: str | Path, described: Callable[[BaseException], Problem]) -> None:
@@ -53,12 +52,12 @@ class RunMetadata(TrainerCallback):
         self._ending: dict[str, Any] | None = None
 
     def begin(self, given: str, devices: Iterable[str], rows: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Before the model is loaded.
+        """Write the first files, before the model is loaded.
 
         Args:
-            given: the text of ``run.yaml``.
-            devices: that the run uses.
-            rows: how many were "seen" and "dropped".
+            given: content of ``run.yaml``.
+            devices: devices that the run uses.
+            rows: numbers of rows "seen" and "dropped".
         """
         (self.folder / OUTCOME).unlink(missing_ok=True)
         self._write(GIVEN, given)
@@ -75,7 +74,7 @@ class RunMetadata(TrainerCallback):
             file.write(without_secrets(json.dumps(row, ensure_ascii=False)).encode() + b"\n")
 
     def stopped(self, exit_code: int) -> None:
-        """A signal cut it short; it can go on."""
+        """Record that a signal stopped the run. It can be resumed."""
         sentence = f"Stopped at step {self._step}."
         self._ending = {"state": "stopped", "exit_code": exit_code, "sentence": sentence, "remedy": _AGAIN}
 
@@ -96,7 +95,7 @@ class RunMetadata(TrainerCallback):
             write_failure(self.folder, self._described(error), error, self._step)
 
     def _write(self, name: str, text: str) -> None:
-        with suppress(OSError):  # who looks from outside is not worth a training
+        with suppress(OSError):  # a failed write of metadata must not stop the training
             write_whole(self.folder / name, without_secrets(text))
 
     # --- what happens -------------------------------------------------------------------------------------------------
@@ -137,14 +136,14 @@ _AGAIN = "Run the same command again to resume from the last checkpoint."
 
 
 def write_outcome(folder: Path, ending: Mapping[str, Any], step: int) -> None:
-    """``outcome.json``, whole or not at all."""
+    """Write ``outcome.json`` atomically."""
     row = {"sentence": "", "remedy": "", "traceback": "", **ending, "step": step, "time": round(time.time(), 3)}
     with suppress(OSError):
         write_whole(folder / OUTCOME, without_secrets(json.dumps(row, ensure_ascii=False, indent=1)) + "\n")
 
 
 def write_failure(folder: Path, problem: Problem, error: BaseException, step: int = 0) -> None:
-    """The outcome of a run that failed. The first failure that is written counts."""
+    """Write the outcome of a failed run. Only the first failure is written."""
     if (folder / OUTCOME).exists():
         return
     sentence = " ".join(
@@ -156,7 +155,7 @@ def write_failure(folder: Path, problem: Problem, error: BaseException, step: in
 
 
 def is_of_this_process(folder: Path) -> bool:
-    """Return whether ``launch.json`` names this process: whoever started it may have written the file before."""
+    """Return whether ``launch.json`` describes this process. The program that started it may have written the file."""
     try:
         with regular(folder / LAUNCH) as file:
             launch = json.load(file)
@@ -169,7 +168,7 @@ def is_of_this_process(folder: Path) -> bool:
 
 
 def launched(devices: Iterable[str], pid: int | None = None, argv: Iterable[str] | None = None) -> dict[str, Any]:
-    """The content of ``launch.json``, for this process or for one that this one has started."""
+    """Return the content of ``launch.json``, for this process or for one that it has started."""
     from burnish import __version__
 
     pid = os.getpid() if pid is None else pid
@@ -188,17 +187,18 @@ def launched(devices: Iterable[str], pid: int | None = None, argv: Iterable[str]
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start of a process, in ticks since the machine did: with the pid, it names the process for good. None where
-    there is no such process.
+    """Return the start time of a process in clock ticks since boot, or None if the process does not exist.
+
+    Together with the process id it identifies a process uniquely.
     """
     fields = process_fields(pid)
     return int(fields[19]) if fields else None
 
 
 def process_fields(pid: int) -> list[str]:
-    """Facts that the kernel tells of a process behind its name, beginning with its state; none where it is not there.
+    """Return the fields of /proc/PID/stat after the name, beginning with the state; empty if there is no such process.
 
-    Source: fields 3 and on of /proc/PID/stat, https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
+    Source: fields 3 and following, https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -208,7 +208,7 @@ def process_fields(pid: int) -> list[str]:
 
 
 def boot_id() -> str:
-    """This start of this machine."""
+    """Return an id that changes at every boot of the machine, or ""."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
@@ -219,17 +219,19 @@ def boot_id() -> str:
 
 
 OF_ONE_START = ("overwrite_output_dir", "resume", "resume_from_checkpoint")
-"""Options that say how a run begins. In the file that continues it they would begin it anew."""
+"""Options that control how a run begins. In the file that resumes the run they would start it over."""
 
 
 def given_yaml(
     values: Mapping[str, Any], provenance: Mapping[str, str], left_out: Container[str] = (), command: str = "train"
 ) -> str:
-    """The options that were given, one a line, with who gave each; JSON's values are YAML's. Secrets are left out.
+    """Return the options that were set as YAML, one per line, with their sources. Secrets are omitted.
 
     Args:
-        left_out: names that are told, and have no effect where the file is read.
-        command: the command of burnish that writes the file.
+        values: option -> value. JSON values are valid YAML.
+        provenance: option -> where it was set.
+        left_out: options that are written as comments only.
+        command: the burnish command that writes the file.
     """
     lines = [f"# The options of this run, written by burnish {command}. Rerun or resume: burnish train run.yaml"]
     for name, value in values.items():

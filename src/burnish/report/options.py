@@ -1,8 +1,8 @@
-"""Options of ``report/``: output to the terminal, plots and files, trackers.
+"""Options of ``report``: terminal output, plots, files and trackers.
 
-``ReportOptions`` also carries the three methods by which a tracker asks for the options of a run (``to_dict``,
-``to_json_string``, ``to_sanitized_dict``, transformers' names), so that transformers' callbacks run unchanged on the
-flat options object, which inherits from it.
+``ReportOptions`` also has the three methods with which trackers read the options of a run (``to_dict``,
+``to_json_string``, ``to_sanitized_dict``, as in transformers). The flat options object inherits from it, so that
+transformers' callbacks work unchanged.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ReportOptions:
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every option; the value of a token or key is left out."""
+        """Return every option; values of tokens and keys are masked."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: f"<{name.upper()}>" if has_secret_name(name) else value for name, value in values.items()}
 
@@ -68,24 +68,23 @@ class ReportOptions:
         return json.dumps(self.to_dict(), indent=2, default=str)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Every option as a number or a text, because some trackers store nothing else."""
+        """Return every option as a number or string, because some trackers store nothing else."""
         return {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in self.to_dict().items()}
 
 
 def counts_tokens(options: ReportOptions) -> bool:
-    """Return whether logs carry ``num_input_tokens_seen``. No padding is counted: "all" and "non_padding" agree."""
+    """Return whether ``num_input_tokens_seen`` is logged. Padding is never counted: "all" equals "non_padding"."""
     return options.include_num_input_tokens_seen not in (False, "no")
 
 
 @check
 def check_trackers(options: ReportOptions) -> list[Problem]:
-    """Find, before a model is loaded, unknown trackers, trackers whose library is missing, and what one cannot do
-    here."""
+    """Return problems found before a model is loaded: unknown trackers, missing libraries, unsupported settings."""
     from burnish.report.trackers import tracker_problems, wanted_trackers
 
     problems, keeps_model = tracker_problems(options.report_to), os.environ.get("WANDB_LOG_MODEL", "false").lower()
     if keeps_model in ("end", "checkpoint") and "wandb" in wanted_trackers(options.report_to):
-        # To save, the callback makes a transformers Trainer, and takes the options for that Trainer's arguments.
+        # To save, the callback creates a transformers Trainer with the options as its arguments.
         problems.append(
             Problem(
                 f'"report_to": WANDB_LOG_MODEL is {keeps_model}, but burnish does not upload models to wandb.',
@@ -104,7 +103,7 @@ _FOR_TRACKERS = (
 
 @notes
 def tracker_notes(options: ReportOptions) -> list[str]:
-    """Notes on options for trackers that have no effect because there is no tracker."""
+    """Return notes on tracker options that have no effect because no tracker is enabled."""
     from burnish.report.trackers import wanted_trackers
 
     if wanted_trackers(options.report_to):

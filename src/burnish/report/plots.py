@@ -1,8 +1,8 @@
-"""Plots of a run: ``training_loss.png``, ``training_eval_loss.png``, ``training_eval_accuracy.png``, and of
-preferences ``training_rewards.png``, ``training_rewards_accuracies.png`` and ``training_margins.png``.
+"""Plots of a run, as PNG files in ``output_dir``, one per metric that was logged.
 
-In: the log history. Out: PNG files beside the model, one per metric that was logged. matplotlib is loaded when the
-first plot is drawn, and draws without a screen.
+The files are ``training_loss.png``, ``training_eval_loss.png``, ``training_eval_accuracy.png``, and for preference
+training ``training_rewards.png``, ``training_rewards_accuracies.png`` and ``training_margins.png``. matplotlib is
+imported when the first plot is drawn and needs no display.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INCHES, _DOTS_PER_INCH = (8.0, 4.8), 120
 
 @dataclass(frozen=True)
 class Curve:
-    """The values of one metric and the steps at which they were logged."""
+    """Values of one metric and the steps at which they were logged."""
 
     name: str
     steps: tuple[int, ...]
@@ -36,12 +36,14 @@ class Curve:
 
 
 def plot_history(history: Sequence[Mapping[str, Any]], folder: str | Path, title: str = "") -> list[Path]:
-    """Draw what ``history`` (``state.log_history``) holds.
+    """Draw plots of ``history`` (``state.log_history``).
 
     Args:
-        title: what was trained, for the top of each plot.
+        history: log entries.
+        folder: output folder.
+        title: name of the run, for the title of each plot.
     Returns:
-        the files written; none where nothing was logged.
+        The files written; empty if nothing was logged.
     """
     plots = (
         ("training_loss.png", "training loss", curves(history, ["loss"]), True),
@@ -57,12 +59,14 @@ def plot_history(history: Sequence[Mapping[str, Any]], folder: str | Path, title
 
 
 def plot_margins(margins: Mapping[str, Sequence[float]], folder: str | Path, title: str = "") -> list[Path]:
-    """Draw how many pairs have which margin. Left of 0 a pair is in the wrong order.
+    """Draw a histogram of reward margins. Pairs left of 0 are ranked incorrectly.
 
     Args:
-        margins: the name of a set -> the score of each chosen answer less that of the rejected one.
+        margins: dataset name -> score of the chosen response minus score of the rejected one, for each pair.
+        folder: output folder.
+        title: name of the run, for the title of the plot.
     Returns:
-        the file written; none where no margin is finite.
+        The file written; empty if no margin is finite.
     """
     finite = {name: [value for value in of_set if math.isfinite(value)] for name, of_set in margins.items()}
     finite = {name: of_set for name, of_set in finite.items() if of_set}
@@ -82,14 +86,14 @@ def plot_margins(margins: Mapping[str, Sequence[float]], folder: str | Path, tit
 
 
 def _edges(least: float, most: float) -> list[float]:
-    """The borders of some thirty bins, one of which is 0."""
+    """Return the edges of about thirty bins, one of which is 0."""
     width = max(most - least, 1e-6) / 30
     first, last = math.floor(least / width), math.ceil(most / width)
     return [width * at for at in range(first, max(last, first + 1) + 1)]
 
 
 def curves(history: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[Curve]:
-    """The metrics of these names that were logged. A value that is not finite leaves a gap."""
+    """Return the metrics with these names that were logged. Non-finite values leave a gap."""
     found = []
     for name in names:
         points = [(row["step"], float(row[name])) for row in history if name in row]
@@ -100,11 +104,11 @@ def curves(history: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[C
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The exponential moving average of ``values``; the more there are, the stronger it smooths.
+    """Return an exponential moving average of ``values``. Smoothing grows with their number.
 
-    s_0 = x_0, s_t = w s_(t-1) + (1 - w) x_t, with w = 1.8 (sigmoid(n / 20) - 1/2) for n values: 0 for few, 0.9 for
-    hundreds. The average is TensorBoard's, the weight LLaMA-Factory's (``extras/ploting.py``), so that plots of
-    both tools can be compared. A gap stays a gap and does not end the average.
+    s_0 = x_0, s_t = w s_(t-1) + (1 - w) x_t, with w = 1.8 (sigmoid(n / 20) - 1/2) for n values: 0 for few values, 0.9
+    for hundreds. The average is TensorBoard's, the weight LLaMA-Factory's (``extras/ploting.py``), so that plots of
+    both tools are comparable. A gap remains a gap and does not interrupt the average.
     """
     weight = 1.8 * (1 / (1 + math.exp(-len(values) / 20)) - 0.5)
     averages: list[float] = []
@@ -117,7 +121,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _eval_names(history: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
-    """``eval_loss``, or ``eval_<set>_loss`` of each evaluation set, in the order in which they were first logged."""
+    """Return ``eval_loss``, or ``eval_<set>_loss`` of each evaluation set, in the order of their first logs."""
     names = dict.fromkeys(name for row in history for name in row)
     return [name for name in names if name.startswith("eval_") and name.endswith(f"_{metric}")]
 
@@ -140,7 +144,7 @@ def _figure() -> tuple[Figure, Axes]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # The figure is made without pyplot, which keeps a global list of figures and chooses a backend for the process.
+    # The figure is created without pyplot, which keeps global state and selects a backend for the whole process.
     figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
@@ -148,7 +152,7 @@ def _figure() -> tuple[Figure, Axes]:
 
 def _saved(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():  # of letters that matplotlib's own font has not, such as those of Chinese
+    with warnings.catch_warnings():  # about characters missing from matplotlib's font, such as Chinese ones
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure.savefig(path, metadata={"Software": "burnish"})
     return path
@@ -161,7 +165,7 @@ def _draw_noisy(axes: Axes, curve: Curve, color: str) -> None:
 
 
 def _set_name(name: str) -> str:
-    """``eval_news_loss`` is the curve of the set "news", ``rewards/chosen`` that of "chosen"."""
+    """Return the label of a curve: "news" for ``eval_news_loss``, "chosen" for ``rewards/chosen``."""
     if "/" in name:
         return name.split("/")[-1]
     return "_".join(name.split("_")[1:-1]) or name

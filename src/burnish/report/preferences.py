@@ -1,7 +1,7 @@
-"""A remark on a run of preferences: chosen answers become less likely while the margin grows.
+"""Warn once that the rewards of chosen responses fall while the margin grows.
 
-It is what the loss asks for, a distance and not a height, and what people ask about most (LLaMA-Factory #7643, #6153,
-TRL #1311). It is said once, with what helps.
+The loss optimizes the margin, not the likelihood of chosen responses, so this is expected. Users often ask about it
+(LLaMA-Factory #7643, #6153, TRL #1311). The message says what helps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.console import note
 
 _IN_A_ROW = 3
-"""Logs that have to agree: one alone is noise."""
+"""Number of consecutive logs that must agree, because a single one is noise."""
 SENTENCE = (
     "The rewards of chosen responses fall while the margin grows: both responses become less likely, the rejected "
     "ones faster. If logps/chosen falls far, set pref_ftx: 0.1, pref_loss: dpop, or a lower learning_rate."
@@ -22,7 +22,7 @@ SENTENCE = (
 
 
 class ChosenFallsCallback(TrainerCallback):
-    """Says once that chosen rewards are below zero and falling while margins grow."""
+    """Reports once that rewards of chosen responses are negative and falling while margins grow."""
 
     def __init__(self) -> None:
         self._before: Mapping[str, float] = {}

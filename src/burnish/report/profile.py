@@ -1,12 +1,11 @@
-"""``--profile``: time and memory of a step, part by part.
+"""``--profile``: time and memory of each part of a step.
 
-In: a run that is about to begin. Out, in output_dir/profile: ``steps.txt``, a table of the parts of a step and of the
-operations that took longest; ``trace.json.gz``, one step on a timeline, for https://ui.perfetto.dev or chrome://tracing.
+Written to output_dir/profile: ``steps.txt``, a table of the parts of a step and of the slowest operations, and
+``trace.json.gz``, a timeline of one step for https://ui.perfetto.dev or chrome://tracing.
 
-The first steps are not measured: they choose kernels and allocate memory. The next are timed part by part, and only the
-step after those is traced, because recording every operation costs time of its own. On a GPU each part ends with a wait
-for the device, so that its time is its own; a run without the profiler does not wait, so its steps are a little
-shorter.
+The first steps are not measured, because they select kernels and allocate memory. The next steps are timed part by
+part. Only the step after those is traced, because recording every operation takes time itself. On a GPU, each part ends
+with a synchronization, so that its time is attributed correctly; steps without the profiler are slightly faster.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from burnish.report.console import note
 from burnish.utils.patching import Reason, patch
 
 TRACE, TABLE = "trace.json.gz", "steps.txt"
-WARM_UP = 2  # steps that are not measured
-_OPERATIONS = 15  # lines of the second table
+WARM_UP = 2  # steps without measurement
+_OPERATIONS = 15  # rows of the second table
 _BETWEEN, _REST = "between steps: batches, logs, saves", "the rest of the step"
 
 
@@ -53,7 +52,7 @@ def profile_notes(options: ProfileOptions) -> list[str]:
 
 
 class ProfileChoices(Protocol):
-    """The options that say which steps are measured."""
+    """Options that select the profiled steps."""
 
     max_steps: int
     profile: bool
@@ -76,7 +75,7 @@ def check_profile(options: ProfileChoices) -> list[Problem]:
 
 
 def watch(run: Loop, folder: Path, options: ProfileOptions) -> None:
-    """Time the parts of the run from now on; after enough steps, write the results to ``folder``."""
+    """Time the parts of the run from now on, and write the results to ``folder`` after enough steps."""
     if run.engine.rank != 0:
         return
     clock = PartClock(run.engine.device)
@@ -93,7 +92,7 @@ def watch(run: Loop, folder: Path, options: ProfileOptions) -> None:
 
 
 class PartClock:
-    """Seconds and peak bytes of each part, added up while it is on."""
+    """Seconds and peak bytes of each part, accumulated while it is on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -127,16 +126,16 @@ class PartClock:
 
 
 class ProfileCallback(TrainerCallback):
-    """Turns the clock on and off at the right steps, traces one step, writes and prints the results."""
+    """Switches the clock on and off, traces one step, and writes and prints the results."""
 
     def __init__(self, clock: PartClock, folder: Path, num_steps: int) -> None:
         self.clock = clock
         self.folder = folder
         self.num_steps = num_steps
-        self.begun = 0  # steps since this process began
+        self.begun = 0  # steps since this process started
         self.step_s = 0.0
         self.between_s = 0.0
-        self.moment = 0.0  # when a step last began or ended
+        self.moment = 0.0  # time at which a step last began or ended
         self.trace: Any = None
 
     @property
@@ -203,7 +202,7 @@ class ProfileCallback(TrainerCallback):
 
 
 def _operations(trace: Any, device: str) -> Iterator[str]:
-    """Operations by the time that they alone took, on the device where there is one."""
+    """Yield a table of operations ordered by their own time, on the device if there is one."""
     time_of = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
     memory_of = "self_device_memory_usage" if device == "cuda" else "self_cpu_memory_usage"
     found = sorted(trace.key_averages(), key=lambda event: getattr(event, time_of), reverse=True)
@@ -215,7 +214,7 @@ def _operations(trace: Any, device: str) -> Iterator[str]:
 
 
 def _name(event: Any) -> str:
-    """The name of an operation in 37 characters; the entry of a part of the step is its time in Python itself."""
+    """Return the name of an operation in 37 characters. Entries of step parts are their time in Python itself."""
     name: str = event.key.removeprefix("autograd::engine::evaluate_function: ")
     if event.is_user_annotation:
         name += ", Python itself"
@@ -228,15 +227,15 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def restart_peak(device: torch.device) -> None:
-    """Start the count of peak memory again."""
+    """Reset the peak memory counter."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR.exists():
-        _CLEAR.write_text("5")  # Linux: the largest resident size starts again (proc_pid_clear_refs(5))
+        _CLEAR.write_text("5")  # Linux: resets the peak resident set size (proc_pid_clear_refs(5))
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory since ``restart_peak``: of the device, or on a CPU of the process; 0 where it is not known."""
+    """Return the peak memory since ``restart_peak``: of the GPU, or of the process on a CPU; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if not _STATUS.exists():

@@ -1,11 +1,11 @@
-"""Progress of a run in the terminal: its first lines, its live line, its last lines.
+"""Progress of a run in the terminal: first lines, live line, last lines.
 
-In a terminal one live line: a bar, the step, the loss, the learning rate, tokens per second, the time left, the last
-evaluation's loss, and the rewards, accuracy, margin, KL and response length of an objective that logs them. Above it,
-and anywhere else (a file, a CI log) alone, the same numbers as plain lines, at most ``TRAIN_LINES`` of them however
-often the run logs, so that a log stays readable. ``disable_tqdm`` prints every log as it comes.
+A terminal shows a live line: bar, step, loss, learning rate, tokens per second, remaining time, last evaluation loss,
+and, if the objective logs them, rewards, accuracy, margin, KL and response length. The same numbers are printed as
+plain lines above it, or alone if the output is not a terminal (file, CI log). There are at most ``TRAIN_LINES`` of
+them, so that a log stays readable. With ``disable_tqdm``, every log is printed.
 
-Nothing here reads the device: the numbers are those that were logged anyway.
+Nothing here accesses the device: all numbers were logged already.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 TRAIN_LINES = 16
 EVAL_LINES = 8
-"""Most lines about training and about evaluation that one run prints."""
+"""Maximum numbers of lines about training and about evaluation per run."""
 
 _EVAL = "eval "
 _METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "accuracy", "margin",
             "reward", "reward_std", "kl", "completions/mean_length")  # fmt: skip
-"""Names, those of TRL, of the metrics that a line about training shows."""
+"""Metrics shown in a line about training; the names are TRL's."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,13 @@ class RunFacts:
     """Facts for the first lines of a run.
 
     Args:
-        steps: the plan of the run, which ``burnish explain`` prints too.
-        unit: what a row of the training set is: "example", or "pack" of several.
+        steps: step plan of the run, which ``burnish explain`` also prints.
+        per_device_batch_size: rows per micro-batch.
+        accumulation: micro-batches per step.
+        world_size: number of processes.
+        trainable_parameters: number of trained parameters.
+        all_parameters: number of all parameters.
+        unit: what a row is: "example", or "pack" of several.
     """
 
     steps: StepPlan
@@ -57,7 +62,7 @@ class RunFacts:
     unit: str = "example"
 
     def sentences(self) -> list[str]:
-        """The numbers of transformers' "Running training" banner, in three lines."""
+        """Return the numbers of transformers' "Running training" banner, in three lines."""
         processes = counted(self.world_size, "process", "processes")
         share = 100 * self.trainable_parameters / max(self.all_parameters, 1)
         return [
@@ -79,12 +84,12 @@ def counted_epochs(epochs: float) -> str:
 
 
 def progress_callback(options: ReportOptions, facts: RunFacts | None = None) -> TrainerCallback:
-    """The callback that prints: the live line or plain lines, or with ``disable_tqdm`` every log."""
+    """Return the callback that prints progress: a live line or plain lines, or every log with ``disable_tqdm``."""
     return PrinterCallback(facts) if options.disable_tqdm else ProgressCallback(facts)
 
 
 class ProgressCallback(TrainerCallback):
-    """Prints the live line in a terminal, few plain lines elsewhere; on the main process only."""
+    """Shows a live line in a terminal, and a limited number of plain lines; on the main process only."""
 
     def __init__(self, facts: RunFacts | None = None, pace: Pace | None = None) -> None:
         self.facts = facts
@@ -137,7 +142,7 @@ class ProgressCallback(TrainerCallback):
         seen.tokens_per_second = self.pace.stretch_rate(state.num_input_tokens_seen)
         seen.metrics = {name: logs[name] for name in _METRICS if logs.get(name) is not None}
         self._stretch_has_begun = False
-        if self._train_lines.is_due(seen.step, seen.max_steps):  # in a terminal above the live line
+        if self._train_lines.is_due(seen.step, seen.max_steps):  # in a terminal, above the live line
             console.note(seen.plain_line(self.pace))
 
     def on_evaluate(
@@ -163,7 +168,7 @@ class ProgressCallback(TrainerCallback):
 
 
 class PrinterCallback(TrainerCallback):
-    """Prints every log as a line, at once; on the main process of each node."""
+    """Prints every log as a line, on the main process of each node."""
 
     def __init__(self, facts: RunFacts | None = None) -> None:
         self.facts = facts
@@ -180,7 +185,7 @@ class PrinterCallback(TrainerCallback):
 
 
 class Seen:
-    """The last numbers that were logged, as words. The live line is drawn from it, by a thread of its own."""
+    """The most recent logged numbers. The live line is drawn from them in a separate thread."""
 
     def __init__(self, step: int = 0, max_steps: int = 0) -> None:
         self.step, self.max_steps = step, max_steps
@@ -189,16 +194,16 @@ class Seen:
         self.tokens_per_second: float | None = None
         self.eval_loss: float | None = None
         self.metrics: dict[str, float] = {}
-        self.eval_batches = 0  # of the evaluation under way
+        self.eval_batches = 0  # of the current evaluation
         self.summary: dict[str, float] = {}
 
     @property
     def share(self) -> float:
-        """The share of the run that is done, in [0, 1]."""
+        """Fraction of the run that is done, in [0, 1]."""
         return min(1.0, self.step / self.max_steps) if self.max_steps > 0 else 0.0
 
     def words(self, pace: Pace) -> Iterator[tuple[str, str, str]]:
-        """Name, number and unit of each thing known, the most wanted first."""
+        """Yield name, number and unit of each known value, most important first."""
         yield "", f"{self.step:>{len(str(self.max_steps))}}/{self.max_steps}", ""
         if self.loss is not None:
             yield "loss ", short_loss(self.loss), ""
@@ -216,13 +221,13 @@ class Seen:
             yield f"{name} ", f"{value:.4g}", ""
 
     def plain_line(self, pace: Pace) -> str:
-        """``step  50/1200  loss 1.2345  1:23 left  lr 2.0e-04  12.3k tok/s``; an evaluation has a line of its own."""
+        """Return ``step  50/1200  loss 1.2345  1:23 left  lr 2.0e-04  12.3k tok/s``, without the evaluation loss."""
         words = (name + number + unit for name, number, unit in self.words(pace) if name != _EVAL)
         return f"step {GAP.join(words)}"
 
 
 class Thinned:
-    """Lets through at most ``most`` events of a run, evenly spread, the first and the last among them."""
+    """Selects at most ``most`` events of a run, evenly spaced, including the first and the last."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -237,7 +242,7 @@ class Thinned:
 
 
 class _LiveLine:
-    """One line that fits the terminal: as many words as there is room for, and a bar in what is left."""
+    """A line that fits the terminal: as many values as there is room for, and a bar in the remaining space."""
 
     def __init__(self, seen: Seen, pace: Pace) -> None:
         self.seen = seen
@@ -270,7 +275,7 @@ def _print_facts(facts: RunFacts | None, state: TrainerState) -> None:
 
 
 def _eval_losses(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """``eval_loss``, or ``eval_<set>_loss`` of each set."""
+    """Return ``eval_loss``, or ``eval_<set>_loss`` of each set."""
     return {name: value for name, value in metrics.items() if name.startswith("eval_") and name.endswith("_loss")}
 
 
@@ -278,9 +283,9 @@ _OF_COMPLETIONS = ("_reward", "_reward_std", "_entropy", "/mean_length", "/clipp
 
 
 def _eval_line(state: TrainerState, metrics: Mapping[str, Any]) -> str:
-    """The losses and metrics of an evaluation, not how long it took."""
+    """Return the losses and metrics of an evaluation, without its duration."""
     told = {n: v for n, v in metrics.items() if isinstance(v, int | float) and not n.endswith(RATES) and n != "epoch"}
-    if any(name.endswith("_reward") for name in told):  # of completions: many more are in the log
+    if any(name.endswith("_reward") for name in told):  # metrics of completions: the log has many more
         told = {name: value for name, value in told.items() if name.endswith(_OF_COMPLETIONS) or "_pass@" in name}
     words = (f"{name} {short_loss(value)}" for name, value in told.items())
     where = [f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"] if state.max_steps else []
@@ -288,7 +293,7 @@ def _eval_line(state: TrainerState, metrics: Mapping[str, Any]) -> str:
 
 
 def _closing(seen: Seen, state: TrainerState, pace: Pace) -> Iterator[str]:
-    """The end of the run in one or two lines."""
+    """Yield one or two lines that summarize the run."""
     summary, tokens_per_second = seen.summary, pace.tokens_per_second(state.num_input_tokens_seen)
     end = f"Trained {counted(state.global_step, 'step')}"
     if state.global_step < state.max_steps:

@@ -1,10 +1,10 @@
-"""Result files of a run: ``train_results.json``, ``eval_results.json``, ``all_results.json``, ``trainer_state.json``;
-and the numbers in them.
+"""Result files of a run, and the metrics in them.
 
-Names of files and keys are transformers' (``Trainer.save_metrics``, ``speed_metrics``, ``floating_point_ops``).
+The files are ``train_results.json``, ``eval_results.json``, ``all_results.json`` and ``trainer_state.json``. Names of
+files and keys are those of transformers (``Trainer.save_metrics``, ``speed_metrics``, ``floating_point_ops``).
 """
 
-# D parameters without embeddings
+# N parameters without embeddings, D tokens
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ ALL_RESULTS = "all_results.json"
 
 
 def save_metrics(split: str, metrics: Mapping[str, Any], folder: str | Path, combined: bool = True) -> Path:
-    """Write ``<split>_results.json`` and, where ``combined``, merge the metrics into ``all_results.json``.
+    """Write ``<split>_results.json`` and, if ``combined``, merge the metrics into ``all_results.json``.
 
     Args:
         split: "train", "eval", "test" or "predict".
+        metrics: metrics to write.
+        folder: output folder.
+        combined: also update ``all_results.json``.
     Returns:
-        the file of the split.
+        The file of the split.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +50,7 @@ def save_metrics(split: str, metrics: Mapping[str, Any], folder: str | Path, com
 
 
 def _before(path: Path) -> dict[str, Any]:
-    """The metrics of earlier parts of the run; none where the file is damaged, which is no reason to lose the new."""
+    """Return the metrics of earlier parts of the run. A damaged file counts as empty, to keep the new metrics."""
     try:
         return read_object(path) if path.is_file() else {}
     except UserError:
@@ -55,7 +58,7 @@ def _before(path: Path) -> dict[str, Any]:
 
 
 def save_state(state: TrainerState, folder: str | Path) -> Path:
-    """Write ``trainer_state.json``: where the run stands and all that it logged."""
+    """Write ``trainer_state.json``: the state of the run and its log history."""
     path = Path(folder) / STATE_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     state.save_to_json(str(path))
@@ -66,7 +69,7 @@ def speed_metrics(
     split: str, start_time: float, num_samples: float | None = None, num_steps: float | None = None,
     num_tokens: float | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """The runtime since ``start_time`` (of ``time.time()``) in s, and what was done per second."""
+    """Return the runtime since ``start_time`` (of ``time.time()``) in seconds, and rates per second."""
     runtime_s = time.time() - start_time
     metrics = {f"{split}_runtime": round(runtime_s, 4)}
     done = {"samples": num_samples, "steps": num_steps, "tokens": num_tokens}
@@ -76,7 +79,7 @@ def speed_metrics(
 
 
 def format_metrics(split: str, metrics: Mapping[str, Any]) -> str:
-    """The metrics as a block of aligned lines under a headline, sorted by name."""
+    """Format metrics as aligned lines below a heading, sorted by name."""
     words = {name: _word(name, value) for name, value in sorted(metrics.items())}
     names, values = max(map(len, words), default=0), max(map(len, words.values()), default=0)
     lines = [f"  {name:<{names}} = {word:>{values}}" for name, word in words.items()]
@@ -84,16 +87,16 @@ def format_metrics(split: str, metrics: Mapping[str, Any]) -> str:
 
 
 def floating_point_ops(model: nn.Module, num_tokens: int) -> int:
-    """Operations of forward and backward over ``num_tokens``: 6 N D.
+    """Return the floating-point operations of forward and backward pass over ``num_tokens``: 6 N D.
 
-    Source: Kaplan et al. 2020, section 2.1 and appendix B, https://arxiv.org/abs/2001.08361: 2 D for the forward pass
-    of one token, twice as much for the backward pass, attention's own products left out.
+    Source: Kaplan et al. 2020, section 2.1 and appendix B, https://arxiv.org/abs/2001.08361: 2 N per token for the
+    forward pass, twice as much for the backward pass, without the attention products.
     """
     return 6 * num_tokens * parameters_without_embeddings(model)
 
 
 def parameters_without_embeddings(model: nn.Module) -> int:
-    """D. An output layer that shares the embedding's weight counts as an embedding."""
+    """Return N. An output layer that shares the embedding's weight counts as an embedding."""
     from torch import nn
 
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -101,9 +104,9 @@ def parameters_without_embeddings(model: nn.Module) -> int:
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    # bitsandbytes packs two 4-bit weights into each byte of its storage.
+    # bitsandbytes packs two 4-bit weights into each byte.
     packed = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1
-    # DeepSpeed's third stage leaves an empty tensor where a weight lies on all processes.
+    # ZeRO-3 replaces a sharded weight by an empty tensor.
     return int(getattr(parameter, "ds_numel", parameter.numel()) * packed)
 
 
@@ -120,12 +123,12 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it holds the old text or the new one and never a part, even if the disk fills up."""
+    """Write a file atomically: it contains the old text or the new one, even if the disk fills up."""
     temporary = path.with_name(f".{path.name}.incomplete")
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        # The system names the file that is gone, or none.
+        # The system names the temporary file, or no file.
         raise OSError(error.errno, error.strerror, str(path)) from error

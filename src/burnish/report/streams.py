@@ -1,9 +1,9 @@
-"""Writing text to a terminal, a pipe or a file, which may lack characters, be full, or be gone.
+"""Write text to a terminal, a pipe or a file, which may lack characters, be full, or be closed.
 
-    say(text, stream)             writes if it can: training goes on when its terminal has gone
-    say(text, stream, must=True)  raises where it cannot: the text is the whole result of the command
+    say(text, stream)             ignores failures: training continues when its terminal is gone
+    say(text, stream, must=True)  raises on failure: the text is the result of the command
 
-Characters that the stream's encoding lacks are replaced by ones that it has. Secrets are replaced too.
+Characters that the stream's encoding lacks are replaced, and secrets are masked.
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ _PLAIN = str.maketrans(
 
 
 class OutputError(OSError):
-    """Raised where the result of a command cannot be printed: standard output is full, for example. Its message is
-    meant for the user."""
+    """Raised if the result of a command cannot be printed, for example because standard output is full.
+
+    The message is meant for the user.
+    """
 
 
 def say(text: str, stream: TextIO | None, *, must: bool = False, end: str = "\n", blots: bool = True) -> None:
-    """Write a line, or with another ``end`` a piece of one.
+    """Write a line, or with another ``end`` a part of one.
 
     Args:
-        stream: None where the parent process closed it; then nothing is written.
-        blots: replace secrets. Without it a server shows the key that it made, which nobody knows otherwise.
+        text: text to write.
+        stream: output stream; None, if the parent process closed it, writes nothing.
+        must: raise an error if the text cannot be written.
+        end: text after it.
+        blots: mask secrets. A server disables it to show the key that it generated.
     Raises:
-        BrokenPipeError: under ``must``, where the reader has gone.
-        OutputError: under ``must``, where it cannot be written for another reason.
+        BrokenPipeError: with ``must``, if the reader is gone.
+        OutputError: with ``must``, if the text cannot be written for another reason.
     """
     if stream is None or stream.closed:
         return
@@ -49,7 +54,7 @@ def say(text: str, stream: TextIO | None, *, must: bool = False, end: str = "\n"
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """Return ``text`` in characters that the stream's encoding has; others become plain characters or escapes."""
+    """Return ``text`` with characters that the stream's encoding lacks replaced by plain characters or escapes."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -59,12 +64,12 @@ def encodable(text: str, stream: TextIO) -> str:
 
 
 def can_draw(stream: TextIO) -> bool:
-    """Return whether the stream's encoding has the characters for bars and marks."""
+    """Return whether the stream's encoding has the characters for bars and markers."""
     return encodable("⟦▁█⟧", stream) == "⟦▁█⟧"
 
 
 def let_go(stream: TextIO | None) -> None:
-    """Redirect a broken stream to the null device, or Python complains again when it flushes the stream at exit."""
+    """Redirect a broken stream to the null device; otherwise Python reports an error when flushing it at exit."""
     if stream is None:
         return
     try:
@@ -72,5 +77,5 @@ def let_go(stream: TextIO | None) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, descriptor)
         os.close(nowhere)
-    except (OSError, ValueError):  # no file behind it, or no file may be opened any more
+    except (OSError, ValueError):  # the stream has no file, or no more files may be opened
         return

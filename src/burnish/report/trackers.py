@@ -1,12 +1,11 @@
-"""Trackers: TensorBoard, Weights & Biases, MLflow, Comet, SwanLab, Trackio and the others that transformers knows.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, Comet, SwanLab, Trackio and others.
 
-Their callbacks are transformers' own (``transformers.integrations``), and run here unchanged: events, state and control
-have transformers' names, and the options answer ``to_dict``. transformers is loaded when one of them is asked for.
+Their callbacks are those of transformers (``transformers.integrations``) and work unchanged: events, state and control
+have transformers' names, and the options have ``to_dict``. transformers is imported when a tracker is used. Unknown
+names and missing libraries are reported before a model is loaded.
 
-In: ``report_to``. Out: callbacks. Refuses names that nobody knows and libraries that are missing, before a model loads.
-
-A member of the family is a class or function that returns a ``TrainerCallback`` and takes no arguments; the options of
-the run, which every event passes, say where it logs to.
+A tracker is a class or function without arguments that returns a ``TrainerCallback``. Every event passes the options of
+the run, which say where to log.
 
     @TRACKERS.register("csv", options=CsvOptions)
     class CsvTracker(TrainerCallback): ...
@@ -26,7 +25,7 @@ from burnish.config.options import raise_if
 from burnish.config.registry import Registry
 
 TRACKERS: Registry[Callable[[], Any]] = Registry("tracker")
-"""Traits of a member: ``needs``, a ``Needs``, where it has requirements."""
+"""Traits of a tracker: ``needs``, a ``Needs``, if it has requirements."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,9 @@ class Needs:
     """Requirements of a tracker.
 
     Args:
-        modules: all of these must be importable; "a|b" means one of the two.
-        package: the name to install with pip.
-        variable: an environment variable that the tracker's platform sets.
+        modules: modules that must be importable; "a|b" means one of the two.
+        package: name of the package to install with pip.
+        variable: environment variable that the tracker's platform sets.
     """
 
     modules: tuple[str, ...] = ()
@@ -73,12 +72,13 @@ for _name, _needs in _OF_TRANSFORMERS.items():
 
 
 def tracker_callbacks(report_to: str | Iterable[str] | None, logging_dir: str | None = None) -> list[Any]:
-    """A callback for each tracker.
+    """Return a callback for each tracker.
 
     Args:
-        logging_dir: where TensorBoard's files go; ``output_dir/runs`` if None.
+        report_to: names of trackers.
+        logging_dir: folder for TensorBoard's files. Default: ``output_dir/runs``.
     Raises:
-        UserError: as ``tracker_problems`` finds.
+        UserError: with the problems of ``tracker_problems``.
     """
     raise_if(tracker_problems(report_to))
     names = wanted_trackers(report_to)
@@ -90,12 +90,12 @@ def tracker_callbacks(report_to: str | Iterable[str] | None, logging_dir: str | 
 
 
 def tracker_problems(report_to: str | Iterable[str] | None) -> list[Problem]:
-    """Find everything that is wrong with ``report_to``. Loads no library."""
+    """Return all problems of ``report_to``. Imports no tracker library."""
     return [found for name in wanted_trackers(report_to) for found in _problems_of(name)]
 
 
 def wanted_trackers(report_to: str | Iterable[str] | None) -> list[str]:
-    """Names, each once: "none" or nothing means no tracker, "all" every one that is installed."""
+    """Return tracker names without duplicates: "none" or None selects no tracker, "all" every installed one."""
     given = [report_to] if isinstance(report_to, str) else list(report_to or ())
     if "all" in given:
         return [name for name in TRACKERS.names() if not _missing(_needs_of(name))]
@@ -133,7 +133,7 @@ def _needs_of(name: str) -> Needs:
 
 
 def _missing(needs: Needs) -> str:
-    """The first requirement that is missing, or the empty string."""
+    """Return the first missing requirement, or ""."""
     if needs.variable and not os.environ.get(needs.variable):
         return f"the environment variable {needs.variable}"
     for alternatives in needs.modules:
@@ -145,8 +145,8 @@ def _missing(needs: Needs) -> str:
 def _is_installed(module: str) -> bool:
     try:
         spec = find_spec(module)
-    except ModuleNotFoundError:  # the parent of a dotted name
+    except ModuleNotFoundError:  # the parent package of a dotted name
         return False
-    # A folder of that name in the working directory, such as the "wandb" that wandb writes its runs to, is found as a
-    # namespace package; an installed library has a file.
+    # A folder of that name in the working directory, such as "wandb" with the runs of wandb, is found as a namespace
+    # package. An installed library has a file.
     return spec is not None and spec.origin is not None

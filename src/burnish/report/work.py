@@ -1,7 +1,8 @@
-"""Long work outside of training, as a person sees it: a bar with count, rate and time left in a terminal; elsewhere a
-line every half minute, so that a silent minute is never mistaken for a program that stands still.
+"""Progress of long operations outside of training.
 
-In: the calls of ``core.work``. What takes less than ``PATIENCE_S`` is not shown at all.
+A terminal shows a bar with count, rate and remaining time. Elsewhere a line is printed every half minute, so that a
+slow operation is not mistaken for a hang. The operations call ``utils.work``. Those shorter than ``PATIENCE_S`` are not
+shown.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ HEARTBEAT_S = 30.0
 
 
 class WorkLine:
-    """Shows one piece of work at a time; a thread of its own draws it. Args: clock: returns seconds."""
+    """Shows the progress of one operation at a time, drawn by a separate thread.
+
+    Args:
+        clock: returns the time in seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -33,7 +38,7 @@ class WorkLine:
     def begin(self, what: str, total: int | None, unit: str) -> None:
         self.what, self.total, self.unit, self.done = what, total, unit, 0
         self._began_s, self._is_over = self._clock(), threading.Event()
-        if console.is_main_process() and not console.is_live():  # a training shows its evaluations in its own line
+        if console.is_main_process() and not console.is_live():  # training shows evaluations in its own live line
             self._thread = threading.Thread(target=self._show, name="burnish-work", daemon=True)
             self._thread.start()
 
@@ -58,7 +63,7 @@ class WorkLine:
             console.note(self.sentence())
 
     def sentence(self) -> str:
-        """``Encoding: 12,000 of 100,000 rows, 3.1k a second, 0:28 left``."""
+        """Return ``Encoding: 12,000 of 100,000 rows, 3.1k a second, 0:28 left``."""
         return f"{self.what}: {', '.join(self.words())}"
 
     def words(self) -> Iterator[str]:

@@ -1,8 +1,7 @@
-"""Agreement of processes: checked before the first step, so that all of them are about to do the same.
+"""Check before the first step that all processes have the same configuration.
 
-In: what a process depends on: its options, its files by their content, its versions. Out: nothing where all agree.
-Refuses a run of which one process sees other files, another version or another option than the first, with both values:
-it would train on, and its gradients would be added to those of another run.
+Compared are the options, the content of files, and versions. If a process differs from rank 0, the run stops with an
+error that shows both values. Otherwise it would train on with mixed gradients.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _SHOWN = 5
 
 
 def raise_unless_ranks_agree(plan: Plan, fingerprints: Mapping[str, Any], num_rows: int, engine: Engine) -> None:
-    """Compare this process with the first one; all of them call it.
+    """Compare this process with rank 0. All processes must call this.
 
     Raises:
-        UserError: in every process, with what differs in which.
+        UserError: in every process, with the differences of each rank.
     """
     if engine.world_size == 1:
         return
@@ -48,7 +47,7 @@ def raise_unless_ranks_agree(plan: Plan, fingerprints: Mapping[str, Any], num_ro
 
 
 def _options(options: RunOptions) -> dict[str, Any]:
-    """Every option; of a secret its hash alone."""
+    """Return every option; secrets as hashes."""
     found = {}
     for name, spec in specs(RunOptions).items():
         value = getattr(options, name)

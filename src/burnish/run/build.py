@@ -1,10 +1,10 @@
-"""A run of ``burnish train`` from its first line to its last file. Read from top to bottom:
+"""A run of ``burnish train``, from the plan to the last file:
 
-prepare     tokenizer, template, records -> rows; nothing is written, no weight is read (prepare.py)
-build       model, adapter, engine, stream, optimizer, callbacks -> a loop (run_loop.py)
-load        the newest whole checkpoint, if it is this run's (resume.py)
+prepare     tokenizer, template, records -> rows; writes nothing and reads no weights (prepare.py)
+build       model, adapter, engine, data loader, optimizer, callbacks -> a loop (loop.py)
+load        the newest complete checkpoint, if it belongs to this run (recovery/resume.py)
 train       loop/loop.py
-finish      evaluate, save, plot, describe (finish.py)
+finish      evaluate, save, plot, write reports (finish.py)
 """
 
 from __future__ import annotations
@@ -82,19 +82,19 @@ from burnish.utils.patching import allows
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of ``train_run``."""
+    """Result of ``train_run``."""
 
-    output: TrainOutput | None  # None where there was nothing left to do
+    output: TrainOutput | None  # None if there was nothing to train
     folder: Path
     metrics: Mapping[str, float] = field(default_factory=dict)
-    exit_code: int | None = None  # 128 + signal where one cut the run short
+    exit_code: int | None = None  # 128 + signal if a signal interrupted the run
 
 
 def train_run(plan: Plan) -> Result:
-    """The whole of ``burnish train``.
+    """Run ``burnish train``.
 
     Raises:
-        UserError: for what the user gave; before anything is written, but for a model whose weights do not fit.
+        UserError: for errors in the user's input. Nothing has been written then, except if the weights do not fit.
     """
     prepared = prepare(plan)
     for sentence in (*plan.notes, *prepared.notes):
@@ -105,7 +105,7 @@ def train_run(plan: Plan) -> Result:
 
 
 def run_prepared(plan: Plan, prepared: Prepared) -> Result:
-    """From the engine to the last file."""
+    """Create the engine, train, and write all results."""
     options, folder = plan.options, output_folder(plan.options)
     engine = create_engine(options)
     is_first = engine.rank == 0
@@ -136,17 +136,20 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
 
 
 def any_of_ranks(engine: Engine, asked: bool) -> bool:
-    """Tell whether a rank was asked to stop: they hear of a signal at different moments, and must stop at the same
-    step. One read per step."""
+    """Return whether any rank was asked to stop.
+
+    Ranks receive a signal at different times, but must stop at the same step. Costs one synchronization per step.
+    """
     return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
 
 
 def remove_remains(folder: Path, options: RunOptions) -> None:
-    """Remove what an earlier start left: an unfinished checkpoint, and words on an end that this run makes good."""
+    """Remove what an earlier start left behind: an incomplete checkpoint, a traceback, and the mark of a finished
+    run."""
     Checkpoints(folder).remove_incomplete()
     (folder / TRACEBACK_NAME).unlink(missing_ok=True)
     if trains(options):
-        (folder / FINISHED_NAME).unlink(missing_ok=True)  # of fewer steps
+        (folder / FINISHED_NAME).unlink(missing_ok=True)  # it has fewer steps
 
 
 def train_and_finish(
@@ -156,7 +159,7 @@ def train_and_finish(
     try:
         output = train_with_rollback(loop, warn) if trains(options) else None
     finally:
-        loop.checkpoints.wait()  # one that is under way is whole before the folder is let go
+        loop.checkpoints.wait()  # finish a checkpoint in the background before the folder is unlocked
     if interrupt.exit_code is not None:
         if metadata is not None:
             metadata.stopped(interrupt.exit_code)
@@ -168,7 +171,7 @@ def train_and_finish(
 
 
 def how_to_continue(folder: Path) -> list[str]:
-    """The newest checkpoint of a run that was stopped, and the command that continues it."""
+    """Return the newest checkpoint of an interrupted run and the command that resumes it."""
     newest, _ = Checkpoints(folder).newest()
     if newest is None:
         return []
@@ -176,7 +179,7 @@ def how_to_continue(folder: Path) -> list[str]:
 
 
 def metadata_of(plan: Plan, engine: Engine, stats: DataStats) -> RunMetadata:
-    """Facts about the run for other readers, begun: who runs it, and what was given."""
+    """Create the metadata files of the run: its process and its options."""
     folder = output_folder(plan.options)
     metadata = RunMetadata(folder, partial(described, output_dir=str(folder)))
     given = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
@@ -191,11 +194,14 @@ def metadata_of(plan: Plan, engine: Engine, stats: DataStats) -> RunMetadata:
 def build_loop(
     plan: Plan, prepared: Prepared, engine: Engine, found: Path | None, callbacks: Sequence[Any] = ()
 ) -> RunLoop:
-    """The loop at step 0, with every part made in the order in which each needs the one before it.
+    """Build the loop at step 0.
 
     Args:
-        found: the checkpoint that the caller loads next; None for a new run.
-        callbacks: besides those of the options.
+        plan: the plan.
+        prepared: output of ``prepare``.
+        engine: the engine.
+        found: checkpoint that the caller loads next; None for a new run.
+        callbacks: callbacks in addition to those of the options.
     """
     options, objective, steps = plan.options, prepared.objective, prepared.steps
     prepared = with_others_of_the_step(with_place_for_numbers(with_numbers(prepared), options), options)
@@ -237,7 +243,7 @@ def build_loop(
         output_folder(options), fingerprints=prepared.fingerprints(), limit=options.save_total_limit,
         write_extras=partial(write_companions, model, adapter, prepared.tokenizer),
         in_background=options.save_in_background, processes=engine, listeners=listeners,
-        # A schedule-free optimizer changes the weights for an evaluation, and an objective its parts before the update.
+        # A schedule-free optimizer changes weights for evaluation; an objective may change its parts before updates.
         copies_later=not (hasattr(created, "eval") or objective.parts),
     )  # fmt: skip
     loop = RunLoop(
@@ -253,10 +259,11 @@ def build_loop(
 
 
 def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, options: RunOptions) -> Any:
-    """The model with its weights, on its device, and what moves in the format in which it moves."""
+    """Load the model, attach the adapter, and place it on the device, with trainable weights in their training
+    dtype."""
     in_files = loaded_dtype(prepared.config)
     notes = [compute_sentence(compute_dtype(options, prepared.config), in_files, engine.device)]
-    device = engine.device if quantization_of(options, prepared.config) else None  # its kernels are chosen for a device
+    device = engine.device if quantization_of(options, prepared.config) else None  # quantized kernels depend on it
     model = load_model(
         options,
         dtype=load_dtype(options, prepared.config),
@@ -316,7 +323,7 @@ def eval_sets(prepared: Prepared, options: RunOptions, engine: Engine, budget: B
 
 
 def write_companions(model: Any, adapter: ModelAdapter, tokenizer: Any, target: Path) -> None:
-    """Files that make the weights of a checkpoint loadable elsewhere."""
+    """Write the files that are needed to load a checkpoint's weights elsewhere."""
     if adapter.saves_whole_model:
         save_config(model, target)
     else:
@@ -328,16 +335,16 @@ def write_companions(model: Any, adapter: ModelAdapter, tokenizer: Any, target: 
 def fit_objective(
     objective: StageObjective, model: Any, prepared: Prepared, options: RunOptions
 ) -> tuple[Capabilities, list[str], RowsAhead | None]:
-    """Choose between flat and padded batches, and find the way through layers and head.
+    """Choose padding-free or padded batches and set up the objective for the model.
 
     Returns:
-        what the model was seen to do; sentences for a person; what prepares images of coming rows, if there are any.
+        Capabilities found in the model, notes for the user, and a function that prepares images of later rows, if any.
     """
     device, said = next(model.parameters()).device, []
     is_asked = options.enable_liger_kernel is not None
     if takes_liger(options, device) and (is_asked or (not options.torch_compile and allows(options, LIGER))):
         said = apply_liger(model, options.liger_kernel_config, is_asked=is_asked)
-    if not options.torch_compile:  # a compiler fuses by itself
+    if not options.torch_compile:  # the compiler fuses by itself
         patch_forwards(model, options)
     capabilities = find_capabilities(
         model, padding_free=wants_padding_free(options), own_attention=takes_own_attention(options),
@@ -356,25 +363,27 @@ def fit_objective(
 
 
 def takes_own_attention(options: RunOptions) -> bool:
-    """Tell whether burnish's attention may stand in for the model's."""
+    """Return whether burnish's attention may replace the model's."""
     return asked_attention(options) is None and allows(options, PADDING_FREE)
 
 
 def wants_padding_free(options: RunOptions) -> bool:
-    """Tell whether rows are to be laid end to end; the model has the last word."""
+    """Return whether batches should be padding-free. Whether the model supports it is checked later."""
     return bool(options.padding_free or packs_rows(options, OBJECTIVES[options.stage].default_packing))
 
 
 def wants_prefix_sharing(objective: StageObjective, model: Any, options: RunOptions, device: torch.device) -> bool:
-    """Tell whether tokens are to be left out that nothing depends on: as asked or on a CPU, if the loss allows it.
-    ``model`` need have no weights."""
+    """Return whether to skip tokens without effect on the loss: as configured, or by default on CPUs.
+
+    The loss must allow it. ``model`` may be without weights.
+    """
     is_usual = device.type == "cpu" and not options.torch_compile
     wanted = is_usual if options.needed_tokens_only is None else options.needed_tokens_only
     return bool(wanted and objective.allows_prefix_sharing(model))
 
 
 def trainable_dtype(options: RunOptions, model: Any, engine: Engine) -> torch.dtype:
-    """Format of the trained weights; in a run that only evaluates or predicts, that of the other weights."""
+    """Return the dtype of the trained weights. Without training, it is the dtype of the other weights."""
     if options.pure_bf16:
         return torch.bfloat16
     loaded: torch.dtype = next(model.parameters()).dtype

@@ -1,7 +1,7 @@
-"""The callbacks of a run, in the order in which every event reaches them.
+"""The callbacks of a run, in the order in which every event is sent to them.
 
-In: the options. Out: the callback that decides when to log, evaluate and save; early stopping; trackers; the log file;
-callbacks of the caller; and last the output to the terminal, so that it shows the decisions of the others.
+The order is: the callback that decides when to log, evaluate and save; early stopping; trackers; the log file;
+callbacks of the caller; and the terminal output, which is last so that it shows the decisions of the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IN_ORDER = (
     "on_optimizer_step", "on_step_end", "on_log", "on_prediction_step", "on_evaluate", "on_save", "on_epoch_end",
     "on_predict", "on_push_begin", "on_train_end",
 )  # fmt: skip
-"""The events in the order in which they happen, for a step that is logged, evaluated and saved."""
+"""Events in order, for a step that is logged, evaluated and saved."""
 
 
 _FACTOR = 2.0
@@ -36,7 +36,7 @@ _IN_A_ROW = 3
 
 
 class DivergenceCallback(TrainerCallback):
-    """Warns when the logged loss is at least twice the first one, and more than 1 above it, three times in a row."""
+    """Warns if three consecutive logged losses are at least twice the first one and more than 1 above it."""
 
     def __init__(self) -> None:
         self._first: float | None = None
@@ -58,7 +58,7 @@ class DivergenceCallback(TrainerCallback):
 
 
 class LastStepCallback(TrainerCallback):
-    """Logs the last step too, where ``logging_steps`` is a fraction of the run that does not divide it."""
+    """Logs the last step if ``logging_steps`` is a fraction of the run that does not divide it."""
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step == state.max_steps:
@@ -66,10 +66,11 @@ class LastStepCallback(TrainerCallback):
 
 
 def callbacks_of(options: RunOptions, facts: RunFacts | None = None, added: Sequence[Any] = ()) -> list[Any]:
-    """The callbacks of a run.
+    """Return the callbacks of a run.
 
     Args:
-        facts: facts for the first lines of the run.
+        options: options of the run.
+        facts: facts for the first lines of output.
         added: callbacks of the caller, such as the one that handles Ctrl-C.
     """
     return [
@@ -86,7 +87,7 @@ def callbacks_of(options: RunOptions, facts: RunFacts | None = None, added: Sequ
 
 
 def events_of(options: RunOptions) -> Sequence[str]:
-    """The events of a run, in their order; a run that only evaluates or predicts has few of them."""
+    """Return the events of a run in order. A run that only evaluates or predicts has fewer."""
     if trains(options):
         return IN_ORDER
     measures = evaluates(options) or not options.predict_with_generate
@@ -98,6 +99,6 @@ def events_of(options: RunOptions) -> Sequence[str]:
 
 
 def listeners_of(options: RunOptions, added: Sequence[Any] = ()) -> dict[str, list[str]]:
-    """Event -> names of the callbacks that act on it, in their order; events without callbacks are left out."""
+    """Return event -> names of the callbacks that handle it, in order. Events without callbacks are omitted."""
     handler = CallbackHandler(callbacks_of(options, None, added), options, TrainerState(), TrainerControl())
     return {event: names for event in events_of(options) if (names := handler.listeners(event))}

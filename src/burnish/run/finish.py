@@ -1,7 +1,4 @@
-"""The end of a run: model, last evaluation, predictions, results and plots, in ``output_dir``.
-
-In: a run that has trained, or that evaluates or predicts only. Out: files, and the numbers of ``all_results``.
-"""
+"""End of a run: write the model, final evaluation, predictions, results and plots to ``output_dir``."""
 
 from __future__ import annotations
 
@@ -38,10 +35,17 @@ T = TypeVar("T")
 
 
 def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None) -> dict[str, float]:
-    """Write the model, the results and the plots to ``output_dir``. Args: output: None where nothing was trained."""
+    """Write the model, the results and the plots to ``output_dir``, and return the metrics.
+
+    Args:
+        run: the loop.
+        plan: the plan.
+        prepared: output of ``prepare``.
+        output: result of training; None if nothing was trained.
+    """
     options, folder, is_first = plan.options, output_folder(plan.options), run.engine.rank == 0
     results: dict[str, float] = {}
-    run.set_training_mode(False)  # a schedule-free optimizer has other weights for use than for training
+    run.set_training_mode(False)  # a schedule-free optimizer has different weights for inference than for training
     if output is not None and (is_first or run.engine.is_sharded):
         with nothing_lost(run):
             write_trained_model(run, prepared, folder)
@@ -74,8 +78,10 @@ def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None
 
 
 def write_trained_model(run: Loop, prepared: Prepared, folder: Path) -> None:
-    """Write the model or the adapter, with its tokenizer and what its objective adds. Of a sharded model all ranks call
-    this, and the first one writes."""
+    """Write the model or adapter, with tokenizer and reward head.
+
+    If the model is sharded, all ranks must call this; rank 0 writes.
+    """
     held, engine = run.parts["model"].held, run.engine
     assert isinstance(held, ModelState)
     is_adapter = not held.adapter.saves_whole_model
@@ -91,7 +97,7 @@ _SHOWN = ("*model*.safetensors", "README.md", "training_loss.png", "generated_pr
 
 
 def next_steps(folder: Path, gives_scores: bool) -> list[str]:
-    """Where the result is, and the commands that chat with it and serve it."""
+    """Return messages with the location of the result and the commands to use it."""
     files = [path.name for pattern in _SHOWN for path in sorted(folder.glob(pattern))]
     more = f" and {len(files) - 4} more" if len(files) > 5 else ""
     place = shlex.quote(str(folder))
@@ -104,25 +110,28 @@ def next_steps(folder: Path, gives_scores: bool) -> list[str]:
 
 @contextmanager
 def nothing_lost(run: Loop) -> Iterator[None]:
-    """Save a checkpoint if the model cannot be written in the ``with`` block; the same command can then write the model
-    from it. The error is raised all the same."""
+    """Save a checkpoint if the ``with`` block fails to write the model, so that the same command can retry from it.
+
+    The error is raised again.
+    """
     is_written = False
     try:
         yield
         is_written = True
     finally:
         is_kept = run.checkpoints.path(run.state.global_step).is_dir()
-        if not (is_written or is_kept) and run.engine.world_size == 1:  # other ranks do not know, and would not save
+        if not (is_written or is_kept) and run.engine.world_size == 1:  # other ranks would not take part in saving
             run.set_training_mode(True)
             run.save()
             run.checkpoints.wait()
 
 
 class Reports:
-    """The files that tell of a training whose model is written: none that fails keeps the others from being written.
+    """Writes the reports of a run whose model is already saved. A report that fails does not prevent the others.
 
     Args:
-        is_of_model: false where nothing was trained: the reports are the result then, and a failure is raised at once.
+        run: the loop.
+        is_of_model: false if nothing was trained. The reports are then the result, and a failure is raised at once.
     """
 
     def __init__(self, run: Loop, is_of_model: bool) -> None:
@@ -130,7 +139,7 @@ class Reports:
         self._failures: list[OSError] = []
 
     def write(self, report: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | None:
-        """Call ``report``. Returns its result, or None where it could not be written."""
+        """Call ``report`` and return its result, or None if it could not be written."""
         try:
             return report(*given, **named)
         except OSError as error:
@@ -140,20 +149,20 @@ class Reports:
             return None
 
     def raise_if_missing(self) -> None:
-        """Raise NotSavedError for the first file that could not be written."""
+        """Raise NotSavedError for the first report that could not be written."""
         if not self._failures:
             return
         checkpoints, step = self._run.checkpoints, self._run.state.global_step
         found = failure_in_words(self._failures[0], str(checkpoints.folder))
         assert found is not None
-        can_go_on = checkpoints.path(step).is_dir()  # with no step left, and write what is missing
+        can_go_on = checkpoints.path(step).is_dir()  # resuming from it needs no step and writes what is missing
         remedy = found.remedy if can_go_on else f"{found.remedy.partition(', then ')[0].rstrip('.')}."
         why = f'The model in "{checkpoints.folder}" is complete and fully trained.'
         raise NotSavedError(replace(found, why=why, remedy=remedy)) from self._failures[0]
 
 
 def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
-    """The metrics of an evaluation after the last step, if the weights have not changed since."""
+    """Return the metrics of an evaluation after the last step; empty if the weights have changed since."""
     if options.load_best_model_at_end:
         return {}
     entries = [entry for entry in run.state.log_history if entry["step"] == run.state.global_step]
@@ -163,7 +172,7 @@ def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
 
 
 def count_streamed(prepared: Prepared) -> None:
-    """Report the stats of rows that were encoded during training (streaming)."""
+    """Report the statistics of rows that were encoded during training (streaming)."""
     if prepared.rows.is_streamed:
         prepared.stats.merge(prepared.rows.counted())
         for sentence in prepared.stats.sentences():
@@ -171,7 +180,7 @@ def count_streamed(prepared: Prepared) -> None:
 
 
 def margins_of(run: Loop) -> dict[str, list[float]]:
-    """The margins of a reward model's pairs, by evaluation set; those of training where there is none."""
+    """Return the reward margins of pairs by evaluation set, or those of the training set if there is none."""
     kept = getattr(run.objective, "margins", None)
     if kept is None:
         return {}
@@ -182,7 +191,7 @@ def margins_of(run: Loop) -> dict[str, list[float]]:
 
 
 def draw_plots(run: Loop, options: RunOptions, margins: Mapping[str, list[float]]) -> dict[str, str]:
-    """Draw the loss, and the margins of pairs. Returns what each plot shows -> its name."""
+    """Plot the loss and the reward margins. Returns description -> file name."""
     folder = output_folder(options)
     plots = plot_history(run.state.log_history, folder, folder.name) if options.plot_loss else []
     shown = [("The loss of each step", path) for path in plots[:1]]

@@ -1,14 +1,14 @@
-"""Starts the processes of a run on this machine, so that the user sees a single program.
+"""Launcher: starts the processes of a run on this machine.
 
-In: the arguments of ``burnish train``. Out: an exit status; None where this process does the work itself, because one
-is enough or because a launcher started it already.
+``launch`` returns an exit status, or None if this process should do the work itself because one process is enough or
+another launcher has already started it.
 
-The first process of a machine writes to the terminal; the output of the others is kept in case one of them fails. A
-signal goes to the first process, which agrees with the others on the step after which all stop. When a process dies,
-the others end within seconds, and its last message is printed last. With ``max_restarts`` all of them are started again
-from the newest checkpoint.
+The first process of a machine writes to the terminal. The output of the others is kept in case one of them fails. A
+signal is forwarded to the first process, which agrees with the others on the step after which all stop. If a process
+dies, the others end within seconds, and its last message is printed last. With ``max_restarts``, all processes are
+restarted from the newest checkpoint.
 
-Nothing heavy is imported here: the started processes import what they need.
+No heavy library is imported here; the started processes import what they need.
 """
 
 from __future__ import annotations
@@ -43,25 +43,26 @@ from burnish.parallel.process_counts import (
 from burnish.report import console
 from burnish.utils.environment import count_in, number_in
 
-PROGRAM = ("-P", "-m", "burnish.train")  # -P: no module is imported from the folder that the run is started in
+PROGRAM = ("-P", "-m", "burnish.train")  # -P: do not import modules from the current folder
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _USER_ERROR = 2
 STALLED = ".stalled"
-"""Behind the name of a process's failure file: where ``run/recovery/stall.py`` writes its stacks."""
+"""Suffix of a process's failure file, to which ``run/recovery/stall.py`` writes the stacks."""
 _GRACE_S = 3.0
 _LOOKS_EVERY_S = 0.05
 _LAST_LINES = 12
 
 
 def launch(words: Sequence[str], given: Mapping[str, RawValue]) -> int | None:
-    """Start the processes of ``burnish train *words`` on this machine, wait for them, and print how they ended.
+    """Run ``burnish train *words`` in several processes on this machine, wait for them, and print failures.
 
     Args:
-        given: the values that ``words`` give.
+        words: arguments of ``burnish train``.
+        given: option values parsed from ``words``.
     Returns:
-        the exit status of the run; None where it runs in this process.
+        Exit status of the run, or None if it should run in this process.
     Raises:
-        UserError: where there are several machines and a variable about them is missing.
+        UserError: if there are several machines and an environment variable for them is missing.
     """
     asked = Asked.of(given)
     raise_if([*launcher_problems(), *problems_of_machines()])
@@ -85,7 +86,7 @@ def launch(words: Sequence[str], given: Mapping[str, RawValue]) -> int | None:
 
 @dataclass
 class Asked:
-    """The options that starting a run depends on. Unreadable values count as not given: the plan refuses them."""
+    """Options needed before the plan exists. Invalid values are ignored here, because the plan reports them."""
 
     num_processes: int | str = AUTO
     max_restarts: int = 0
@@ -109,7 +110,7 @@ class Asked:
 
 
 def going_on(words: Sequence[str], output_dir: str | None) -> list[str]:
-    """The arguments with which a restarted run continues from its newest checkpoint, if it has one."""
+    """Return the arguments for a restart, which resumes from the newest checkpoint if there is one."""
     saved = Path(output_dir).glob("checkpoint-*/manifest.json") if output_dir else ()
     if not any(saved):
         return list(words)
@@ -118,10 +119,12 @@ def going_on(words: Sequence[str], output_dir: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class ProcessesEnded:
-    """The end of the processes.
+    """How the processes ended.
 
     Args:
-        failures: messages to print; none where the processes succeeded or were asked to stop.
+        status: exit status of the run.
+        failures: messages to print; empty if the processes succeeded or were asked to stop.
+        may_succeed_again: whether a restart could help.
     """
 
     status: int
@@ -130,7 +133,7 @@ class ProcessesEnded:
 
 
 class Processes:
-    """The processes of this machine, from their start to the end of the last one."""
+    """The processes of this machine."""
 
     def __init__(self, words: Sequence[str], count: int, folder: Path) -> None:
         self.folder = folder
@@ -142,7 +145,7 @@ class Processes:
         self.running = [self._started(words, place, rank, common) for place, rank in enumerate(self.ranks)]
 
     def _environment(self, count: int) -> dict[str, str]:
-        """The environment of all processes. If the number of threads is not set, the cores are divided evenly."""
+        """Return the common environment. Unless OMP_NUM_THREADS is set, the cores are divided evenly."""
         found = {**os.environ, "WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(count)}
         found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
         if num_machines() == 1:
@@ -158,10 +161,10 @@ class Processes:
         }  # fmt: skip
         output: Any = None if place == 0 else self._log(rank).open("wb")
         try:
-            return subprocess.Popen(  # noqa: S603 - this program, with the words that it was given
+            return subprocess.Popen(  # noqa: S603 - this program, with its own arguments
                 [sys.executable, *PROGRAM, *words], env=environment, stdin=subprocess.DEVNULL,
                 stdout=output, stderr=output,
-                process_group=0,  # so that a terminal sends Ctrl-C only to this process, which forwards it
+                process_group=0,  # so that the terminal sends Ctrl-C to this process only, which forwards it
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )  # fmt: skip
         finally:
@@ -169,14 +172,14 @@ class Processes:
                 output.close()
 
     def wait(self) -> ProcessesEnded:
-        """Wait until the last process has ended."""
+        """Wait until all processes have ended."""
         with self._forwarding():
             try:
                 while self._are_running() and not self._is_over():
                     time.sleep(_LOOKS_EVERY_S)
                 until = time.monotonic() + _GRACE_S
                 while self._are_running() and time.monotonic() < until:
-                    time.sleep(_LOOKS_EVERY_S)  # a process that notices the end of another removes its live line
+                    time.sleep(_LOOKS_EVERY_S)  # time for processes to notice the failure and clear their progress bar
             finally:
                 self._kill()
         if self._has_stopped() or not any(map(self._has_failed, self.running)):
@@ -190,7 +193,7 @@ class Processes:
         return self._has_stopped() or any(map(self._has_failed, self.running))
 
     def _has_stopped(self) -> bool:
-        """Return whether the first one has ended because it was asked to."""
+        """Return whether the first process has ended because of a signal that was forwarded to it."""
         status = self.running[0].poll()
         return self.received is not None and status is not None and exit_status(status) > 128
 
@@ -198,19 +201,19 @@ class Processes:
         return process.poll() not in (None, 0) and process not in self.killed
 
     def _kill(self) -> None:
-        """Kill the remaining processes. Nothing is lost, because an incomplete checkpoint does not count."""
+        """Kill the remaining processes. This is safe, because an incomplete checkpoint is ignored."""
         for process in self.running:
             if process.poll() is None:
                 self.killed.append(process)
                 process.kill()
                 process.wait()
         if self.running[0] in self.killed and sys.stdout.isatty():
-            print("\x1b[?25h", end="", flush=True)  # the cursor, which its live line had hidden
+            print("\x1b[?25h", end="", flush=True)  # show the cursor, which the progress bar had hidden
 
     # --- what is said -------------------------------------------------------------------------------------------------
 
     def _failure(self) -> ProcessesEnded:
-        """The failure of the process that failed first; the others failed because it was gone."""
+        """Return the failure of the process that failed first; the others failed as a consequence."""
         failed = [
             (rank, process) for rank, process in zip(self.ranks, self.running, strict=True) if self._has_failed(process)
         ]
@@ -231,7 +234,7 @@ class Processes:
         return ProcessesEnded(status, (*first, f"{last}\n  {self._place(rank)}."), True)
 
     def _time_of_failure(self, failed: tuple[int, subprocess.Popen[bytes]]) -> tuple[float, int]:
-        """Sorting key: processes that a signal ended come first, as they did not fail because another was gone."""
+        """Sorting key: processes killed by a signal come first, since they did not fail because of another process."""
         said = self._failure_file(failed[0])
         return said.stat().st_mtime if said.is_file() else 0.0, failed[0]
 
@@ -251,7 +254,7 @@ class Processes:
         return self.folder / f"rank-{rank}.failure"
 
     def _stacks(self, rank: int) -> str:
-        """The stacks of its threads that a stalled process has written, indented."""
+        """Return the thread stacks that a stalled process has written, indented."""
         path = Path(str(self._failure_file(rank)) + STALLED)
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
         return "\n".join(f"    {line}" for line in lines)
@@ -275,16 +278,16 @@ class Processes:
                 signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received if number == signal.SIGHUP else number  # a closed terminal ends no run
+        self.received = self.received if number == signal.SIGHUP else number  # a closed terminal does not end the run
         if self.running[0].poll() is None:
             self.running[0].send_signal(number)
 
 
 def exit_status(returncode: int) -> int:
-    """An exit status as in shells: 128 + the signal that ended a process."""
+    """Return an exit status as shells report it: 128 + signal for a process ended by a signal."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 def _end_with_parent() -> None:
-    """Have Linux stop this process when its parent is gone (prctl, PR_SET_PDEATHSIG)."""
+    """Make Linux terminate this process when its parent dies (prctl, PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)

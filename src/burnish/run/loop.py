@@ -1,4 +1,4 @@
-"""The loop of ``burnish train``: it resumes as the options say, and names the records of a step."""
+"""The training loop of ``burnish train``: applies changed learning rates on resume, and names the records of a step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ from burnish.run.plan.options import RunOptions
 
 
 class RunLoop(Loop):
-    """A ``Loop`` over encoded records. Args: origins: the records of its rows; the others are the loop's."""
+    """A ``Loop`` over encoded records.
+
+    Args:
+        options: options of the run.
+        origins: records of the rows.
+        parts: see ``Loop``.
+    """
 
     def __init__(self, options: RunOptions, origins: Origins, **parts: Any) -> None:
         super().__init__(options, **parts)
         self.origins = origins
 
     def load(self, folder: Path) -> None:
-        """Continue from a checkpoint. The learning rates of the options hold from its step on."""
+        """Continue from a checkpoint. Learning rates come from the options, not from the checkpoint."""
         scheduler: Any = self.schedule.scheduler
         rates = (
             [group["initial_lr"] for group in self.optimizer.param_groups] if hasattr(scheduler, "lr_lambdas") else []
         )
         super().load(folder)
-        if rates:  # the same bits if they were not changed
+        if rates:  # bitwise equal if they were not changed
             scheduler.base_lrs = list(rates)
             for group, rate, factor in zip(self.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
                 group["initial_lr"] = rate

@@ -1,7 +1,6 @@
-"""Plan -> Prepared: tokenizer, template, and rows made of records. No weight is read, and no file is written but the
-cache of encoded rows.
+"""Prepare a run: tokenizer, template, and encoded rows. Reads no weights, writes only the cache of encoded rows.
 
-Every mistake of a user is refused here or before; ``explain`` ends after this.
+All errors in the user's input are reported here or earlier. ``explain`` ends after this.
 """
 
 from __future__ import annotations
@@ -50,28 +49,30 @@ LOOKED_AT = 256
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that is known before a weight is read: tokenizer, template, rows, steps, sizes, notes."""
+    """Everything known before weights are read: tokenizer, template, rows, steps, sizes, notes."""
 
     tokenizer: Any
     template: Template
     config: Any
     objective: StageObjective
-    rows: RowSet[Row | None]  # None where a streamed example gives no row
-    sample: RowSet[Row]  # rows that are known before: all, or some when streaming
+    rows: RowSet[Row | None]  # None for a streamed example without a row
+    sample: RowSet[Row]  # rows that are known in advance: all of them, or a sample when streaming
     eval_rows: Mapping[str, RowSet[Row]]
     steps: StepPlan
     where: Origins
     sizes: Sizes
     formats: Formats
     stats: DataStats
-    fingerprints: Callable[[], Mapping[str, Any]]  # called only if needed, because it fetches weights from a hub
+    fingerprints: Callable[[], Mapping[str, Any]]  # called only if needed, because it downloads weights from a hub
     notes: list[str] = field(default_factory=list)
-    family: Family | None = None  # of a vision model
+    family: Family | None = None  # for a vision model
 
 
 def prepare(plan: Plan) -> Prepared:
-    """Make rows of records, and refuse everything that can be refused. Reads no weight and writes no file but the cache
-    of encoded rows."""
+    """Encode the data and report all errors in the user's input.
+
+    Reads no weights and writes only the cache of encoded rows.
+    """
     options, stats = plan.options, DataStats()
     notes: list[str] = []
     set_seed(options.seed, options.full_determinism)
@@ -127,7 +128,7 @@ def prepare(plan: Plan) -> Prepared:
 
 
 def load_data(plan: Plan, stats: DataStats) -> DataSets:
-    """Load the data sets. Their problems are reported together with those of the model's files."""
+    """Load the datasets. Their problems are reported together with those of the model's files."""
     options = plan.options
     problems = check_model(options, needs_head=OBJECTIVES[options.stage].uses_lm_head)
     try:
@@ -144,7 +145,7 @@ def load_data(plan: Plan, stats: DataStats) -> DataSets:
 def training_rows(
     sets: DataSets, objective: StageObjective, config: Any, stats: DataStats, options: RunOptions
 ) -> tuple[RowSet[Row | None], RowSet[Row], Origins]:
-    """The rows of the training set, those known before the first step, and where each comes from."""
+    """Return the training rows, those known before the first step, and the origin of each."""
     if sets.train.is_streamed:
         streamed = StreamedRows(sets.train, objective.encode, partial(refuse_long, config))
         return streamed, sample_of(streamed), Origins(sets.train, streamed, None)
@@ -162,7 +163,7 @@ def evaluation_rows(
 
 
 def check_lengths(sets: Sequence[RowSet[Row]], config: Any, options: RunOptions) -> list[Problem]:
-    """Problems of rows that the model's context, or the tokens of a micro-batch, cannot hold."""
+    """Return problems of rows that exceed the model's context or the token budget of a micro-batch."""
     longest = max((length for rows in sets for length in rows.sequence_lengths), default=0)
     largest = max((length for rows in sets for length in rows.lengths), default=0)
     context, new = context_length(config), options.max_completion_length
@@ -178,11 +179,15 @@ def encode(
     examples: Sequence[Example], objective: StageObjective, stats: DataStats, options: RunOptions,
     eval_name: str | None = None, data: str | None = None,
 ) -> RowSet[Row]:  # fmt: skip
-    """Encode a set.
+    """Encode a dataset.
 
     Args:
-        eval_name: of an evaluation set; None for the training set.
-        data: the ``content_hash`` of the examples, where it is known.
+        examples: examples of the dataset.
+        objective: encodes them.
+        stats: statistics that dropped examples are added to.
+        options: options of the run.
+        eval_name: name of an evaluation set; None for the training set.
+        data: ``content_hash`` of the examples, if known.
     """
     is_eval = eval_name is not None
     truncate = not splits_rows(options, objective.default_packing, is_eval)
@@ -203,12 +208,12 @@ def encode(
 
 
 def refuse_long(config: Any, row: Row) -> None:
-    """Refuse a streamed row that is longer than the model's context."""
+    """Raise UserError for a streamed row that is longer than the model's context."""
     raise_if(check_context(config, max(lengths_of(row))))
 
 
 def sample_of(rows: RowSet[Any]) -> ListedRows:
-    """Some rows, spread over a set, for everything that must be known before the first step."""
+    """Return rows spread over a dataset, for everything that must be known before the first step."""
     some = (rows[number] for number in range(0, len(rows), max(1, len(rows) // LOOKED_AT)))
     return ListedRows([row for row in some if row is not None])
 
@@ -223,7 +228,7 @@ def nothing_to_learn(stats: DataStats, options: RunOptions) -> Problem:
 
 
 def unusable_sets(members: Mapping[str, Sequence[Example]], stats: DataStats) -> list[Problem]:
-    """Problems of data sets of which no example is left, while others have some."""
+    """Return problems of datasets without usable examples, while other datasets have some."""
     reasons = {name: stats.dropped(examples) for name, examples in members.items()}
     return [
         Problem(

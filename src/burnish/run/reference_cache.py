@@ -1,10 +1,8 @@
-"""The reference's numbers of a set on disk, so that a second run need not ask for them.
+"""Disk cache of reference log-probabilities, so that a second run need not compute them again.
 
-In: rows with a place for the numbers, and who answers. Out: the rows with their numbers, read or asked and kept. The
-key is a hash of all that the numbers depend on: the batches that the reference is asked about, to the last token, its
-weights and its config, format and device of the arithmetic, the patches to its code, and the versions. So a changed
-reference, set or template is asked anew, and so is one whose file is damaged. An entry is a folder of rows
-(``data/rows/store.py``) in the cache.
+The cache key is a hash of everything they depend on: every token of the batches, weights and config of the reference,
+dtype and device, patches to the model's code, and versions. They are computed again if any of these has changed, or if
+the cached file is damaged. An entry is a folder of rows (``data/rows/store.py``) in the cache.
 """
 
 from __future__ import annotations
@@ -35,11 +33,15 @@ from burnish.utils.patching import patch_summary
 def fill(
     rows: RowsWithReference, objective: Any, module: nn.Module, engine: Engine, size: int, anew: bool = False
 ) -> list[str]:
-    """Fill in the numbers of ``rows``; sentences for a person.
+    """Fill in the reference log-probabilities of ``rows``. Returns notes for the user.
 
     Args:
-        objective: whose reference is asked, ``size`` rows at a time. module: the policy, as the engine has it.
-        anew: ask even where an earlier run has kept the numbers.
+        rows: rows to fill.
+        objective: objective whose reference is evaluated.
+        module: the policy, as prepared by the engine.
+        engine: the engine.
+        size: rows per batch.
+        anew: ignore the cache.
     """
     folder = cache_home() / "reference" / key_of(rows, objective, module, engine, size)
     kept = None if anew else _kept(folder)
@@ -51,7 +53,7 @@ def fill(
 
 
 def _kept(folder: Path) -> list[Row] | None:
-    """The numbers that an earlier run kept; None where there are none, or they are damaged."""
+    """Return cached numbers, or None if there are none or they are damaged."""
     try:
         return list(open_rows(folder))
     except UserError:
@@ -72,7 +74,7 @@ def _keep(rows: RowsWithReference, folder: Path) -> list[str]:
 
 
 def key_of(rows: RowsWithReference, objective: Any, module: nn.Module, engine: Engine, size: int) -> str:
-    """The hash of everything that the numbers depend on; the same on every rank, and for any number of them."""
+    """Return a hash of everything that the numbers depend on. It is the same on every rank and for any world size."""
     hashed = blake2b(digest_size=16)
     is_base = isinstance(objective.reference, AdapterOff)
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad and is_base}
@@ -96,7 +98,7 @@ def key_of(rows: RowsWithReference, objective: Any, module: nn.Module, engine: E
 
 
 def tensors_of(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch and of those within it, in the order of their names."""
+    """Yield the tensors of a batch and of nested batches, ordered by name."""
     for name in sorted(batch):
         if isinstance(batch[name], Mapping):
             yield from ((f"{name}.{inner}", tensor) for inner, tensor in tensors_of(batch[name]))

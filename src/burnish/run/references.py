@@ -1,13 +1,12 @@
-"""The reference of a run, with which its policy is compared, and its cost.
+"""Reference models of a run, with their memory cost.
 
-In: the options, the model as it is about to be trained. Out: a ``Reference``, or None where the loss needs none, and a
-sentence for a person. Refused: a reference whose vocabulary is another than the policy's.
-
-- a new adapter: the model without it; costs nothing but its forward passes
-- an adapter that is continued, PiSSA: the adapter's weights at the start, a copy of its size
-- full training: the weights at the start, a copy of the model's size
+- new adapter: the model without the adapter; costs only forward passes
+- continued adapter, or PiSSA: a copy of the adapter's initial weights
+- full training: a copy of the model's initial weights
 - ``ref_model``: a second frozen model
-- ``precompute_ref_log_probs``: any of them asked once, before the first step; then no copy of the start is kept
+- ``precompute_ref_log_probs``: any of these, evaluated once before the first step; no copy of initial weights is kept
+
+A reference model with another vocabulary than the policy is refused.
 """
 
 from __future__ import annotations
@@ -55,10 +54,15 @@ def begin_reference(
     objective: StageObjective, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions,
     is_padding_free: bool,
 ) -> list[str]:  # fmt: skip
-    """Give the objective the reference that it is compared with, if any; what a person should know of it.
+    """Set the objective's reference model, if it needs one. Returns notes for the user.
 
     Args:
-        is_padding_free: whether sequences lie end to end in the batches, which the reference reads too.
+        objective: the objective.
+        model: the policy, before training.
+        adapter: adapter of the policy.
+        engine: the engine.
+        options: options of the run.
+        is_padding_free: whether batches are padding-free, which the reference model must then support.
     """
     if not objective.needs_reference:
         return []
@@ -101,7 +105,7 @@ def _following(start: StartOfRun | SecondModel, sentence: str, options: RunOptio
 
 
 def with_place_for_numbers(prepared: Prepared, options: RunOptions) -> Prepared:
-    """The rows with a place for the reference's numbers, where they are asked for before the first step."""
+    """Return the rows with a place for precomputed reference log-probabilities, if the options ask for them."""
     if not (options.precompute_ref_log_probs and needs_reference(prepared.objective)):
         return prepared
     rows: Any = RowsWithReference(prepared.rows)
@@ -111,7 +115,7 @@ def with_place_for_numbers(prepared: Prepared, options: RunOptions) -> Prepared:
 
 
 def with_others_of_the_step(prepared: Prepared, options: RunOptions) -> Prepared:
-    """The training rows, whose other answers are those of their step, where that is asked for."""
+    """Return the training rows with mismatched completions from their own step, if the options ask for them."""
     if prepared.objective.mismatched_responses(options) != "step":
         return prepared
     rows: Any = RowsWithOthers(prepared.rows, options.cutoff_len)
@@ -119,7 +123,7 @@ def with_others_of_the_step(prepared: Prepared, options: RunOptions) -> Prepared
 
 
 def ask_beforehand(run: Loop, prepared: Prepared, options: RunOptions) -> list[str]:
-    """Fill in those numbers; sentences for a person. A reference that takes memory is let go."""
+    """Precompute reference log-probabilities. Returns notes. A reference model that takes memory is released."""
     objective: Any = run.objective
     places = [some for some in (prepared.rows, *prepared.eval_rows.values()) if isinstance(some, RowsWithReference)]
     size, said = options.per_device_eval_batch_size, list[str]()
@@ -131,19 +135,21 @@ def ask_beforehand(run: Loop, prepared: Prepared, options: RunOptions) -> list[s
 
 
 def needs_reference(objective: StageObjective) -> bool:
-    """Return whether the loss compares with a reference."""
+    """Return whether the loss needs a reference model."""
     return objective.needs_reference
 
 
 def is_base(options: RunOptions) -> bool:
-    """Return whether the model without its adapter equals the start of the run: so it is with a new adapter, but for
-    PiSSA."""
+    """Return whether the model without its adapter equals the start of the run.
+
+    This is the case for a new adapter, except with PiSSA.
+    """
     continues = options.adapter_name_or_path and not options.create_new_adapter
     return options.finetuning_type == "lora" and not continues and not options.pissa_init
 
 
 def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> str:
-    """Describe the reference model of the policy and its cost, before any weight is read."""
+    """Describe the reference model and its cost, before any weight is read."""
     once = options.precompute_ref_log_probs
     passes = f"{'one forward pass per example' if once else 'its forward passes'}, without a gradient"
     if options.ref_model is not None:
@@ -186,15 +192,14 @@ def _second(
 
 
 def _reads_alike(model: nn.Module, second: nn.Module, options: RunOptions) -> bool:
-    """Return whether the second model keeps the sequences of a padding-free row apart, and shares prefixes if the first
-    does."""
+    """Return whether the second model supports padding-free rows, and prefix sharing if the policy uses it."""
     own_attention = asked_attention(options) is None and allows(options, PADDING_FREE)
     is_flat = make_padding_free(second, own_attention=own_attention).is_flat
     return is_flat and (not shares_prefixes(model) or shares_prefixes(second))
 
 
 def refuse_other_vocabulary(model: nn.Module, second: nn.Module) -> None:
-    """Refuse a reference whose tokens are others than the policy's."""
+    """Raise UserError if the vocabulary sizes of reference and policy differ."""
     own, other = (causal_lm(one).get_input_embeddings().weight.shape[0] for one in (model, second))
     if own != other:
         raise UserError(

@@ -1,13 +1,13 @@
-"""Metrics that compare generated answers with the given ones, for ``do_predict``.
+"""Metrics that compare generated responses with reference responses, for ``do_predict``.
 
-A member of the family is a function ``(predictions, labels) -> {name: value}``, both lists of texts of equal length. A
-user's own is registered the same way, in a package with an entry point in the group ``burnish.metric``:
+A metric is a function ``(predictions, labels) -> {name: value}`` of two lists of texts of equal length. Packages can
+register metrics through the entry-point group ``burnish.metric``:
 
     @METRICS.register("length")
     def length(predictions, labels): ...
 
-BLEU-4 and ROUGE are computed as LLaMA-Factory does (src/llamafactory/train/sft/metric.py), by the same libraries, so
-that scores can be compared with those of earlier runs: means over the answers, in percent.
+BLEU-4 and ROUGE are computed as in LLaMA-Factory (src/llamafactory/train/sft/metric.py), with the same libraries, so
+that scores are comparable: means over the responses, in percent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MetricOptions:
 
 
 class MetricChoices(Protocol):
-    """The options read here."""
+    """Options read here."""
 
     do_predict: bool
     predict_metrics: list[str]
@@ -47,7 +47,7 @@ class MetricChoices(Protocol):
 
 @check
 def check_metrics(options: MetricChoices) -> list[Problem]:
-    """Check that the libraries of the metrics are installed."""
+    """Return a problem for each library that a selected metric needs and that is not installed."""
     if not (options.predict_with_generate and options.do_predict):
         return []
     members = [METRICS.get(name) for name in options.predict_metrics if name in METRICS]
@@ -66,7 +66,7 @@ def check_metrics(options: MetricChoices) -> list[Problem]:
 
 
 def installed_metrics() -> list[str]:
-    """The default metrics whose libraries are installed; a note names the others."""
+    """Return the default metrics whose libraries are installed, and print a note about the others."""
     missing = {name: _missing_libraries(METRICS.get(name)) for name in MetricOptions().predict_metrics}
     lacking = {name: libraries for name, libraries in missing.items() if libraries}
     if lacking:
@@ -83,7 +83,7 @@ def _missing_libraries(member: Member[AnswerMetric]) -> list[str]:
 
 
 def scores(predictions: Sequence[str], labels: Sequence[str], options: MetricChoices) -> dict[str, float]:
-    """Compute all metrics that the options name."""
+    """Compute the metrics selected by the options."""
     found: dict[str, float] = {}
     for name in options.predict_metrics:
         found |= METRICS[name](predictions, labels)
@@ -92,14 +92,14 @@ def scores(predictions: Sequence[str], labels: Sequence[str], options: MetricCho
 
 @METRICS.register("exact_match")
 def exact_match(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
-    """The share of answers that equal the given ones, apart from white space around them."""
+    """Fraction of responses that equal the reference, ignoring leading and trailing whitespace."""
     same = [p.strip() == label.strip() for p, label in zip(predictions, labels, strict=True)]
     return {"exact_match": _mean([float(is_same) for is_same in same])}
 
 
 @METRICS.register("bleu-4", libraries=("nltk",))
 def bleu_4(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
-    """BLEU-4 over runs of up to four characters (Papineni et al. 2002), in percent."""
+    """BLEU-4 on character n-grams (Papineni et al. 2002), in percent."""
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 
     smooth = SmoothingFunction().method3
@@ -112,7 +112,7 @@ def bleu_4(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float
 
 @METRICS.register("rouge", libraries=("jieba", "rouge_chinese"))
 def rouge(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
-    """ROUGE: words, pairs of words and the longest subsequence that both have (Lin 2004), F1 in percent."""
+    """ROUGE-1, ROUGE-2 and ROUGE-L on words (Lin 2004), F1 in percent."""
     import jieba
     from rouge_chinese import Rouge
 

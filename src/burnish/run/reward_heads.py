@@ -1,7 +1,7 @@
-"""The head of a reward model, between its files and a run.
+"""Load and save the head of a reward model.
 
-In: folders of a model and its adapters. Out: the head that training begins with; and after it, LLaMA-Factory's
-``value_head.safetensors`` beside the language model or the adapter, or a sequence classifier of transformers.
+The head is read from the folder of the model or its adapters, or newly initialized. It is saved as LLaMA-Factory's
+``value_head.safetensors``, or as part of a sequence classifier of transformers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from burnish.run.plan.options import RunOptions
 
 
 def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -> list[str]:
-    """Give the objective the head that the run begins with; what a person should know of it."""
+    """Set the objective's reward head or value head, loaded or new. Returns notes for the user."""
     if isinstance(objective, PpoObjective):
         return _begin_value_head(objective, options)
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, RewardHead):
@@ -54,7 +54,7 @@ def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -
         return [f"The reward head was loaded from {file} ({kind[0]})."]
     objective.came_as_score = file.name not in (VALUE_HEAD, OLD_VALUE_HEAD)
     if objective.came_as_score and objective.options.reward_head is None and isinstance(objective.head, ValueHead):
-        objective.head.summary.register_parameter("bias", None)  # a classifier, as which it is saved again, has none
+        objective.head.summary.register_parameter("bias", None)  # it is saved as a classifier, which has no bias
     objective.head.take(weights)
     _refuse_classifier(objective, options, engine)
     return [f"The reward head was loaded from {file}."]
@@ -77,14 +77,14 @@ def _refuse_classifier(objective: RewardObjective, options: RunOptions, engine: 
 
 
 def saved_head(objective: RewardObjective) -> str:
-    """Return the form in which the head is saved: value_head, score, or the name of another head."""
+    """Return the format in which the head is saved: value_head, score, or the name of a custom head."""
     return (
         objective.options.reward_head or objective.head_kind or ("score" if objective.came_as_score else "value_head")
     )
 
 
 def head_folders(options: RunOptions) -> list[Path]:
-    """List the folders that may hold a reward head, the likeliest last: the model, then its adapters in order."""
+    """Return the folders that may hold a reward head: the model, then its adapters in order. The last one wins."""
     try:
         model = find_source(options.model_name_or_path, options).folder
     except UserError:
@@ -95,7 +95,7 @@ def head_folders(options: RunOptions) -> list[Path]:
 def save_head(
     objective: Objective, model: nn.Module, tokenizer: Any, folder: Path, *, is_adapter: bool, engine: Engine
 ) -> None:
-    """Write the head of what was saved in ``folder``, so that its owner's readers find it. All ranks call it."""
+    """Write the head in the format that matches what was saved in ``folder``. All ranks must call this."""
     if isinstance(objective, PpoObjective) and objective.value_head is not None:
         values = {name: engine.whole(value).detach().cpu() for name, value in objective.value_head.weights().items()}
         if engine.rank == 0:
@@ -111,7 +111,7 @@ def save_head(
         write_value_head(folder, weights, (asked, objective.head.width))
         return
     has_bias = BIAS in weights and bool(weights[BIAS].any())
-    if asked == "value_head" or has_bias:  # a classifier has no place for a bias
+    if asked == "value_head" or has_bias:  # a classifier cannot store a bias
         write_value_head(folder, weights)
     elif is_adapter:
         add_score_to_adapter(folder, weights)

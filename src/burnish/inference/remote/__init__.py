@@ -1,1 +1,1 @@
-"""Inference servers in other processes: vLLM, SGLang, or any that serves OpenAI's completions."""
+"""Inference servers in other processes: vLLM, SGLang, or any server with OpenAI's completions API."""

@@ -1,11 +1,10 @@
-"""The engine of another process: a server of vLLM or SGLang, or any that speaks OpenAI's completions, fed with ids.
+"""Inference engine over HTTP: a vLLM or SGLang server, or any server with OpenAI's completions API.
 
-In:  requests, as the engine in this process takes them. Out: the same words. Prompts travel as arrays of ids, so that
-     no server renders a conversation by another template; replies are read from ids by ``replies.py`` where the server
-     gives ids, and from its text, tokenized again, where it does not. Each request is one streamed request in a thread
-     of its own. A key is sent to the address that was given or started, and to nobody else; no redirect is followed.
-     Written against a stub with recorded replies; no server of vLLM or SGLang was at hand, so that what they do beyond
-     those replies is not known here.
+Prompts are sent as token ids, so that the server does not apply a chat template. Responses are parsed from ids if the
+server returns them, otherwise from its text, which is tokenized again. Each request is a streamed HTTP request in its
+own thread. The key is sent to the configured server only; redirects are not followed.
+
+Developed against a stub with recorded responses. It has not been tested with a vLLM or SGLang server.
 """
 
 from __future__ import annotations
@@ -43,13 +42,16 @@ class RemoteEngine:
     """``types.InferenceEngine`` over HTTP.
 
     Args:
-        url: of the server, without ``/v1``.
+        url: URL of the server, without ``/v1``.
+        tokenizer: tokenizes the text of a server that returns no ids.
         key: sent as a bearer token; "" for none.
-        model: the name under which the server has the model; adapters are named as they are.
-        tokenizer: reads ids from the text of a server that gives no ids.
-        slots: requests at once.
-        waiting: requests that may wait; None for any number.
-        at_end: what is to be done once it is closed.
+        model: model name on the server; adapters have their own names.
+        context: maximum number of tokens of prompt and response together.
+        slots: number of concurrent requests.
+        waiting: maximum number of queued requests; None for no limit.
+        adapters: names of served adapters.
+        name: name in messages.
+        at_end: called after the engine was closed.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class RemoteEngine:
         self._limit, self._at_end = waiting, at_end
         self.note = ""
         self._numbers, self._lock = count(1), threading.Lock()
-        self._open: dict[int, threading.Event] = {}  # number of a request -> set where it was cancelled
+        self._open: dict[int, threading.Event] = {}  # request number -> set when it is cancelled
         self._room = threading.Semaphore(slots)
         self._running = 0
         self._is_closed = False
@@ -135,7 +137,7 @@ class RemoteEngine:
         callback(StepOutput(reason=reason, error=error))
 
     def _stream(self, request: GenerationRequest, callback: OutputCallback, cancelled: threading.Event) -> EndReason:
-        """Hand on what comes, one id at a time or several. Returns why it ended."""
+        """Pass results on as they arrive, one id or several at a time. Returns why the response ended."""
         with self._lock:
             self._sums[0] += len(request.ids)
         callback(StepOutput(filled=Filled()))
@@ -177,7 +179,7 @@ class RemoteEngine:
         return body
 
     def _refuse(self, request: GenerationRequest) -> None:
-        """Raises UserError for what a remote engine does not do, or cannot for this request."""
+        """Raise UserError for features that a remote engine does not support, and for invalid requests."""
         lacking = [
             word
             for word, is_asked in (
@@ -204,10 +206,10 @@ class RemoteEngine:
 
 
 def started_engine(loaded: LoadedModel, waiting: int | None = None) -> RemoteEngine:
-    """The engine at ``infer_url``, whose key is INFER_KEY; or over a server that is started, which ends with it.
+    """Return the engine for ``infer_url``, with the key INFER_KEY, or for a server that is started for it.
 
     Raises:
-        UserError: where adapters would have to be merged first, or there is no server.
+        UserError: if adapters would have to be merged first, or the server cannot be found.
     """
     options = loaded.options
     if options.infer_url is None and options.adapter_name_or_path:
@@ -225,7 +227,8 @@ def started_engine(loaded: LoadedModel, waiting: int | None = None) -> RemoteEng
 
 
 class _TextReader:
-    """Text of a server that gives no ids -> ids, held back to the last blank: what follows may change a token."""
+    """Tokenizes the text of a server that returns no ids. Text after the last blank is held back, since later text may
+    change its tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self._held = tokenizer, ""
@@ -247,7 +250,7 @@ class _TextReader:
 
 
 def _logprobs(given: Mapping[str, Any] | None, ids: list[int], request: GenerationRequest) -> tuple[Logprob, ...]:
-    """One per id, where as many came."""
+    """Return one log-probability per id, if the server returned as many."""
     values = (given or {}).get("token_logprobs") or []
     if request.top_logprobs is None or len(values) != len(ids):
         return ()

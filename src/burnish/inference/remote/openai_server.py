@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's API, over httpx: its models, and the chunks of a streamed completion."""
+"""Client of a server with OpenAI's API, based on httpx: list models, stream completions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TIMEOUT_S = 600.0
 
 
 class OpenAIServer:
-    """A server at an address. The key is sent to it alone: no redirect is followed.
+    """A server with OpenAI's API. The key is sent to this server only; redirects are not followed.
 
     Args:
-        url: ending in ``/v1``.
+        url: URL that ends in ``/v1``.
         key: sent as a bearer token; "" for none.
-        uses_proxy: honour the proxies of the environment.
+        uses_proxy: use the proxies of the environment.
     """
 
     def __init__(self, url: str, key: str = "", uses_proxy: bool = False) -> None:
@@ -28,7 +28,7 @@ class OpenAIServer:
         self._client = httpx.Client(headers=headers, timeout=TIMEOUT_S, trust_env=uses_proxy)
 
     def models(self) -> list[str]:
-        """The names of its models.
+        """Return the names of its models.
 
         Raises:
             UserError: if it cannot be reached, or lists no model.
@@ -49,10 +49,10 @@ class OpenAIServer:
         return names
 
     def chunks(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
-        """The chunks of a streamed completion. Closing the iterator closes the connection.
+        """Yield the chunks of a streamed completion. Closing the iterator closes the connection.
 
         Raises:
-            UserError: if it cannot be reached, refuses, or ends the stream early.
+            UserError: if the server cannot be reached, returns an error, or ends the stream early.
         """
         try:
             with self._client.stream("POST", f"{self.url}/{path}", json={**body, "stream": True}) as response:

@@ -1,8 +1,7 @@
-"""vLLM and SGLang as processes that burnish starts: an argument list, loopback, a free port, a key of their own.
+"""Start vLLM or SGLang as a child process that listens on the loopback interface, with a free port and its own key.
 
-In:  options, the folder of a model. Out: the address and key of a server that answers. Its output goes into a log file,
-     and it ends with the process that started it. Neither program was at hand; their flags are as their manuals have
-     them, and a stub stands in for them in the tests.
+Its output goes to a log file, and it ends with the process that started it. The flags follow the manuals of the two
+programs. They have been tested with a stub only.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
     from burnish.inference.options import AnsweringOptions
 
 WAIT_S = 900.0
-"""For the weights of a large model to be loaded."""
+"""Maximum start-up time in seconds, which includes loading the weights of a large model."""
 _MANAGED = "key, port and address"
 
 
 @dataclass
 class Child:
-    """A server that was started. ``close`` ends it."""
+    """A started server. ``close`` terminates it."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -54,11 +53,11 @@ class Child:
 
 
 def start_server(options: AnsweringOptions, folder: str, adapters: dict[str, str], wait_s: float = WAIT_S) -> Child:
-    """Start the server that ``infer_backend`` names and wait until it answers.
+    """Start the server selected by ``infer_backend`` and wait until it responds.
 
     Raises:
-        UserError: where its program is not there.
-        RuntimeError: where it ends, or does not answer in time; with the last lines of its log.
+        UserError: if its program cannot be found.
+        RuntimeError: if it exits or does not respond in time; with the last lines of its log.
     """
     backend = options.infer_backend
     program = shutil.which(options.infer_executable or ("vllm" if backend == "vllm" else "python3"))
@@ -85,7 +84,7 @@ def start_server(options: AnsweringOptions, folder: str, adapters: dict[str, str
 
 
 def arguments(options: AnsweringOptions, folder: str, adapters: dict[str, str], port: int) -> list[str]:
-    """The words after the program. The key travels in the environment."""
+    """Return the command-line arguments of the server. The key is passed in the environment."""
     if options.infer_backend == "vllm":
         words = [
             "serve", folder, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(options.vllm_maxlen),
@@ -107,7 +106,7 @@ def arguments(options: AnsweringOptions, folder: str, adapters: dict[str, str], 
 
 
 def _flags(config: dict[str, Any] | str | None, name: str) -> Sequence[str]:
-    """More settings of a server: ``{"max_num_seqs": 8}`` as ``--max-num-seqs 8``."""
+    """Return further flags of a server: ``{"max_num_seqs": 8}`` becomes ``--max-num-seqs 8``."""
     if config is None:
         return []
     try:

@@ -1,1 +1,1 @@
-"""Generated ids to text, reasoning and tool calls, and the grammars that constrain them."""
+"""Parse generated ids into text, reasoning and tool calls; grammars that constrain generation."""

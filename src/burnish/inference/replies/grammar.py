@@ -1,14 +1,13 @@
-"""Grammars, which allow only some next tokens: answers that are JSON, fit a JSON schema, or call a tool.
+"""Grammars that constrain the next tokens: JSON, JSON that matches a schema, or a tool call.
 
-In:  a tokenizer; a JSON schema, or tools with the template's way of writing calls. Out: a ``Grammar`` for one answer.
-The library llguidance (extra ``serve``) compiles and follows it. Refuses, with its words: keywords of a schema that it
-does not know; and a required call where the tool format has no grammar.
+The library llguidance (extra ``serve``) compiles and applies them. Errors: schema keywords that it does not support,
+and a required tool call if the tool format has no grammar.
 
-Between tokens of JSON only one space after ``:`` and ``,`` is allowed; otherwise a model might write blank lines
-endlessly.
+Whitespace between JSON tokens is limited to one space after ``:`` and ``,``. Otherwise a model might generate blank
+lines endlessly.
 """
 
-# V vocabulary
+# V vocabulary size
 
 from __future__ import annotations
 
@@ -28,13 +27,14 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 class Grammars:
-    """Grammars over one tokenizer.
+    """Creates grammars for one tokenizer.
 
     Args:
-        stop_ids: tokens that may end an answer which is whole.
-        vocabulary: V, the logits of the model; more than tokens where its head was padded.
+        tokenizer: the tokenizer.
+        stop_ids: tokens that may end a complete response.
+        vocabulary: V, the number of logits; larger than the tokenizer's vocabulary if the output layer is padded.
     Raises:
-        UserError: where the library is missing, or does not know the tokenizer.
+        UserError: if the library is missing or does not support the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], vocabulary: int) -> None:
@@ -51,16 +51,17 @@ class Grammars:
             raise UserError(what, remedy="Describe the format in the prompt instead.") from error
 
     def json_object(self, waits_for: str = "") -> Matched:
-        """Any JSON object."""
+        """Return a grammar for any JSON object."""
         return self.json_schema({"type": "object"}, waits_for)
 
     def json_schema(self, schema: Mapping[str, Any], waits_for: str = "") -> Matched:
-        """JSON that fits a schema.
+        """Return a grammar for JSON that matches a schema.
 
         Args:
-            waits_for: the word behind which it begins: what closes a thought that is open.
+            schema: JSON schema.
+            waits_for: text after which the grammar applies: the end of an open reasoning block.
         Raises:
-            UserError: where the schema says what cannot be held to.
+            UserError: if the schema is not supported.
         """
         from llguidance import LLMatcher
 
@@ -73,10 +74,10 @@ class Grammars:
     def calls(
         self, tool_format: str, offered: Mapping[str, Mapping[str, Any]], *, only_one: bool = False, waits_for: str = ""
     ) -> Matched:  # fmt: skip
-        """Calls of the functions offered, and nothing else.
+        """Return a grammar for calls of the offered functions, and nothing else.
 
         Raises:
-            UserError: where there is no grammar for the tool format.
+            UserError: if the tool format has no grammar.
         """
         row = TOOL_FORMATS[tool_format].grammar if tool_format else None
         if row is None:
@@ -98,7 +99,7 @@ class Grammars:
         return self._matched(text, waits_for)
 
     def _literal(self, text: str) -> str:
-        """``text`` in llguidance's notation, with control tokens as such: text alone would never match them."""
+        """Return ``text`` in llguidance's notation, with control tokens as tokens, since text would not match them."""
         words = sorted((word for word in self.tokenizer.get_added_vocab() if word in text), key=len, reverse=True)
         parts = re.split("(" + "|".join(map(re.escape, words)) + ")", text) if words else [text]
         ids = {word: self.tokenizer.convert_tokens_to_ids(word) for word in words}
@@ -134,15 +135,18 @@ def _first_line(error: Any) -> str:
 
 
 class GrammarError(Exception):
-    """The library gave up in the middle of an answer, which from then on is held to nothing."""
+    """Raised if the library fails in the middle of a response."""
 
 
 class Matched:
-    """A grammar being followed, for one answer.
+    """The state of a grammar for one response.
 
     Args:
-        ends: stop tokens; none of them may come before what is waited for.
-        waits_for: until this text has come, every other token may.
+        matcher: llguidance's matcher.
+        vocabulary: V.
+        ends: stop tokens, which are not allowed before ``waits_for``.
+        tokenizer: the tokenizer.
+        waits_for: text until which all other tokens are allowed.
     """
 
     def __init__(self, matcher: Any, vocabulary: int, ends: Sequence[int], tokenizer: Any, waits_for: str) -> None:
@@ -151,10 +155,10 @@ class Matched:
         self._before: list[int] = []
 
     def mask(self, logits: Tensor) -> None:
-        """Put -inf into the (V,) logits of tokens that may not come next.
+        """Set the (V,) logits of tokens that are not allowed next to -inf.
 
         Raises:
-            GrammarError: if the grammar exceeds the library's limits, or allows no token at all.
+            GrammarError: if the grammar exceeds the library's limits, or allows no token.
         """
         if self._waits_for:
             logits[self._ends] = -torch.inf
@@ -167,7 +171,7 @@ class Matched:
         logits[~_as_long(allowed, len(logits))] = -torch.inf
 
     def take(self, token: int) -> None:
-        """Advance by a token of the answer. Raises GrammarError if it does not fit."""
+        """Advance by a token of the response. Raises GrammarError if the grammar does not allow it."""
         if self._waits_for:
             self._before.append(token)
             tail = self._tokenizer.decode(self._before[-32:], skip_special_tokens=False)
@@ -183,7 +187,7 @@ class Matched:
 
 
 def _as_long(allowed: Tensor, length: int) -> Tensor:
-    """(V,) with nothing allowed beyond the tokenizer's tokens."""
+    """Return (V,) with tokens beyond the tokenizer's vocabulary not allowed."""
     if len(allowed) >= length:
         return allowed[:length]
     return torch.cat([allowed, allowed.new_zeros(length - len(allowed))])

@@ -1,14 +1,14 @@
-"""Text from ids: letters, stops, thoughts and tool calls, read one id at a time.
+"""Parse generated ids incrementally into content, reasoning and tool calls; also handles stop strings.
 
-In:  the ids of an answer as they come. Out: pieces: content, thought, call. A whole answer is a stream that is fed at
-     once, so the two never differ.
+A complete response is parsed as a stream with one chunk, so that streaming never changes the result.
 
     reply = Reply(form, tokenizer, offered=schemas, stop=["\\n\\n"])
     for piece in reply.feed(ids): ...
     for piece in reply.end(): ...
 
-Text that may still become something else is held back: half a letter, the beginning of a stop, of a thought's word or
-of a call. A call is given out when it is whole; what looked like one and is none is content.
+Text whose meaning is not yet certain is held back: an incomplete character, or the possible beginning of a stop string,
+a reasoning marker or a tool call. A call is returned when it is complete. Text that looked like a call but is not one
+is content.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from burnish.inference.replies.reply_forms import ReplyForm
 PieceKind: TypeAlias = Literal["content", "thought", "call"]
 _BROKEN = "\ufffd"
 _LONGEST_LETTER = 4
-"""Tokens after which half a letter is given out as what it is."""
+"""Number of tokens after which an incomplete character is returned as it is."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,10 @@ class ReplyPiece:
     """A part of a reply.
 
     Args:
-        tokens: ids that were fed since the piece before this one.
+        kind: "content", "thought" (reasoning) or "call".
+        text: text of content or reasoning.
+        call: the tool call.
+        tokens: number of ids fed since the previous piece.
     """
 
     kind: PieceKind
@@ -42,7 +45,7 @@ class ReplyPiece:
 
 @dataclass
 class Whole:
-    """A reply put together."""
+    """A complete reply."""
 
     content: str = ""
     thought: str = ""
@@ -60,18 +63,19 @@ class Whole:
 
 
 class Reply:
-    """One answer being read.
+    """Parser of one response.
 
     Args:
-        offered: the functions that were offered, with the JSON schemas of their parameters; without any, nothing is a
-            call.
-        stop: strings that end the answer and are not part of it.
-        stop_ids: tokens that end it, never text.
-        in_thought: whether the prompt has opened a thought (``opens_thought``).
-        skips_special: leave control tokens out of the text.
-        only_one_call: the answer ends with its first call.
+        form: format of reasoning and tool calls.
+        tokenizer: the tokenizer.
+        offered: offered functions, with the JSON schemas of their parameters; without any, nothing is parsed as a call.
+        stop: strings that end the response and are not part of it.
+        stop_ids: tokens that end the response and are never text.
+        in_thought: whether the prompt has opened a reasoning block (``opens_thought``).
+        skips_special: omit control tokens from the text.
+        only_one_call: end the response with its first call.
 
-    ``has_stopped`` says that a stop string came, or the only call: whoever feeds it may cancel the rest.
+    ``has_stopped`` is true after a stop string or the only call; the caller may then cancel generation.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class Reply:
         self.has_stopped = False
 
     def feed(self, ids: Sequence[int]) -> list[ReplyPiece]:
-        """Take ids; returns the text that is certain after them."""
+        """Parse further ids. Returns the pieces that are certain."""
         if self.has_stopped:
             return []
         self._since += len(ids)
@@ -123,7 +127,7 @@ def read_whole(
     ids: Sequence[int], form: ReplyForm, tokenizer: Any, *, offered: Offered | None = None,
     stop_ids: Iterable[int] = (), in_thought: bool = False,
 ) -> Whole:  # fmt: skip
-    """A whole answer, read as a stream that is fed at once."""
+    """Parse a complete response."""
     reply = Reply(form, tokenizer, offered=offered, stop_ids=stop_ids, in_thought=in_thought)
     return Whole().add([*reply.feed(ids), *reply.end()])
 
@@ -132,11 +136,15 @@ def read_whole(
 
 
 class Letters:
-    """Ids -> text, without half letters. A token's text depends on the one before it, so a few are decoded again.
+    """Decodes ids to text incrementally, without incomplete characters.
+
+    The text of a token depends on the one before it, so a few tokens are decoded again.
 
     Args:
-        marks: texts whose control tokens are kept where others are left out.
+        tokenizer: the tokenizer.
+        marks: texts whose control tokens are kept when others are omitted.
         stop_ids: tokens that are never text.
+        skips_special: omit control tokens.
     """
 
     def __init__(self, tokenizer: Any, marks: Sequence[str], stop_ids: Iterable[int], skips_special: bool) -> None:
@@ -144,8 +152,8 @@ class Letters:
         left_out = set(tokenizer.all_special_ids) if skips_special else set()
         kept = {i for i in left_out if any(tokenizer.convert_ids_to_tokens(i) in mark for mark in marks)}
         self._left_out = (left_out - kept) | set(stop_ids)
-        self._ids: list[int] = []  # from the last ones that were given out on
-        self._given = 0  # how many of them were
+        self._ids: list[int] = []  # the last ids that were returned, and those after them
+        self._given = 0  # number of ids in ``_ids`` that were returned
 
     def feed(self, ids: Sequence[int]) -> str:
         return "".join(self._next(i) for i in ids if i not in self._left_out)
@@ -174,7 +182,7 @@ class Letters:
 
 
 class _Stops:
-    """Text up to the first stop string; what may be the beginning of one is held back."""
+    """Returns text up to the first stop string. A possible beginning of one is held back."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -199,7 +207,7 @@ class _Stops:
 
 
 def _may_begin(text: str, words: Iterable[str]) -> int:
-    """Number of characters at the end of ``text`` that may be the beginning of one of ``words``."""
+    """Return the number of characters at the end of ``text`` that may begin one of ``words``."""
     longest = 0
     for word in words:
         for length in range(min(len(word) - 1, len(text)), longest, -1):
@@ -213,7 +221,7 @@ def _may_begin(text: str, words: Iterable[str]) -> int:
 
 
 class _Parts:
-    """Text -> content, thoughts and calls."""
+    """Splits text into content, reasoning and tool calls."""
 
     def __init__(self, form: ReplyForm, offered: Offered, in_thought: bool) -> None:
         self.form, self.offered = form, offered
@@ -222,10 +230,10 @@ class _Parts:
         head = form.around_calls[0]
         self._openings = (*((head,) if head else ()), *self._reader.openings_for(offered)) if self._reader else ()
         self._state: PieceKind = "thought" if in_thought else "content"
-        self._text = ""  # not given out yet
-        self._tail = ""  # what the template writes behind the calls that were read
-        self._has_content = False  # something other than blanks was given out as content
-        self._trims = in_thought  # blanks at the beginning of what comes next belong to a word around it
+        self._text = ""  # not returned yet
+        self._tail = ""  # text that the template writes after the calls that were parsed
+        self._has_content = False  # something other than whitespace was returned as content
+        self._trims = in_thought  # whitespace at the beginning of the next part belongs to a marker
 
     def feed(self, text: str) -> Iterator[ReplyPiece]:
         self._text += text
@@ -238,7 +246,7 @@ class _Parts:
             yield from found
 
     def end(self) -> Iterator[ReplyPiece]:
-        """Return the rest: a thought that was not closed is a thought, a call that was cut is content."""
+        """Yield the rest: unclosed reasoning remains reasoning, an incomplete call becomes content."""
         text, self._text = self._text, ""
         if self._state == "call":
             yield from self._calls(text)
@@ -246,13 +254,13 @@ class _Parts:
             yield ReplyPiece(self._state, text)
 
     def _content(self) -> tuple[list[ReplyPiece], bool]:
-        """Pieces, and whether what is left is to be looked at again."""
+        """Return pieces, and whether the remaining text should be parsed again."""
         marks = self._marks()
         found = min(((self._text.find(mark), mark) for mark in marks if mark in self._text), default=None)
         if found is None:
             given = len(self._text) - _may_begin(self._text, marks)
             if marks and not self._has_content and not self._text[:given].strip():
-                return [], False  # blanks before a thought or a call are not content
+                return [], False  # whitespace before reasoning or a call is not content
             return self._given(given), False
         place, mark = found
         is_blank = not self._text[:place].strip()
@@ -267,14 +275,14 @@ class _Parts:
         return pieces, True
 
     def _marks(self) -> list[str]:
-        """The texts that may begin another part here: a thought, and some formats' calls, only before any content."""
+        """Return the markers that may begin another part. Reasoning and some calls can only begin a response."""
         is_start = not self._has_content
         calls = self._openings if self._reader and (is_start or not self._reader.only_at_start) else ()
         marks = [*calls, *([self._opens] if self._opens and is_start else [])]
         if self._tail:
             marks.append(self._tail)
         if is_start:
-            # At the start a mark counts where nothing but blanks precedes it.
+            # At the start, a marker counts only if nothing but whitespace precedes it.
             begun = self._text.lstrip()
             only = {self._opens, *(calls if self._reader and self._reader.only_at_start else ())}
             return [mark for mark in marks if mark not in only or begun.startswith(mark) or mark.startswith(begun)]
@@ -291,7 +299,7 @@ class _Parts:
             text, self._text = self._text[:place].rstrip("\n"), self._text[place + len(self._closes) :]
             self._state, self._trims = "content", True
             return [ReplyPiece("thought", text)] if text else [], True
-        # Line breaks before the closing word are not part of the thought.
+        # Line breaks before the closing marker are not part of the reasoning.
         given = len(self._text[: len(self._text) - _may_begin(self._text, [self._closes])].rstrip("\n"))
         text, self._text = self._text[:given], self._text[given:]
         return [ReplyPiece("thought", text)] if text else [], False
@@ -310,7 +318,7 @@ class _Parts:
         return pieces, True
 
     def _calls(self, text: str) -> Iterator[ReplyPiece]:
-        """The calls in a text that begins as one; content where there are none, or not of offered functions."""
+        """Yield the calls in a text. Text without calls, or with calls of other functions, is content."""
         head, tail = self.form.around_calls
         inside = text.strip().removeprefix(head).strip()
         inside = inside.removesuffix(tail).strip() if tail else inside

@@ -1,4 +1,4 @@
-"""The form of a template's answers: the words around thoughts, and how calls are written."""
+"""Format of a template's responses: markers of reasoning, and how tool calls are written."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """The form of a template's answers.
+    """Format of a template's responses.
 
     Args:
-        thought_words: what opens and closes a thought, without blanks around them.
-        reader: of tool calls; None where the template has no way to write them that is known.
-        around_calls: what the template writes before and after the calls of a turn.
-        tool_format: its name, for a person; "" for none.
+        thought_words: markers that open and close reasoning, without surrounding whitespace.
+        reader: parser of tool calls; None if the format of the template's calls is unknown.
+        around_calls: text that the template writes before and after the calls of a turn.
+        tool_format: name of the tool format, "" if unknown.
     """
 
     thought_words: tuple[str, str] = ("<think>", "</think>")
@@ -33,8 +33,10 @@ class ReplyForm:
 
 
 def form_of(template: Template) -> ReplyForm:
-    """The form of a template's answers: from its row of the table or, for a chat template in Jinja, from the way in
-    which it writes a call."""
+    """Return the format of a template's responses.
+
+    A named template defines it. For a Jinja chat template, it is detected from how the template renders a call.
+    """
     spec = template.spec
     if spec is not None:
         opens, closes = (word.strip() for word in spec.thought_words)
@@ -45,13 +47,13 @@ def form_of(template: Template) -> ReplyForm:
 
 
 def form_of_jinja(form: JinjaFormat) -> ReplyForm:
-    """The form of the answers of a chat template, from the way in which it writes a call."""
+    """Return the response format of a chat template, detected from how it renders a call."""
     name = _written_format(form)
     return ReplyForm(reader=TOOL_FORMATS[name].reader if name else None, tool_format=name)
 
 
 def _around(spec: TemplateSpec, tokenizer: Any) -> tuple[str, str]:
-    """The text around the calls of a turn, without the token that ends every turn."""
+    """Return the text around the calls of a turn, without the end token of the turn."""
     texts = [
         (getattr(tokenizer, f"{slot.kind}_token", "") or "" if slot.kind in ("bos", "eos") else slot.name)
         if isinstance(slot, Token)
@@ -76,7 +78,7 @@ _SAMPLE_TOOL = {
 
 
 def _written_format(form: JinjaFormat) -> str:
-    """The tool format in which a chat template writes a call; "" where it writes none that is known."""
+    """Return the tool format in which a chat template renders a call, or "" if it is unknown."""
     asked: list[dict[str, Any]] = [{"role": "user", "content": form.renderer.content("Rome?")}]
     called = {"type": "function", "id": "call00000", "function": {"name": _SAMPLE.name, "arguments": _SAMPLE.arguments}}
     answer = {"role": "assistant", "content": form.renderer.content(""), "tool_calls": [called]}
@@ -90,7 +92,7 @@ def _written_format(form: JinjaFormat) -> str:
     for word in (*form.end_words(), form.tokenizer.eos_token or ""):
         written = written.removesuffix(word).strip() if word else written
     schema = {_SAMPLE.name: _SAMPLE_TOOL["function"]["parameters"]}  # type: ignore[index]
-    names = ["qwen", *TOOL_FORMATS.names()]  # ling's calls are written alike
+    names = ["qwen", *TOOL_FORMATS.names()]  # first, because ling renders calls in the same way
     readers = ((name, TOOL_FORMATS[name].reader) for name in names)
     return next((name for name, reader in readers if reader and _reads(reader, written, schema)), "")
 
@@ -101,13 +103,13 @@ def _reads(reader: CallReader, text: str, schema: Offered) -> bool:
 
 
 def opens_thought(prompt: Sequence[int], form: ReplyForm, tokenizer: Any) -> bool:
-    """Return whether a prompt ends inside a thought, as those of reasoning templates may."""
+    """Return whether a prompt ends inside a reasoning block, as those of reasoning templates may."""
     opens = form.thought_words[0]
     tail: str = tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return bool(opens) and tail.rstrip().endswith(opens)
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The functions of a list of tools, by name, with the schemas of their parameters."""
+    """Return function name -> schema of its parameters, for a list of tools."""
     inner = [tool["function"] if tool.get("type") == "function" and "function" in tool else tool for tool in tools]
     return {tool["name"]: tool.get("parameters") or {} for tool in inner}

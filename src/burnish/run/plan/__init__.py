@@ -1,1 +1,1 @@
-"""Options of a run: joined, read from YAML and the command line, checked, and decided in a ``Plan``."""
+"""The plan of a run: options are read from YAML and the command line, merged, and checked."""

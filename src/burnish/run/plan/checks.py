@@ -1,6 +1,6 @@
-"""Checks that belong to no single component, because they compare the options of several.
+"""Option checks that involve several components.
 
-Registered with ``@check`` (``config/checks.py``), as the components' own are; ``plan.py`` calls them all.
+They are registered with ``@check`` (``config/checks.py``), like those of the components. ``plan.py`` calls them all.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from burnish.utils.files import broken_link, is_endless, odd_kind
 from burnish.utils.json_files import read_object
 
 FINISHED_NAME = ".finished.json"
-"""File of a run that has done all its steps, with its fingerprints, so that the same command recognizes it."""
+"""File that marks a finished run and stores its fingerprints, so that the same command recognizes it."""
 _CHECKPOINTS = "checkpoint-*"
 _BEFORE_A_CHECKPOINT = re.compile(
     rf"\.lock|\.incomplete-.*|\..+\.incomplete|runs|{LOG_NAME}|{RUN_LOG}|{TRACEBACK_NAME}|{'|'.join(METADATA_NAMES)}"
 )
-"""Files of a run that ended before its first checkpoint; the same command begins again, and overwrites them."""
+"""Files of a run that ended before its first checkpoint. The same command starts over and overwrites them."""
 
 
 def trains(options: RunOptions) -> bool:
-    """Return whether the run trains: as ``do_train`` says; if it is not given, unless the run evaluates or predicts."""
+    """Return whether the run trains: ``do_train``, or, if unset, whether it neither evaluates nor predicts."""
     if options.do_train is None:
         return not (options.do_eval or options.do_predict)
     return bool(options.do_train)
 
 
 def evaluates(options: RunOptions) -> bool:
-    """Return whether the run measures its loss on the evaluation set, at its end or before."""
+    """Return whether the run evaluates the evaluation set, during training or at the end."""
     return bool(options.do_eval or options.eval_strategy != "no")
 
 
@@ -75,7 +75,7 @@ def check_something_to_do(options: RunOptions) -> list[Problem]:
 
 @check
 def check_output_dir(options: RunOptions) -> list[Problem]:
-    """Check that a folder is given and can be written, and holds nothing that the run would overwrite or mix with."""
+    """Check that ``output_dir`` is set and writable, and contains nothing that the run would overwrite."""
     if not options.output_dir:
         return [
             Problem(
@@ -87,7 +87,7 @@ def check_output_dir(options: RunOptions) -> list[Problem]:
     folder = Path(options.output_dir)
     try:
         return _check_folder(folder, options)
-    except OSError as error:  # a name that is too long, a link that leads to itself
+    except OSError as error:  # for example, a name that is too long, or a link to itself
         return [
             Problem(
                 f'output_dir "{folder}" cannot be created: {error.strerror}.',
@@ -144,7 +144,7 @@ def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
         return []
     has_checkpoints = any(folder.glob(_CHECKPOINTS))
     if (has_checkpoints or FINISHED_NAME in inside) and options.resume != "never":
-        return []  # the run goes on from there, or is done; whether it is the same run is checked when that is read
+        return []  # the run resumes or is finished; whether it is the same run is checked when the checkpoint is read
     shown = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
     is_a_run = has_checkpoints or (folder / STATE_NAME).is_file() or EARLIER_RUN in inside
     what = "an earlier run" if is_a_run else "other files"
@@ -158,13 +158,13 @@ def _check_contents(folder: Path, options: RunOptions) -> list[Problem]:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """The folder itself, or the nearest one around it that is there."""
+    """Return the folder itself, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 @check
 def check_evaluation_set(options: RunOptions) -> list[Problem]:
-    """Check that a run which evaluates has an evaluation set."""
+    """Check that a run that evaluates or predicts has an evaluation set."""
     wanted = {"eval_strategy": options.eval_strategy} if options.eval_strategy != "no" else {}
     wanted |= {name: "true" for name in ("do_eval", "do_predict", "eval_on_start") if getattr(options, name)}
     if not wanted or options.eval_dataset or options.val_size > 0:
@@ -181,7 +181,7 @@ def check_evaluation_set(options: RunOptions) -> list[Problem]:
 
 @check
 def check_flash_attention(options: RunOptions) -> list[Problem]:
-    """Check that flash attention has a GPU and a 16-bit dtype."""
+    """Check that flash attention has a GPU and a 16-bit compute dtype."""
     name, device = asked_attention(options), device_of(options)
     if not is_flash(name):
         return []
@@ -206,12 +206,12 @@ def check_flash_attention(options: RunOptions) -> list[Problem]:
 
 
 SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
-"""Optimizers that go element by element and keep nothing of whole weights: a part of a weight is a weight to them."""
+"""Elementwise optimizers without state over whole weights: they work on shards."""
 
 
 @check
 def check_sharded(options: RunOptions) -> list[Problem]:
-    """Find the options that do not go together with sharded weights, of which each process holds a part."""
+    """Return problems of options that cannot be combined with sharded weights."""
     engine = engine_name(options)
     if engine not in ("fsdp", "deepspeed"):
         return []
@@ -246,7 +246,7 @@ def check_sharded(options: RunOptions) -> list[Problem]:
 
 @check
 def check_best_model(options: RunOptions) -> list[Problem]:
-    """Check that the run evaluates whenever it saves, or the best model could not be found."""
+    """Check that the run evaluates whenever it saves; otherwise the best model could not be determined."""
     if not options.load_best_model_at_end and options.save_strategy != "best":
         return []
     cause = "load_best_model_at_end" if options.load_best_model_at_end else "save_strategy: best"
@@ -272,7 +272,7 @@ def check_best_model(options: RunOptions) -> list[Problem]:
 
 
 def _check_meeting_steps(options: RunOptions, cause: str) -> list[Problem]:
-    """Check that every checkpoint coincides with an evaluation, where both are set in steps."""
+    """Check that every checkpoint coincides with an evaluation, if both are set in steps."""
     if options.eval_strategy != "steps" or options.save_strategy != "steps":
         return []
     every_eval = options.eval_steps if options.eval_steps is not None else options.logging_steps
@@ -299,7 +299,7 @@ def _check_meeting_steps(options: RunOptions, cause: str) -> list[Problem]:
 
 @check
 def check_curve_arguments(options: RunOptions) -> list[Problem]:
-    """Check the arguments of the learning-rate curve; the length of the run does not matter."""
+    """Check the arguments of the learning rate schedule. They do not depend on the length of the run."""
     if not options.lr_scheduler_kwargs:
         return []
     try:
@@ -311,11 +311,12 @@ def check_curve_arguments(options: RunOptions) -> list[Problem]:
 
 
 def check_deciding_metric(options: RunOptions, metrics: Sequence[str] | None, sets: Iterable[str]) -> list[Problem]:
-    """Find a metric that no evaluation will have, before the first evaluation does.
+    """Return a problem if ``metric_for_best_model`` names a metric that no evaluation will compute.
 
     Args:
-        metrics: names of the objective's metrics; None where it does not give them.
-        sets: names of the evaluation sets; "" of the only one.
+        options: options of the run.
+        metrics: names of the objective's metrics; None if they are not known.
+        sets: names of the evaluation sets; "" for a single one.
     """
     name = metric_name(options)
     known = [f"eval_{one}_{metric}".replace("__", "_") for one in sets for metric in (*(metrics or ()), *RATES)]
@@ -327,7 +328,7 @@ def check_deciding_metric(options: RunOptions, metrics: Sequence[str] | None, se
 
 
 def step_notes(options: RunOptions, steps: StepPlan) -> list[str]:
-    """Notes on a step that takes more rows than the set has, which is probably not meant."""
+    """Return a note if a step has more rows than the training set, which is probably a mistake."""
     if steps.rows is None or steps.rows >= steps.rows_per_step:
         return []
     return [
@@ -338,13 +339,13 @@ def step_notes(options: RunOptions, steps: StepPlan) -> list[str]:
 
 
 def may_stream(options: RunOptions) -> bool:
-    """Return whether training rows can be encoded when they are used: no option needs all of them before."""
+    """Return whether training rows can be encoded on the fly: no option needs all rows in advance."""
     return trains(options) and not _needs_all_rows(options)
 
 
 @check
 def check_streaming(options: RunOptions) -> list[Problem]:
-    """Check LLaMA-Factory's conditions for streaming, and refuse options that need all rows first."""
+    """Check LLaMA-Factory's conditions for streaming, and refuse options that need all rows in advance."""
     if not options.streaming:
         return []
     problems = []
@@ -368,7 +369,7 @@ def check_streaming(options: RunOptions) -> list[Problem]:
 
 
 def _needs_all_rows(options: RunOptions) -> str:
-    """The option that needs all rows before the first step; "" where none does."""
+    """Return the option that needs all rows before the first step, or ""."""
     if packs_rows(options, OBJECTIVES[options.stage].default_packing):
         return f"packing (stage {options.stage})" if options.packing is None else "packing"
     if options.group_by_length or options.train_sampling_strategy == "group_by_length":
@@ -384,7 +385,7 @@ _PEEKED = 1000
 
 
 def record_needs(options: RunOptions) -> RecordNeeds:
-    """What the objective of the run needs of the records of its data sets."""
+    """Return the requirements of the run's objective for the records of its datasets."""
     objective = OBJECTIVES[options.stage]
     return RecordNeeds(
         objective.records, tuple(objective.record_columns), options.stage, _sight(options, objective.reads_images)
@@ -392,13 +393,13 @@ def record_needs(options: RunOptions) -> RecordNeeds:
 
 
 def _sight(options: RunOptions, reads_images: bool) -> Sight | None:
-    """How images are found, or what reads text only; None where the files of the model cannot say."""
+    """Return how images are found, or the type of a text-only model; None if the model's files are not readable."""
     if not reads_images:
         return Sight(model_type=f"stage: {options.stage}")
     try:
         folder = find_source(options.model_name_or_path, options).folder
         config = {} if folder is None else read_object(folder / "config.json")
-    except (UserError, OSError):  # reported where the model is checked
+    except (UserError, OSError):  # reported by the check of the model
         return None
     if config and "vision_config" not in config:
         return Sight(model_type=str(config.get("model_type", "the model")))
@@ -407,15 +408,18 @@ def _sight(options: RunOptions, reads_images: bool) -> Sight | None:
 
 
 def problems_in_files(options: RunOptions) -> list[Problem]:
-    """Find what is wrong with the files of the model and the data. ``prepare`` finds the same and more; this quickly
-    completes a list of problems, so that a misspelled option is reported without transformers or a hub."""
+    """Return problems in the files of model and data.
+
+    ``prepare`` finds the same and more. This is a fast check that completes a list of problems, without importing
+    transformers or accessing a hub.
+    """
     from burnish.data.options import check_data
     from burnish.data.sets.sources import load_datasets
     from burnish.data.stats import DataStats
     from burnish.models.check import check_model
 
     problems = check_model(options, asks_library=False, needs_head=OBJECTIVES[options.stage].uses_lm_head)
-    if check_data(options):  # in the list already
+    if check_data(options):  # already reported
         return problems
     try:
         first = min(options.max_samples or _PEEKED, _PEEKED)

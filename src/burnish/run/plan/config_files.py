@@ -1,14 +1,14 @@
-"""Reading arguments and configuration files: values, each with its place.
+"""Read arguments and configuration files: option values, each with its source location.
 
-In: the arguments of a command, ``run.yaml key=value --key value --flag``, and the YAML or JSON file they name.
-Out: option name -> ``RawValue(value, where)``, where ``where`` is "run.yaml, line 12" or "the command line".
+Arguments are ``run.yaml key=value --key value --flag``, with a YAML or JSON file. The result maps option names to
+``RawValue(value, where)``, where ``where`` is "run.yaml, line 12" or "the command line".
 
-A scalar stays the text that was written: the declared type of the option decides its meaning, not YAML's guess. So
-``1e-5`` is a number for a numeric option, ``no`` is the strategy "no" for a text option, and ``1.10`` keeps its zero.
-``plan.py`` knows the options and their types.
+A scalar is kept as text: the declared type of the option determines its meaning, not YAML. So ``1e-5`` is a number for
+a numeric option, ``no`` is the strategy "no" for a text option, and ``1.10`` keeps its zero. ``plan.py`` knows the
+options and their types.
 
-Refuses: a file that is missing, empty, not text, not YAML or not a mapping; a key given twice, at any depth; an alias
-inside its own anchor; an argument of no known form.
+Errors: a file that is missing, empty, not text, not YAML or not a mapping; a duplicate key at any depth; an alias
+inside its own anchor; an unknown form of argument.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, RawValue], dict[str, RawValue]]:
-    """Read the file that a command names, and its flags; ``merge`` overrides the first by the second."""
+    """Return the values of the configuration file and of the flags. ``merge`` combines them."""
     config, flags = split_arguments(arguments)
     return _with_home(read_config(config) if config is not None else {}), _with_home(flags)
 
@@ -40,8 +40,8 @@ def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, RawValue], dict[
 PLACES = (
     "output_dir", "export_dir", "save_dir", "dataset_dir", "tokenized_path", "task_dir", "logging_dir", "cache_dir",
 )  # fmt: skip
-"""Options that name a folder in which something is written or looked up: ``~`` in them is the user's own folder, which
-no shell writes out in ``key=~/value``, and YAML never does."""
+"""Options that name a folder. ``~`` in them is expanded, since shells do not expand it in ``key=~/value``, and YAML
+never does."""
 
 
 def _with_home(given: dict[str, RawValue]) -> dict[str, RawValue]:
@@ -54,7 +54,7 @@ def _with_home(given: dict[str, RawValue]) -> dict[str, RawValue]:
 
 
 def path_of(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The first word, where it belongs to no option ("" where it does), and the others."""
+    """Return the first argument if it is not an option (otherwise ""), and the other arguments."""
     is_path = bool(words) and not words[0].startswith("-") and "=" not in words[0]
     return (words[0], list(words[1:])) if is_path else ("", list(words))
 
@@ -62,7 +62,7 @@ def path_of(words: Sequence[str]) -> tuple[str, list[str]]:
 def from_variables(
     variables: Mapping[str, str], given: Mapping[str, RawValue], environment: Mapping[str, str]
 ) -> dict[str, RawValue]:
-    """Options that only the environment names. Args: variables: name there -> option."""
+    """Return options set by environment variables and not otherwise. ``variables`` maps variable -> option."""
     return {
         name: RawValue(environment[variable], f"the environment's {variable}")
         for variable, name in variables.items()
@@ -71,10 +71,11 @@ def from_variables(
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, RawValue]]:
-    """Find the file and the flags. Of a flag given twice the last value counts, so that a script can append flags.
+    """Split arguments into the file and the flags. The last value of a repeated flag counts, so scripts can append
+    flags.
 
-    ``--key value``, ``--key=value``, ``key=value`` and ``--flag`` (which is true) are read; ``-`` and ``_`` are the
-    same in a key. Several values after one key are a list: ``--report_to wandb tensorboard``.
+    ``--key value``, ``--key=value``, ``key=value`` and ``--flag`` (true) are accepted; ``-`` and ``_`` are equivalent
+    in keys. Several values after a key are a list: ``--report_to wandb tensorboard``.
     """
     flags: dict[str, RawValue] = {}
     files: list[str] = []
@@ -101,10 +102,10 @@ def _key(written: str) -> str:
 
 
 def _take_values(waiting: list[str]) -> list[str]:
-    """Take the words that belong to the last key: up to the next key."""
+    """Remove and return the values of the last key: the arguments up to the next key."""
     values: list[str] = []
     while waiting and not waiting[0].startswith("--"):
-        # The first word is always the value; a later one may be a ``key=value`` or the file.
+        # The first argument is always the value; a later one may be ``key=value`` or the file.
         if values and ("=" in waiting[0] or waiting[0].endswith(CONFIG_SUFFIXES)):
             break
         values.append(waiting.pop(0))
@@ -138,10 +139,12 @@ def _only_config(files: list[str]) -> Path | None:
 def merge(
     file: Mapping[str, RawValue], flags: Mapping[str, RawValue], aliases: Mapping[str, str]
 ) -> dict[str, RawValue]:
-    """Override the values of the file by those of the command line; overridden values stay known.
+    """Override values of the file by those of the command line. The location of overridden values is kept.
 
     Args:
-        aliases: other name -> name, so that a flag overrides the same option under another name in the file.
+        file: values of the file.
+        flags: values of the command line.
+        aliases: alias -> name, so that a flag overrides an alias of the same option in the file.
     """
     overriding = {aliases.get(key, key): key for key in flags}
     kept = {key: item for key, item in file.items() if aliases.get(key, key) not in overriding}
@@ -157,7 +160,7 @@ def merge(
 
 
 def read_config(path: Path) -> dict[str, RawValue]:
-    """Read the top-level keys of a YAML or JSON file, each with its line."""
+    """Return the top-level keys of a YAML or JSON file with their line numbers."""
     text = _text_of(path)
     parsed = _json_values(path, text) if path.suffix == ".json" else None
     root = _compose(path, text.replace("\t", " ") if parsed is not None else text)
@@ -193,7 +196,7 @@ def _text_of(path: Path) -> str:
 
 
 def _nearest_file(path: Path) -> str:
-    """``Did you mean "first.yaml"?``, or a list of the files that are there."""
+    """Return ``Did you mean "first.yaml"?``, or a list of the existing files."""
     folder = path.parent
     if not folder.is_dir():
         return f' Its folder "{folder}" does not exist either.'
@@ -225,7 +228,7 @@ def _json_values(path: Path, text: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-# PyYAML's message for a fault that it notices only further down -> the fault where it began.
+# PyYAML's message for an error that it detects late -> the error at the place where it began.
 _SEEN_TOO_LATE = {
     "could not find expected ':'": 'expected ": " between the key and its value',
     "found unexpected end of stream": "this quotation mark is never closed",
@@ -233,7 +236,7 @@ _SEEN_TOO_LATE = {
 
 
 def _compose(path: Path, text: str) -> yaml.Node | None:
-    """Parse to a syntax tree, whose nodes know their lines."""
+    """Parse YAML to a syntax tree, whose nodes have line numbers."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if num_nodes(root) > MOST_NODES:
@@ -255,7 +258,7 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
 
 
 def _syntax_error(path: Path, text: str, line: int, column: int, fault: str) -> UserError:
-    """``run.yaml:3:1: ...``, the line, and a caret under the place."""
+    """Return an error ``run.yaml:3:1: ...`` with the line and a caret."""
     lines = text.splitlines() or [""]
     line = min(line, len(lines))  # an error at the end of the file is reported after its last line
     source = lines[line - 1]
@@ -283,7 +286,7 @@ def _entries(path: Path, root: yaml.MappingNode, parsed: dict[str, Any] | None) 
 
 
 def _key_problems(node: yaml.Node, path: Path, around: tuple[yaml.Node, ...]) -> Iterator[Problem]:
-    """Find keys that a mapping in ``node`` has twice or that are no text, and aliases of nodes ``around`` them."""
+    """Yield problems: duplicate keys, keys that are not strings, and aliases of nodes ``around`` them."""
     if node in around:
         yield Problem("an alias (*) refers to a value that contains it.", where=_line(path, around[-1]))
         return
@@ -315,8 +318,10 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 def _pairs(mapping: yaml.Node) -> Iterable[tuple[yaml.Node, yaml.Node]]:
-    """The pairs of a mapping, then those of ``<<: *base`` and ``<<: [*base, *other]``: the first pair of a key counts
-    (https://yaml.org/type/merge.html)."""
+    """Return the pairs of a mapping, then those merged by ``<<: *base`` or ``<<: [*base, *other]``.
+
+    The first pair of a key counts (https://yaml.org/type/merge.html).
+    """
     own = [pair for pair in mapping.value if pair[0].tag != _MERGE]
     bases = [base for key, value in mapping.value if key.tag == _MERGE for base in _bases(value)]
     found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
@@ -330,15 +335,15 @@ def _bases(node: yaml.Node) -> list[yaml.Node]:
 
 
 def _written(node: yaml.Node) -> Any:
-    """A top-level value: text as written, None for nothing, and containers with their plain contents resolved."""
+    """Return a top-level value: scalars as text, None for null, containers with parsed contents."""
     if isinstance(node, yaml.ScalarNode):
         nothing = node.style is None and node.value in {"", "~", "null", "Null", "NULL"}
         return None if nothing else node.value
     return _nested(node)
 
 
-# Inside a list or mapping there is no declared type for a plain scalar, so YAML 1.2's core schema decides: it reads
-# 1e-5 as a number, which is text in YAML 1.1 (https://yaml.org/spec/1.2.2/#103-core-schema).
+# Scalars inside a list or mapping have no declared type, so YAML 1.2's core schema decides. Unlike YAML 1.1, it reads
+# 1e-5 as a number (https://yaml.org/spec/1.2.2/#103-core-schema).
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+")

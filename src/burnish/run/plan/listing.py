@@ -1,7 +1,4 @@
-"""The list of options as text: by component, each with its default, unit, bounds and help.
-
-In: the flat options class. Out: what ``burnish train --help`` prints. All of it is read from the declarations.
-"""
+"""The list of options as text, for ``--help``: by component, each with default, unit, bounds and help."""
 
 from __future__ import annotations
 
@@ -19,10 +16,12 @@ _NAME_WIDTH = 34
 
 
 def list_options(options: type, word: str = "", beginnings: Sequence[str] = ("",)) -> str:
-    """Every option, or those whose name, help or aliases contain ``word``.
+    """Return the listing of all options, or of those whose name, help or aliases contain ``word``.
 
     Args:
-        beginnings: prefixes of the names that are listed; all by default.
+        options: options class.
+        word: filter, or "".
+        beginnings: prefixes of the options to list. Default: all.
     """
     wanted = [
         spec
@@ -39,7 +38,7 @@ def list_options(options: type, word: str = "", beginnings: Sequence[str] = ("",
 
 
 def component(group: type) -> str:
-    """Heading of a group of options: the first line of its docstring, without the full stop."""
+    """Return the heading of an option group: the first line of its docstring, without the full stop."""
     return (group.__doc__ or group.__name__).strip().splitlines()[0].rstrip(".")
 
 
@@ -60,7 +59,8 @@ def _entry(spec: OptionSpec, width: int) -> Iterator[str]:
 
 
 def _facts(spec: OptionSpec) -> Iterator[str]:
-    """Facts on an option: ``default 8 rows``, ``one of full, freeze, lora``, ``at least 1``, ``also: other_name``."""
+    """Yield facts about an option: ``default 8 rows``, ``one of full, freeze, lora``, ``at least 1``, ``also:
+    alias``."""
     if spec.default is not None:
         yield f"default {shown(spec.default)}{' ' + spec.unit if spec.unit else ''}"
     if spec.choices:
@@ -78,7 +78,7 @@ def _facts(spec: OptionSpec) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """A value as a person writes it in YAML."""
+    """Return a value as it would be written in YAML."""
     if value is None:
         return "none"
     if isinstance(value, bool):

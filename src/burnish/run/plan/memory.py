@@ -1,12 +1,11 @@
-"""Estimates, from sizes alone, of the memory that a run needs on each device, and of the disk space.
+"""Estimate memory per device and disk space of a run from sizes alone.
 
-In: counts of parameters, the shape of the model, the tokens of a micro-batch. Out: bytes, term by term, each with the
-sentence that explains it. The terms are exact; what is not counted (buffers of libraries, fragmentation) is usually
-less than a fifth.
+The estimate is a list of terms in bytes, each with an explanation. The terms are exact. Buffers of libraries and
+fragmentation are not counted; they usually take less than a fifth.
 """
 
-# P parameters, N of them trained, L layers, H hidden size, F intermediate size, K size of all keys of a token,
-# V vocabulary, T tokens in a micro-batch
+# P parameters, N trained parameters, L layers, H hidden size, F intermediate size, K size of all keys of a token,
+# V vocabulary size, T tokens of a micro-batch
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes of a decoder for the estimate."""
+    """Sizes of a decoder, for the estimate."""
 
     layers: int
     hidden: int
@@ -27,7 +26,7 @@ class DecoderShape:
 
     @classmethod
     def of(cls, config: object) -> DecoderShape:
-        """Read a transformers config, whose attribute map gives all model families the same names."""
+        """Create from a transformers config, whose attribute map unifies the names of model families."""
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads") or 1
         head_size = _size(config, "head_dim") or hidden // heads
         return cls(
@@ -46,12 +45,13 @@ def _size(config: object, name: str) -> int:
 
 @dataclass(frozen=True)
 class Formats:
-    """Bytes of one number.
+    """Bytes per number.
 
     Args:
-        frozen, trained: of a frozen weight, and of a trained one; its gradient has the same.
-        compute: of an activation.
-        moments: of the optimizer's state per trained parameter, all tensors together.
+        frozen: per frozen weight.
+        trained: per trained weight, and per element of its gradient.
+        compute: per activation.
+        moments: optimizer state per trained parameter, over all tensors.
     """
 
     frozen: float
@@ -62,7 +62,7 @@ class Formats:
 
 @dataclass(frozen=True)
 class Term:
-    """One part of the memory."""
+    """One term of the memory estimate."""
 
     name: str
     num_bytes: int
@@ -74,16 +74,21 @@ def memory_terms(
     learns: bool = True, copies: bool = True, recompute: bool = False, selective: bool = False, offload: bool = False,
     adapter: Term | None = None,
 ) -> list[Term]:  # fmt: skip
-    """The parts of the memory that a run needs on a device.
+    """Return the terms of a run's memory on a device.
 
     Args:
-        params: P. trained: N. tokens: T, padding included.
-        logits: those that are in memory at a time.
-        learns: activations are kept for a backward pass.
-        copies: autocast's copies of weights are kept for it.
-        recompute: activation checkpointing is on; ``selective``: it keeps the results of products and attention.
-        offload: activations are moved to the memory of the machine.
-        adapter: what a method keeps for the backward pass besides.
+        params: P.
+        trained: N.
+        shape: sizes of the model.
+        formats: bytes per number.
+        tokens: T, including padding.
+        logits: term of the logits that are in memory at a time.
+        learns: whether activations are kept for a backward pass.
+        copies: whether autocast keeps cast copies of weights for the backward pass.
+        recompute: whether activation checkpointing is on.
+        selective: whether checkpointing keeps the outputs of linear layers and attention.
+        offload: whether activations are offloaded to CPU memory.
+        adapter: additional term of an adapter method for the backward pass.
     """
     frozen = params - trained
     weights = round(frozen * formats.frozen) + trained * formats.trained
@@ -111,13 +116,13 @@ def memory_terms(
 def _activations(
     shape: DecoderShape, tokens: int, compute_bytes: int, recompute: bool, selective: bool, offload: bool
 ) -> Term:
-    """Activations that autograd keeps for the backward pass.
+    """Return the term of activations that autograd keeps for the backward pass.
 
     Counted from the tensors that autograd saves in a pre-norm layer with a gated MLP and fused attention (Llama, Qwen
-    and similar; ``torch.autograd.graph.saved_tensors_hooks``, torch 2.13, held by a test): the queries, the attention
-    output, the inputs of four linear layers and of both norms (those in float32), keys and values, and four tensors of
-    the MLP. Checkpointing keeps the input of each layer, and one layer in full while it is computed again. Offloading
-    leaves one layer's share on the device, while it is on its way.
+    and similar; ``torch.autograd.graph.saved_tensors_hooks``, torch 2.13, verified by a test): queries, attention
+    output, inputs of four linear layers, inputs of both norms (in float32), keys and values, and four tensors of the
+    MLP. Checkpointing keeps the input of each layer, and one full layer while it is recomputed. Offloading keeps one
+    layer's share on the device while it is copied.
     """
     in_a_layer = layer_bytes_per_token(shape, compute_bytes)
     if not recompute:
@@ -135,7 +140,7 @@ def _activations(
 
 
 def dora_term(shape: DecoderShape, tokens: int, compute_bytes: int) -> Term:
-    """DoRA's own: two results of each of the seven products of a layer, and the weights that it measures, whole."""
+    """Return DoRA's additional term: two outputs of each of a layer's seven linear layers, and the merged weights."""
     of_a_token = 2 * (3 * shape.hidden + 2 * shape.keys + 2 * shape.intermediate)
     of_weights = shape.hidden * (2 * shape.hidden + 2 * shape.keys + 3 * shape.intermediate)
     reason = f"{tokens:,} tokens x two outputs of each linear layer, plus {shape.layers * of_weights:,} merged weights"
@@ -143,28 +148,29 @@ def dora_term(shape: DecoderShape, tokens: int, compute_bytes: int) -> Term:
 
 
 def products_bytes_per_token(shape: DecoderShape, compute_bytes: int) -> int:
-    """A layer's input, the results of its seven products and of its attention: 5 H + 2 K + 2 F numbers."""
+    """Return the bytes of a layer's input and the outputs of its linear layers and attention: 5 H + 2 K + 2 F
+    numbers."""
     return (5 * shape.hidden + 2 * shape.keys + 2 * shape.intermediate) * compute_bytes
 
 
 def layer_bytes_per_token(shape: DecoderShape, compute_bytes: int) -> int:
-    """6 H + 2 K + 4 F numbers in the format of the forward pass, and 2 H in float32."""
+    """Return the bytes of 6 H + 2 K + 4 F numbers in the compute dtype and 2 H in float32."""
     return (6 * shape.hidden + 2 * shape.keys + 4 * shape.intermediate) * compute_bytes + 2 * shape.hidden * 4
 
 
 def disk_bytes(model_bytes: int, checkpoint_bytes: int, checkpoints: int) -> int:
-    """The most bytes in ``output_dir`` at a time: the final model, the checkpoints kept, and one being written.
+    """Return the maximum bytes in ``output_dir``: the final model, the kept checkpoints, and one being written.
 
     Args:
-        model_bytes: of what is saved at the end, the model or the adapter.
-        checkpoint_bytes: of one checkpoint: the weights in their training dtype, and the optimizer's state.
-        checkpoints: how many are kept; 0 where none is written.
+        model_bytes: size of the final model or adapter.
+        checkpoint_bytes: size of a checkpoint: weights in their training dtype, and optimizer state.
+        checkpoints: number of kept checkpoints; 0 if none is written.
     """
     return model_bytes + (checkpoint_bytes * (checkpoints + 1) if checkpoints else 0)
 
 
 def shown_bytes(num_bytes: float) -> str:
-    """``1.5 GiB``: two or three significant digits."""
+    """Format bytes with two or three significant digits: ``1.5 GiB``."""
     for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             value = num_bytes / size

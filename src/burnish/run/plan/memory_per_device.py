@@ -1,11 +1,11 @@
-"""Memory per device: the part of a run's memory that one device holds, for any engine and number of processes.
+"""Memory per device of a distributed run, for any engine and number of processes.
 
-In: the parts of the memory of a run on one device (``estimate``), and how they are shared. Out: the same parts for one
-device of several, what an engine needs beside them, and the peaks while a model is loaded and while a checkpoint is
-written. Nothing of it has been measured on several GPUs; on CPUs a test holds it beside the peak of each process.
+The terms of a run on one device (``memory.py``) are divided according to the engine. Terms that the engine needs in
+addition, and the peaks while loading a model and while writing a checkpoint, are added. None of this has been measured
+on several GPUs; on CPUs a test compares it with the peak of each process.
 """
 
-# N processes that share, P parameters, L layers
+# N processes that share memory, P parameters, L layers
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from burnish.run.plan.options import RunOptions
 
 @dataclass(frozen=True)
 class Sharing:
-    """Description of how processes share the memory of a run.
+    """How processes share the memory of a run.
 
     Args:
-        engine: "single", "ddp", "fsdp", "deepspeed".
-        num_processes: that share one copy of what is sharded.
-        stage: of ZeRO: 1 shares optimizer states, 2 gradients too, 3 weights too. FSDP is 3.
-        keeps_gathered: weights that were gathered for a forward pass stay for the backward pass.
-        offloads_states, offloads_weights: they lie in the memory of the machine.
-        live: weights that ZeRO-3 keeps whole in a step, as it will soon use them again.
-        bucket: numbers in the buffers in which gradients are sent; None for the square of the hidden size. Under ZeRO
-            they are there from the start on a GPU; on a CPU as far as gradients fill them.
+        engine: "single", "ddp", "fsdp" or "deepspeed".
+        num_processes: number of processes that share one sharded copy.
+        stage: ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also weights. FSDP is 3.
+        keeps_gathered: weights gathered for the forward pass are kept for the backward pass.
+        offloads_states: optimizer states are in CPU memory.
+        offloads_weights: weights are in CPU memory.
+        live: number of weights that ZeRO-3 keeps gathered within a step because they are needed again soon.
+        bucket: numbers in the gradient communication buffers; None for the square of the hidden size. ZeRO allocates
+            them at the start on a GPU; on a CPU they grow with the gradients.
+        is_on_cpu: whether the device is a CPU.
     """
 
     engine: str = "single"
@@ -50,7 +52,7 @@ _LIVE, _BUCKET = 10**9, 5 * 10**8
 
 
 def sharing_of(options: RunOptions, world_size: int) -> Sharing:
-    """As the options and the number of processes say."""
+    """Return the sharing that follows from the options and the number of processes."""
     name = engine_name(options, world_size)
     if name == "fsdp":
         settings = fsdp_settings(options)
@@ -80,17 +82,22 @@ def _number(settings: Mapping[str, object], name: str, usual: int) -> int:
 def shared(
     terms: Sequence[Term], sharing: Sharing, shape: DecoderShape, formats: Formats, params: int, trained: int
 ) -> list[Term]:
-    """The parts on one device.
+    """Return the terms for one device.
 
     Args:
-        params: P. trained: of them.
+        terms: terms of the whole run.
+        sharing: how processes share memory.
+        shape: sizes of the model.
+        formats: bytes per number.
+        params: P.
+        trained: number of trained parameters.
     """
     if sharing.stage == 0:
         return list(terms)
     found = [_shared(term, sharing) for term in terms if term.name != "cast weights"]
     if sharing.engine == "deepspeed" and trained:
-        # Weights and gradients are in the format of the forward pass there; ZeRO updates copies in float32, float32
-        # ones too, from copies of their gradients.
+        # DeepSpeed keeps weights and gradients in the compute dtype. ZeRO updates float32 copies of the weights, even
+        # if they are float32, from float32 copies of the gradients.
         found = [_halved(term, formats) for term in found]
         copies = Term("optimizer", 2 * trained * 4, f"{trained:,} weights and their gradients x 4 bytes")
         found = [
@@ -119,7 +126,7 @@ def _shared(term: Term, sharing: Sharing, called: str = "") -> Term:
 
 
 def _halved(term: Term, formats: Formats) -> Term:
-    """The term, counted in the format of the forward pass instead of the four bytes of what trains."""
+    """Return a term counted in the compute dtype instead of the dtype of the trained weights."""
     if term.name not in ("weights", "gradients") or formats.trained <= formats.compute:
         return term
     factor = formats.compute / formats.trained
@@ -129,8 +136,8 @@ def _halved(term: Term, formats: Formats) -> Term:
 
 
 def _gathered(sharing: Sharing, shape: DecoderShape, formats: Formats, params: int, trained: int) -> Term:
-    """Whole weights for the time of their use: embeddings and head, the layer under way and the next one; and the whole
-    gradient of a layer before it is shared out."""
+    """Return the term of gathered weights: embeddings and head, the current layer and the next one; and the full
+    gradient of one layer before it is reduced."""
     ends = 2 * shape.vocabulary * shape.hidden
     ends = min(ends, params // 2)
     layer = (params - ends) // max(1, shape.layers)
@@ -155,10 +162,14 @@ def _bucket(sharing: Sharing, shape: DecoderShape, formats: Formats, trained: in
 
 
 def peaks(sharing: Sharing, params: int, trained: int, formats: Formats, loaded_bytes: int) -> list[Term]:
-    """Beside the steps: in the memory of the machine, for each process.
+    """Return the peaks in CPU memory of each process, while loading and while saving.
 
     Args:
-        loaded_bytes: of one number of the model's files.
+        sharing: how processes share memory.
+        params: P.
+        trained: number of trained parameters.
+        formats: bytes per number.
+        loaded_bytes: bytes per number in the model's files.
     """
     num = sharing.num_processes if sharing.stage == 3 else 1
     own = -(-(trained * formats.trained + (params - trained) * loaded_bytes) // num)

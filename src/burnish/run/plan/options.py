@@ -1,7 +1,7 @@
-"""The options of a run: the union of the groups that its components declare, as one flat class.
+"""The options of a run: the union of all groups that components declare, as one flat class.
 
-A component takes the group that it declares; what holds several of them against each other takes ``RunOptions``, so
-that a type checker finds a misspelt field wherever it stands.
+A component takes the group that it declares. Code that compares several groups takes ``RunOptions``, so that a type
+checker finds misspelt fields everywhere.
 """
 
 from __future__ import annotations
@@ -106,16 +106,16 @@ GROUPS: tuple[type, ...] = (
     ProfileOptions,
     EngineOptions,
 )
-"""Groups of options that every run reads, in the order of ``burnish train --help``."""
+"""Option groups that every run reads, in the order of ``burnish train --help``."""
 MEMBER_GROUPS: tuple[type, ...] = (
     *ADAPTERS.option_groups(),
     *OBJECTIVES.option_groups(),
     *OPTIMIZERS.option_groups(),
     *TRACKERS.option_groups(),
 )
-"""Groups of options that single members of a family read, plugins included."""
+"""Option groups of single members of a family, including plugins."""
 
-if TYPE_CHECKING:  # it does not see into a union; a test holds the two against each other
+if TYPE_CHECKING:  # type checkers do not understand the union; a test compares the two
     from burnish.inference.options import AnsweringOptions
 
     @dataclass

@@ -1,10 +1,10 @@
-"""Options -> Plan: everything that can be decided, and refused, before data or weights are read.
+"""The plan of a run: everything that can be decided and checked before data or weights are read.
 
-In: values with their places (``config.py``). Out: a ``Plan``: the flat options object that every component receives,
-the place where each value was set, and notes for the user. Nothing writes to the options afterwards.
+A ``Plan`` holds the flat options object that every component receives, the place where each value was set, and notes
+for the user. The options are not modified afterwards.
 
-Refuses, all at once: unknown names, wrong types and ranges, options that burnish does not have, and whatever the
-registered checks of the components find (``@check`` and ``@notes`` of ``config/checks.py``).
+All problems are reported at once: unknown names, wrong types and ranges, options that burnish does not support, and the
+results of the components' checks (``@check`` and ``@notes`` of ``config/checks.py``).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from burnish.run.plan.unsupported import take_absent
 
 @dataclass(frozen=True)
 class Plan:
-    """The decided options of one run.
+    """The options of one run, after all checks.
 
     Args:
-        options: an instance of ``RunOptions``; read only.
-        provenance: option -> the place where it was set; only those that were given.
-        notes: sentences on options without effect, and on choices that were made.
-        world_size: processes that share the run, as the launcher says.
-        command: the command of burnish that made the plan.
+        options: an instance of ``RunOptions``; read-only.
+        provenance: option -> place where it was set, for options that were set.
+        notes: messages about options without effect and about automatic choices.
+        world_size: number of processes, from the launcher.
+        command: the burnish command that made the plan.
     """
 
     options: RunOptions
@@ -48,11 +48,11 @@ class Plan:
     command: str = "train"
 
     def where(self, name: str) -> str:
-        """The place where an option was set; "" where it is at its default."""
+        """Return the place where an option was set, or "" if it has its default value."""
         return self.provenance.get(name, "")
 
     def changed(self) -> Iterator[tuple[OptionSpec, Any, str]]:
-        """Yield the options that are not at their default: declaration, value, place."""
+        """Return the options that differ from their defaults: declaration, value, place."""
         declared = specs(RunOptions)
         return (
             (declared[name], value, self.provenance.get(name, ""))
@@ -61,13 +61,14 @@ class Plan:
 
 
 def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
-    """Decide a run.
+    """Create the plan of a run.
 
     Args:
-        also: further checks, such as those of files, which complete the list of problems. They run only where the
-            options have a problem; otherwise ``prepare`` does these checks.
+        given: option values with their places.
+        also: further checks, such as those of files. They run only if the options have a problem, to complete the list;
+            otherwise ``prepare`` does these checks.
     Raises:
-        UserError: with every problem that the options alone can show.
+        UserError: with every problem of the options.
     """
     raise_if(launcher_problems())
     present, problems, foreign = take_absent(given, {**specs(RunOptions), **aliases()})
@@ -94,8 +95,10 @@ def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
 
 
 def _renamed(given: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], Mapping[str, str], list[Problem]]:
-    """With the names of the options that the stage means by them (``StageObjective.option_names``); these names, and a
-    problem for each option that is given under both."""
+    """Replace names that have a stage-specific meaning (``StageObjective.option_names``).
+
+    Returns the values, the mapping of names, and a problem for each option that is set under both names.
+    """
     stage = str(given["stage"].value) if "stage" in given else ""
     if stage not in OBJECTIVES:
         return dict(given), {}, []
@@ -112,7 +115,7 @@ def _renamed(given: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], Mappin
 
 
 def _in_words(sentence: str, words: Mapping[str, str]) -> str:
-    """A sentence with the words of a stage in place of the options that it means by them."""
+    """Return a message in which options are called by their stage-specific names."""
     for word, option in words.items() if " are two names of " not in sentence else ():
         sentence = sentence.replace(f'"{option}"', f'"{word}"')
     return sentence
@@ -122,7 +125,7 @@ LOGS_PER_RUN = 50
 
 
 def dependent_defaults(options: RunOptions, given: Container[str]) -> dict[str, Any]:
-    """Defaults that depend on the stage and on the length of the run, for options that were not given."""
+    """Return defaults that depend on the stage and on the length of the run, for options that were not set."""
     found: dict[str, Any] = {}
     known = options.stage in OBJECTIVES
     objective = OBJECTIVES[options.stage] if known else None
@@ -142,18 +145,18 @@ def dependent_defaults(options: RunOptions, given: Container[str]) -> dict[str, 
 
 @cache
 def aliases() -> dict[str, str]:
-    """Other name -> name of an option."""
+    """Return alias -> option name."""
     return {alias: spec.name for spec in specs(RunOptions).values() for alias in spec.aliases}
 
 
 def provenance_of(given: Mapping[str, RawValue]) -> dict[str, str]:
-    """Option -> the place where it was set."""
+    """Return option -> place where it was set."""
     return {aliases().get(key, key): item.where for key, item in given.items()}
 
 
 @contextmanager
 def placing(provenance: Mapping[str, str]) -> Iterator[None]:
-    """Add file and line of the option to problems without a place that are raised in the ``with`` block."""
+    """Add the place where an option was set to problems raised in the ``with`` block that have none."""
     try:
         yield
     except UserError as error:
@@ -161,17 +164,17 @@ def placing(provenance: Mapping[str, str]) -> Iterator[None]:
 
 
 def component_checks() -> list[Check]:
-    """Every registered check, in the order in which the modules' options are declared."""
+    """Return all registered checks, in the order in which the options of their modules are declared."""
     return sorted(CHECKS, key=_position)
 
 
 def component_notes() -> list[Notes]:
-    """Every registered function of notes, in the same order."""
+    """Return all registered functions that return notes, in the same order."""
     return sorted(NOTES, key=_position)
 
 
 def _position(function: Callable[[Any], Any]) -> int:
-    """The place of a function's module in the order of declaration, which does not depend on the order of imports."""
+    """Return the position of a function's module in declaration order, which does not depend on import order."""
     return _order_of_modules().get(function.__module__, len(_order_of_modules()))
 
 
@@ -182,9 +185,9 @@ def _order_of_modules() -> dict[str, int]:
 
 
 def _doubtful(present: Mapping[str, RawValue]) -> set[str]:
-    """Options that are at their default only because the given value could not be read, or was misspelled.
+    """Return options that have their default value only because the given value or name was invalid.
 
-    A check that names one of them would report a consequence beside its cause.
+    Checks that involve one of them are skipped, because they would report a consequence of that error.
     """
     known = specs(RunOptions)
     names: set[str] = set()
@@ -201,7 +204,7 @@ def _doubtful(present: Mapping[str, RawValue]) -> set[str]:
 
 
 def _placed(problem: Problem, provenance: Mapping[str, str]) -> Problem:
-    """Return ``problem`` with the place of the first of its options that was given, unless it has a place already."""
+    """Return ``problem`` with the place of the first of its options that was set, unless it already has a place."""
     if problem.where:
         return problem
     places = [provenance[name] for name in problem.options if name in provenance]

@@ -1,7 +1,6 @@
-"""Requirements of a run: memory and disk, held against what the machine has.
+"""Memory and disk space that a run needs, compared with what the machine has.
 
-In: the plan, and facts from ``prepare``. Out: sizes with their reasons; a problem where the disk is too small. The
-model is counted without weights, with the adapter attached, so the counts are those of the run.
+The model is created without weights and with its adapter attached, so that its parameters can be counted exactly.
 """
 
 from __future__ import annotations
@@ -35,12 +34,15 @@ from burnish.run.recovery.failure import available_bytes
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of parameters of a run's model, counted without its weights.
+    """Parameter counts of a run's model, counted without its weights.
 
     Args:
+        class_name: class of the model.
         base: parameters of the model as loaded.
-        total, trained: parameters with the adapter, and those that train in this run.
-        turns: of an optimizer that trains a part of them at a time.
+        total: parameters including the adapter.
+        trained: parameters trained in this run.
+        saves_whole_model: whether the whole model is saved instead of an adapter.
+        turns: schedule of an optimizer that trains a part of the parameters at a time.
     """
 
     class_name: str
@@ -52,7 +54,7 @@ class Sizes:
 
     @property
     def active(self) -> int:
-        """The most parameters that have gradients at a time."""
+        """Maximum number of parameters that have gradients at a time."""
         return self.trained if self.turns is None else self.turns.active
 
 
@@ -69,20 +71,20 @@ def sizes_of(adapter: ModelAdapter, shapes: nn.Module, options: RunOptions, max_
 
 
 def counts_of(model: nn.Module, sizes: Sizes) -> tuple[int, int]:
-    """Parameters of a loaded model that train in the run, some of them in turns, and all of its parameters."""
+    """Return the number of parameters of a loaded model that train in the run, and of all its parameters."""
     trained, total = trainable_summary(model)
     return (trained if sizes.turns is None else sizes.turns.trained), total
 
 
 def trained_dtype(options: RunOptions, config: Any) -> torch.dtype:
-    """The dtype of the weights that train."""
+    """Return the dtype of the trained weights."""
     if options.pure_bf16:
         return torch.bfloat16
     return held_dtype(options, config) if keeps_load_precision(options) else torch.float32
 
 
 def held_dtype(options: RunOptions, config: Any) -> torch.dtype:
-    """The dtype in which the model's own weights are loaded, those that are raised to float32 afterwards too."""
+    """Return the dtype in which the model's own weights are loaded, including those converted to float32 later."""
     if options.pure_bf16:
         return torch.bfloat16
     raised = trains(options) and options.finetuning_type == "full" and not keeps_load_precision(options)
@@ -90,10 +92,12 @@ def held_dtype(options: RunOptions, config: Any) -> torch.dtype:
 
 
 def load_dtype(options: RunOptions, config: Any, is_frozen: bool = False) -> torch.dtype | str:
-    """The ``dtype`` with which the weights are loaded; "auto" where they keep the dtype of their files.
+    """Return the ``dtype`` argument for loading weights; "auto" if they keep the dtype of their files.
 
     Args:
-        is_frozen: whether none of the weights train, as in a reference model.
+        options: options of the run.
+        config: config of the model.
+        is_frozen: whether all weights are frozen, as in a reference model.
     """
     in_files = loaded_dtype(config)
     held = frozen_dtype(options, device_of(options), in_files) if is_frozen else held_dtype(options, config)
@@ -104,11 +108,13 @@ def load_dtype(options: RunOptions, config: Any, is_frozen: bool = False) -> tor
 def formats_in_words(
     in_files: torch.dtype, frozen: torch.dtype, trained: torch.dtype | None, saved: torch.dtype | None
 ) -> list[str]:
-    """A sentence where weights change their format; none where they stay as they are in the files.
+    """Return a note if weights are converted to another dtype, otherwise an empty list.
 
     Args:
-        frozen: in memory, of weights that do not train, or of all where there are no such.
-        trained: of those that train; None for none. saved: of a whole model that is saved; None for an adapter.
+        in_files: dtype in the files.
+        frozen: dtype in memory of the frozen weights, or of all if none are frozen.
+        trained: dtype of the trained weights, or None.
+        saved: dtype of a saved model, or None for an adapter.
     """
     names = [name_of(dtype) for dtype in (in_files, frozen, trained or frozen, saved or in_files)]
     if len({in_files, frozen, saved or in_files}) == 1:
@@ -119,27 +125,30 @@ def formats_in_words(
 
 
 def formats_in(model: nn.Module) -> tuple[torch.dtype, torch.dtype | None]:
-    """The dtypes of a model's frozen weights (of all where all train) and of those that train."""
+    """Return the dtypes of a model's frozen weights (of all if none are frozen) and of its trained weights."""
     of_kind = {p.requires_grad: p.dtype for p in reversed(list(model.parameters())) if p.is_floating_point()}
     return of_kind.get(False, of_kind.get(True, torch.float32)), of_kind.get(True)
 
 
 def compute_dtype(options: RunOptions, config: Any) -> torch.dtype:
-    """The dtype of the forward pass: autocast's, else that of most weights."""
+    """Return the dtype of the forward pass: autocast's, otherwise that of most weights."""
     is_mostly_trained = options.pure_bf16 or (options.finetuning_type == "full" and trains(options))
     usual = trained_dtype(options, config) if is_mostly_trained else held_dtype(options, config)
     return autocast_dtype(options, device_of(options)) or usual
 
 
 def formats_of(options: RunOptions, config: Any, sizes: Sizes, model: nn.Module | None = None) -> Formats:
-    """Bytes of the numbers of a run. It runs a step of the optimizer, so it is called once.
+    """Return the bytes per number in this run. It runs an optimizer step, so it should be called once.
 
     Args:
-        model: without weights, as ``sizes_of`` left it; the optimizer's state is then counted tensor by tensor.
+        options: options of the run.
+        config: config of the model.
+        sizes: parameter counts.
+        model: model on the meta device, as left by ``sizes_of``; the optimizer state is then counted exactly.
     """
     compute, trained = compute_dtype(options, config), trained_dtype(options, config)
     frozen = options.quantization_bit / 8 if options.quantization_bit else compute.itemsize
-    frozen = trained.itemsize if sizes.turns else frozen  # it trains at another time
+    frozen = trained.itemsize if sizes.turns else frozen  # it is trained at another time
     if sizes.turns is not None:
         kept = sizes.turns.kept_bytes / sizes.turns.active
     else:
@@ -149,7 +158,7 @@ def formats_of(options: RunOptions, config: Any, sizes: Sizes, model: nn.Module 
 
 
 def _state_without_weights(options: RunOptions, model: nn.Module, dtype: torch.dtype) -> int | None:
-    """Bytes of the optimizer's state for a model on the meta device; None where its step needs numbers."""
+    """Return the bytes of the optimizer state of a model on the meta device; None if its step needs real values."""
     moved = [p for p in model.parameters() if p.requires_grad]
     for parameter in moved:
         parameter.data = parameter.data.to(dtype)
@@ -182,10 +191,10 @@ def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
 
 
 def _moment_bytes(options: RunOptions, config: Any, dtype: torch.dtype) -> float:
-    """Bytes of the optimizer's state per trained parameter, measured after a step on a small matrix."""
+    """Return the bytes of optimizer state per trained parameter, measured by a step on a small matrix."""
     width = min(DecoderShape.of(config.get_text_config()).hidden, 512)
     weight = nn.Linear(width, width, bias=False, dtype=dtype)
-    model = nn.ModuleDict({"layers": nn.ModuleList([weight])})  # a matrix in a layer, for optimizers that check names
+    model = nn.ModuleDict({"layers": nn.ModuleList([weight])})  # a layer's matrix, for optimizers that check names
     of_any_name = replace(options, galore_target=["all"], apollo_target=["all"], optim_target_modules=None)
     optimizer = create_optimizer(model.named_parameters(), model, of_any_name)
     if callable(switch := getattr(optimizer, "train", None)):
@@ -196,7 +205,7 @@ def _moment_bytes(options: RunOptions, config: Any, dtype: torch.dtype) -> float
 
 
 def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, tokens: int) -> list[Term]:
-    """Memory of the run, term by term. Args: tokens: of the largest micro-batch."""
+    """Return the memory of the run as a list of terms. ``tokens`` is the size of the largest micro-batch."""
     shape = DecoderShape.of(config.get_text_config())
     has_dora = options.finetuning_type == "lora" and options.use_dora
     keeps_casts = device_of(options).type != "cpu" or options.torch_compile or not options.patches
@@ -221,8 +230,8 @@ def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, 
 
 
 def logits_term(options: RunOptions, shape: DecoderShape, tokens: int, compute_bytes: int) -> Term:
-    """The logits that are in memory at a time, if every token is learned."""
-    if options.fused_loss is False:  # all logits, and in float32 their log-probabilities and the gradient of these
+    """Return the term of the logits that are in memory at a time, if every token is trained."""
+    if options.fused_loss is False:  # all logits, and in float32 their log-probabilities and gradients
         num_bytes = tokens * shape.vocabulary * (compute_bytes + 8)
         return Term("logits", num_bytes, f"{tokens:,} tokens x vocabulary of {shape.vocabulary:,} (fused_loss: false)")
     way = way_of(options)
@@ -231,14 +240,14 @@ def logits_term(options: RunOptions, shape: DecoderShape, tokens: int, compute_b
 
 
 def rows_of_batch(options: RunOptions) -> int:
-    """Rows of a micro-batch: of training, or in a run that does not train, of evaluation."""
+    """Return the rows of a micro-batch, of evaluation if the run does not train."""
     return int(options.per_device_train_batch_size if trains(options) else options.per_device_eval_batch_size)
 
 
 def tokens_of_largest_batch(rows: Sequence[Any], options: RunOptions) -> int:
-    """Upper bound of the tokens of a micro-batch: the longest rows of the set together."""
+    """Return an upper bound of the tokens of a micro-batch: the longest rows of the set together."""
     lengths = getattr(rows, "lengths", None) or [len(row["input_ids"]) for row in rows]
-    if OBJECTIVES[options.stage].records == "prompts":  # which are trained on with a completion each
+    if OBJECTIVES[options.stage].records == "prompts":  # each is trained with a generated completion
         lengths = [max(lengths, default=0) + options.max_completion_length] * rows_of_batch(options)
     largest = sorted(lengths, reverse=True)[: rows_of_batch(options)]
     if options.max_tokens_per_batch is not None:
@@ -249,7 +258,7 @@ def tokens_of_largest_batch(rows: Sequence[Any], options: RunOptions) -> int:
 
 
 def available_memory(options: RunOptions) -> int:
-    """Bytes of free memory on the device; 0 where the system does not tell."""
+    """Return the bytes of free memory on the device; 0 if unknown."""
     device = device_of(options)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -260,7 +269,7 @@ def available_memory(options: RunOptions) -> int:
 
 
 def disk_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> int:
-    """The most bytes that ``output_dir`` will hold at a time, without results and answers."""
+    """Return the maximum bytes in ``output_dir``, without results and generated responses."""
     if not trains(options):
         return 0
     model = (
@@ -288,7 +297,7 @@ def free_disk(folder: Path) -> int:
 
 
 def check_disk(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> list[Problem]:
-    """Refuse at the beginning a run whose model could not be written at its end."""
+    """Return a problem if the disk is too small for the model and the checkpoints."""
     needed, free = disk_of(options, config, sizes, formats, steps), free_disk(output_folder(options))
     if needed <= free:
         return []

@@ -1,12 +1,12 @@
-"""Options of LLaMA-Factory, transformers and TRL that burnish knows and does not have.
+"""Options of LLaMA-Factory, transformers and TRL that burnish knows but does not support.
 
-A file that was written for those tools often has keys that ask for nothing: ``use_galore: false``. A key of ``ABSENT``
-at its harmless value is ignored; at any other value it is refused by name, with a replacement, because silently
-dropping a key would give another run than the user asked for. So is a choice of ``ABSENT_CHOICES``. A key of
-``NO_EFFECT`` changes nothing in burnish; a note says so once.
+Configuration files of those tools often contain keys that disable something: ``use_galore: false``. A key of ``ABSENT``
+with its harmless value is ignored. Any other value is an error that names a replacement, because ignoring the key would
+silently change the run. The same holds for values in ``ABSENT_CHOICES``. Keys of ``NO_EFFECT`` have no effect in
+burnish, which a note reports once.
 
-Names and defaults: LLaMA-Factory 0.9.5 (hparams) with those of its older versions from 0.7.1 on, transformers 5.23
-(TrainingArguments, Seq2SeqTrainingArguments) with those that older transformers had, TRL 1.16 (SFTConfig).
+Names and defaults: LLaMA-Factory 0.9.5 (hparams) and older versions from 0.7.1, transformers 5.23 (TrainingArguments,
+Seq2SeqTrainingArguments) and older versions, TRL 1.16 (SFTConfig).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from burnish.utils.environment import number_in
 
 @dataclass(frozen=True)
 class Absent:
-    """An option that is not here. ``harmless`` asks for nothing; ``instead`` is a sentence."""
+    """An unsupported option. ``harmless`` is the value that disables it; ``instead`` is the remedy."""
 
     harmless: Any
     instead: str
@@ -32,11 +32,13 @@ class Absent:
 def take_absent(
     given: Mapping[str, RawValue], known: Mapping[str, Any]
 ) -> tuple[dict[str, RawValue], list[Problem], list[str]]:
-    """Remove the names of these tables from ``given``; returns it, a problem for each name that asks for something, and
-    notes on the others.
+    """Remove unsupported options from ``given``.
+
+    Returns the remaining options, a problem for each unsupported option that is enabled, and notes on the others.
 
     Args:
-        known: the options and other names that burnish has; they are never absent.
+        given: option values with their places.
+        known: names that burnish supports, which are never removed.
     """
     for key, item in given.items():
         if has_secret_name(key):
@@ -67,7 +69,7 @@ def take_absent(
 
 
 def _asks_for_nothing(value: Any, harmless: Any) -> bool:
-    """Return whether a value is the harmless one, in any spelling: "False", "1e3", "none"."""
+    """Return whether a value equals the harmless one, in any spelling: "False", "1e3", "none"."""
     written = str(value).strip().lower()
     if value is None or written in {"", "none", "null", "~"}:
         return True
@@ -91,7 +93,7 @@ ABSENT_CHOICES: dict[str, dict[str, str]] = {
         ("hqq", "eetq"), "Set quantization_method: bnb, with quantization_bit: 4 or quantization_bit: 8."
     ),
 }
-"""Option and value -> a sentence, for values that burnish lacks of options that it has."""
+"""Option -> value -> remedy, for unsupported values of supported options."""
 
 
 EARLIER = {
@@ -126,7 +128,7 @@ def _no_effect(reason: str, names: str) -> None:
 
 
 def _family(switch: str, harmless: Any, instead: str, members: str) -> None:
-    """Add a feature that burnish lacks: its switch is refused where it is on; its settings are ignored without it."""
+    """Add an unsupported feature. Enabling its switch is an error; its settings are ignored."""
     ABSENT[switch] = Absent(harmless, instead)
     _no_effect(f'it belongs to "{switch}", which burnish does not support.', members)
 
@@ -229,7 +231,7 @@ _no_effect(
     "include_for_metrics",
 )
 
-# LLaMA-Factory's version 1 has other names than its older versions and burnish.
+# LLaMA-Factory's version 1 uses other names than its older versions and burnish.
 _absent("Set model_name_or_path.", model=None)
 _absent("Set dataset and dataset_dir.", train_dataset=None)
 _absent(

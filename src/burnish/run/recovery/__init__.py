@@ -1,1 +1,1 @@
-"""Interrupts, failures, spikes and resume: what keeps a run safe when something goes wrong."""
+"""Recovery: interrupts, failures, loss spikes, stalls and resuming."""

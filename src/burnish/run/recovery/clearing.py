@@ -1,12 +1,12 @@
-"""Clearing of ``output_dir`` for ``overwrite_output_dir``: nothing is deleted before there is something in its place.
+"""``overwrite_output_dir``: replace the files of an earlier run, which are deleted only when there is a replacement.
 
-    problems_of_sources(options)        refuses a run whose model, adapter or data would be deleted
-    with BackupOnOverwrite(folder) as earlier:   moves the files of an earlier run into ``.earlier-run``
-        ...                             deletes them after the first whole checkpoint, or when the block succeeds
-                                        restores them where the block fails before that
+    problems_of_sources(options)        refuses a run whose own model, adapter or data would be deleted
+    with BackupOnOverwrite(folder) as earlier:   moves the files of an earlier run to ``.earlier-run``
+        ...                             deletes them after the first complete checkpoint, or on success
+                                        restores them if the block fails before that
 
-The files of a run are recognized by their names, and nothing else is touched. A process that is killed in between
-leaves ``.earlier-run`` behind; the next run that overwrites uses it.
+Files of a run are recognized by name; no other file is touched. A killed process leaves ``.earlier-run`` behind, which
+the next run that overwrites uses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SOURCES = (
     "new_special_tokens_config", "template", "peft_config", "fsdp_config", "deepspeed",
     "reward_model", "reward_model_adapters", "media_dir",
 )  # fmt: skip
-"""Options that name files or folders which a run reads, beside its data sets."""
+"""Options that name files or folders which a run reads, besides its datasets."""
 LEFT_BY_A_RUN = (
     ".finished.json", "trainer_log.jsonl", "run.log", "events.jsonl", "outcome.json", "trainer_state.json",
     "traceback.txt", "*_results.json", "README.md",
@@ -41,11 +41,11 @@ LEFT_BY_A_RUN = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
-"""The files that a run writes into ``output_dir`` beside its checkpoints, by their names."""
+"""Name patterns of the files that a run writes to ``output_dir``, besides checkpoints."""
 
 
 def left_by_a_run(folder: Path) -> list[Path]:
-    """The files and checkpoints in ``folder`` that a run wrote; of symbolic links the link, not its target."""
+    """Return the files and checkpoints in ``folder`` that a run wrote. Symbolic links are not followed."""
     if not folder.is_dir():
         return []
     files = {path for pattern in LEFT_BY_A_RUN for path in folder.glob(pattern) if path.is_file() or path.is_symlink()}
@@ -62,7 +62,7 @@ def left_by_a_killed_process(folder: Path, also: Sequence[str] = ()) -> set[str]
 
 
 def problems_of_sources(options: RunOptions) -> list[Problem]:
-    """Refuse, by the option that names it, a file that the run reads and would delete or overwrite."""
+    """Return a problem for each input of the run that it would delete or overwrite."""
     folder = output_folder(options)
     return [
         Problem(
@@ -86,22 +86,23 @@ def _sources(options: RunOptions) -> Iterator[tuple[str, str]]:
 
 
 def _would_go(source: Path, folder: Path) -> bool:
-    """Return whether ``source`` is part of what a run wrote into ``folder``, or is a model or an adapter in it."""
+    """Return whether ``source`` is among the files that would be removed, or is a model or adapter in ``folder``."""
     if not source.exists():
         return False
     place = source.resolve()
     is_model = place == folder.resolve() and any(source.glob("*.safetensors"))
-    gone = [path.resolve() for path in left_by_a_run(folder) if path.exists()]  # a link to itself has no place
+    gone = [path.resolve() for path in left_by_a_run(folder) if path.exists()]  # a link to itself does not exist
     return is_model or any(place == path or path in place.parents for path in gone)
 
 
 class BackupOnOverwrite(TrainerCallback):
-    """Moves the files of an earlier run in ``folder`` aside until the new run has its first whole checkpoint.
+    """Moves the files of an earlier run in ``folder`` aside until the new run has its first complete checkpoint.
 
-    As a callback it notices that checkpoint, so that both runs are on the disk no longer than necessary.
+    As a callback it notices that checkpoint, so that both runs are on disk no longer than necessary.
 
     Args:
-        also: patterns of names of further files that go; those of an export, for example.
+        folder: ``output_dir``.
+        also: name patterns of further files to move aside, for example those of an export.
     """
 
     def __init__(self, folder: Path, also: Sequence[str] = ()) -> None:
@@ -109,7 +110,7 @@ class BackupOnOverwrite(TrainerCallback):
 
     def __enter__(self) -> BackupOnOverwrite:
         is_of_a_killed_run = self.aside.is_dir()
-        if is_of_a_killed_run and _has_checkpoint(self.folder):  # the killed run has a checkpoint, so it is kept now
+        if is_of_a_killed_run and _has_checkpoint(self.folder):  # the killed run has a checkpoint, so its files stay
             remove(self.aside)
             is_of_a_killed_run = False
         self.aside.mkdir(exist_ok=True)
@@ -130,7 +131,7 @@ class BackupOnOverwrite(TrainerCallback):
             remove(self.aside)
 
     def move_back(self) -> None:
-        """Move everything back; files that the failed run wrote under the same names are deleted."""
+        """Move everything back and delete files that the failed run wrote under the same names."""
         for path in sorted(self.aside.glob("*")):
             remove(self.folder / path.name)
             path.rename(self.folder / path.name)

@@ -1,13 +1,13 @@
-"""Failures of a command: the message, and the exit status.
+"""Failures of a command: messages and exit status.
 
-    2          what the user gave is wrong: options, data, models, folders; its sentences are printed
-    1          the machine: disk, permissions, memory; a loss that is not finite; a fault in burnish
-    3          done, but a checkpoint could not be saved on the way (run/recovery/saving.py)
+    2          an error in the user's input: options, data, models, folders
+    1          a failure of the machine (disk, permissions, memory), a non-finite loss, or a bug in burnish
+    3          the run finished, but an intermediate checkpoint could not be saved (run/recovery/saving.py)
     124        ended by max_train_seconds (run/recovery/interrupt.py)
-    128 + n    signal n: 130 after Ctrl-C
+    128 + n    ended by signal n: 130 after Ctrl-C
 
-In: the exception that reached the command line. Out: at most four lines (what, where, why, what to try) on standard
-error, and the status. The traceback goes to a file, or with ``--debug`` to the terminal.
+At most four lines (what, where, why, remedy) go to standard error. The traceback is written to a file, or to the
+terminal with ``--debug``.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from burnish.utils.activity import Activity, interrupted_by
 from burnish.utils.files import error_number
 
 TRACEBACK_NAME = "traceback.txt"
-"""File with the traceback of a failure, in ``output_dir``."""
+"""Name of the file in ``output_dir`` with the traceback of a failure."""
 
 
 def explain_failure(error: BaseException, output_dir: str | None, debug: bool = False) -> int:
-    """Print what went wrong. Returns the exit status.
+    """Print an explanation of an error and return the exit status.
 
     Args:
-        output_dir: of the run, where it is known; its checkpoints are named, and the traceback is written there.
-        debug: print the traceback too.
+        error: the exception that reached the command line.
+        output_dir: ``output_dir`` of the run, if known: its newest checkpoint is named, and the traceback goes there.
+        debug: also print the traceback.
     """
     console.end_live()
     if output_dir is not None and is_of_this_process(Path(output_dir)):
@@ -51,13 +52,13 @@ def explain_failure(error: BaseException, output_dir: str | None, debug: bool = 
         return _interrupted(output_dir)
     if isinstance(error, BrokenPipeError):
         let_go(sys.stdout)
-        return 128 + signal.SIGPIPE  # burnish explain | head: the reader has gone, which needs no message
+        return 128 + signal.SIGPIPE  # for example, burnish explain | head: the reader is gone, no message is needed
     if isinstance(error, OutputError):
         console.problem(str(error))
         return 1
     found = _found(error, output_dir)
     if isinstance(found, UserError):
-        # Every process finds the same; of those that another launcher started, one of a machine says it.
+        # All processes find the same error. With another launcher, one process per machine prints it.
         says = os.environ.get("LOCAL_RANK", "0") == "0" or console.FAILURE_FILE in os.environ
         for problem in found.problems if says else ():
             console.problem(problem)
@@ -68,18 +69,18 @@ def explain_failure(error: BaseException, output_dir: str | None, debug: bool = 
 
 
 def _is_not_permitted(error: BaseException) -> bool:
-    """Return whether a missing permission is the cause, which needs no traceback."""
+    """Return whether the cause is a missing permission, for which no traceback is needed."""
     return any(error_number(cause) in _PERMISSION for cause in causes(error))
 
 
 def described(error: BaseException, output_dir: str | None) -> Problem:
-    """Describe a failure to the user, as one problem."""
+    """Return the description of a failure as one problem."""
     found = _found(error, output_dir)
     return found.problems[0] if isinstance(found, UserError) else found
 
 
 def _found(error: BaseException, output_dir: str | None) -> UserError | Problem:
-    """The first of an error's causes that is known: the user's mistake, or the sentence on what the machine did."""
+    """Return the first known cause of an error: a user error, or the description of a machine failure."""
     for cause in causes(error):
         found = cause if isinstance(cause, UserError) else failure_in_words(cause, output_dir)
         if found is not None:
@@ -88,7 +89,7 @@ def _found(error: BaseException, output_dir: str | None) -> UserError | Problem:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exception and its causes, because a library may wrap a full disk in an error of its own."""
+    """Yield the exception and its causes, since a library may wrap, for example, a full disk in its own error."""
     seen: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in seen:
@@ -98,7 +99,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def failure_in_words(error: BaseException, output_dir: str | None) -> Problem | None:
-    """Explain a failure of the machine in a sentence; None for an unexpected error."""
+    """Return the description of a machine failure, or None for an unexpected error."""
     if isinstance(error, NotSavedError):
         return error.problem
     if isinstance(error, NonFiniteError):
@@ -150,7 +151,7 @@ _DISK = {
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV), _FAILS),
     errno.EFBIG: _TOO_LARGE,
 }
-"""Number of an error -> what is wrong, and what helps."""
+"""errno -> (what is wrong, remedy)."""
 _PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -165,7 +166,7 @@ def _not_permitted(error: BaseException, output_dir: str | None) -> Problem:
 
 
 def _place(error: BaseException, output_dir: str | None) -> str:
-    file = getattr(error, "filename2", None) or getattr(error, "filename", None)  # of two, the one that was to be
+    file = getattr(error, "filename2", None) or getattr(error, "filename", None)  # of two, the target
     return f'"{file}"' if file else f'a file in "{output_dir}"' if output_dir else "a file"
 
 
@@ -175,10 +176,10 @@ def _reason(error: BaseException) -> str:
 
 
 def what_is_safe(output_dir: str | None) -> str:
-    """Name the newest finished checkpoint. Its files are not read again: a folder of that name is whole."""
+    """Name the newest complete checkpoint. A folder with a manifest is complete, so its files are not read."""
     if output_dir is None:
         return ""
-    # Imported here, because they load torch, and this file also answers a misspelled command.
+    # Imported here because they load torch, and this module also handles a misspelled command.
     from burnish.checkpoint.checkpoint import Checkpoints
     from burnish.checkpoint.manifest import MANIFEST_NAME
 
@@ -231,11 +232,11 @@ _ADVICE = {
     ),
     Activity.SAVE: ("while a checkpoint was copied", "Try save_in_background: false."),
 }  # fmt: skip
-"""Activity -> when memory ran out, and the settings that help."""
+"""Activity -> (when memory ran out, settings that help)."""
 
 
 def _wanted_by(error: BaseException) -> tuple[str, str]:
-    """Describe when memory ran out, with the size of the micro-batch, and the settings that help."""
+    """Return when memory ran out, with the size of the micro-batch, and settings that help."""
     interrupted = interrupted_by(error)
     if interrupted is None:
         return "", _SMALLER_BATCH
@@ -245,12 +246,12 @@ def _wanted_by(error: BaseException) -> tuple[str, str]:
 
 
 def _requested(text: str) -> int | None:
-    """Bytes in ``you tried to allocate 4398046511104 bytes``, ``Tried to allocate 20.00 GiB``."""
+    """Parse the bytes in ``you tried to allocate 4398046511104 bytes`` or ``Tried to allocate 20.00 GiB``."""
     return _amount(re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text))
 
 
 def _free(text: str) -> int | None:
-    """Bytes in ``... of which 3.00 GiB is free``, or the memory that the system has available."""
+    """Parse the bytes in ``... of which 3.00 GiB is free``, or return the available memory of the system."""
     return _amount(re.search(r"of which ([\d.]+) (\w+) is free", text)) or available_bytes()
 
 
@@ -261,9 +262,9 @@ def _amount(match: re.Match[str] | None) -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Available bytes of the host's memory: the minimum of what the system and the process's control group have left.
-    None if the system does not report it."""
-    import psutil  # not at the top: this module also answers a misspelled command
+    """Return the available bytes of host memory, or None if unknown: the minimum of the system's and the control
+    group's."""
+    import psutil  # not at the top: this module also handles a misspelled command
 
     try:
         free = int(psutil.virtual_memory().available)
@@ -294,7 +295,7 @@ def _interrupted(output_dir: str | None) -> int:
 
 
 def _unexpected(error: BaseException, output_dir: str | None) -> Problem:
-    """Problem with the kind of error, the first line of its text, its deepest place in burnish, and the checkpoint."""
+    """Return a problem with error type, first line of its message, deepest location in burnish, and checkpoint."""
     first = next(iter(str(error).strip().splitlines()), "")
     what = f"{type(error).__name__}: {_cut(first, 300)}" if first else type(error).__name__
     inside = f"{os.sep}burnish{os.sep}"
@@ -318,22 +319,22 @@ def _cut(text: str, width: int) -> str:
 
 
 def write_traceback(error: BaseException, output_dir: str | None) -> str:
-    """Write the traceback into ``output_dir`` if it exists, else into a new temporary file. No link is followed.
+    """Write the traceback to ``output_dir`` if it exists, otherwise to a new temporary file. No link is followed.
 
     Returns:
-        its path, or "" where it cannot be written.
+        Its path, or "" if it cannot be written.
     """
     text = without_secrets("".join(traceback.format_exception(error)))
-    is_there = output_dir and os.path.isdir(output_dir)  # false for a name too long
+    is_there = output_dir and os.path.isdir(output_dir)  # false if the name is too long
     if output_dir and is_there and console.is_main_process():
         path = Path(output_dir, TRACEBACK_NAME)
-        with suppress(OSError):  # this disk may have failed; the temporary folder may be on another one
+        with suppress(OSError):  # this disk may have failed; the temporary folder may be on another disk
             path.unlink(missing_ok=True)
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)
             return str(path)
     with suppress(OSError):
-        descriptor, name = tempfile.mkstemp(f"-{TRACEBACK_NAME}", "burnish-")  # readable by this user alone
+        descriptor, name = tempfile.mkstemp(f"-{TRACEBACK_NAME}", "burnish-")  # readable by this user only
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         return name

@@ -1,10 +1,10 @@
-"""Fingerprints of everything that a run depends on: stored in each checkpoint, compared before a run resumes.
+"""Fingerprints of everything that a run depends on, stored in each checkpoint and compared before a run resumes.
 
-Data, template, tokenizer, adapters and base model are known by their content, so that a folder may move. Of the options
-every one is kept, but for those declared here to change neither the rows, nor their order, nor the arithmetic of a step
-(``HARMLESS``), and those whose content is kept in their place (``BY_CONTENT``): an option that somebody adds makes
-another run until it is declared harmless. What may change, and is then applied and reported, is ``MAY_CHANGE`` in
-``checkpoint.comparison``; all else stops a run that would go on otherwise.
+Data, template, tokenizer, adapters and base model are identified by content, so that folders may be moved. Every other
+option is stored, except those listed in ``HARMLESS``, which change neither the rows, nor their order, nor the
+arithmetic of a step, and those in ``BY_CONTENT``, whose content is stored instead. A new option therefore prevents
+resuming until it is listed as harmless. Options that may change are in ``checkpoint.comparison.MAY_CHANGE``; changes
+are applied and reported. Any other change is an error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BY_CONTENT: dict[str, tuple[str, ...]] = {
     "tokenizer": ("add_tokens", "add_special_tokens"),
     "rows_per_step": ("per_device_train_batch_size", "gradient_accumulation_steps"),
 }  # fmt: skip
-"""Fingerprint -> options that it stands for."""
+"""Fingerprint -> options that it covers."""
 HARMLESS: dict[str, tuple[str, ...]] = {
     "which part of the work is done": ("do_train", "do_eval", "do_predict", "eval_on_start"),
     "who may fetch": ("hf_hub_token", "ms_hub_token"),
@@ -76,7 +76,7 @@ _WORK = ("do_eval", "do_predict", "report_to", "plot_loss", "profile")
 
 
 def kept_options() -> list[str]:
-    """The options of which a checkpoint keeps the value."""
+    """Return the options whose values are stored in a checkpoint."""
     left_out = {name for names in (*BY_CONTENT.values(), *HARMLESS.values()) for name in names}
     return [
         name
@@ -88,7 +88,7 @@ def kept_options() -> list[str]:
 
 
 def may_change(options: RunOptions) -> frozenset[str]:
-    """Fingerprints that may change on resume; those of the evaluation only if it does not decide on the weights."""
+    """Return the fingerprints that may change on resume. Evaluation may change unless it affects the training."""
     decides = (
         options.load_best_model_at_end or options.save_strategy == "best" or options.early_stopping_steps is not None
         or options.lr_scheduler_type in FOLLOWS_METRIC
@@ -98,7 +98,7 @@ def may_change(options: RunOptions) -> frozenset[str]:
 
 
 def work_of(options: RunOptions) -> dict[str, Any]:
-    """Options that say what is done beside training, as JSON data: a finished run does not do it again."""
+    """Return the options for work other than training, as JSON data. A finished run does not repeat that work."""
     names = [*_WORK, *(HARMLESS["the evaluation"] if options.do_predict or evaluates(options) else ())]
     if options.do_predict:
         names += [*specs(GenerationOptions), *specs(MetricOptions)]
@@ -107,10 +107,12 @@ def work_of(options: RunOptions) -> dict[str, Any]:
 
 
 def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) -> dict[str, Any]:
-    """JSON data by name; see ``checkpoint.comparison.MAY_CHANGE`` for those that a continued run may change.
+    """Return the fingerprints of a run as JSON data; see ``checkpoint.comparison.MAY_CHANGE`` for allowed changes.
 
     Args:
-        contents: hashes of the training and evaluation data, of the template and the tokenizer.
+        plan: the plan.
+        contents: hashes of training and evaluation data, template and tokenizer.
+        steps: number of steps and rows per step.
     """
     options, known = plan.options, specs(RunOptions)
     values = {name: getattr(options, name) for name in kept_options()}

@@ -1,15 +1,17 @@
-"""Ctrl-C and SIGTERM: finish the step, save a checkpoint, stop, so that no training is lost. SIGUSR1, which schedulers
-send some time before they end a run, and SIGHUP, of a terminal that is closed: save a checkpoint after the step, and go
-on. A training outlives its terminal; what it has to say is in its log. ``max_train_seconds``, for a machine lent by the
-hour, ends it as SIGTERM does.
+"""Signals and the time limit of a run.
 
-    with InterruptCallback() as interrupt:      # among the callbacks of the run
+SIGINT (Ctrl-C) and SIGTERM: finish the step, save a checkpoint and stop, so that no training is lost. SIGUSR1, which
+schedulers send some time before they end a job, and SIGHUP, sent when a terminal is closed: save a checkpoint after the
+step and continue. A run outlives its terminal; messages are in its log. ``max_train_seconds`` ends the run like
+SIGTERM.
+
+    with InterruptCallback() as interrupt:      # one of the callbacks of the run
         train(run, options)
-    if interrupt.exit_code is not None: ...     # 128 + signal: the run was cut short and can go on
+    if interrupt.exit_code is not None: ...     # 128 + signal: the run was interrupted and can resume
 
-While the run trains, the first signal asks for the end; a second Ctrl-C raises KeyboardInterrupt at once. Before the
-first step and after the last there is no step to finish, and these two end the run at once: Ctrl-C with
-KeyboardInterrupt, SIGTERM with SystemExit(143). Outside the ``with`` block signals act as before.
+During training, the first signal requests a stop, and a second Ctrl-C raises KeyboardInterrupt at once. Before the
+first step and after the last there is no step to finish, so Ctrl-C raises KeyboardInterrupt and SIGTERM raises
+SystemExit(143) at once. Outside the ``with`` block, signals have their previous handlers.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ GOES_ON = {
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *GOES_ON)
 TIME_IS_UP = 124
-"""The exit status of a run that ``max_train_seconds`` ended; that of ``timeout`` (1)."""
+"""Exit status of a run ended by ``max_train_seconds``, the same as that of ``timeout`` (1)."""
 
 
 @dataclass
@@ -48,13 +50,13 @@ class ClockOptions:
 
 
 class InterruptCallback(TrainerCallback):
-    """Turns a signal into a request that the loop answers.
+    """Turns signals into requests to the loop.
 
     Args:
-        agree: returns whether any process of the run has a request, given whether this one has, because processes
-            receive a signal at different moments and must stop at the same step. Called once per step.
-        max_seconds: after so much training the run is ended as by a signal; None for no limit.
-        leaves_handlers: signals for which somebody has set a handler are left to it.
+        agree: returns whether any process has a request, given whether this one has. Processes receive a signal at
+            different times and must stop at the same step. Called at every step.
+        max_seconds: training time after which the run stops as if by a signal; None for no limit.
+        leaves_handlers: do not replace signal handlers that were set by others.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class InterruptCallback(TrainerCallback):
         self.max_seconds = max_seconds
         self._began = 0.0
         self._is_time_up = self._is_notified = False
-        self._news: list[str] = []  # said at the end of the step, and so in the log too
+        self._news: list[str] = []  # printed at the end of the step, so that they are in the log too
         self.received: signal.Signals | None = None
         self._is_training = False
         self._has_stopped = False
@@ -72,22 +74,21 @@ class InterruptCallback(TrainerCallback):
 
     @property
     def exit_code(self) -> int | None:
-        """128 + signal where a signal cut the run short, 124 where its time was up; None where the run had reached its
-        end anyway."""
+        """128 + signal if a signal interrupted the run, 124 if its time was up, None if the run had ended anyway."""
         if not self._has_stopped:
             return None
         if self._is_time_up and self.received is None:
             return TIME_IS_UP
-        return 128 + (self.received or signal.SIGTERM)  # the signal may have reached another process only
+        return 128 + (self.received or signal.SIGTERM)  # only another process may have received the signal
 
     # --- the signals --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> InterruptCallback:
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python delivers signals to the main thread only, and only it may set handlers
+            return self  # only the main thread receives signals and may set handlers
         for number in SIGNALS:
             before = signal.getsignal(number)
-            # An ignored signal means that the run is to survive it: nohup, or & in a script.
+            # An ignored signal means that the run should survive it, as with nohup or & in a script.
             is_own = self.leaves_handlers and before not in (signal.SIG_DFL, signal.default_int_handler)
             if before is not signal.SIG_IGN and not is_own:
                 self._before[number] = before if before is not None else signal.SIG_DFL
@@ -113,7 +114,7 @@ class InterruptCallback(TrainerCallback):
             _say(f"{signal.Signals(number).name}: stopped.")
             raise SystemExit(128 + number)
         if not is_first:
-            return  # schedulers send the signal several times
+            return  # schedulers repeat the signal
         self.received = signal.Signals(number)
         again = " Press Ctrl-C again to stop immediately, without a checkpoint." if is_ctrl_c else ""
         _say(f"{self.received.name}: stopping after this step, with a checkpoint.{again}")
@@ -146,16 +147,16 @@ class InterruptCallback(TrainerCallback):
         return self.received is not None or self._is_time_up
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Stop after an evaluation, without one more step, if a signal came during it."""
+        """Stop after an evaluation, without another step, if a signal came during it."""
         is_training = 0 < state.global_step < state.max_steps
         if is_training and self.agree(self._wants_to_stop()):
             self._stop(control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Clear what is not due; the loop fires this event whenever it stops.
+        """Clear requests that are not due. The loop fires this event whenever it stops.
 
-        In the middle of an epoch, what is due at its end is not due yet: after a resume, the history would have it
-        twice. At the end of an epoch it is due, and the checkpoint must hold it.
+        In mid-epoch, end-of-epoch actions are not due; after a resume, the history would have them twice. At the end of
+        an epoch they are due, and the checkpoint must include them.
         """
         if not self._has_stopped:
             return
@@ -171,7 +172,7 @@ class InterruptCallback(TrainerCallback):
 
 
 def _say(text: str) -> None:
-    # The signal may have interrupted print(), which would refuse a second call.
+    # The signal may have interrupted print(), which is not reentrant.
     if is_main_process():
-        with suppress(OSError):  # a terminal that is gone
+        with suppress(OSError):  # the terminal may be gone
             os.write(2, f"\n{text}\n".encode())

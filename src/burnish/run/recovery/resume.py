@@ -1,8 +1,8 @@
-"""Resuming a run where it stopped: from which checkpoint, with which batches, and when there is nothing left to do.
+"""Resume a run: find the checkpoint, keep the rows per step, and detect that nothing is left to do.
 
-In: a plan, and ``output_dir``. Out: the checkpoint to continue from, which ``RunLoop.load`` loads.
-Refuses: a checkpoint that is asked for and is not there or not whole; more steps than a finished run that kept no
-checkpoint. Whether what lies there is this run's at all is decided in ``checkpoint/comparison.py``.
+``RunLoop.load`` loads the checkpoint that is found. Errors: a requested checkpoint that does not exist or is
+incomplete; more steps for a finished run that kept no checkpoint. Whether a checkpoint belongs to this run is decided
+in ``checkpoint/comparison.py``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from burnish.utils.json_files import read_object
 
 @dataclass(frozen=True)
 class Start:
-    """The place at which a run begins.
+    """Where a run begins.
 
     Args:
-        checkpoint: the one that it goes on from; None for step 0.
-        notes: which checkpoints were passed over, and what has changed since this one, a sentence each.
-        done: why there is nothing left to do; "" where there is.
+        checkpoint: checkpoint to resume from; None to begin at step 0.
+        notes: messages about skipped checkpoints and about what has changed since this one.
+        done: why nothing is left to do; "" if there are steps left.
     """
 
     checkpoint: Path | None = None
@@ -45,12 +45,14 @@ class Start:
 
 
 def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan) -> Start:
-    """Find where the run begins, as the options and ``output_dir`` say. Nothing is changed there.
+    """Determine where the run begins, from the options and ``output_dir``. Nothing is modified.
 
     Args:
-        fingerprints: called where there is a run to compare with.
+        plan: the plan.
+        fingerprints: called if there is a run to compare with.
+        steps: steps of the run.
     Raises:
-        UserError: where a checkpoint is asked for that is not there or not whole, or is another run's.
+        UserError: if a requested checkpoint is missing, incomplete or of another run.
     """
     options = plan.options
     found, notes = checkpoint_to_resume(options)
@@ -61,7 +63,7 @@ def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: S
 
 
 def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
-    """The checkpoint that the options ask for, or the newest whole one; and those that were passed over."""
+    """Return the requested checkpoint or the newest complete one (or None), and notes about skipped ones."""
     folder, asked = output_folder(options), options.resume_from_checkpoint
     checkpoints = Checkpoints(folder)
     if isinstance(asked, str):
@@ -76,13 +78,13 @@ def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
 
 
 def goes_on(options: RunOptions) -> bool:
-    """Tell whether the run goes on with what it finds in ``output_dir``."""
+    """Return whether the run resumes from what it finds in ``output_dir``."""
     begins_anew = options.resume_from_checkpoint is False or options.resume == "never" or options.overwrite_output_dir
     return trains(options) and not begins_anew
 
 
 def check_checkpoint(asked: Path, checkpoints: Checkpoints) -> list[Problem]:
-    """Tell whether a folder that the options name is a checkpoint, and whole."""
+    """Return problems of a requested checkpoint: it does not exist, is not a folder, or is incomplete."""
     if not asked.is_dir():
         there = ", ".join(str(path) for path in checkpoints.all()) or "none"
         what = "is a file, not a folder" if asked.exists() else "does not exist"
@@ -95,10 +97,10 @@ def check_checkpoint(asked: Path, checkpoints: Checkpoints) -> list[Problem]:
 def nothing_left_to_do(
     options: RunOptions, found: Path, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan
 ) -> str:
-    """Say why the run in ``output_dir`` is finished, as a sentence; "" where steps are left.
+    """Return a message why the run in ``output_dir`` is finished, or "" if there are steps left.
 
     Raises:
-        UserError: where the command asks for something that the finished run did not do.
+        UserError: if the command asks for something that the finished run did not do.
     """
     folder, last = output_folder(options), load_state(found).global_step
     state = finished_state(folder)
@@ -111,7 +113,7 @@ def nothing_left_to_do(
 
 
 def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UserError where the command of a finished run was changed, and would have another result."""
+    """Raise UserError if the command of a finished run was changed so that the result would differ."""
     folder, despite = output_folder(options), options.resume_despite_changes
     compare_fingerprints(done["fingerprints"], now, folder, despite, AFTER_THE_END)
     before, work = done.get("work", {}), work_of(options)
@@ -137,10 +139,10 @@ def _fewer_steps(folder: Path, last: int, steps: StepPlan) -> Problem:
 
 
 def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str, Any]], steps: StepPlan) -> str:
-    """Say why a run without checkpoints has nothing left to do, as a sentence; "" where it has not begun.
+    """Return a message why a run without checkpoints is finished, or "" if it has not begun.
 
     Raises:
-        UserError: where it is another run, or is to go on after its last step.
+        UserError: if it is another run, or should continue after its last step.
     """
     folder = output_folder(options)
     if not (goes_on(options) and (folder / FINISHED_NAME).is_file()):
@@ -176,7 +178,7 @@ def _lost(folder: Path, lost: Sequence[str]) -> Problem:
 
 
 def accumulation_for(found: Path | None, options: RunOptions, world_size: int) -> int:
-    """Micro-batches per step. A run that goes on with another number of processes keeps the rows of a step."""
+    """Return the micro-batches per step. With another number of processes, a resumed run keeps its rows per step."""
     if found is None:
         return int(options.gradient_accumulation_steps)
     before = read_manifest(found)["fingerprints"]
@@ -201,9 +203,10 @@ _REMEDY = "Set overwrite_output_dir: true to start over, or choose another outpu
 
 
 def write_finished(folder: Path, state: TrainerState, fingerprints: Mapping[str, Any], work: Mapping[str, Any]) -> None:
-    """Write the mark by which the same command recognizes a run that is done: its steps, what it depended on, and the
-    files of its model with their sizes. A run whose model has gone is not finished: it goes on from its last
-    checkpoint, and writes it again."""
+    """Write the mark of a finished run: its steps, its fingerprints, and the names and sizes of the model's files.
+
+    A run whose model files are lost counts as unfinished: it resumes from its last checkpoint and writes them again.
+    """
     done = {
         "global_step": state.global_step, "max_steps": state.max_steps, "files": _sizes(folder),
         "fingerprints": dict(fingerprints), "work": dict(work),
@@ -217,32 +220,32 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def read_finished(folder: Path) -> dict[str, Any]:
-    """Raises UserError where the file is damaged."""
+    """Return the mark of a finished run. Raises UserError if the file is damaged."""
     needed = [("global_step", int), ("max_steps", int), ("fingerprints", dict)]
     return read_object(folder / FINISHED_NAME, _REMEDY, needed)
 
 
 def lost_files(folder: Path, done: Mapping[str, Any]) -> list[str]:
-    """The files of the model that are gone or no longer whole, as half sentences."""
+    """Return descriptions of model files that are missing or incomplete."""
     found = _sizes(folder)
     lost = []
     for name, size in dict(done.get("files") or {}).items():
         if name not in found:
             lost.append(f"its {name} is missing")
-        elif found[name] != size and name.endswith(".safetensors"):  # of the others a person may change a word
+        elif found[name] != size and name.endswith(".safetensors"):  # other files may be edited by hand
             lost.append(f"its {name} has {found[name]:,} bytes instead of {size:,}")
     return lost
 
 
 def finished_state(folder: Path) -> TrainerState | None:
-    """The state of the run in ``folder`` at its end; None where it has not finished, or its model is not whole."""
+    """Return the final state of the run in ``folder``; None if it is unfinished or its model is incomplete."""
     if not ((folder / FINISHED_NAME).is_file() and (folder / STATE_NAME).is_file()):
         return None
     try:
         if lost_files(folder, read_finished(folder)):
             return None
         return TrainerState.load_from_json(str(folder / STATE_NAME))
-    except UserError:  # damaged: what it said is said again once its checkpoint has been gone on from
+    except UserError:  # damaged: reported again after resuming from the checkpoint
         return None
 
 

@@ -1,8 +1,8 @@
-"""Checkpoints that a training does not die of: a save that fails is said once, and tried again when the next is due.
+"""Checkpoints that tolerate failures: a failed save is reported once and retried when the next one is due.
 
-In: what ``core.checkpoint.Checkpoints`` takes. Out: the same, but for a disk that is full, a quota, a folder that may
-not be written or has gone: the last whole checkpoint stays, what was half written goes, the training goes on, and the
-command ends with exit status 3. Several processes still stop together, since a rank that went on would wait for ever.
+This covers a full disk, a quota, and a folder that is missing or not writable. The last complete checkpoint is kept,
+incomplete files are removed, training continues, and the command ends with exit status 3. With several processes a
+failure still stops the run, because a rank that continued would wait forever.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from burnish.report.console import note, warn
 from burnish.utils.files import error_number, remove
 
 NOT_ALL_SAVED = 3
-"""The exit status of a run that came to its end, and could not save a checkpoint on the way."""
+"""Exit status of a run that finished, but could not save an intermediate checkpoint."""
 
 
 class RetryingCheckpoints(Checkpoints):
-    """Checkpoints of one process whose failures are said and not raised."""
+    """Checkpoints of a single process that report failures instead of raising them."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -35,7 +35,7 @@ class RetryingCheckpoints(Checkpoints):
             return super().save(step, parts, best=best)
         target = self.path(step)
         try:
-            self.wait()  # what is wrong with the one before is said of that one
+            self.wait()  # reports a failure of the previous checkpoint
             self._check_room()
             super().save(step, parts, best=best)
             if self._writer is None:
@@ -62,14 +62,14 @@ class RetryingCheckpoints(Checkpoints):
             note(f"{self.path(self.last_step or 0)} was saved successfully.")
 
     def _check_room(self) -> None:
-        """Raise OSError where less is free than the newest checkpoint takes, before anything is written."""
+        """Raise OSError before writing if the free space is smaller than the newest checkpoint."""
         newest = next(reversed(self.all()), None)
         needed = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) if newest else 0
         if self.folder.is_dir() and shutil.disk_usage(self.folder).free < needed:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     def _take(self, error: Exception, target: Path) -> None:
-        """Say a failure of the machine; raise any other."""
+        """Report a failure of the machine; raise any other error."""
         if error_number(error) is None:
             raise error
         self.failed.append(target.name)
@@ -77,7 +77,7 @@ class RetryingCheckpoints(Checkpoints):
         for path in self.folder.glob(f".incomplete-{target.name}"):
             try:
                 remove(path)
-            except OSError:  # what keeps a file from being written may keep it from being removed
+            except OSError:  # the cause of the failure may also prevent removing the file
                 continue
         if not self._is_failing:
             self._is_failing = True
@@ -88,5 +88,5 @@ class RetryingCheckpoints(Checkpoints):
 
 
 def status_of(checkpoints: Checkpoints) -> int | None:
-    """The exit status of a run that came to its end; None where every checkpoint could be saved."""
+    """Return the exit status of a finished run; None if every checkpoint was saved."""
     return NOT_ALL_SAVED if getattr(checkpoints, "failed", ()) else None

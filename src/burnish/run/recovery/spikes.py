@@ -1,4 +1,4 @@
-"""Rolling back after a spike: continue from the newest checkpoint, without the rows of that step."""
+"""Roll back after a loss spike: continue from the newest checkpoint without the rows of that step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def train_with_rollback(loop: Loop, warn: Callable[[str], None]) -> TrainOutput:
     """Train to the end. After a spike, continue from the newest checkpoint without the rows of the spike.
 
     Args:
-        warn: is given a sentence on each spike.
+        loop: the loop.
+        warn: called with a message for each spike.
     """
     for _ in range(MOST):
         try:
@@ -26,7 +27,7 @@ def train_with_rollback(loop: Loop, warn: Callable[[str], None]) -> TrainOutput:
 
 
 def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> None:
-    """Load the newest checkpoint, and leave the rows of the spike out from there on.
+    """Load the newest checkpoint and skip the rows of the spike from then on.
 
     Raises:
         NonFiniteError: if there is no checkpoint.

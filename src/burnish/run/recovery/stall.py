@@ -1,8 +1,8 @@
-"""Finds a run that stands still: no step, micro-batch or batch of an evaluation ends for ``stall_timeout_s``.
+"""Detect a stalled run: no step, micro-batch or evaluation batch ends for ``stall_timeout_s``.
 
-In: the events of a run. Out: nothing; where they stop coming, the Python stack of every thread is written and the
-process ends with status 1, so that a scheduler, or ``max_restarts``, can start the run again. The watch is Python's
-``faulthandler``, in C: it also speaks where a library holds the interpreter's lock.
+If no event arrives in time, the Python stacks of all threads are written and the process ends with status 1, so that a
+scheduler or ``max_restarts`` can restart the run. The watchdog is Python's ``faulthandler``, which is written in C and
+works even if a library holds the GIL.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from burnish.run.launch import STALLED
 
 
 class StallWatch(TrainerCallback):
-    """Ends the process where events stop coming, between the first step and the last.
+    """Ends the process if no event arrives in time, from the first step to the last.
 
     Args:
-        timeout_s: the longest time between two events.
+        timeout_s: maximum time between two events, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
