@@ -1,9 +1,9 @@
-"""``burnish demo [dpo | grpo | picture]``: fine-tune a small model, and show its answers before and after.
+"""``burnish demo [dpo | grpo | picture]``: fine-tune a small model, and show its responses before and after.
 
-In: nothing, for the included model and data; ``dpo``, to learn from pairs of answers; ``grpo``, to learn from rewards
-of the model's own answers; ``picture``, for a vision model (``images.py``); options may be overridden like those
-of ``train``. Out: ``./demo-run``, ``./demo-dpo-run`` or the like, some thirty lines of text.
-The saved model answers through transformers alone, to show that it works without burnish.
+By default the bundled model is fine-tuned on the bundled data. ``dpo`` trains on preference pairs, ``grpo`` on rewards
+of the model's own responses, ``picture`` a vision model (``images.py``). Options of ``train`` may be overridden. The
+run is saved in ``./demo-run``, ``./demo-dpo-run`` or similar. Responses are generated with transformers only, to show
+that the saved model works without burnish.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from burnish.run.plan.plan import Plan, plan
 
 
 def demo(words: list[str]) -> int:
-    """Train, ask before and after, print. Returns the exit status."""
+    """Train, generate responses before and after, and print them. Returns the exit status."""
     from burnish.checkpoint.checkpoint import output_folder
     from burnish.run.build import train_run
 
@@ -53,12 +53,12 @@ def demo(words: list[str]) -> int:
 
 
 FIRST_STEPS = 100
-"""Steps of supervised fine-tuning before the demo of rewards: then about half of the drawn answers are right, so that
-the answers to a question differ in reward."""
+"""Steps of supervised fine-tuning before GRPO. After them about half of the sampled responses are correct, so that
+responses to the same question differ in reward."""
 
 
 def grpo_demo(words: list[str]) -> int:
-    """A short supervised run, then GRPO from its model, with answers before and after. Returns the exit status."""
+    """Run a short supervised fine-tuning, then GRPO, and print responses before and after. Returns the exit status."""
     from burnish.checkpoint.checkpoint import output_folder
     from burnish.run.build import train_run
 
@@ -81,7 +81,7 @@ def grpo_demo(words: list[str]) -> int:
 
 
 def reward_lines(folder: Path) -> str:
-    """The mean reward of training and of held-out questions, as an image of a line each."""
+    """Return the mean rewards of training and of held-out questions as sparklines."""
     log = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     lines = []
     for name, title in (("reward", "reward of training steps"), ("eval_reward", "of sampled held-out answers")):
@@ -94,7 +94,7 @@ def reward_lines(folder: Path) -> str:
 
 
 def demo_plan(words: list[str], name: str = "demo.yaml", model: Path = BUNDLED / "model") -> Plan:
-    """The included configuration, with the paths of the installed package, overridden by the command line."""
+    """Return the plan of the bundled configuration, with paths of the installed package, overridden by ``words``."""
     given = read_config(BUNDLED / name)
     places = {"model_name_or_path": model, "dataset_dir": BUNDLED / "data"}
     config, flags = split_arguments(words)
@@ -114,7 +114,7 @@ def demo_questions(name: str = "heldout") -> list[DemoQuestion]:
 
 
 def answers(folder: Path, questions: list[DemoQuestion], batch_size: int = 50) -> list[str]:
-    """Greedy answers of the model in ``folder``."""
+    """Return greedy responses of the model in ``folder``."""
     model, tokenizer = _loaded(folder)
     found: list[str] = []
     for start in range(0, len(questions), batch_size):
@@ -135,14 +135,14 @@ def _answer_batch(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
     inputs = tokenizer.apply_chat_template(
         conversations, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
-    longest = 24  # the longest answer has 18 tokens
+    longest = 24  # the longest response has 18 tokens
     tokens = model.generate(**inputs, max_new_tokens=longest, do_sample=False)
     texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return [text.strip() for text in texts]
 
 
 def preferred(folder: Path, pairs: list[DemoQuestion]) -> float:
-    """The share of pairs whose right answer the model in ``folder`` finds likelier than the wrong one. In [0, 1]."""
+    """Return the fraction of pairs whose chosen response is likelier than the rejected one, in [0, 1]."""
     import torch
 
     if not pairs:
@@ -175,12 +175,12 @@ def _next_steps(output_dir: str, name: str) -> str:
 
 
 def _command() -> str:
-    """``burnish`` where the shell finds this one, else its path as it can be typed from here."""
+    """Return ``burnish`` if the shell finds this installation, otherwise its path."""
     here = Path(sys.executable).with_name("burnish")
     found = shutil.which("burnish")
     return "burnish" if found and Path(found).resolve() == here.resolve() else str(_short_path(here))
 
 
 def _short_path(path: Path) -> Path:
-    """The path relative to the working directory, if it is inside it."""
+    """Return the path relative to the working directory if it is inside it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

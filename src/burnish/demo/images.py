@@ -1,9 +1,8 @@
-"""``burnish demo picture``: a small vision model, made from a seed, learns to name drawn shapes and digits.
+"""``burnish demo picture``: train a small, randomly initialized vision model to name drawn shapes and digits.
 
-In: nothing; options may be overridden like those of ``train``. Out: ``./demo-image-run``, the trained model; beside
-it ``demo-image-run-model``, the model as it was made, and ``demo-image-run-data``, the drawn images; and a table
-of images with the answers before and after. The saved model answers through transformers alone, to show that it works
-without burnish.
+Options of ``train`` may be overridden. The trained model is saved in ``./demo-image-run``, the initial model in
+``demo-image-run-model`` and the drawn images in ``demo-image-run-data``. A table shows images with the responses before
+and after training. Responses are generated with transformers only, to show that the saved model works without burnish.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _TRAINED, _HELD_OUT = 2400, 80
 
 
 def demo_picture(words: list[str]) -> int:
-    """Make the model and its images, train, ask before and after, print. Returns the exit status."""
+    """Create model and images, train, print responses before and after. Returns the exit status."""
     from burnish.checkpoint.checkpoint import output_folder
     from burnish.run.build import train_run
 
@@ -53,7 +52,7 @@ def demo_picture(words: list[str]) -> int:
 
 
 def image_plan(words: list[str]) -> tuple[Plan, Path, Path]:
-    """The included configuration, and the folders beside that of the run in which its model and its data are made."""
+    """Return the plan of the bundled configuration, and the folders of the initial model and of the data."""
     given = read_config(BUNDLED / "demo_picture.yaml")
     _, flags = split_arguments(words)
     root = Path(str({**given, **flags}["output_dir"].value))
@@ -67,7 +66,7 @@ def image_plan(words: list[str]) -> tuple[Plan, Path, Path]:
 
 
 def draw_set(folder: Path) -> list[DemoQuestion]:
-    """Draw the images of the set, and write its records. Returns the held-out ones: file name -> answer."""
+    """Draw the images of the dataset and write its records. Returns the held-out ones: file name and answer."""
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(0)  # noqa: S311 - of images, not of keys
     records, held_out = [], []
@@ -90,7 +89,7 @@ def draw_set(folder: Path) -> list[DemoQuestion]:
 
 
 def draw(chance: random.Random, path: Path) -> str:
-    """Draw one image, a shape or a digit, of random place, size and color. Returns what it shows."""
+    """Draw one image of a shape or digit with random position, size and color. Returns its description."""
     from PIL import Image, ImageDraw, ImageFont
 
     paper = Image.new("RGB", (SIDE, SIDE), tuple(chance.randint(225, 255) for _ in range(3)))
@@ -122,7 +121,7 @@ def draw(chance: random.Random, path: Path) -> str:
 
 
 def make_model(folder: Path) -> None:
-    """Write a LLaVA of 0.4 million parameters with random weights, and the files of its processor."""
+    """Save a LLaVA model of 0.4 million parameters with random weights, and its processor."""
     from transformers import AutoTokenizer, LlavaConfig, LlavaForConditionalGeneration, SiglipImageProcessorPil
 
     with quiet():
@@ -173,7 +172,7 @@ CHAT_TEMPLATE = (
 def seen_answers(
     folder: Path, base: Path, data: Path, questions: list[DemoQuestion], batch_size: int = 40
 ) -> list[str]:
-    """Greedy answers of the model in ``folder`` on images, through transformers alone."""
+    """Return greedy responses of the model in ``folder`` to images, using transformers only."""
     from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
 
     with quiet():

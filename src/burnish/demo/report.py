@@ -1,4 +1,4 @@
-"""What the demos show: held-out questions, with the answers before and after training."""
+"""Output of the demos: held-out questions with the responses before and after training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 BUNDLED = Path(__file__).parent
 SHOWN = 6
-"""Held-out questions printed with their answers."""
+"""Number of held-out questions printed with their responses."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class DemoQuestion:
 
 
 def share_exact(questions: list[DemoQuestion], found: list[str]) -> float:
-    """The share of answers that equal the right one, letter for letter. In [0, 1]."""
+    """Return the fraction of responses that equal the expected answer exactly, in [0, 1]."""
     return sum(q.answer == text for q, text in zip(questions, found, strict=True)) / len(questions)
 
 
 def report(questions: list[DemoQuestion], before: list[str], after: list[str], noun: str = "question") -> str:
-    """A table of some questions, spread over the set, and the two scores."""
+    """Return a table of questions spread over the set, and the scores before and after."""
     lines = [f"\n{noun:<46}{'before':<16}{'after':<20}"]
     for index in range(0, len(questions), max(1, len(questions) // SHOWN))[:SHOWN]:
         question = questions[index]

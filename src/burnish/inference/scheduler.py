@@ -123,8 +123,7 @@ class Scheduler:
     def forget(self) -> None:
         """Drop all keys and values because the weights have changed. Call between turns, in the thread of ``turn``.
 
-        Raises:
-            RuntimeError: if a request is running; it would mix old and new weights.
+        Raises RuntimeError if a request is running: it would mix old and new weights.
         """
         if running := self._answering + self._reading:
             raise RuntimeError(f"forget() needs an idle scheduler; {running} requests are running.")
@@ -187,10 +186,7 @@ class Scheduler:
         self._release_ended()
 
     def _admit(self) -> None:
-        """Assign free slots to queued requests, first come, first served.
-
-        A request waits if its prefix is currently being read for another request.
-        """
+        """Assign free slots to requests in order. One waits if its prefix is being read for another request."""
         while self._waiting and self._answering + self._reading < len(self._slots):
             job = self._waiting[0]
             source, common = self._best_beginning(job)
@@ -218,11 +214,8 @@ class Scheduler:
         return self.way.goes_back and max(alike, default=0) >= common + self.limits.worth_waiting
 
     def _take_slot(self, job: Job, source: int, common: int) -> None:
-        """Assign a slot to a request.
-
-        A free slot that consists mostly of the request's prefix is taken over. Otherwise the prefix is copied to the
-        slot that has been free longest.
-        """
+        """Assign a slot to a request: a free slot that consists mostly of the request's prefix is taken over.
+        Otherwise the prefix is copied to the slot that has been free longest."""
         first_free = self._answering + self._reading
         if source < first_free or common * 2 < len(self._slots[source].ids):
             target = min(range(first_free, len(self._slots)), key=lambda at: self._slots[at].used)
@@ -262,11 +255,8 @@ class Scheduler:
         return [(first + i, 1) for i in range(number)] if self.limits.exact else [(first, number)]
 
     def _next_piece(self) -> tuple[int, int]:
-        """Return the slots that read next.
-
-        The oldest request and the one with the shortest rest alternate, so that short prompts do not wait for long
-        ones, nor long ones forever. Neighbouring slots are included as long as they fit into one part.
-        """
+        """Return the slots that read next. The oldest request and the one with the shortest rest alternate, so that no
+        prompt waits for long. Neighbouring slots are included as long as they fit into one part."""
         reading = self._stretch(self._answering, self._reading)
         by_turns = (lambda slot: slot.active.handle.number) if self._turn % 2 else self._left_to_read
         lead = reading.index(min(reading, key=by_turns))

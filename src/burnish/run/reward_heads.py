@@ -1,4 +1,4 @@
-"""Load and save the head of a reward model.
+"""Load and save the head of a reward model, and the value head of PPO.
 
 The head is read from the folder of the model or its adapters, or newly initialized. It is saved as LLaMA-Factory's
 ``value_head.safetensors``, or as part of a sequence classifier of transformers.
@@ -61,7 +61,7 @@ def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -
 
 
 def _begin_value_head(objective: PpoObjective, options: RunOptions) -> list[str]:
-    """Take over the value head that lies beside the policy, as one of stage: rm or of an earlier run of PPO."""
+    """Load the value head saved with the policy (from stage rm or an earlier PPO run), or keep the new one."""
     assert objective.value_head is not None
     found = read_head(head_folders(options))
     if found is None or kind_of_head(found[1]):

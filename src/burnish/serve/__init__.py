@@ -1,8 +1,7 @@
-"""Answers for others: `burnish api`, `burnish chat`, `burnish eval`, each over the engine of ``infer``.
+"""Serving: ``burnish api``, ``burnish chat``, ``burnish eval`` and the web UI, all based on ``inference``.
 
-In:  a folder with a model, then requests, lines at a terminal, or questions of a task. Out: OpenAI's JSON and event
-     streams, a conversation, a table of results.
-Begin with ``api.py`` for the server: a body is read by ``requests.py``, becomes ids in ``prompts.py``, is answered in
-``answering.py`` and written by ``chat_wire.py`` or ``text_wire.py``. ``terminal`` and ``evaluate`` have pages of their
-own.
+Begin with ``api/command.py`` for the API server: ``api/requests.py`` parses a request, ``api/prompts.py`` renders it to
+token ids, ``api/completions.py`` runs it, and ``api/chat_responses.py`` or ``api/text_responses.py`` writes the
+response. ``chat`` is the terminal chat, ``eval`` the evaluation, ``page`` the web UI, ``http`` their common HTTP
+server.
 """

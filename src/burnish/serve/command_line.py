@@ -1,10 +1,10 @@
-"""The words after ``burnish chat``, ``api``, ``eval``, ``predict`` and ``export`` -> the options of the model.
+"""Parse the arguments of ``burnish chat``, ``api``, ``eval``, ``predict`` and ``export`` into options.
 
-In:  ``PATH key=value --key value``. PATH is a YAML file, a run's folder, a checkpoint, an exported folder, a folder
-     with an adapter, or a model's id on the hub. Out: the flat options.
+Arguments are ``PATH key=value --key value``. PATH is a YAML file, the folder of a run, a checkpoint, an exported model,
+a folder with an adapter, or a hub id.
 
-A folder with ``adapter_config.json`` brings its base along. A YAML file that trained stands for what it has trained,
-once that is there; LLaMA-Factory's inference files say what to load themselves.
+A folder with ``adapter_config.json`` also determines the base model. A YAML file of a training run stands for the model
+in its ``output_dir``, if there is one. LLaMA-Factory's inference files name the model themselves.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ ADAPTER, MODEL = "adapter_config.json", "config.json"
 
 @dataclass(frozen=True)
 class Serving:
-    """The parts of a server of answers.
+    """Everything a command needs to load and serve a model.
 
     Args:
         options: an instance of ``RunOptions``.
-        name: of the model, as the last part of the path that a person wrote.
-        notes: sentences for a person.
-        provenance: option -> who set it.
-        rest: keys that the caller's own options hold, as they were given.
+        name: name of the model: the last part of the path.
+        notes: notes for the user.
+        provenance: option -> where it was set.
+        rest: values of the command's own options.
     """
 
     options: RunOptions
@@ -56,13 +56,14 @@ class Serving:
 
 
 def serving_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> Serving:
-    """Read a command's words.
+    """Parse the arguments of a command.
 
     Args:
-        own: keys that are the command's and not a run's; they come back unread.
-        with_data: of a run's folder, its data too, as far as the words name no other.
+        words: arguments.
+        own: names of the command's own options, which are returned unparsed in ``rest``.
+        with_data: also use the datasets of the run that made a folder, unless the arguments name others.
     Raises:
-        UserError: with everything that the options alone can show.
+        UserError: with all problems of the options.
     """
     path, others = path_of(words)
     file, flags = read_arguments([*([path] if path and _is_config(path) else []), *others])
@@ -79,9 +80,9 @@ def serving_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = 
 
 
 def export_values(words: Sequence[str]) -> dict[str, RawValue]:
-    """Read the words after ``burnish export``: PATH or a YAML file, and options.
+    """Parse the arguments of ``burnish export``: PATH or a YAML file, and options.
 
-    The base of an adapter is read from the adapter, and the template from the ``run.yaml`` beside the model.
+    The base model of an adapter is read from the adapter, the template from ``run.yaml`` in the model's folder.
     """
     path, others = path_of(words)
     file, flags = read_arguments(words if not path or _is_config(path) else others)
@@ -93,7 +94,7 @@ def export_values(words: Sequence[str]) -> dict[str, RawValue]:
 
 
 def _base_of_adapter(given: Mapping[str, RawValue]) -> dict[str, RawValue]:
-    """``model_name_or_path`` as the first adapter has it, where only adapters are given."""
+    """Return ``model_name_or_path`` from the first adapter, if only adapters are given."""
     adapters = _value(given, "adapter_name_or_path")
     if not adapters or "model_name_or_path" in given:
         return {}
@@ -103,13 +104,13 @@ def _base_of_adapter(given: Mapping[str, RawValue]) -> dict[str, RawValue]:
 
 
 def servings_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = False) -> list[Serving]:
-    """Each model that stands first among the words, with the other words; without one, what these name.
+    """Return a ``Serving`` for each model among the leading arguments; without any, for the model in the options.
 
-    Their names differ, since each writes into a folder of its name: those of ``a/checkpoint-4`` and ``b/checkpoint-4``
-    are "a-checkpoint-4" and "b-checkpoint-4".
+    Names are unique, since each model writes to a folder of its name: ``a/checkpoint-4`` and ``b/checkpoint-4`` are
+    called "a-checkpoint-4" and "b-checkpoint-4".
 
     Raises:
-        UserError: as ``serving_of`` does, and where a model is named twice.
+        UserError: as ``serving_of``, and if a model is named twice.
     """
     paths, others = paths_of(words)
     found = [serving_of([*path, *others], own, with_data) for path in ([[path] for path in paths] or [[]])]
@@ -139,7 +140,7 @@ def _checked(given: Mapping[str, RawValue], rest: Mapping[str, RawValue], name: 
 
 
 def paths_of(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The models, and the words that belong to options. A YAML file is a model's too."""
+    """Split arguments into leading model paths (including YAML files) and options."""
     found: list[str] = []
     for at, word in enumerate(words):
         if word.startswith("-") or "=" in word:
@@ -157,7 +158,7 @@ def _value(given: Mapping[str, RawValue], key: str) -> Any:
 
 
 def _trained_by(given: Mapping[str, RawValue]) -> str | None:
-    """The folder that a training file writes, where a model is in it."""
+    """Return the ``output_dir`` of a training configuration if it contains a model, else None."""
     folder = _value(given, "output_dir")
     if folder is None or not any((Path(str(folder)) / name).is_file() for name in (ADAPTER, MODEL)):
         return None
@@ -165,7 +166,7 @@ def _trained_by(given: Mapping[str, RawValue]) -> str | None:
 
 
 def found_in(path: str, given: Mapping[str, RawValue]) -> dict[str, RawValue]:
-    """Options for the content of a folder: a model, an adapter with its base, or a run that has only checkpoints."""
+    """Return the options for the content of a folder: a model, an adapter with its base, or a run's checkpoints."""
     folder, where = expanded(path), path
     if not folder.is_dir():
         return {"model_name_or_path": RawValue(path, where)}
@@ -177,10 +178,11 @@ def found_in(path: str, given: Mapping[str, RawValue]) -> dict[str, RawValue]:
 
 
 def data_of_run(path: str, given: Mapping[str, RawValue]) -> dict[str, RawValue]:
-    """Sets, template and lengths of the run that made a folder or checkpoint, as its ``run.yaml`` has them.
+    """Return datasets, template and lengths of the run that made a folder or checkpoint, from its ``run.yaml``.
 
     Args:
-        given: the words; where they name a set, the run's own sets are left out.
+        path: the folder.
+        given: options of the command. If they name a dataset, the run's own datasets are omitted.
     """
     folder = _run_of(expanded(path))
     if folder is None:
@@ -198,7 +200,7 @@ def data_of_run(path: str, given: Mapping[str, RawValue]) -> dict[str, RawValue]
 
 
 def _run_of(folder: Path) -> Path | None:
-    """The run that wrote a folder; a checkpoint lies in its run's, and nothing else belongs to a file beside it."""
+    """Return the folder of the run that wrote ``folder`` (for a checkpoint, its parent folder), or None."""
     places = [folder, folder.resolve().parent] if folder.resolve().name.startswith("checkpoint-") else [folder]
     return next((place for place in places if (place / GIVEN).is_file()), None)
 

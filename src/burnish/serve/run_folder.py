@@ -1,7 +1,7 @@
-"""The data of a run, for a command that was started in another folder than the run.
+"""Resolve the dataset paths of a run for a command that was started in another folder.
 
-In: the options of ``run.yaml``, and the folder that ``launch.json`` names. Out: paths that hold from everywhere. A page
-asks too, so nothing that is slow to import is named here.
+Paths in ``run.yaml`` are relative to the folder in ``launch.json``. The web UI uses this too, so nothing that is slow
+to import is imported here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 
 def data_seen_from(place: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that name data by a relative path, with paths that hold from every folder.
+    """Return the dataset options that have relative paths, with absolute paths.
 
     Args:
-        place: the folder in which the run was started.
-        values: of its options.
+        place: folder in which the run was started.
+        values: its options.
     """
     folders = {"dataset_dir": "data", **values}
     found: dict[str, Any] = {}

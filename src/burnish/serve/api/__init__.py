@@ -1,1 +1,1 @@
-"""``burnish api``: a server with OpenAI's chat and text completions."""
+"""``burnish api``: an HTTP server for OpenAI's chat and text completions."""

@@ -1,7 +1,7 @@
-"""The routes of ``burnish api``. They answer from the first moment: with 503 until the model is there.
+"""Routes of ``burnish api``: the ASGI application and its state.
 
-In: options. Out: an ASGI application, and its ``ServerState``, which ``api.py`` moves from loading to ready to
-draining. No library of models is imported here.
+The routes respond as soon as the server listens, with HTTP 503 until the model is loaded. ``command.py`` changes the
+state from loading to ready to draining. No model library is imported here.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from burnish.serve.api.completions import CompletionService, RequestStats
 
 log = logging.getLogger("burnish.api")
-refused = logging.getLogger("burnish.refused")  # what strangers can cause: one line a minute (http/server.py)
+refused = logging.getLogger("burnish.refused")  # clients without a key can cause these: one line a minute (http/server)
 _REFUSED = frozenset({401, 403, 421, 431})
 OPEN_PATHS = ("/healthz", "/readyz", "/health")
 ABSENT = tuple(f"/v1/{name}" for name in (
     "assistants", "audio", "batches", "embeddings", "files", "fine_tuning", "images", "moderations", "realtime",
     "responses", "threads", "uploads", "vector_stores",
 ))  # fmt: skip
-"""OpenAI's addresses that are not here; others are not repeated, as a key may stand in them."""
+"""OpenAI endpoints that do not exist here. Other unknown paths are not echoed, because they may contain a key."""
 THERE_IS = (
     "Available: POST /v1/chat/completions, /v1/completions, /v1/score/evaluation, /tokenize, /detokenize, and GET "
     "/v1/models, /version, /readyz, /metrics."
@@ -61,12 +61,17 @@ THERE_IS = (
 
 @dataclass
 class ServerState:
-    """The state of the server.
+    """State of the server.
 
     Args:
-        models: what ``/v1/models`` lists.
-        share: of the loading that is done, 0 to 1.
-        versions: what ``/version`` says.
+        phase: loading, ready, draining or failed.
+        share: progress of loading, 0 to 1.
+        service: handles requests once the model is loaded.
+        models: entries of ``/v1/models``.
+        versions: content of ``/version``.
+        metrics: counters for ``/metrics``.
+        prompts: single thread that tokenizes prompts.
+        opening: threads that fetch images.
     """
 
     phase: Literal["loading", "ready", "draining", "failed"] = "loading"
@@ -79,10 +84,10 @@ class ServerState:
     opening: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "burnish-images"))
 
     def ready(self) -> CompletionService:
-        """The service.
+        """Return the service.
 
         Raises:
-            APIError: 503, while the model loads, and once the server is ending.
+            APIError: 503 while the model loads, while the server shuts down, and after the engine has stopped.
         """
         if self.phase == "draining":
             raise APIError(503, "draining", "The server is shutting down and does not accept new requests.")
@@ -95,7 +100,7 @@ class ServerState:
 
 
 def application(options: ApiOptions, state: ServerState, key: str | None) -> ASGIApp:
-    """All routes, behind their guard."""
+    """Return the application: all routes behind a guard."""
     routes = Routes(options, state)
     names = {options.api_host.lower(), *(host.lower() for host in options.api_hosts)}
     rules = Rules(
@@ -110,7 +115,7 @@ def application(options: ApiOptions, state: ServerState, key: str | None) -> ASG
 
 
 class Routes:
-    """One method per route."""
+    """The routes, one method each."""
 
     def __init__(self, options: ApiOptions, state: ServerState) -> None:
         self.options, self.state = options, state
@@ -140,7 +145,7 @@ class Routes:
                 *(Route(path, route, methods=["POST"]) for path, route in posts.items()),
                 *(Route(path, route, methods=["GET"]) for path, route in gets.items()),
             ],
-            redirect_slashes=False,  # it would read request.url, and with it the Host header
+            redirect_slashes=False,  # redirecting would use request.url, and with it the Host header
             default=_nothing_there,
         )
         self.paths = {*posts, *gets}
@@ -168,10 +173,10 @@ class Routes:
             prepared = await self._in_order(prepared_chat, service, asked)
         else:
             service.served.adapter_of(asked.model)
-            # One by one, so that requests of others come between them.
+            # One by one, so that other requests are served in between.
             prompts = [await self._in_order(service.text_prompt, prompt) for prompt in asked.prompt]
             prepared = await self._in_order(prepared_completion, service, asked, prompts)
-        self.state.ready()  # it may have begun to drain meanwhile
+        self.state.ready()  # raises if the server has begun to shut down meanwhile
         request_id, path, began_s = request.scope["burnish.request_id"], request.scope["path"], time.monotonic()
 
         def over() -> None:
@@ -185,16 +190,17 @@ class Routes:
         return read_request(kind, body, self.options.api_max_choices, self.options.api_strict)
 
     async def _in_order(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """In the one thread that tokenizes, so that streams go on meanwhile and templates are used by one at a time."""
+        """Run in the single tokenization thread. Streams continue meanwhile, and templates are used by one thread
+        only."""
         future = self.state.prompts.submit(function, *arguments)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            self.state.ready()  # the server is ending: say so
+            self.state.ready()  # raises 503 if the server is shutting down
             raise
 
     async def _with_images(self, asked: ChatRequest) -> ChatRequest:
-        """The request with the images in it that it names by address or path."""
+        """Return the request with the images that it names by URL or path included."""
         if not self.images.needs(asked):
             return asked
         return await asyncio.wrap_future(self.state.opening.submit(self.images.opened, asked))
@@ -246,7 +252,7 @@ class Routes:
     # --- tokens and scores --------------------------------------------------------------------------------------------
 
     async def load_model(self, request: Request) -> Any:
-        """The question with which ``transformers chat`` begins: its model is there, and nothing is loaded for it."""
+        """First request of ``transformers chat``. The model is already loaded, so nothing happens."""
         asked = read(ModelRequest, await json_object(request))
         self.state.ready().served.adapter_of(asked.model.removesuffix("@main"))
         return Response(b'data: {"status": "ready", "cached": true}\n\n', media_type="text/event-stream")
@@ -303,7 +309,7 @@ class Routes:
 
         order = sorted(range(len(ids)), key=lambda place: len(ids[place]))
         scores = [0.0] * len(ids)
-        for start in range(0, len(order), AT_ONCE):  # others between them
+        for start in range(0, len(order), AT_ONCE):  # other requests are served in between
             some = order[start : start + AT_ONCE]
             found_scores = await self._in_order(scorer.scores, [ids[place] for place in some])
             for place, score in zip(some, found_scores, strict=True):
@@ -312,7 +318,7 @@ class Routes:
         return Json({**found, "scores": scores})
 
     def _scored(self, model: str, place: int, text: Any) -> Any:
-        """One entry of a request for scores: a text, or the messages of a conversation that ends with its answer."""
+        """Return one input of a scoring request: a text, or the messages of a conversation with its response."""
         if isinstance(text, str):
             return text
         if not isinstance(text, list):
@@ -323,14 +329,14 @@ class Routes:
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     async def no_loading(self, request: Request) -> Any:
-        """vLLM's routes; a request never changes what is served."""
+        """vLLM's routes for adapters. Requests cannot change what is served."""
         message = "Adapters cannot be changed at runtime. Start the server with --adapter name=folder for each adapter."
         raise APIError(403, "loading_not_allowed", message)
 
     # --- the log ------------------------------------------------------------------------------------------------------
 
     def seen(self, path: str, status: int, seconds: float, request_id: str) -> None:
-        """Count every request; what answered says its line itself, when its stream is over."""
+        """Count every request and log it. A completed generation is logged when its stream ends."""
         route = path if path in self.paths else "other"
         self.state.metrics.requests[route, status] += 1
         self.state.metrics.request.add(seconds)
@@ -352,7 +358,7 @@ class Routes:
 
 
 def _ends(messages: Any) -> bool:
-    """Return whether a conversation ends with a message of the assistant."""
+    """Return whether a conversation ends with an assistant message."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 

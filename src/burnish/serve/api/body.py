@@ -1,7 +1,6 @@
-"""Bodies of requests as pydantic models, and their problems as one error that names the parameters.
+"""Request bodies as pydantic models. All problems are reported in one error that names the parameters.
 
-In: a JSON object. Out: a model, or one ``APIError`` with all problems, each with its place (``messages[3].content``).
-A field that is null counts as absent.
+An ``APIError`` names the path of each problem (``messages[3].content``). A field that is null counts as absent.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from burnish.serve.http.bodies import json_type
 from burnish.serve.http.errors import APIError
 
 _MOST_SHOWN = 8
-"""Problems in one message; the rest is counted."""
+"""Maximum number of problems listed in one message; the others are counted."""
 
 
 def problem(code: str, message: str, at: str = "") -> PydanticCustomError:
-    """A problem of a validator. Args: at: its place within the validated value, ``.name``."""
+    """Return an error for a validator. ``at`` is a path within the validated value, such as ``.name``."""
     return PydanticCustomError("problem", "{message}", {"code": code, "message": message, "at": at})
 
 
 def _whole(value: Any) -> Any:
-    """JSON has one kind of number: 1.0 is 1."""
+    """Convert whole floats: JSON has a single number type, so 1.0 is 1."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -33,11 +32,11 @@ Integer = Annotated[int, BeforeValidator(_whole)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1)]
 TEXT_OR_OTHER = Discriminator(lambda value: "·text" if isinstance(value, str) else "·other")
-"""Of a value that is a text or something else; the tags are left out of the paths of problems."""
+"""Discriminates text from other values. Tags with this prefix are omitted from the paths of problems."""
 
 
 class Body(BaseModel):
-    """An object of a body."""
+    """Base class for JSON objects of a request."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, populate_by_name=True)
 
@@ -51,7 +50,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def read(kind: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
-    """The body as a model.
+    """Validate a body.
 
     Raises:
         APIError: 400, with all problems.
@@ -63,7 +62,7 @@ def read(kind: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
 
 
 def together(problems: Sequence[APIError]) -> APIError:
-    """One refusal that says all problems."""
+    """Combine problems into one error."""
     first, sentences = problems[0], [problem.message for problem in problems[:_MOST_SHOWN]]
     if len(problems) > _MOST_SHOWN:
         sentences.append(f"And {len(problems) - _MOST_SHOWN} more.")
@@ -81,7 +80,7 @@ _TYPES = {
 
 
 def _refusal_of(found: Any) -> APIError:
-    """A problem that pydantic found."""
+    """Convert a pydantic error."""
     kind, value, context = found["type"], found["input"], found.get("ctx", {})
     path = _path(found["loc"]) + context.get("at", "")
     path = path.removeprefix(".")

@@ -1,8 +1,8 @@
-"""Deltas as OpenAI writes them: chunks of a stream, or one whole chat completion.
+"""Convert deltas to OpenAI's chat format: chunks of a stream, or one chat completion.
 
-The whole is the fold of the stream: ``whole`` takes what ``Delta.add`` made of all deltas, and nothing else.
+A complete response is the sum of its deltas: ``whole`` uses the result of ``Delta.add`` only.
 
-Source of the shapes: ``ChatCompletion`` and ``ChatCompletionChunk`` of the openai package.
+Format: ``ChatCompletion`` and ``ChatCompletionChunk`` of the openai package.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from burnish.inference.types import Logprob
 from burnish.serve.api.responses import AnswerCall, Choice, Delta
 
 Shown = Callable[[int], tuple[str, bytes]]
-"""A token's id -> its text and its bytes."""
+"""Token id -> its text and bytes."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Facts that all chunks of one completion share.
+    """Values that all chunks of a completion share.
 
     Args:
-        name: the model, as the request called it.
-        shown: tokens as text.
-        has_logprobs: log-probabilities were asked for.
-        has_ids: the ids of tokens were asked for.
-        has_usage: the stream is to end with a chunk of usage, and all others say that they have none.
+        id: id of the completion.
+        created: Unix time.
+        name: model name in the request.
+        fingerprint: fingerprint of model and versions.
+        shown: converts a token id to text and bytes.
+        has_logprobs: include log-probabilities.
+        has_ids: include token ids.
+        has_usage: end the stream with a chunk of usage; all other chunks have ``usage: null``.
     """
 
     id: str
@@ -42,15 +45,17 @@ class Shared:
 
 @dataclass(frozen=True)
 class Wire(Shared):
-    """One chat completion. Args: prompt_ids: of the prompt, where ids were asked for."""
+    """Writes one chat completion. ``prompt_ids`` are included if token ids are requested."""
 
     prompt_ids: Sequence[int] = ()
 
     def chunks(self, index: int, delta: Delta, first_call: int) -> list[dict[str, Any]]:
-        """One delta as chunks: the role, then what was thought and said, then calls, then why it ended.
+        """Convert one delta to chunks: role, reasoning, content, tool calls, finish reason.
 
         Args:
-            first_call: calls of this choice that have been sent already.
+            index: index of the choice.
+            delta: new parts of the choice.
+            first_call: number of tool calls of this choice that were already sent.
         """
         found = [self._chunk(index, {"role": "assistant", "content": ""})] if delta.is_first else []
         if delta.is_first and self.has_ids:
@@ -65,7 +70,7 @@ class Wire(Shared):
             bodies.append({"tool_calls": [{**opened, "function": {"name": call.name, "arguments": ""}}]})
             bodies.append({"tool_calls": [{"index": place, "function": {"arguments": call.arguments}}]})
         if not bodies and (delta.logprobs or (delta.ids and self.has_ids)):
-            bodies.append({"content": ""})  # tokens whose text is held back, or that have none
+            bodies.append({"content": ""})  # tokens without text, or whose text is held back
         made = [self._chunk(index, body) for body in bodies]
         if made:
             made[0]["choices"][0] |= self._beside(delta)
@@ -90,7 +95,7 @@ class Wire(Shared):
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
 
     def whole(self, folded: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        """The completion whose choices are these."""
+        """Return the complete response."""
         extra = {"prompt_token_ids": list(self.prompt_ids)} if self.has_ids else {}
         choices = [self._choice(index, delta) for index, delta in enumerate(folded)]
         return {**self._head("chat.completion"), "choices": choices, "usage": usage, **extra}
@@ -127,7 +132,7 @@ class Wire(Shared):
 
 
 LEAST_LOGPROB = -9999.0
-"""Stand-in for minus infinity, which JSON cannot say, as in OpenAI's API."""
+"""Replaces minus infinity, which JSON cannot represent, as in OpenAI's API."""
 
 
 def finite(logprob: float) -> float:
@@ -139,7 +144,7 @@ def _call(call: AnswerCall) -> dict[str, Any]:
 
 
 def usage_of(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, Any]:
-    """The prompt counts once, however many choices there are."""
+    """Return token counts. The prompt counts once, regardless of the number of choices."""
     made = sum(choice.num_tokens for choice in choices)
     return {
         "prompt_tokens": num_prompt_tokens,

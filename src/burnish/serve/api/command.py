@@ -1,11 +1,11 @@
-"""``burnish api PATH``: from the first word to the exit status. Read top to bottom:
+"""``burnish api PATH``:
 
-options     what is wrong with them is said before anything is opened
-listen      the socket is open, and answers 503, before the model is loaded
-begin       the model, the engine, the four lines that say where it is
-drain       at a signal: what is under way is finished, and then told
+options     problems are reported before anything is opened
+listen      the socket is open and returns HTTP 503 before the model is loaded
+begin       load the model, start the engine, print four lines about them
+drain       on a signal: finish running requests, then cancel them
 
-No library of models is imported before the socket is open.
+No model library is imported before the socket is open.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("burnish.api")
 OWN = frozenset(field.name for field in fields(ApiOptions))
 _LAST_WORDS_S = 2.0
-"""For the last events of streams, once their answers have been ended."""
+"""Time in seconds for the last events of streams after their requests were cancelled."""
 _SWITCH_S = 0.001
-"""The engine's thread gives way to the one that sends after so long, instead of Python's 5 ms: each event is a system
-call, after which its thread waits for the interpreter. With eight streams that is a third of what the server adds."""
+"""Thread switch interval in seconds, instead of Python's 5 ms. Each event is a system call, after which the sending
+thread waits for the GIL. With eight streams, that wait is a third of the server's overhead."""
 
 
 def api(words: Sequence[str]) -> int:
-    """The command. Returns 128 + the signal that ended it.
+    """Run ``burnish api``. Returns 128 + the signal that ended it.
 
     Raises:
-        UserError: for options, a socket or a model that cannot be had.
+        UserError: for invalid options, or if the socket or the model is not available.
     """
     words = with_adapters(words)
     options = read_options(words)
@@ -73,17 +73,17 @@ def api(words: Sequence[str]) -> int:
     finally:
         if options.api_socket:
             os.unlink(options.api_socket)
-    if state.phase == "loading":  # a thread is in the middle of it, and would be torn down with the libraries it uses
-        say("", sys.stdout, end="")  # what was printed is flushed
+    if state.phase == "loading":  # the loading thread would crash while its libraries are unloaded
+        say("", sys.stdout, end="")  # flush
         os._exit(status)
     return status
 
 
 def read_options(words: Sequence[str]) -> ApiOptions:
-    """The server's own options, without loading what reads the model's.
+    """Parse the server's own options without importing the code for the model's options.
 
     Raises:
-        UserError: with all that is wrong.
+        UserError: with all problems.
     """
     path, others = path_of(words)
     file, flags = read_arguments(words if path.endswith(CONFIG_SUFFIXES) else others)
@@ -116,7 +116,7 @@ async def _serve(
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """Await what a thread of its own does, which nobody waits for when the process ends."""
+    """Run ``work`` in a daemon thread and await its result. The process does not wait for the thread when it exits."""
     loop = asyncio.get_running_loop()
     told: asyncio.Future[Any] = loop.create_future()
 
@@ -128,7 +128,7 @@ async def in_thread(work: Callable[[], Any]) -> Any:
         result, failure = None, None
         try:
             result = work()
-        except BaseException as error:  # whoever awaits it must see it, whatever it is
+        except BaseException as error:  # every exception must reach the awaiting caller
             failure = error
         loop.call_soon_threadsafe(finish, result, failure)
 
@@ -139,8 +139,10 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 def load_served(
     words: Sequence[str], options: ApiOptions, state: ServerState, loop: asyncio.AbstractEventLoop
 ) -> tuple[LoadedModel, InferenceEngine, OutputQueue]:
-    """The model, its engine, and the outputs of ``loop`` to which the engine delivers. Called in a thread: imports and
-    weights take seconds."""
+    """Load the model and start its engine, which delivers to an output queue of ``loop``.
+
+    Called in a thread, because imports and loading take seconds.
+    """
     from burnish.inference.loading import engine_of, load_for_inference
     from burnish.serve.api.responses import OutputQueue
     from burnish.serve.command_line import serving_of
@@ -159,7 +161,7 @@ def load_served(
 def _open(
     loaded: LoadedModel, engine: InferenceEngine, outputs: OutputQueue, options: ApiOptions, state: ServerState
 ) -> None:
-    """From here on requests are answered."""
+    """Create the service. From now on requests are processed."""
     from burnish.serve.api.completions import CompletionService
     from burnish.serve.api.served import ServedModel
 
@@ -176,14 +178,14 @@ def _open(
 
 
 def _weights(loaded: LoadedModel) -> str:
-    """A text that tells these weights from others, in their dtype and on their device."""
+    """Return a string that identifies these weights, with their dtype and device."""
     from burnish.models.fingerprint import base_fingerprint
 
     model = loaded.model
     parameter = next(model.parameters()) if model is not None else None
     place = f"{parameter.dtype} {parameter.device.type}" if parameter is not None else "elsewhere"
     base = base_fingerprint(loaded.options, loaded.options.seed)
-    return f"{base} {loaded.name} {loaded.notes} {place}"  # notes name what was merged
+    return f"{base} {loaded.name} {loaded.notes} {place}"  # the notes name merged adapters
 
 
 def _versions(engine: InferenceEngine) -> dict[str, str]:
@@ -198,7 +200,7 @@ def _versions(engine: InferenceEngine) -> dict[str, str]:
 def opening_lines(
     loaded: LoadedModel, engine: InferenceEngine, options: ApiOptions, key: str | None, found: socket.socket
 ) -> list[str]:
-    """Models, engine and memory, address, and how to call it."""
+    """Return four lines: models, engine and memory, address, and an example request."""
     from burnish.serve.http.sockets import shown_address
 
     facts, name = engine.facts(), options.api_model_name or loaded.name
@@ -221,7 +223,7 @@ def opening_lines(
 
 
 async def drain(options: ApiOptions, state: ServerState) -> None:
-    """No new work; what is under way has ``api_drain`` seconds, and then hears that it is over."""
+    """Graceful shutdown: stop accepting requests, wait up to ``api_drain`` seconds, then cancel the running ones."""
     from burnish.data.chat.rendering import stop_rendering
     from burnish.serve.api.responses import DRAINING
 

@@ -1,7 +1,6 @@
-"""The two routes that answer: a chat completion and a text completion, streamed or whole.
+"""Chat completions and text completions, streamed or complete.
 
-In: a typed request and the model that is served. Out: a response. Both ways are one: deltas of the choices are written
-as chunks, or folded and written once.
+Both kinds use the same deltas of the choices: they are written as chunks, or summed and written once.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
 
 DONE = event_text(b"[DONE]")
 CHARACTERS_PER_TOKEN = 16
-"""A prompt with more characters than this for each token of context is refused before it is tokenized."""
+"""Prompts with more characters than this per token of context are rejected before tokenization."""
 MOST_LOGPROBS = 2**18
-"""Log-probabilities of prompts in one response."""
+"""Maximum number of prompt log-probabilities in one response."""
 _WRITTEN_IN_PLACE = 1000
-"""A response with more log-probabilities is written in a thread, while the event loop serves others."""
+"""Responses with more log-probabilities are serialized in a thread, so that the event loop is not blocked."""
 
 
 @dataclass
 class RequestStats:
-    """Facts on a finished request, for the log."""
+    """Facts about a finished request, for the log."""
 
     model: str = ""
     prompt_tokens: int = 0
@@ -52,12 +51,14 @@ class RequestStats:
 
 @dataclass(frozen=True)
 class CompletionService:
-    """Answers requests.
+    """Runs requests.
 
     Args:
-        max_tokens: the longest answer, and its length where a request names none.
-        timeout_s: of a request, waiting included.
-        under_way: answers that are not over.
+        served: the model and its engine.
+        outputs: queue from the engine to the event loop.
+        max_tokens: maximum length of a response, and the default length.
+        timeout_s: maximum duration of a request in seconds, including the time in the queue.
+        under_way: running requests.
     """
 
     served: ServedModel
@@ -67,10 +68,10 @@ class CompletionService:
     under_way: set[RequestAnswer]
 
     def begin(self, choices: Sequence[Choice]) -> RequestAnswer:
-        """Hand the choices to the engine.
+        """Submit the choices to the engine.
 
         Raises:
-            APIError: 429 where they could not be answered in time at the present rate, or too many wait.
+            APIError: 429 if they cannot be finished in time at the current rate, or too many requests are queued.
         """
         facts = self.served.engine.facts()
         owed = sum(self._owed(choice) for answer in self.under_way for choice in answer.choices)
@@ -83,7 +84,7 @@ class CompletionService:
         return answer
 
     def _owed(self, choice: Choice) -> int:
-        """Tokens that may still have to be made."""
+        """Return the number of tokens that may still have to be generated."""
         return 0 if choice.is_over else max(0, choice.ask.max_new_tokens - choice.num_tokens)
 
     def end(self, answer: RequestAnswer) -> None:
@@ -91,10 +92,10 @@ class CompletionService:
         self.under_way.discard(answer)
 
     def length(self, wanted: int | None, prompt: Sequence[int]) -> int:
-        """The longest answer: what was asked for, cut to the room that the prompt leaves.
+        """Return the maximum length of a response: as requested, limited by the room that the prompt leaves.
 
         Raises:
-            APIError: 400 ``context_length_exceeded``, where there is no room.
+            APIError: 400 ``context_length_exceeded`` if there is no room.
         """
         room = self.served.context - len(prompt)
         if room < 1:
@@ -106,7 +107,7 @@ class CompletionService:
         return min(self.max_tokens if wanted is None else wanted, self.max_tokens, room)
 
     def refuse_long(self, num_characters: int, param: str) -> None:
-        """Refuse a prompt that cannot fit into the context, whatever its tokens are. Raises APIError."""
+        """Raise APIError for a prompt that cannot fit into the context, however it is tokenized."""
         most = self.served.context * CHARACTERS_PER_TOKEN
         if num_characters > most:
             message = (
@@ -116,13 +117,13 @@ class CompletionService:
             raise APIError(400, "context_length_exceeded", message, param=param)
 
     def text_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
-        """The ids of a text. Tokenizes: called in a thread. Raises APIError."""
+        """Return the ids of a text prompt. Tokenizes, so it is called in a thread. Raises APIError."""
         if isinstance(prompt, str):
             self.refuse_long(len(prompt), "prompt")
         return self.served.text_prompt(prompt)
 
     def ask(self, request: ChatRequest | CompletionRequest, prompt: list[int], index: int) -> GenerationRequest:
-        """The ask of one choice. Choice i draws with seed + i."""
+        """Return the engine's request for one choice. Choice i has seed + i."""
         beyond = [token for token in request.token_bias if token >= self.served.vocab_size]
         if beyond:
             message = f'"logit_bias" contains token id {beyond[0]}; the vocabulary size is {self.served.vocab_size:,}.'
@@ -143,7 +144,14 @@ class CompletionService:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request that the engine can be asked: everything but its answer."""
+    """A request that is ready to be submitted to the engine.
+
+    Args:
+        choices: its choices.
+        num_prompt_tokens: tokens of all its prompts.
+        whole: function from summed deltas and usage to the response body.
+        events: function that returns the events of a stream.
+    """
 
     choices: Sequence[Choice]
     num_prompt_tokens: int
@@ -159,11 +167,15 @@ def respond(
     over: Callable[[], None],
     headers: dict[str, str],
 ) -> Any:
-    """GenerationRequest the engine, and return the response that grows from its answer.
+    """Submit a request to the engine and return its response.
 
     Args:
-        told: filled in when the answer is over.
-        over: called once then, whoever ended it.
+        service: the service.
+        prepared: the request.
+        is_stream: stream the response.
+        told: filled in when the request ends.
+        over: called once when the request ends, for any reason.
+        headers: response headers.
     """
     answer = service.begin(prepared.choices)
 
@@ -187,7 +199,7 @@ def respond(
 
 
 async def _events(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The stream to its end; a fault after the first byte is an event of its own, without the last line."""
+    """Yield the events of a stream. An error after the first byte becomes an event; the final line is then omitted."""
     try:
         async for event in events:
             yield event
@@ -201,7 +213,7 @@ async def _written(write: Callable[[], bytes], num_logprobs: int) -> bytes:
 
 
 class Watched:
-    """A whole response, made while the client is watched: when it goes, the answer is cancelled at once."""
+    """A complete response that watches the connection: if the client disconnects, generation is cancelled at once."""
 
     def __init__(self, made: Callable[[], Any], over: Callable[[], None], headers: dict[str, str]) -> None:
         self.made, self.over, self.headers = made, over, headers
@@ -231,10 +243,10 @@ def _note(told: RequestStats, answer: RequestAnswer, num_prompt_tokens: int) -> 
 
 
 def prepared_chat(service: CompletionService, request: ChatRequest) -> PreparedRequest:
-    """A chat completion up to its answer. Tokenizes: called in a thread.
+    """Prepare a chat completion. Tokenizes, so it is called in a thread.
 
     Raises:
-        APIError: for a model, a prompt or a grammar that cannot be had.
+        APIError: for an unknown model, an invalid prompt or an unsupported grammar.
     """
     served = service.served
     served.adapter_of(request.model)
@@ -272,12 +284,14 @@ def prepared_chat(service: CompletionService, request: ChatRequest) -> PreparedR
 def prepared_completion(
     service: CompletionService, request: CompletionRequest, prompts: Sequence[list[int]]
 ) -> PreparedRequest:
-    """A text completion up to its answer. Called in a thread.
+    """Prepare a text completion. Called in a thread.
 
     Args:
-        prompts: the ids of the request's prompts.
+        service: the service.
+        request: the request.
+        prompts: ids of the request's prompts.
     Raises:
-        APIError: for a model or a prompt that cannot be had, and for more log-probabilities than a response may hold.
+        APIError: for an unknown model, an invalid prompt, or too many log-probabilities.
     """
     served = service.served
     if request.echo and request.logprobs is not None:
@@ -324,7 +338,7 @@ def prepared_completion(
 def _text_event(
     wire: TextWire, index: int, delta: Delta, log: TextLog, echo: Echo | None, measured: Sequence[Logprob]
 ) -> bytes:
-    """One delta as an event of a stream; nothing where it says nothing. Args: measured: tokens of the prompt."""
+    """Return one delta as an event of a stream, or b"" if it is empty. ``measured`` are the prompt's tokens."""
     choice = wire.choice(index, delta, log, echo, measured)
     is_said = choice["text"] or choice["finish_reason"] or delta.logprobs or delta.ids
     return event_text(to_json(wire.chunk([choice]))) if is_said else b""
@@ -335,7 +349,7 @@ def _text_ask(
 ) -> GenerationRequest:
     ask = service.ask(request, prompt, index)
     if request.num_made > request.n and request.logprobs is None:
-        ask = replace(ask, top_logprobs=0)  # the best are chosen by their likelihood
+        ask = replace(ask, top_logprobs=0)  # needed to choose the best responses
     if not request.echo or (request.logprobs is None and ask.max_new_tokens):
         return ask
     return replace(ask, prompt_logprobs_from=1 if request.logprobs is not None else max(1, len(prompt) - 1))
@@ -346,8 +360,10 @@ def _echo(served: ServedModel, request: CompletionRequest, prompt: list[int]) ->
 
 
 def _best(folded: Sequence[Delta], best_of: int, n: int) -> list[int]:
-    """Choose from each prompt's answers the n whose tokens are likeliest on average, the best first; all where no more
-    were made than are wanted."""
+    """Return the indices of the n responses to each prompt with the highest mean token log-probability, best first.
+
+    If no more than n were generated, all are returned in order.
+    """
     if best_of == n:
         return list(range(len(folded)))
     kept = []

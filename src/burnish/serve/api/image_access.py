@@ -1,9 +1,10 @@
-"""The images of a request that are not in the request itself: addresses and files, where the operator allows them.
+"""Images that a request names by URL or path, if the operator allows it.
 
-In:  a chat request. Out: the same request, with a data URI in the place of each address and file.
-Refused: addresses of hosts that ``allow_image_urls`` does not list, files outside of ``media_root``, what is too large.
+Each URL and path in a chat request is replaced by a data URI. URLs of hosts that ``allow_image_urls`` does not list,
+files outside of ``media_root``, and images that are too large are rejected.
 
-It runs before the prompt is made and in threads of its own, because a host may be slow and prompts are made one by one.
+This runs before the prompt is rendered and in separate threads, since a host may be slow and prompts are rendered one
+at a time.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ CLOSED_FILE = (
 
 
 class ImageAccess:
-    """What a server opens for the images of requests.
+    """Opens the images that requests refer to.
 
     Args:
-        hosts: from which addresses are fetched (``allow_image_urls``).
-        root: folder whose files are read (``media_root``); None for no files.
-        most_bytes: of one image.
+        hosts: hosts from which images may be fetched (``allow_image_urls``).
+        root: folder whose files may be read (``media_root``); None for no files.
+        most_bytes: maximum size of an image.
     """
 
     def __init__(self, hosts: Collection[str] = (), root: str | None = None, most_bytes: int = 20_000_000) -> None:
@@ -43,14 +44,14 @@ class ImageAccess:
         self.most_bytes = most_bytes
 
     def needs(self, request: ChatRequest) -> bool:
-        """Return whether an image of the request is not in the request itself, or is to be refused."""
+        """Return whether any image must be fetched, read from a file, or rejected."""
         return any(self._is_elsewhere(part) for message in request.messages for part in message.parts)
 
     def opened(self, request: ChatRequest) -> ChatRequest:
-        """The request with every image in it.
+        """Return the request with all images as data URIs.
 
         Raises:
-            APIError: 400, with the place of the image.
+            APIError: 400, with the path of the image.
         """
         messages = [self._message(message, place) for place, message in enumerate(request.messages)]
         return request.model_copy(update={"messages": messages})
@@ -77,7 +78,7 @@ class ImageAccess:
         return part.model_copy(update={"image_url": part.image_url.model_copy(update={"url": url})})
 
     def content(self, url: str, param: str) -> bytes:
-        """The bytes behind an address or a path. Raises APIError: 400."""
+        """Return the bytes at a URL or path. Raises APIError: 400."""
         if url.startswith("data:"):
             raise _refusal(f"has {len(url):,} characters: an image may have {self.most_bytes:,} bytes.", param)
         if _is_address(url):
@@ -93,7 +94,7 @@ class ImageAccess:
 
 
 def closed(url: str, param: str) -> APIError:
-    """The refusal of an image that is not in the request, where nothing is opened."""
+    """Return the error for an image URL or path if fetching or file access is disabled."""
     return _refusal(CLOSED_ADDRESS if _is_address(url) else CLOSED_FILE, param)
 
 
@@ -102,12 +103,12 @@ def _is_address(url: str) -> bool:
 
 
 def letters_of(num_bytes: int) -> int:
-    """Letters of a data URI of so many bytes: base64 writes three bytes as four letters."""
+    """Return the maximum length of a data URI for an image of this size. Base64 encodes three bytes as four letters."""
     return num_bytes * 4 // 3 + 100
 
 
 def _path_of(url: str, param: str) -> str:
-    """The path in a ``file://`` address, or a path as it is."""
+    """Return the path of a ``file://`` URL, or a path unchanged."""
     if "://" not in url:
         return url
     try:
@@ -120,10 +121,10 @@ def _path_of(url: str, param: str) -> str:
 
 
 def read_below(root: Path, path: str, most_bytes: int, param: str) -> bytes:
-    """The content of a regular file below ``root``, whatever links there are.
+    """Return the content of a regular file below ``root``, after resolving links.
 
-    What lies outside and what is not there are refused in the same words, so that nobody learns which files exist. The
-    folders are opened one by one without following links, because a link could be put in place after the check.
+    Files outside of ``root`` and missing files get the same error, so that clients cannot find out which files exist.
+    The folders are opened one by one without following links, since a link could be created after the check.
 
     Raises:
         APIError: 400.
@@ -147,7 +148,7 @@ def read_below(root: Path, path: str, most_bytes: int, param: str) -> bytes:
 
 
 def _opened_below(root: Path, parts: Sequence[str]) -> int:
-    """A file descriptor of the file at ``parts`` below ``root``. Raises OSError, also for a link on the way."""
+    """Return a file descriptor for the file at ``parts`` below ``root``. Raises OSError, also for links."""
     if not parts:
         raise OSError(errno.EISDIR, "a folder")
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
@@ -156,7 +157,7 @@ def _opened_below(root: Path, parts: Sequence[str]) -> int:
             inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner
-        # Without O_NONBLOCK a pipe would be waited for.
+        # Without O_NONBLOCK, opening a pipe would block.
         return os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     finally:
         os.close(folder)

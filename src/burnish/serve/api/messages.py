@@ -1,7 +1,7 @@
-"""Messages and tools of a chat request, in OpenAI's form, as pydantic models.
+"""Messages and tools of a chat request in OpenAI's format, as pydantic models.
 
-Refused, each with its place: parts that are neither text nor an image, arguments that are no JSON object, parameters
-of a tool that a template could not list.
+Errors, each with its path: parts that are neither text nor image, arguments that are not a JSON object, and tool
+parameters that a template could not list.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from burnish.serve.api.body import TEXT_OR_OTHER, Body, problem, shown
 
 MOST_MESSAGES, MOST_TOOLS, MOST_CALLS, MOST_PARTS = 4096, 128, 128, 1024
 MOST_IMAGES = 64
-"""Images in a request."""
+"""Maximum number of images per request."""
 
 
 def _part_kind(kind: str) -> str:
@@ -26,14 +26,14 @@ def _part_kind(kind: str) -> str:
 
 
 class ImageUrl(Body):
-    """An image, and in which detail it is read."""
+    """URL of an image, and the level of detail."""
 
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
 
 
 class TextPart(Body):
-    """A part of a message's content."""
+    """A part of a message's content: text, refusal or image."""
 
     type: Annotated[str, AfterValidator(_part_kind)]
     text: str | None = None
@@ -48,14 +48,14 @@ class TextPart(Body):
 
 
 def _joined(content: str | list[TextPart]) -> str | list[TextPart]:
-    """The content as one text, or as parts where some are images."""
+    """Return the content as text, or as a list of parts if there are images."""
     if isinstance(content, str) or any(part.image_url for part in content):
         return content
     return "".join(getattr(part, part.type) for part in content)
 
 
 def _object_text(value: Any) -> Any:
-    """JSON text of an object; some clients send the object itself."""
+    """Return an object as JSON text. Some clients send the object itself."""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
     try:
@@ -73,7 +73,7 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A call of the assistant; ``function.arguments`` is the JSON text of an object."""
+    """A tool call of the assistant; ``function.arguments`` is a JSON object as text."""
 
     id: str
     type: Literal["function"] = "function"
@@ -101,12 +101,12 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        """The content without its images."""
+        """The text content, without images."""
         return self.content or "" if not isinstance(self.content, list) else "".join(p.text or "" for p in self.content)
 
     @property
     def parts(self) -> list[TextPart]:
-        """The content in parts, where some of them are images; else none."""
+        """The parts of a content with images; empty for text content."""
         return self.content if isinstance(self.content, list) else []
 
     @property
@@ -119,7 +119,7 @@ class ChatMessage(Body):
 
 
 def _tool_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what a template that lists parameters one by one cannot read."""
+    """Raise an error for a schema that a template cannot list parameter by parameter."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     is_schema = (
         schema.get("type", "object") == "object"

@@ -1,6 +1,6 @@
-"""Metrics of a server, in the format of Prometheus, and as one line of the log per request.
+"""Metrics of the server in Prometheus format.
 
-Source of the format: https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
+Format: https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REQUEST = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Histogram:
-    """Counts of seconds in buckets whose upper bounds are given."""
+    """A histogram of durations in seconds, with given upper bounds of the buckets."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds, self.counts, self.sum_s = bounds, [0] * (len(bounds) + 1), 0.0
@@ -38,14 +38,14 @@ class Histogram:
 
 
 class ServerMetrics:
-    """Metrics of one server since its start."""
+    """Metrics of a server since its start."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.first_token, self.per_token, self.request = map(Histogram, (FIRST_TOKEN, PER_TOKEN, REQUEST))
 
     def text(self, facts: EngineFacts | None, is_ready: bool) -> str:
-        """All of it."""
+        """Return all metrics as text."""
         lines = ["# TYPE burnish_requests_total counter"]
         for (route, status), count in sorted(self.requests.items()):
             lines.append(f'burnish_requests_total{{route="{route}",status="{status}"}} {count}')

@@ -1,7 +1,7 @@
-"""The options of ``burnish api``, and what is wrong with them before a socket is opened.
+"""Options of ``burnish api``, and checks before a socket is opened.
 
-They are given as other options are, in YAML and as ``key=value``; LLaMA-Factory's environment variables are read where
-an option is not given. The key is never taken from the command line, which every user of the machine can read.
+They are set in YAML, as ``key=value``, or with LLaMA-Factory's environment variables. The API key is not accepted on
+the command line, which every user of the machine can read.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ApiOptions:
 
 
 def from_environment(given: Mapping[str, RawValue], environment: Mapping[str, str] = os.environ) -> dict[str, RawValue]:
-    """Options that only the environment names."""
+    """Return the options that are set by environment variables only."""
     found = from_variables(ENVIRONMENT, given, environment)
     verbose = environment.get("API_VERBOSE", "").lower()
     if "api_log" not in given and verbose in _VERBOSE:
@@ -94,7 +94,7 @@ def from_environment(given: Mapping[str, RawValue], environment: Mapping[str, st
 
 
 def problems_of_key(given: Mapping[str, RawValue], command_line: str) -> list[Problem]:
-    """A key on the command line is in the process list, and refused."""
+    """Return a problem if the key is on the command line, because it would be visible in the process list."""
     if "api_key" in given and given["api_key"].where == command_line:
         return [
             Problem(
@@ -106,7 +106,7 @@ def problems_of_key(given: Mapping[str, RawValue], command_line: str) -> list[Pr
 
 
 def check_api(options: ApiOptions) -> list[Problem]:
-    """Find what is wrong with the options of the server."""
+    """Return the problems of the server's options."""
     problems = []
     if options.api_key is not None and len(options.api_key) < LEAST_KEY:
         problems.append(
@@ -133,7 +133,7 @@ def check_api(options: ApiOptions) -> list[Problem]:
 
 
 def check_images(options: ApiOptions) -> list[Problem]:
-    """Find what is wrong with the hosts and the folder of images."""
+    """Return the problems of the options for images."""
     problems = [
         Problem(f'"allow_image_urls" must list host names like images.example.org. Received: "{host}".')
         for host in options.allow_image_urls
@@ -146,12 +146,12 @@ def check_images(options: ApiOptions) -> list[Problem]:
 
 
 def needs_key(options: ApiOptions) -> bool:
-    """Return whether others than this machine's users could send requests."""
+    """Return whether other machines could send requests."""
     return options.api_socket is None and not is_loopback(options.api_host)
 
 
 def with_adapters(words: Sequence[str]) -> list[str]:
-    """``--adapter sql=saves/sql`` as often as there are adapters, as the one option that it is."""
+    """Convert every ``--adapter name=folder`` to the single option ``served_adapters``."""
     left: list[str] = []
     named: dict[str, str] = {}
     rest = iter(words)

@@ -1,8 +1,8 @@
-"""The messages of a request -> the ids that the model goes on from, by the template that trained.
+"""Render the messages of a chat request to prompt ids, with the template that the model was trained with.
 
-In: a chat request. Out: ids. A conversation becomes an ``Example``, as a record of training data would, and
-``Template.prompt`` does the rest; so what is served cannot differ from what was trained. Refused, with its place: an
-order or tools that the template cannot write, thoughts where it knows none, arguments that it does not read.
+A conversation becomes an ``Example``, like a record of training data, and ``Template.prompt`` encodes it. Served
+prompts therefore cannot differ from trained ones. Errors: messages or tools that the template cannot render, reasoning
+options for a template without reasoning, and unknown template variables.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from burnish.serve.http.errors import APIError
 _UNWRITABLE = (ValueError, KeyError, TypeError, AttributeError)
 THOUGHTLESS = ("none", "minimal")
 _SETTLED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
-"""Variables of a chat template that no request may set."""
+"""Variables of a chat template that requests may not set."""
 
 
 class Prompter:
-    """Prompts of one template.
+    """Renders prompts with one template.
 
     Args:
-        template: as it trained; ``template.options`` are those it was loaded with.
-        images: reads those of requests; None where the model reads text only.
+        template: template of the model, with the options it was loaded with.
+        images: reads images of requests; None for a text-only model.
     """
 
     def __init__(self, template: Template, images: ImageReader | None = None) -> None:
@@ -47,11 +47,11 @@ class Prompter:
         self._under = lru_cache(maxsize=32)(self._made_under)
 
     def ids(self, request: ChatRequest) -> list[int]:
-        """The prompt of a request. Raises APIError: 400."""
+        """Return the prompt ids of a request. Raises APIError: 400."""
         return list(self.row(request)["input_ids"])
 
     def row(self, request: ChatRequest) -> Row:
-        """The prompt of a request: ``input_ids``, and with images ``images``.
+        """Return the prompt of a request as a row: ``input_ids``, and ``images`` if there are any.
 
         Raises:
             APIError: 400.
@@ -66,10 +66,10 @@ class Prompter:
         return row
 
     def whole(self, request: ChatRequest) -> list[int]:
-        """The ids of a conversation with its last answer, as a row of training data has them.
+        """Return the ids of a conversation with its last response, as in a row of training data.
 
         Raises:
-            APIError: 400, where the template cannot write it, and where the last message is not the assistant's.
+            APIError: 400 if the template cannot render it, or the last message is not from the assistant.
         """
         if request.messages[-1].role != "assistant":
             message = "The last message must have the role assistant: its content is scored."
@@ -89,7 +89,7 @@ class Prompter:
         return APIError(400, "invalid_value", message, param="messages")
 
     def example(self, request: ChatRequest) -> Example:
-        """The conversation as a record of training data."""
+        """Return the conversation as an example, like a record of training data."""
         messages: Sequence[ChatMessage] = request.messages[: -1 if request.continue_final_message else None]
         tools = _json(request.offered) if request.offered else ""
         if tools and not self.shows_tools:
@@ -115,7 +115,7 @@ class Prompter:
         return Example(written, system=system, tools=tools, source="the request", number=1)
 
     def _images(self, messages: Sequence[ChatMessage]) -> Mapping[int, ImageFile]:
-        """The image of each part, by the part's ``id``. Raises APIError where one cannot be read."""
+        """Return the image of each part, keyed by ``id`` of the part. Raises APIError if one cannot be read."""
         held = [message for message in messages if message.parts]
         if not held:
             return {}
@@ -151,7 +151,7 @@ class Prompter:
             raise APIError(400, "invalid_image", str(error), param=param) from None
 
     def _begun(self, template: Template, text: str) -> list[int]:
-        """The ids of an answer that is to be continued."""
+        """Return the ids of the response that should be continued."""
         if not text:
             return []
         encoder = template.form.encoder
@@ -159,10 +159,10 @@ class Prompter:
         return [int(token) for token in encoder.encode([hidden])[hidden]]
 
     def _arguments(self, request: ChatRequest) -> dict[str, Any]:
-        """Check the request's arguments for the template."""
+        """Return the request's template variables, after checking them."""
         given = dict(request.chat_template_kwargs)
         effort = request.reasoning_effort
-        if effort is not None and (self.thinks or effort not in THOUGHTLESS):  # none are none everywhere
+        if effort is not None and (self.thinks or effort not in THOUGHTLESS):  # "none" is valid for every template
             if not self.thinks:
                 message = "The model's template does not support reasoning: remove reasoning_effort from the request."
                 raise APIError(400, "unsupported_parameter", message, param="reasoning_effort")
@@ -183,35 +183,35 @@ class Prompter:
 
     @property
     def thinks(self) -> bool:
-        """Return whether thoughts can be switched on or off."""
+        """Whether reasoning can be switched on or off."""
         return self.template.spec.reasoning if self.template.spec is not None else "enable_thinking" in self.reads
 
     @property
     def shows_tools(self) -> bool:
-        """Return whether tools reach the prompt: every named template writes them, a chat template may not."""
+        """Whether tools are part of the prompt. Every named template renders them, a chat template may not."""
         return self.template.spec is not None or "tools" in self._variables()
 
     @property
     def reads(self) -> frozenset[str]:
-        """Names of arguments that the template reads."""
+        """Names of the variables that the template uses and requests may set."""
         if self.template.spec is not None:
             return frozenset({"enable_thinking", "preserve_thinking"} if self.template.spec.reasoning else ())
         return self._variables() - _SETTLED
 
     def _variables(self) -> frozenset[str]:
-        """Names that the chat template reads."""
+        """Names of the variables that the chat template uses."""
         form = self.template.form
         assert isinstance(form, JinjaFormat)
         return _names_read("\0".join(form.templates.values()))
 
     def _made_under(self, arguments: str) -> Template:
-        """The template as the arguments (JSON text) would have it."""
+        """Return the template with the given variables (JSON text)."""
         values: Mapping[str, Any] = json.loads(arguments)
         template = self.template
         if not values:
             return template
         if template.spec is not None:
-            asked: Any = template.options  # those that named it, which are more than a template reads
+            asked: Any = template.options  # the options it was loaded with, a superset of ``TemplateChoices``
             return load_template(
                 replace(asked, **values), template.tokenizer, template.cutoff_len, template.form.family
             )
@@ -224,7 +224,7 @@ class Prompter:
 
 
 def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Neighbours of one role as one message, with a blank line between; named templates alternate."""
+    """Join consecutive messages of the same role with a blank line, since named templates require alternation."""
     found: list[ChatMessage] = []
     for message in messages:
         has_images = bool(message.parts or (found and found[-1].parts))
@@ -241,7 +241,7 @@ def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _content(message: ChatMessage, images: Mapping[int, ImageFile]) -> tuple[ContentPart, ...]:
-    """The parts of a message with images."""
+    """Return the parts of a message with images."""
     return tuple(
         ContentPart("text", part.text or "") if part.image_url is None else ContentPart("image", images[id(part)])
         for part in message.parts
@@ -253,7 +253,7 @@ def _parts(message: ChatMessage) -> list[TextPart]:
 
 
 def _message(message: ChatMessage, call_words: tuple[str, str], thought_words: tuple[str, str]) -> Message:
-    """In the roles of training data: ``function`` is an answer that calls, ``observation`` what came back."""
+    """Convert a message to the roles of training data: ``function`` has tool calls, ``observation`` a tool result."""
     if message.role == "tool":
         return Message("observation", message.text)
     if message.role != "assistant":
@@ -268,7 +268,7 @@ def _message(message: ChatMessage, call_words: tuple[str, str], thought_words: t
 
 @lru_cache(maxsize=8)
 def _names_read(text: str) -> frozenset[str]:
-    """Names that Jinja text reads and does not set."""
+    """Return the names that a Jinja template reads and does not set."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
     plain = text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     for mark in ("{%- generation -%}", "{%- endgeneration -%}", "{%- generation %}", "{%- endgeneration %}"):
@@ -277,7 +277,7 @@ def _names_read(text: str) -> frozenset[str]:
 
 
 def _literal(value: Any) -> str:
-    """A JSON value as Jinja writes it."""
+    """Return a JSON value as a Jinja literal."""
     if value is None:
         return "none"
     if isinstance(value, list):

@@ -1,9 +1,9 @@
-"""Bodies of the API's routes: what a client may send, with types and bounds.
+"""Request bodies of the API, with types and bounds.
 
-Nothing is tokenized, opened or fetched here. Fields without an effect are accepted (``WITHOUT_EFFECT``) or refused with
-what to use instead (``REFUSED``); unknown ones are named in a header, or refused where the server is strict.
+Nothing is tokenized, opened or fetched here. Fields without effect are accepted (``WITHOUT_EFFECT``) or rejected with
+an alternative (``REFUSED``). Unknown fields are named in a response header, or rejected in strict mode.
 
-Source of the fields: OpenAI's API reference, as typed in the openai package; the others are vLLM's and LLaMA-Factory's.
+Source of the fields: OpenAI's API reference, as typed in the openai package. Others are vLLM's and LLaMA-Factory's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REFUSED = {
 }
 MOST_STOPS, MOST_BIASES, MOST_LOGPROBS, MOST_PROMPTS, MOST_IDS = 16, 1024, 20, 64, 2**18
 COMPLETION_TOKENS = 16
-"""The length of a text completion whose request names none, as OpenAI's and vLLM's."""
+"""Default length of a text completion, as in OpenAI's API and vLLM."""
 _INT64 = 2**63
 
 
@@ -54,7 +54,8 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """``text`` leaves the answer free, ``json_object`` wants any JSON object, ``json_schema`` one of a schema."""
+    """Required response format: ``text`` is unconstrained, ``json_object`` any JSON object, ``json_schema`` a
+    schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -78,7 +79,7 @@ def _bias(given: dict[str, float]) -> dict[str, float]:
 
 
 class BaseRequest(Body):
-    """What both kinds of completions take. None: the operator's or the model's setting counts."""
+    """Fields of both kinds of completions. None means the default of the server or the model."""
 
     model: str
     stream: bool = False
@@ -114,7 +115,7 @@ class BaseRequest(Body):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The fields of ``inference.types.Sampling`` that the request sets, and ``do_sample``."""
+        """Fields of ``inference.types.Sampling`` that the request sets, and ``do_sample``."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "do_sample")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         given |= {name: getattr(self, name) for name in ("presence_penalty", "frequency_penalty")}
@@ -126,11 +127,11 @@ class BaseRequest(Body):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Unknown fields."""
+        """Names of unknown fields."""
         return tuple(name for name in self.model_extra or () if name not in WITHOUT_EFFECT)
 
     def problems(self, most_choices: int) -> Iterator[APIError]:
-        """Find what is wrong between fields."""
+        """Yield problems that involve several fields."""
         for name, remedy in REFUSED.items():
             if name in (self.model_extra or ()):
                 yield api_error("unsupported_parameter", name, f"is not supported. {remedy}")
@@ -166,31 +167,31 @@ class ChatRequest(BaseRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens whose log-probabilities are wanted; None for no log-probabilities at all."""
+        """Number of most likely tokens to return log-probabilities of; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is shown, in OpenAI's form."""
+        """The tools in the prompt, in OpenAI's format."""
         return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     @property
     def required(self) -> list[dict[str, Any]]:
-        """The tools of which one must be called; none where the model may choose."""
+        """The tools of which one must be called; empty if the model may choose."""
         if isinstance(self.tool_choice, str):
             return self.offered if self.tool_choice == "required" else []
         return [tool for tool in self.offered if tool["function"]["name"] == self.tool_choice.function.name]
 
     @property
     def num_characters(self) -> int:
-        """Characters of messages, calls and tools: at least that many are in the prompt."""
+        """Number of characters in messages, calls and tools: a lower bound for the length of the prompt."""
         texts = sum(len(one.text) + len(one.reasoning) for one in self.messages)
         calls = sum(len(call.function.arguments) for one in self.messages for call in one.calls)
         return texts + calls + (len(json.dumps(self.offered, ensure_ascii=False)) if self.tools else 0)
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        # Only a required call is held to its schema, and the header says so.
+        # Schemas are enforced for required calls only, so the header lists the field.
         is_strict = any(tool.function.strict for tool in self.tools)
         return (*super().ignored, *(("tools.function.strict",) if is_strict else ()))
 
@@ -241,7 +242,7 @@ class ChatRequest(BaseRequest):
 
 
 def _prompts(value: Any) -> Any:
-    """A text, texts, ids, or lists of ids -> a list of texts and lists of ids."""
+    """Convert a text, texts, ids, or lists of ids to a list of texts and lists of ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -277,7 +278,7 @@ class CompletionRequest(BaseRequest):
 
     @property
     def num_made(self) -> int:
-        """Completions that are generated for each prompt; the best ``n`` are returned."""
+        """Number of completions generated per prompt; the best ``n`` are returned."""
         return self.best_of or self.n
 
     def problems(self, most_choices: int) -> Iterator[APIError]:
@@ -327,7 +328,7 @@ AnyRequest = TypeVar("AnyRequest", bound=BaseRequest)
 
 
 def read_request(kind: type[AnyRequest], body: Mapping[str, Any], most_choices: int, is_strict: bool) -> AnyRequest:
-    """The body of a completion. Args: is_strict: refuse unknown fields. Raises: as ``read``."""
+    """Parse the body of a completion request. With ``is_strict``, unknown fields are rejected. Raises like ``read``."""
     request = read(kind, body)
     problems = list(request.problems(most_choices))
     if is_strict:

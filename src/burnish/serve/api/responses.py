@@ -1,12 +1,12 @@
-"""A request's answers as they grow: what the engine makes, id by id, becomes deltas; deltas become a stream or a whole.
+"""Running responses: the engine's outputs become deltas, and deltas become a stream or a complete response.
 
     answer = RequestAnswer(outputs, [Choice(ask, reader), ...])
     answer.begin(engine)
     async for index, delta in answer.deltas(): ...
 
-The engine calls from its own thread. An ``OutputQueue`` carries what it made to the event loop, with one wake-up for a
-whole turn of the engine, and for all that came meanwhile. Each choice keeps one delta that grows until somebody takes
-it: who reads slowly gets fewer, longer deltas and holds up nobody. The whole answer is the same deltas, folded.
+The engine calls from its own thread. An ``OutputQueue`` transfers its outputs to the event loop, with one wake-up for a
+whole turn of the engine. Each choice keeps a single delta that grows until it is taken. A slow client therefore gets
+fewer, longer deltas and blocks nobody. A complete response is the sum of the same deltas.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True)
 class AnswerCall:
-    """A whole call of a tool; ``arguments`` is JSON text."""
+    """A complete tool call; ``arguments`` is JSON text."""
 
     id: str
     name: str
@@ -46,7 +46,7 @@ class AnswerCall:
 
 @dataclass
 class Delta:
-    """The part of a choice that is new since it was last taken."""
+    """The parts of a choice that are new since it was last taken."""
 
     is_first: bool = False
     reasoning: str = ""
@@ -63,7 +63,7 @@ class Delta:
         )
 
     def add(self, other: Delta) -> None:
-        """The fold: this, and then that."""
+        """Append another delta to this one."""
         self.is_first |= other.is_first
         self.reasoning += other.reasoning
         self.content += other.content
@@ -74,24 +74,24 @@ class Delta:
 
 
 class DeltaReader(Protocol):
-    """Decodes ids into a delta. ``inference/replies`` reads them; ``served.py`` converts them to these types."""
+    """Decodes ids into a delta. ``inference/replies`` parses them; ``served.py`` converts them to these types."""
 
     def take(self, token: int, delta: Delta) -> bool:
-        """Read one id. Returns true where the answer ends here: a stop string came."""
+        """Read one id. Returns true if the response ends here because of a stop string."""
         ...
 
     def end(self, delta: Delta) -> None:
-        """No more ids come: what was held back is text now."""
+        """Finish: text that was held back is added to the delta."""
         ...
 
     @property
     def num_thought_tokens(self) -> int:
-        """Tokens so far that were thought and not said."""
+        """Number of reasoning tokens so far."""
         ...
 
 
 class OutputQueue:
-    """From the engine's thread to the event loop."""
+    """Transfers outputs from the engine's thread to the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -99,12 +99,14 @@ class OutputQueue:
         self._is_called = threading.Event()
 
     def to(self, take: Callable[[StepOutput], None]) -> OutputCallback:
-        """A callback for the engine, whose ``StepOutput`` reach ``take`` in the event loop."""
+        """Return a callback for the engine that passes each ``StepOutput`` to ``take`` in the event loop."""
         return _QueuedCallback(self, take)
 
     def deliver(self, made: Sequence[tuple[OutputCallback, StepOutput]]) -> None:
-        """Take all that one turn of an engine made: one call wakes the loop, which would be in the engine's way after
-        the first letter, and again and again."""
+        """Queue all outputs of one engine turn and wake the event loop once.
+
+        Waking it for each output would repeatedly compete with the engine for the GIL.
+        """
         for callback, each in made:
             if isinstance(callback, _QueuedCallback):
                 self._outputs.append((callback.take, each))
@@ -121,11 +123,11 @@ class OutputQueue:
             self._is_called.set()
             try:
                 self._loop.call_soon_threadsafe(self._empty)
-            except RuntimeError:  # the loop has ended, and with it whoever waited
+            except RuntimeError:  # the loop has ended, and all clients with it
                 self._outputs.clear()
 
     def _empty(self) -> None:
-        self._is_called.clear()  # first: what comes from now on calls again
+        self._is_called.clear()  # first, so that later outputs wake the loop again
         while self._outputs:
             take, made = self._outputs.popleft()
             take(made)
@@ -133,7 +135,7 @@ class OutputQueue:
 
 @dataclass(frozen=True)
 class _QueuedCallback:
-    """A callback of a outputs."""
+    """A callback that puts outputs into a queue."""
 
     outputs: OutputQueue
     take: Callable[[StepOutput], None]
@@ -143,12 +145,12 @@ class _QueuedCallback:
 
 
 class Choice:
-    """One answer of a request.
+    """One response of a request.
 
     Args:
-        ask: what the engine is asked.
-        reader: its ids as text.
-        ends_with_first_call: the answer is over with its first whole call.
+        ask: request to the engine.
+        reader: decodes its ids.
+        ends_with_first_call: end the response after its first tool call.
     """
 
     def __init__(self, ask: GenerationRequest, reader: DeltaReader, ends_with_first_call: bool = False) -> None:
@@ -170,7 +172,7 @@ class Choice:
         return self.reason is not None or self.error is not None
 
     def take(self, made: StepOutput) -> None:
-        """One step's result."""
+        """Process the result of one step."""
         if self.is_over:
             return
         if made.filled is not None:
@@ -186,10 +188,10 @@ class Choice:
             self.error = refusal_of(made)
 
     def _take(self, token: int, logprob: Logprob | None) -> bool:
-        """Read one id. Returns true where the answer is over by what it says."""
+        """Read one id. Returns true if the response is complete."""
         self.num_tokens += 1
         if token in self.ask.stop_ids:
-            return False  # it ends the answer and is no part of its text
+            return False  # it ends the response and is not part of its text
         self.delta.ids.append(token)
         if logprob is not None:
             self.delta.logprobs.append(logprob)
@@ -205,14 +207,14 @@ class Choice:
         self.reason = self.delta.reason = "tool_calls" if self._has_calls and reason == "stop" else reason
 
     def taken(self) -> Delta:
-        """Return the parts that are new since the last call."""
+        """Return and reset the parts that are new since the last call."""
         found, self.delta = self.delta, Delta()
         self._has_calls |= bool(found.calls)
         return found
 
 
 _RETRY_S = 0.2
-"""Until a choice is submitted again that the full queue did not take."""
+"""Delay in seconds before a choice is submitted again after the queue was full."""
 
 
 class RequestAnswer:
@@ -228,11 +230,12 @@ class RequestAnswer:
         self.first_token_s: float | None = None
 
     def begin(self, engine: InferenceEngine) -> None:
-        """Submit as many choices as the engine has slots. Each of the others follows when one has ended, at the end of
-        the queue, so that a request of many choices does not keep other requests waiting until all are done.
+        """Submit as many choices as the engine has slots. The others follow one by one when a choice ends.
+
+        They go to the end of the queue, so that a request with many choices does not block other requests.
 
         Raises:
-            APIError: 429 where too many wait, 503 where the engine takes none, 400 for what can never be answered.
+            APIError: 429 if too many requests are queued, 503 if the engine is closed, 400 for an invalid request.
         """
         self._engine, self._at_once = engine, max(1, engine.facts().slots)
         try:
@@ -245,7 +248,7 @@ class RequestAnswer:
             raise
 
     def _submit_more(self, engine: InferenceEngine) -> None:
-        """Raises Full, and APIError."""
+        """Submit pending choices. Raises Full or APIError."""
         under_way = sum(choice.handle is not None and not choice.is_over for choice in self.choices)
         while self._pending and under_way < self._at_once:
             choice = self._pending[0]
@@ -259,7 +262,7 @@ class RequestAnswer:
             under_way += 1
 
     def _go_on(self) -> None:
-        """Submit the choices that follow. Where the queue is full now, try again soon."""
+        """Submit the next choices. If the queue is full, try again later."""
         assert self._engine is not None
         try:
             self._submit_more(self._engine)
@@ -275,7 +278,7 @@ class RequestAnswer:
             if made.ids and self.first_token_s is None:
                 self.first_token_s = time.monotonic() - self.begun_s
             if choice.is_over and not was_over and made.reason is None:
-                self._cancel(choice)  # a stop string, or a first call: the engine need not go on
+                self._cancel(choice)  # after a stop string or a first call, the engine need not continue
             if choice.is_over and self._pending:
                 self._go_on()
             self._changed.set()
@@ -283,7 +286,7 @@ class RequestAnswer:
         return take
 
     def fail(self, refusal: APIError) -> None:
-        """End all choices that are not over."""
+        """End all unfinished choices with an error."""
         self._pending.clear()
         for choice in self.choices:
             if not choice.is_over:
@@ -292,7 +295,7 @@ class RequestAnswer:
         self._changed.set()
 
     def cancel(self) -> None:
-        """Nobody wants the rest; the engine is told, whatever has ended already."""
+        """Cancel all unfinished choices."""
         self._pending.clear()
         for choice in self.choices:
             if not choice.is_over:
@@ -303,10 +306,10 @@ class RequestAnswer:
             self._engine.cancel(choice.handle)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Growth, choice by choice, until all are over.
+        """Yield (index of the choice, delta) until all choices are finished.
 
         Raises:
-            APIError: where one failed.
+            APIError: if one failed.
         """
         while True:
             await self._changed.wait()
@@ -329,7 +332,7 @@ _STATUS = {"grammar_failed": 400, "non_finite_logits": 503, "out_of_memory": 503
 
 
 def refusal_of(made: StepOutput) -> APIError:
-    """Reason why an ask ended before its time."""
+    """Return the error for a request that the engine ended prematurely."""
     if made.error is None:
         return DRAINING
     if made.reason == "cancelled":
@@ -342,7 +345,7 @@ DRAINING = APIError(503, "draining", "The server is shutting down; the response 
 
 
 def queue_full(retry_after_s: float) -> APIError:
-    """429 with when to come again, 1 to 60 seconds: the openai client waits that long."""
+    """Return a 429 error with Retry-After, 1 to 60 seconds. The openai client waits that long."""
     seconds = min(60, max(1, round(retry_after_s)))
     message = f"Too many queued requests. Retry in {seconds} s."
     return APIError(429, "queue_full", message, headers={"Retry-After": str(seconds)})

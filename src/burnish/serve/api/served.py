@@ -1,7 +1,6 @@
-"""A loaded model as the routes need it: prompts, readers, sampling, names.
+"""A loaded model for the routes: prompts, response parsers, sampling, model names.
 
-In: what ``inference/loading.py`` loaded, and the engine over it. Out: ``ServedModel``. Everything here is a
-translation between the words of a request and those of the engine; nothing is decided twice.
+``ServedModel`` translates between requests of the API and those of the engine.
 """
 
 from __future__ import annotations
@@ -32,12 +31,15 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class ServedModel:
-    """A model, its adapters and its engine, ready to answer.
+    """A model with its adapters and its engine.
 
     Args:
-        name: of the model in requests.
-        aliases: further names of it.
-        reasoning: where thoughts go.
+        loaded: the loaded model.
+        engine: its engine.
+        name: model name in requests.
+        aliases: further names of the model.
+        reasoning: where reasoning is returned: "field", "inline" or "drop".
+        fingerprint: text that identifies weights and versions.
     """
 
     def __init__(
@@ -56,17 +58,17 @@ class ServedModel:
         self.shown = lru_cache(maxsize=65536)(TokenPieces(loaded.tokenizer))
 
     def adapter_of(self, model: str) -> str:
-        """The adapter, or BASE, that a request's ``model`` names. Raises APIError 404."""
+        """Return the adapter (or BASE) for a request's ``model``. Raises APIError 404."""
         if model not in self._names:
             raise unknown_model(model, list(self._names))
         return self._names[model]
 
     def models(self) -> list[dict[str, Any]]:
-        """The list of ``/v1/models``: the model, its aliases, its adapters."""
+        """Return the entries of ``/v1/models``: the model, its aliases and its adapters."""
         entries = []
         for name, adapter in self._names.items():
             if ":" in name and adapter != BASE:
-                continue  # the longer name of an adapter
+                continue  # the long name of an adapter
             parent = self.name if adapter != BASE else None
             entries.append(
                 {
@@ -82,10 +84,10 @@ class ServedModel:
         return self.prompter.ids(request)
 
     def chat_row(self, request: ChatRequest) -> tuple[list[int], Mapping[str, Any]]:
-        """The prompt of a request, and the fields of the engine's request that its images fill.
+        """Return the prompt ids of a request, and the image fields of the engine's request.
 
         Raises:
-            APIError: 400, also for an image whose pixels cannot be decoded.
+            APIError: 400, also for an image that cannot be decoded.
         """
         row = self.prompter.row(request)
         try:
@@ -95,8 +97,10 @@ class ServedModel:
         return list(row["input_ids"]), fields
 
     def text_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
-        """Ids as they are; text as the tokenizer writes it, with what it puts before every text. Text of users is
-        text: a control token's name in it is no control token."""
+        """Return the ids of a text prompt; ids are returned unchanged.
+
+        Text is encoded with the tokenizer's special prefix tokens. Names of control tokens in it are plain text.
+        """
         if not isinstance(prompt, str):
             return list(prompt)
         tokenizer = self.loaded.tokenizer
@@ -108,7 +112,7 @@ class ServedModel:
         return [int(token) for token in ids]
 
     def scored_text(self, text: str | ChatRequest) -> list[int]:
-        """The ids of a text as it is, control tokens too (LLaMA-Factory's way), or of a conversation as it trained."""
+        """Return the ids to score: a text including its control tokens (as in LLaMA-Factory), or a conversation."""
         if not isinstance(text, str):
             return self.prompter.whole(text)
         return [int(token) for token in self.loaded.tokenizer(text, add_special_tokens=False)["input_ids"]]
@@ -139,10 +143,10 @@ class ServedModel:
         return ReplyReader(reply, "field", form)
 
     def grammar(self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> Grammar | None:
-        """The grammar of an answer, if the request asks for one; it begins where an open thought ends.
+        """Return the grammar of a response if requested. With open reasoning, it applies after the reasoning.
 
         Raises:
-            APIError: 400, for a schema or a tool format that cannot be held to.
+            APIError: 400 for an unsupported schema or tool format.
         """
         wanted, form = request.response_format, self.loaded.form
         calls = request.required if isinstance(request, ChatRequest) else []
@@ -174,12 +178,12 @@ class ServedModel:
 
 
 class ReplyReader:
-    """``answering.DeltaReader`` over a reply: pieces into deltas, thoughts where the operator wants them."""
+    """``responses.DeltaReader`` for a reply: converts pieces to deltas, with reasoning as configured."""
 
     def __init__(self, reply: Reply, reasoning: Reasoning, form: ReplyForm) -> None:
         self.reply, self.reasoning, self.form = reply, reasoning, form
         self.num_thought_tokens = 0
-        self._is_open = False  # a thought has been begun in the text
+        self._is_open = False  # an inline reasoning block is open
 
     def take(self, token: int, delta: Delta) -> bool:
         self._add(self.reply.feed([token]), delta)
@@ -212,7 +216,7 @@ class ReplyReader:
 
 
 class TokenPieces:
-    """A token's text and bytes, each token by itself. Half a letter has bytes, and U+FFFD for its text."""
+    """Text and bytes of single tokens. An incomplete character has the text U+FFFD."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -236,8 +240,10 @@ class TokenPieces:
 
 
 def _bytes_of_letters() -> dict[str, bytes]:
-    """The letters by which byte-level vocabularies write bytes (Radford et al. 2019, ``bytes_to_unicode`` of
-    https://github.com/openai/gpt-2/blob/master/src/encoder.py): printable ones stand for themselves."""
+    """Return the character -> byte mapping of byte-level vocabularies. Printable bytes map to themselves.
+
+    Source: Radford et al. 2019, ``bytes_to_unicode`` of https://github.com/openai/gpt-2/blob/master/src/encoder.py
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [octet for octet in range(256) if octet not in printable]
     return {

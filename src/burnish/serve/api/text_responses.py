@@ -1,6 +1,6 @@
-"""Deltas as OpenAI writes them for ``/v1/completions``: plain text, and the older shape of log-probabilities.
+"""Convert deltas to OpenAI's format of ``/v1/completions``: plain text, and the legacy format of log-probabilities.
 
-Source of the shapes: ``Completion`` and ``Logprobs`` of the openai package.
+Format: ``Completion`` and ``Logprobs`` of the openai package.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from burnish.serve.api.responses import Delta
 
 @dataclass
 class Echo:
-    """The prompt at the head of a choice, where it was asked for: its text, and its tokens as they were measured."""
+    """The prompt at the beginning of a choice (``echo``): its text and tokens."""
 
     text: str
     ids: Sequence[int]
 
 
 class TextLog:
-    """The older ``logprobs`` object of one choice, grown token by token."""
+    """The legacy ``logprobs`` object of one choice, built token by token."""
 
     def __init__(self, shown: Shown) -> None:
         self.shown, self.offset = shown, 0
@@ -36,7 +36,7 @@ class TextLog:
         self.offsets: list[int] = []
 
     def add(self, token: int, measured: Logprob | None) -> None:
-        """``measured`` is None for the first token of all, before which nothing stands."""
+        """Add a token. ``measured`` is None for the first token of the prompt, which nothing precedes."""
         text = self.shown(token)[0]
         self.tokens.append(text)
         self.offsets.append(self.offset)
@@ -45,14 +45,14 @@ class TextLog:
         self.top.append(None if measured is None else self._top(measured))
 
     def _top(self, measured: Logprob) -> dict[str, float]:
-        """The likeliest, and what was drawn; two tokens of one text keep the likelier."""
+        """Return the most likely tokens and the drawn one. Of tokens with the same text, the most likely is kept."""
         found: dict[str, float] = {}
         for token, logprob in (*measured.top, (measured.token, measured.logprob)):
             found.setdefault(self.shown(token)[0], finite(logprob))
         return found
 
     def taken(self) -> dict[str, Any]:
-        """Return the parts that are new since the last call."""
+        """Return and reset the parts that are new since the last call."""
         found = {
             "tokens": self.tokens, "token_logprobs": self.logps, "top_logprobs": self.top, "text_offset": self.offsets,
         }  # fmt: skip
@@ -62,15 +62,19 @@ class TextLog:
 
 @dataclass(frozen=True)
 class TextWire(Shared):
-    """One text completion."""
+    """Writes one text completion."""
 
     def choice(
         self, index: int, delta: Delta, log: TextLog, echo: Echo | None = None, measured: Sequence[Logprob] = ()
     ) -> dict[str, Any]:
-        """One delta as a choice, with the prompt before it where ``echo`` is given.
+        """Convert one delta to a choice, preceded by the prompt if ``echo`` is given.
 
         Args:
-            measured: of the prompt's tokens from the second on.
+            index: index of the choice.
+            delta: new parts of the choice.
+            log: log-probabilities of the choice so far.
+            echo: the prompt, or None.
+            measured: log-probabilities of the prompt's tokens, from the second on.
         """
         if echo is not None and self.has_logprobs:
             for token, one in zip(echo.ids, (None, *measured), strict=False):
@@ -94,7 +98,7 @@ class TextWire(Shared):
         }  # fmt: skip
 
     def chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Make a chunk of a stream. Only if asked for, ``usage`` is there, and null in all chunks but the last."""
+        """Return a chunk of a stream. ``usage`` is included only if requested, and null in all chunks but the last."""
         body = self.body(choices, usage)
         if not self.has_usage:
             del body["usage"]

@@ -1,7 +1,9 @@
-"""``burnish chat``: a conversation at a terminal.
+"""``burnish chat``: chat with a model in the terminal.
 
-chat.py          from the first word to the exit status
-talk.py          the conversation, and what each typed line does
-backends.py      who answers: the engine in this process, or a server with OpenAI's API
-console.py        what is read from and written to the terminal
+command.py       the command
+session.py       the conversation and its commands
+backends.py      the engine in this process, or a server with OpenAI's API
+console.py       terminal input and output
+records.py       files that a conversation reads
+help.py          the list of commands
 """

@@ -1,7 +1,7 @@
-"""Partners of a conversation at a terminal: the engine in this process, or a server that speaks OpenAI's API.
+"""Backends of a chat: the engine in this process, or a server with OpenAI's API.
 
-In:  messages in OpenAI's words, settings. Out: events as they come: pieces of thought and content, calls, and at the
-     end what was measured. Closing the iterator ends the answer.
+A backend takes messages in OpenAI's format and yields events: pieces of reasoning and content, tool calls, and finally
+measurements. Closing the iterator cancels the response.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from burnish.config.errors import UserError
 
 WireMessage: TypeAlias = dict[str, Any]
-"""``role``, ``content``, and where there are any ``reasoning_content``, ``tool_calls``, ``tool_call_id``."""
+"""A message with ``role``, ``content``, and optionally ``reasoning_content``, ``tool_calls``, ``tool_call_id``."""
 
 
 SETTINGS: Mapping[str, type] = {
@@ -27,17 +27,19 @@ SETTINGS: Mapping[str, type] = {
     ),
     "top_k": int, "seed": int, "max_new_tokens": int, "do_sample": bool,
 }  # fmt: skip
-"""Settings of an answer that a person may change, and their types."""
+"""Settings that the user can change, and their types."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request.
+    """A request to a backend.
 
     Args:
-        settings: of ``SETTINGS``; for the others the model's or the server's count.
-        thinks: None leaves it to the template.
-        adapter: "" for the model itself.
+        messages: the conversation.
+        settings: values for ``SETTINGS``; missing ones have the defaults of the model or server.
+        tools: offered tools.
+        thinks: switch reasoning on or off; None for the template's default.
+        adapter: adapter name; "" for the model itself.
     """
 
     messages: Sequence[WireMessage]
@@ -49,11 +51,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Event:
-    """A piece of an answer, or its end.
+    """A piece of a response, or its end.
 
     Args:
-        call: {"name", "arguments"}; arguments are JSON text.
-        end: of the last event.
+        kind: "content", "thought", "call" or "end".
+        text: text of content or reasoning.
+        call: {"name", "arguments"}, with arguments as JSON text.
+        end: measurements, in the last event.
     """
 
     kind: Literal["content", "thought", "call", "end"]
@@ -64,13 +68,18 @@ class Event:
 
 @dataclass(frozen=True)
 class AnswerEnded:
-    """An answer.
+    """Measurements of a finished response.
 
     Args:
-        tokens: of the answer; None where a server does not say.
-        left: tokens of context.
-        prompt, ids: of the exchange, where the engine is here.
+        reason: why it ended.
+        tokens: number of response tokens; None if a server does not report it.
+        first_s: seconds until the first token.
+        seconds: total duration.
+        left: tokens of context left.
+        prompt: prompt ids, if the engine is in this process.
+        ids: response ids, if the engine is in this process.
         chances: probability of each id.
+        error: error message.
     """
 
     reason: str
@@ -85,18 +94,18 @@ class AnswerEnded:
 
 
 class Backend(Protocol):
-    """A backend that answers."""
+    """A backend of a chat."""
 
     name: str
     adapters: tuple[str, ...]
 
     def answer(self, request: Request) -> Iterator[Event]: ...
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
-        """The text of each id, and whether it is a control token."""
+        """Return the text of each id, and whether it is a control token."""
         ...
 
     def num_tokens(self, url: str) -> int | None:
-        """Tokens of an image in a prompt; None where a server does not say. Args: url: a data URI."""
+        """Return the number of tokens of an image in a prompt, None if unknown. ``url`` is a data URI."""
         ...
 
     def defaults(self) -> dict[str, Any]: ...
@@ -174,7 +183,7 @@ class LocalBackend:
             raise UserError(str(refusal)) from refusal
 
     def num_tokens(self, url: str) -> int | None:
-        """Tokens of an image in a prompt. Raises UserError where the model reads text only, or it is not an image."""
+        """Return the number of tokens of an image. Raises UserError for text-only models and invalid images."""
         reader = self.loaded.images
         if reader is None:
             raise UserError(f"{self.name} reads text only.", remedy="Chat with a model that has a vision tower.")
@@ -213,15 +222,15 @@ def _event(piece: Any) -> Event:
 
 
 _NAMES = {"max_new_tokens": "max_completion_tokens"}
-"""Settings that OpenAI calls otherwise."""
+"""Settings that have another name in OpenAI's API."""
 
 
 class ServerBackend:
-    """A server with OpenAI's API. The key is that of OPENAI_API_KEY.
+    """A server with OpenAI's API. The key is read from OPENAI_API_KEY.
 
     Args:
-        url: ending in ``/v1``, as OpenAI's own does.
-        model: "" for the first that the server lists.
+        url: URL that ends in ``/v1``.
+        model: model name; "" for the first one that the server lists.
     """
 
     def __init__(self, url: str, model: str = "") -> None:

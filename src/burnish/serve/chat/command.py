@@ -1,8 +1,8 @@
-"""``burnish chat PATH``: from the first word to the exit status.
+"""``burnish chat PATH``: the command.
 
-In:  PATH and options as ``burnish train`` has them; ``--adapter name=folder``, ``--url http://…/v1``, ``--model NAME``,
-     ``--system TEXT``, ``--once TEXT``, ``--no-history``. Out: a conversation. Standard input that is no terminal is
-     one message, and only its answer is printed.
+Arguments are PATH and options as for ``burnish train``, and ``--adapter name=folder``, ``--url http://…/v1``,
+``--model NAME``, ``--system TEXT``, ``--once TEXT``, ``--no-history``. If standard input is not a terminal, it is read
+as one message, and only the response is printed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from burnish.serve.chat.session import ChatSession
 from burnish.utils.sigint import interruptible
 
 NEEDED = ("pydantic",)
-"""Libraries of the extra that a conversation uses."""
+"""Libraries of the extra that a chat needs."""
 
 
 @dataclass
 class _Words:
-    """Options of the command alone."""
+    """Options of this command only."""
 
     others: list[str]
     url: str = ""
@@ -40,7 +40,7 @@ class _Words:
 
 
 def chat(words: Sequence[str]) -> int:
-    """The command. Returns 1 where an answer failed."""
+    """Run ``burnish chat``. Returns 1 if a response failed."""
     for library in NEEDED:
         if find_spec(library) is None:
             raise MissingExtraError(library, "burnish chat", "serve")
@@ -55,7 +55,7 @@ def chat(words: Sequence[str]) -> int:
         console = Console(history_file() if own.keeps_history else None)
         for line in lines:
             console.say(without_secrets(line), "dim")
-        interruptible()  # Ctrl-C ends an answer or a line, not the conversation
+        interruptible()  # Ctrl-C ends a response or a line, not the chat
         status = ChatSession(backend, console, settings, own.system).run()
         console.keep_history()
         return status
@@ -81,7 +81,7 @@ def _read(words: Sequence[str]) -> _Words:
 
 
 def _partner(own: _Words, is_quiet: bool) -> tuple[Backend, dict[str, Any], list[str]]:
-    """Partners, the settings of the command line, and the lines that say so."""
+    """Return the backend, the settings from the command line, and introductory lines."""
     if own.url:
         if own.others:
             what = f"model options have no effect with --url. Received: {' '.join(own.others)}."
@@ -121,7 +121,7 @@ def _messages(system: str, text: str) -> list[dict[str, str]]:
 
 
 def _answer_once(backend: Backend, request: Request) -> int:
-    """Print one answer, and nothing else."""
+    """Print one response and nothing else."""
     if not request.messages[-1]["content"]:
         raise UserError("no message: standard input is empty.", remedy='Pass one: --once "text".')
     console, status = Console(), 0

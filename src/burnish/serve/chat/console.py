@@ -1,6 +1,7 @@
-"""Input and output of a terminal: lines with a history, text whose control characters are visible.
+"""Terminal input and output of a chat: lines with history, and output with visible control characters.
 
-A model cannot move the cursor, change the title or write to the clipboard: an escape in its text is shown as ``␛``.
+A model cannot move the cursor, change the title or write to the clipboard: an escape character in its text is shown as
+``␛``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _QUOTES = '"""'
 
 
 def visible(text: str) -> str:
-    """``text`` with its control characters as pictures; line breaks and tabs stay."""
+    """Return ``text`` with control characters replaced by visible symbols, except line breaks and tabs."""
     return "".join(_picture(letter) for letter in text)
 
 
@@ -45,19 +46,20 @@ def _folded(line: str) -> str:
 
 
 def is_typed() -> bool:
-    """Tell whether a person types the input: it is a terminal, and the parent process did not close it."""
+    """Return whether standard input is a terminal."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
 class Console:
-    """A terminal, or what stands in for one.
+    """A terminal, or a replacement for one.
 
     Args:
-        history: the file of lines that were typed; None keeps none.
+        history: file with the lines that were typed; None keeps none.
+        out: output stream. Default: standard output.
     """
 
     def __init__(self, history: Path | None = None, out: TextIO | None = None) -> None:
-        self.out: TextIO | None = out or sys.stdout  # None where the parent process closed it
+        self.out: TextIO | None = out or sys.stdout  # None if the parent process closed it
         is_terminal = self.out is not None and self.out.isatty()
         self.has_colors = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         self._history = history
@@ -72,7 +74,7 @@ class Console:
         say(self.colored(visible(text), color), self.out, must=True, end=end)
 
     def tell(self, text: str, color: str = "") -> None:
-        """Sentences, folded between words at the width of the terminal; the columns of a table stay."""
+        """Print text wrapped to the width of the terminal. Columns of tables are preserved."""
         self.say("\n".join(_folded(line) for line in text.splitlines()), color)
 
     def colored(self, text: str, color: str) -> str:
@@ -81,7 +83,7 @@ class Console:
         return f"\033[{_COLORS[color]}m{text}\033[0m"
 
     def stream(self, text: str, color: str = "") -> None:
-        """A piece of an answer, as it comes. Fences of code are the only markup that is colored."""
+        """Print a piece of a response as it arrives. Code fences are the only markup that is colored."""
         if color or not self.has_colors:
             self.say(text, color, end="")
             return
@@ -100,10 +102,11 @@ class Console:
     # --- in -----------------------------------------------------------------------------------------------------------
 
     def ask(self, prompt: str, begun: str = "") -> str:
-        """A message of one or several lines: a backslash at the end goes on, three quotes open and close.
+        """Read a message. A backslash at the end continues the line; triple quotes enclose several lines.
 
         Args:
-            begun: what stands on the line already.
+            prompt: prompt to print.
+            begun: initial text of the line, which can be edited.
         Raises:
             EOFError: at the end of the input.
             KeyboardInterrupt: for Ctrl-C.
@@ -138,7 +141,7 @@ class Console:
     def _begin_history(self) -> None:
         try:
             import readline
-        except ImportError:  # Windows has none
+        except ImportError:  # not available on Windows
             return
         if self._history is not None:
             with suppress(OSError):
@@ -146,7 +149,7 @@ class Console:
         readline.set_history_length(_HISTORY_LINES)
 
     def keep_history(self) -> None:
-        """Write the lines that were typed, for this user alone."""
+        """Save the lines that were typed, readable by this user only."""
         if self._history is None or not is_typed():
             return
         with suppress(ImportError, OSError):

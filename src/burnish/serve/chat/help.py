@@ -1,4 +1,4 @@
-"""The commands of a chat at a terminal, as ``/help`` lists them."""
+"""The commands of a chat, as listed by ``/help``."""
 
 HELP = """\
 text                  send a message; \\ at the line end or \"\"\" for several lines

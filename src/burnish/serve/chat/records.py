@@ -1,4 +1,4 @@
-"""Files that a conversation at a terminal reads: records, lists of tools, images."""
+"""Files that a chat reads: records, lists of tools, images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from burnish.utils.files import regular
 
 
 def read_record(path: Path) -> Any:
-    """The JSON of a file, or of its first line."""
+    """Return the JSON value in a file, or in its first line."""
     try:
         with regular(path) as file:
             text = file.read().decode("utf-8")
@@ -28,7 +28,7 @@ def read_record(path: Path) -> Any:
 
 
 def read_image(path: Path) -> tuple[str, tuple[int, int]]:
-    """The data URI of a file, and the width and height of its image. Raises UserError where it is not an image."""
+    """Return the data URI of an image file, and its width and height. Raises UserError if it is not an image."""
     from burnish.data.images.image_file import BadImage, read_header
 
     try:
@@ -42,6 +42,6 @@ def read_image(path: Path) -> tuple[str, tuple[int, int]]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message, without its images."""
+    """Return the text of a message without its images."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

@@ -1,7 +1,7 @@
-"""A conversation at a terminal, and what each typed line does to it.
+"""A conversation in the terminal, and the commands that change it.
 
-In: lines. Out: answers on the console; a conversation that can be saved as a record to train on. Nothing that a model
-asks for is ever run: a call is shown, and waits for what a person types.
+The conversation can be saved as a training record. Tool calls of the model are never executed: a call is printed, and
+the user enters its result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class ChatSession:
     """One conversation.
 
     Args:
-        backend: who answers.
-        settings: those of the command line.
+        backend: generates responses.
+        console: the terminal.
+        settings: settings from the command line.
+        system: system message.
     """
 
     def __init__(
@@ -45,12 +47,12 @@ class ChatSession:
         self.last: AnswerEnded | None = None
         self._retries = 0
         self._images: list[str] = []  # data URIs of images for the next message
-        self._begun = ""  # a message that is to be edited
+        self._begun = ""  # a message to edit
 
     # --- lines --------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Read and answer until the end. Returns 0, or 1 where the last answer failed."""
+        """Read lines and respond until the end. Returns 0, or 1 if the last response failed."""
         status = 0
         while True:
             begun, self._begun = self._begun, ""
@@ -59,7 +61,7 @@ class ChatSession:
             except EOFError:
                 self.console.say()
                 return status
-            except KeyboardInterrupt:  # the first clears the line, a second one leaves
+            except KeyboardInterrupt:  # the first one clears the line, a second one quits
                 self.console.say("\n(Press Ctrl-C again or Ctrl-D to quit)", "dim")
                 try:
                     line = self.console.ask("> ")
@@ -71,7 +73,7 @@ class ChatSession:
             status = self.take(line)
 
     def take(self, line: str) -> int:
-        """One line. Returns 1 where an answer failed."""
+        """Process one line. Returns 1 if a response failed."""
         word, _, rest = line.strip().partition(" ")
         if not line.strip():
             return 0
@@ -85,7 +87,7 @@ class ChatSession:
         except UserError as error:
             self.console.tell(str(error), "red")
             return 1
-        except KeyboardInterrupt:  # in a command, or behind the last word of an answer
+        except KeyboardInterrupt:  # during a command, or after the last word of a response
             self.console.say("[stopped]", "yellow")
         return 0
 
@@ -109,7 +111,7 @@ class ChatSession:
     # --- answering ----------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> int:
-        """A message of the user, and the answer to it."""
+        """Send a message of the user and print the response."""
         if waiting := self._open_calls():
             what = (
                 f"{len(waiting)} tool calls have no result yet: enter it with /answer text, or remove them with /undo."
@@ -131,7 +133,7 @@ class ChatSession:
         self.console.say(f"{Path(name).name}: {size[0]}x{size[1]}{said}. It is sent with the next message.", "dim")
 
     def _respond(self, messages: list[WireMessage]) -> int:
-        """Let the backend answer these messages; where no answer comes the conversation stays as it was."""
+        """Let the backend respond to these messages. If it fails, the conversation is left unchanged."""
         before, self.messages = self.messages, messages
         found = None
         try:
@@ -149,7 +151,7 @@ class ChatSession:
         return replace(request, **changes)
 
     def _listen(self, request: Request) -> WireMessage | None:
-        """Show an answer as it comes. Returns it as a message; None where it failed."""
+        """Print a response as it arrives. Returns it as a message, or None if it failed."""
         found: WireMessage = {"role": "assistant", "content": ""}
         thought, began, thought_s = "", time.monotonic(), 0.0
         calls: list[dict[str, Any]] = []
@@ -181,7 +183,7 @@ class ChatSession:
             found["reasoning_content"] = thought
         if calls:
             found["tool_calls"] = calls
-        is_empty = ended is None and len(found) == 2 and not found["content"]  # stopped before the first word
+        is_empty = ended is None and len(found) == 2 and not found["content"]  # stopped before the first token
         return found if self._measured(ended) and not is_empty else None
 
     def _end_thought(self, thought: str, seconds: float) -> None:
@@ -202,7 +204,7 @@ class ChatSession:
             self.console.say("The call was not executed. Enter its result with /answer.", "dim")
 
     def _measured(self, ended: AnswerEnded | None) -> bool:
-        """The dim line below an answer; false where it failed."""
+        """Print measurements below a response. Returns False if the response failed."""
         self.last = ended or self.last
         if ended is None:
             return True  # stopped
@@ -273,7 +275,7 @@ class ChatSession:
         self.console.say(f"Tools: {', '.join(names)}." if names else "No tools.", "dim")
 
     def _open_calls(self) -> list[str]:
-        """The ids of calls that wait for an answer."""
+        """Return the ids of tool calls without a result."""
         for at in range(len(self.messages) - 1, -1, -1):
             if self.messages[at]["role"] == "assistant":
                 answered = {message.get("tool_call_id") for message in self.messages[at + 1 :]}
@@ -315,14 +317,14 @@ class ChatSession:
         self.adapter = self._known(name)
 
     def _known(self, name: str) -> str:
-        """An adapter by the name that requests have for it."""
+        """Return the name of an adapter as used in requests. Raises UserError if it is unknown."""
         known = ("base", *self.backend.adapters)
         if name not in known:
             raise UserError(f'Unknown adapter "{name}". Available: {", ".join(known)}.')
         return "" if name == "base" else name
 
     def _both(self, name: str) -> None:
-        """The last question, answered by the model that goes on and by another; the conversation stays as it is."""
+        """Respond to the last message with the current model and with another one. The conversation does not change."""
         other = self._known(name)
         asked = self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
         if not asked:
@@ -362,7 +364,7 @@ class ChatSession:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def record(self) -> dict[str, Any]:
-        """The conversation as a record that can be trained on."""
+        """Return the conversation as a training record."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return {"messages": [*first, *self.messages], **({"tools": self.tools} if self.tools else {})}
 

@@ -1,9 +1,8 @@
-"""``burnish eval``: multiple-choice tasks from local files, other tasks through lm-evaluation-harness, a data set.
+"""``burnish eval`` and ``burnish predict``: benchmarks and datasets.
 
-command.py       from the first word to the exit status, and the options
-questions.py     files of a task -> questions
-choices.py       questions -> which choice the model finds likeliest
-results.py       what is written, and the table of several models
-harness.py       lm-evaluation-harness over the engine
-dataset.py       loss and answers of a data set
+command.py       the command and its options
+local_tasks.py   local benchmark files -> tasks of lm-evaluation-harness
+harness.py       the engine as a model of lm-evaluation-harness
+results.py       result files, and the comparison of several models
+dataset.py       loss and responses of a dataset
 """

@@ -1,8 +1,8 @@
-"""``burnish eval PATH ...``: from the first word to the exit status.
+"""``burnish eval PATH ...``: the command.
 
-In:  one or several models; ``task`` of local files (LLaMA-Factory's keys: task, task_dir, lang, n_shot, batch_size,
-     save_dir), ``task=lm_eval:NAME,...``, or ``eval_dataset``. Out: files in ``save_dir``, and a table.
-The same command goes on where it stopped.
+It takes one or several models and either a ``task`` of local files (with LLaMA-Factory's options task, task_dir, lang,
+n_shot, batch_size, save_dir), ``task=lm_eval:NAME,...``, or ``eval_dataset``. It writes files to ``save_dir`` and
+prints a table. If it is interrupted, the same command continues.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ OWN = tuple(field.name for field in fields(EvalOptions))
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """The command.
+    """Run ``burnish eval``.
 
     Raises:
-        UserError: for what the user gave.
+        UserError: for errors in the user's input.
     """
     servings = servings_of(words, OWN)
     options, wrong = build(EvalOptions, servings[0].rest)
@@ -114,7 +114,7 @@ def _loaded(serving: Serving, options: EvalOptions) -> tuple[LoadedModel, Schedu
 
 
 def _facts(loaded: LoadedModel, options: EvalOptions, subjects: Sequence[Subject]) -> dict[str, Any]:
-    """Fingerprint of all that answers depend on."""
+    """Return everything that the responses depend on."""
     given = loaded.options
     settings = {
         name: value for name, value in asdict(options).items() if name not in ("save_dir", "task_dir", "batch_size")
@@ -128,7 +128,7 @@ def _facts(loaded: LoadedModel, options: EvalOptions, subjects: Sequence[Subject
 
 
 def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject], is_one_of: bool) -> Any:
-    """One model's answers to all questions; those that are there already are read back."""
+    """Return one model's responses to all questions. Saved responses are reused."""
     loaded, loop = _loaded(serving, options)
     facts = _facts(loaded, options, subjects)
     folder = _folder_of(serving, options, is_one_of)
@@ -154,7 +154,7 @@ def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject
 
 
 def _folder_of(serving: Serving, options: EvalOptions, is_one_of: bool) -> Path | None:
-    """The folder for what is written of one model, or of one of several."""
+    """Return the folder for the results of a model. With several models, each has its own subfolder."""
     return Path(options.save_dir) / (serving.name if is_one_of else "") if options.save_dir else None
 
 

@@ -1,7 +1,8 @@
-"""A data set under one or several models: its loss, its answers, or the scores of a reward model.
+"""Evaluate models on a dataset: loss, generated responses, or scores of a reward model.
 
-It is the run that ``burnish train`` would do with ``do_train: false``: the same functions, files and names.
-``burnish eval PATH eval_dataset=...`` measures; ``burnish predict PATH`` writes, and knows the data of a run's folder.
+This is the run that ``burnish train`` would do with ``do_train: false``: same functions, files and names.
+``burnish eval PATH eval_dataset=...`` computes metrics. ``burnish predict PATH`` writes responses, by default to the
+evaluation data of the run that made the model.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class PredictOptions:
 
 
 def predict_sets(words: Sequence[str]) -> int:
-    """Write answers or scores to the evaluation sets of runs, or of ``eval_dataset``. Returns the exit status."""
+    """Run ``burnish predict``: write responses to, or scores of, evaluation sets. Returns the exit status."""
     paths, _ = paths_of(words)
     servings = servings_of(words, [field.name for field in fields(PredictOptions)], with_data=True)
     options, wrong = build(PredictOptions, servings[0].rest)
@@ -58,10 +59,12 @@ def predict_sets(words: Sequence[str]) -> int:
 
 
 def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts: bool = False) -> int:
-    """Each model in turn. Returns the exit status.
+    """Evaluate each model in turn. Returns the exit status.
 
     Args:
-        predicts: write answers or scores, also where ``predict_with_generate`` does not ask for them.
+        servings: the models.
+        save_dir: output folder. Default: ``output_dir`` of the options.
+        predicts: write responses or scores even without ``predict_with_generate``.
     """
     if not save_dir and not servings[0].options.output_dir:
         what = "save_dir is not set; results and responses are written to files."
@@ -85,7 +88,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
         if predicts and "predict_metrics" not in serving.provenance:
             given["predict_metrics"] = RawValue(installed_metrics(), here)
         if not serving.options.adapter_name_or_path and serving.options.quantization_bit is None:
-            given["finetuning_type"] = RawValue("full", here)  # an adapter would be attached to the whole model
+            given["finetuning_type"] = RawValue("full", here)  # otherwise a new adapter would be attached
         if not serving.options.val_size:
             given["dataset"] = RawValue(None, here)
         made = plan({name: item for name, item in given.items() if item.value is not None})
@@ -100,13 +103,13 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
 
 
 def _apart(options: RunOptions) -> Path:
-    """``output_dir``; below it where it is the folder of the model itself, whose run's files would be written over."""
+    """Return ``output_dir``, or a subfolder if it is the model's own folder, whose files would be overwritten."""
     folder, models = Path(options.output_dir or ""), (options.model_name_or_path, *(options.adapter_name_or_path or ()))
     return folder / _BESIDE if folder.resolve() in [Path(str(model)).resolve() for model in models] else folder
 
 
 def _recorded(options: AnsweringOptions) -> dict[str, RawValue]:
-    """The template that the folder records, where none is asked for."""
+    """Return the template recorded in the model's folder, unless the options name one."""
     if options.template is not None:
         return {}
     for folder in [*(options.adapter_name_or_path or [])[::-1], options.model_name_or_path or ""]:

@@ -1,8 +1,8 @@
-"""lm-evaluation-harness over burnish's engine and template: its tasks and its numbers, our ids.
+"""lm-evaluation-harness with burnish's engine and template.
 
-In:  names of its tasks, ``task: lm_eval:arc_easy,gsm8k``; tasks of one's own as YAML files in ``task_dir``. Out: its
-     results. Its own class for Hugging Face models is not used: that would write conversations by another template.
-Needs the extra ``eval`` (https://github.com/EleutherAI/lm-evaluation-harness, docs/model_guide.md).
+``task: lm_eval:arc_easy,gsm8k`` selects its tasks; custom tasks are YAML files in ``task_dir``. Its own class for
+Hugging Face models is not used, because it would apply another chat template. Requires the extra ``eval``
+(https://github.com/EleutherAI/lm-evaluation-harness, docs/model_guide.md).
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ _GREEDY = {"temperature": 0.0}
 
 
 class EngineModel:
-    """The interface that the harness asks of a model.
+    """The model interface of the harness.
 
     Args:
-        loop: over the model.
-        form: how replies are read.
-        is_benchmark: the task's description opens the first question, and a choice is encoded by itself, as the
-            template writes an answer; for benchmarks of local files.
+        loop: scheduler of the model.
+        template: template of the model.
+        form: how responses are parsed.
+        name: name of the model.
+        seed: seed for sampling.
+        is_benchmark: for local benchmark files: the task description begins the first question, and each choice is
+            encoded separately, as the template encodes a response.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class EngineModel:
         return self.template.name
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, by the template that trained; ``_ids`` reads its control tokens again."""
+        """Render a conversation as text with the model's template. ``_ids`` parses its control tokens again."""
         turns = [Message(turn["role"], turn["content"]) for turn in chat_history if turn["role"] != "system"]  # type: ignore[arg-type]
         system = next((turn["content"] for turn in chat_history if turn["role"] == "system"), None)
         if self.is_benchmark and system is not None:
@@ -71,17 +74,17 @@ class EngineModel:
         return self._text(ids)
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """(context, continuation) -> log-probability of the continuation, and whether it is what greed would say."""
+        """(context, continuation) -> log-probability of the continuation, and whether greedy decoding gives it."""
         asks = [self._scored(*request.args) for request in requests]
         found = generate_all(self.loop, asks)
         return [self._score(one.prompt_logprobs) for one in found]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """(text,) -> log-probability of all of it, in windows where it is longer than the context."""
+        """(text,) -> log-probability of the text, computed in windows if it is longer than the context."""
         return [self._rolling(request.args[0]) for request in requests]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """(context, settings) -> what is generated, up to one of ``until``."""
+        """(context, settings) -> generated text, up to one of the strings in ``until``."""
         asks = [self._asked(context, settings, at) for at, (context, settings) in enumerate(r.args for r in requests)]
         found = generate_all(self.loop, asks)
         return [self._cut(one.ids, request.args[1]) for one, request in zip(found, requests, strict=True)]
@@ -95,12 +98,12 @@ class EngineModel:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _start(self) -> list[int]:
-        """Token that stands before a text that nothing precedes."""
+        """Return the token that precedes a text without context."""
         first = self.tokenizer.bos_token_id
         return [self.tokenizer.eos_token_id if first is None else first]
 
     def _scored(self, context: str, continuation: str) -> GenerationRequest:
-        """Blanks at the end of the context belong to the continuation, as the harness has it."""
+        """Return a scoring request. Trailing blanks of the context belong to the continuation, as in the harness."""
         if self.is_benchmark:
             before = self._ids(context)
             return GenerationRequest(
@@ -150,12 +153,15 @@ def run_tasks(
     model: EngineModel, tasks: Sequence[str | Mapping[str, Any]], task_dir: Path | None, num_shots: int | None,
     limit: int | None, is_chat: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """The harness's results for some tasks.
+    """Return the harness's results for some tasks.
 
     Args:
-        tasks: names, or configurations.
-        task_dir: YAML tasks of one's own.
-        is_chat: write questions as turns of the template.
+        model: the model.
+        tasks: names or configurations.
+        task_dir: folder of custom YAML tasks.
+        num_shots: number of few-shot examples. Default: the task's.
+        limit: maximum number of documents per task.
+        is_chat: render questions with the chat template.
     """
     try:
         import lm_eval
@@ -165,7 +171,7 @@ def run_tasks(
         raise MissingExtraError("lm_eval", "burnish eval with a task", EXTRA, option="task") from None
 
     class Model(EngineModel, LM):  # type: ignore[misc]
-        """The same for the harness, which looks at classes."""
+        """A subclass of the harness's ``LM``, since the harness checks the class."""
 
         def __init__(self) -> None:
             LM.__init__(self)

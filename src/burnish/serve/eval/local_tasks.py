@@ -1,15 +1,14 @@
 """Local files of a multiple-choice benchmark -> tasks of lm-evaluation-harness, one per subject.
 
-In:  ``task_dir`` and a task's name with its split, ``mmlu_test``: a folder or a zip file, never downloaded. Out: one
-     ``Subject`` each, with a configuration that the harness reads (its docs/new_task_guide.md).
+A task is named with its split (``mmlu_test``). Its files are in ``task_dir``, in a folder or a zip file; nothing is
+downloaded. Each ``Subject`` has a task configuration of the harness (its docs/new_task_guide.md).
 
     mmlu    mmlu/data/{dev,val,test}/<subject>_<split>.csv     no header: question, A, B, C, D, answer
     ceval   ceval/{dev,val,test}/<subject>_<split>.csv         header: id, question, A, B, C, D, answer, explanation
     cmmlu   cmmlu/{dev,test}/<subject>.csv                     header: (number), Question, A, B, C, D, Answer
     others  <name>/{dev,test}/<subject>.jsonl                  question, choices, answer (letter, index or text)
 
-The examples of a prompt come from ``dev``. Subjects have names and categories in ``mapping.json``, as LLaMA-Factory has
-them.
+Few-shot examples come from ``dev``. Names and categories of subjects are in ``mapping.json``, as in LLaMA-Factory.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ class Subject:
     """A subject of a benchmark.
 
     Args:
-        key: as its files are named.
-        category: of the averages.
-        config: of its task in the harness.
-        fingerprint: of its files.
+        key: name of the subject in its file names.
+        category: category for averages.
+        config: task configuration of the harness.
+        fingerprint: hash of its files.
     """
 
     key: str
@@ -63,15 +62,16 @@ class Subject:
 
 
 def local_tasks(task: str, task_dir: str | Path, lang: str, num_shots: int, draws: bool) -> list[Subject]:
-    """All subjects of a benchmark, in the order of their keys.
+    """Return all subjects of a benchmark, ordered by key.
 
     Args:
-        task: its name and the split, ``mmlu_test``.
-        lang: "en" or "zh", of the lines around a question.
-        num_shots: examples before each question, at most as many as there are.
-        draws: draw them instead of taking the first.
+        task: name and split, for example ``mmlu_test``.
+        task_dir: folder of the benchmarks.
+        lang: "en" or "zh", language of the text around a question.
+        num_shots: number of few-shot examples, at most as many as there are.
+        draws: select examples at random instead of the first ones.
     Raises:
-        UserError: if it does not exist.
+        UserError: if the benchmark or split does not exist.
     """
     name, _, split = task.rpartition("_")
     if not name or split not in SPLITS:
@@ -102,7 +102,7 @@ def local_tasks(task: str, task_dir: str | Path, lang: str, num_shots: int, draw
 
 
 def _folder(name: str, task_dir: Path) -> Path:
-    """The folder of a benchmark. A zip file is unpacked into a temporary folder."""
+    """Return the folder of a benchmark. A zip file is unpacked to a temporary folder."""
     folder = task_dir / name
     check_folder_below_roots(folder)
     check_below_roots(task_dir / f"{name}.zip")
@@ -126,13 +126,13 @@ def _folder(name: str, task_dir: Path) -> Path:
 
 
 def _of_split(folder: Path, split: str) -> dict[str, Path]:
-    """Subject -> its file of a split."""
+    """Return subject -> file for a split."""
     paths = [path for path in folder.rglob("*") if path.parent.name == split and path.suffix in (".csv", ".jsonl")]
     return {path.stem.removesuffix(f"_{split}"): path for path in paths}
 
 
 def _questions_of(path: Path, examples: Path | None, split: str, lang: str) -> dict[str, Any]:
-    """The part of a configuration that says how its files are read."""
+    """Return the part of the task configuration that describes how files are read."""
     files = {split: str(path), **({"dev": str(examples)} if examples else {})}
     splits = {"test_split": split, **({"fewshot_split": "dev"} if examples else {})}
     if path.suffix == ".jsonl":
@@ -148,7 +148,7 @@ def _questions_of(path: Path, examples: Path | None, split: str, lang: str) -> d
         names = [by_name.get(name) or f"column {at}" for at, name in enumerate(known)]
     else:
         names = list(_COLUMNS[: len(names)])
-    # Everything is text: pandas would make 1.0 of "1", and nothing of "None".
+    # All columns are text: otherwise pandas would convert "1" to 1.0 and "None" to a missing value.
     read = {"header": 0 if has_header else None, "column_names": names, "keep_default_na": False,
             "converters": dict.fromkeys(names, str)}  # fmt: skip
     return {
@@ -164,7 +164,7 @@ def _first_row(path: Path) -> list[str]:
 
 
 def _count(path: Path) -> int:
-    """Examples of a file."""
+    """Return the number of examples in a file."""
     if path.suffix == ".jsonl":
         return sum(bool(line.strip()) for line in path.read_text(encoding="utf-8").splitlines())
     with path.open(encoding="utf-8-sig", newline="") as file:

@@ -1,11 +1,11 @@
-"""Files that an evaluation writes, and the table in which several models stand.
+"""Result files of a benchmark, and the comparison of several models.
 
-    results.json        subject -> number of the question -> letter (LLaMA-Factory's file, and C-Eval's submission)
-    results.log         averages over questions, LLaMA-Factory's lines
-    eval_results.json   accuracy with its standard error, counts, macro average, and what they depend on
-    answers.jsonl       a line per question, from which the same command goes on
+    results.json        subject -> index of the question -> letter (as in LLaMA-Factory, and for C-Eval submissions)
+    results.log         averages over questions, in LLaMA-Factory's format
+    eval_results.json   accuracy with standard error, counts, macro average, and everything they depend on
+    answers.jsonl       one line per question, from which an interrupted command continues
 
-Where answers are not told no accuracy is claimed.
+No accuracy is computed for questions without a reference answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CATEGORIES = ("STEM", "Social Sciences", "Humanities", "Other")
 
 @dataclass(frozen=True)
 class Chosen:
-    """Outcome of one question. ``is_right`` is None where its answer is not told."""
+    """Result of one question. ``is_right`` is None if there is no reference answer."""
 
     letter: str
     chances: tuple[float, ...]
@@ -34,7 +34,7 @@ class Chosen:
 
 
 def chosen(sample: Mapping[str, Any]) -> Chosen:
-    """The outcome of a sample that the harness has logged: the choice with the largest log-probability."""
+    """Return the result of a sample logged by the harness: the choice with the largest log-probability."""
     scores = [score for score, _ in sample["filtered_resps"]]
     most = max(scores)
     weights = [math.exp(score - most) for score in scores]
@@ -43,11 +43,11 @@ def chosen(sample: Mapping[str, Any]) -> Chosen:
 
 
 class Answers:
-    """``answers.jsonl``: the subjects that are done, each with all of its questions.
+    """Saved answers (``answers.jsonl``): the finished subjects, each with all of its questions.
 
     Args:
-        folder: None keeps nothing.
-        facts: what the answers depend on; a file with other facts is begun anew.
+        folder: folder of the file; None saves nothing.
+        facts: everything that the answers depend on; a file with other facts is discarded.
     """
 
     def __init__(self, folder: Path | None, facts: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class Answers:
         if not self.path.is_file():
             return
         lines = self.path.read_text(encoding="utf-8").splitlines()
-        with suppress(ValueError, KeyError, IndexError):  # the last lines may have been cut
+        with suppress(ValueError, KeyError, IndexError):  # the last lines may be incomplete
             if json.loads(lines[0]) != {"of": self.facts}:
                 return
             found: dict[str, list[Chosen]] = {}
@@ -81,7 +81,7 @@ class Answers:
                     self.done[record["subject"]] = found[record["subject"]]
 
     def _write_all(self) -> None:
-        """The file without what was cut."""
+        """Rewrite the file without incomplete subjects."""
         text = json.dumps({"of": self.facts}) + "\n"
         self.path.write_text(text + "".join(_lines(key, each) for key, each in self.done.items()), encoding="utf-8")
 
@@ -97,7 +97,7 @@ def _lines(key: str, answers: Sequence[Chosen]) -> str:
 
 
 def accuracy(rights: Sequence[bool]) -> dict[str, float]:
-    """The share that is right, in percent, with its standard error and the count."""
+    """Return the fraction of correct answers in percent, its standard error, and the count."""
     number = len(rights)
     share = sum(rights) / number
     return {
@@ -108,7 +108,7 @@ def accuracy(rights: Sequence[bool]) -> dict[str, float]:
 
 
 def accuracies(subjects: Sequence[Subject], done: Mapping[str, Sequence[Chosen]]) -> dict[str, Any]:
-    """Accuracies: over all questions, by category, the mean of the subjects', and by subject."""
+    """Return accuracies: over all questions, by category, averaged over subjects, and by subject."""
     told = {s.key: [one.is_right for one in done[s.key] if one.is_right is not None] for s in subjects}
     told = {key: rights for key, rights in told.items() if rights}
     if not told:
@@ -125,7 +125,7 @@ def accuracies(subjects: Sequence[Subject], done: Mapping[str, Sequence[Chosen]]
 
 
 def log_lines(found: Mapping[str, Any]) -> list[str]:
-    """LLaMA-Factory's lines: the average over all questions, and of each category."""
+    """Return LLaMA-Factory's log lines: the average over all questions and of each category."""
     if "accuracy" not in found:
         return [f"{found['num_questions']} questions were answered. No accuracy: the task has no reference answers."]
     rows = [("Average", found["accuracy"]), *((name, each["accuracy"]) for name, each in found["categories"].items())]
@@ -144,8 +144,11 @@ def write(
 def compared(
     names: Sequence[str], subjects: Sequence[Subject], each: Sequence[Mapping[str, Sequence[Chosen]]]
 ) -> list[str]:
-    """A table of several models over the same questions: accuracy, and the difference to the first with its paired
-    standard error (McNemar 1947: only questions that one has right and the other wrong count)."""
+    """Return a table of models on the same questions: accuracy, and difference to the first model.
+
+    The difference has a paired standard error (McNemar 1947): only questions that exactly one of both models answers
+    correctly count.
+    """
     rights = [
         [bool(one.is_right) for s in subjects for one in done[s.key] if one.is_right is not None] for done in each
     ]

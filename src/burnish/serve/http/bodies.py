@@ -24,7 +24,7 @@ IN_A_THREAD = 256 * 1024
 
 
 async def json_object(request: Request) -> dict[str, Any]:
-    """The body of ``request``.
+    """Return the body of ``request`` as a JSON object.
 
     Raises:
         APIError: 400, 408, 413 or 415.
@@ -39,8 +39,8 @@ async def json_object(request: Request) -> dict[str, Any]:
 
 
 async def whole_body(request: Request) -> bytes:
-    """The whole body in bytes; ``guards.py`` enforces the size limit while it is read."""
-    from starlette.requests import ClientDisconnect  # a conversation at a terminal reads fields without a server
+    """Return the whole body in bytes; ``guards.py`` enforces the size limit while it is read."""
+    from starlette.requests import ClientDisconnect  # here, because the terminal chat validates bodies without a server
 
     try:
         async with asyncio.timeout(SLOWEST_S):
@@ -53,7 +53,7 @@ async def whole_body(request: Request) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """One JSON object.
+    """Parse a JSON object.
 
     Raises:
         APIError: 400 ``invalid_json`` or ``invalid_type``.

@@ -29,8 +29,10 @@ def most_connections() -> int:
 
 
 class OncePerMinute(logging.Filter):
-    """Suppress a record if the same message template was logged less than a minute ago. The number of suppressed
-    records is logged before the next one that passes."""
+    """Suppresses a record if the same message template was logged less than a minute ago.
+
+    The number of suppressed records is logged before the next one that passes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,11 +53,11 @@ class OncePerMinute(logging.Filter):
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 with both limits.
+    """uvicorn's HTTP/1.1 protocol with both limits.
 
     Args:
-        waiting: the connections of this server that wait for the head of a request, the oldest first.
-        most: connections at once.
+        waiting: connections of this server that wait for the headers of a request, oldest first.
+        most: maximum number of connections.
     """
 
     def __init__(self, *args: Any, waiting: dict[LimitedProtocol, None], most: int, **kwargs: Any) -> None:
@@ -88,14 +90,14 @@ class LimitedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.transport.is_closing():
-            self.waiting[self] = None  # its time ends with uvicorn's timer, or with a head that does not become whole
+            self.waiting[self] = None  # it ends by uvicorn's keep-alive timer, or when headers remain incomplete
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
         super().connection_lost(exc)
 
     def drop(self) -> None:
-        """Close the connection now; what it has been sent so far may be lost."""
+        """Close the connection at once. Data that is not sent yet may be lost."""
         self._forget_head()
         self.connections.discard(self)
         self.transport.abort()

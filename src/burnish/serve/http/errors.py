@@ -1,9 +1,9 @@
-"""Errors of a request, as the error object of OpenAI's API and the shorter one of the page.
+"""Errors of a request, in the error format of OpenAI's API and in the shorter one of the web UI.
 
     raise APIError(400, "invalid_value", '"temperature" must be between 0 and 2. Received: 3.', param="temperature")
 
-In: status, code, message, parameter. Out: JSON with the status. Messages state what was expected, what was received and
-the remedy. For an internal error the client gets one line and the request id; the log has the details.
+Messages state what was expected, what was received and the remedy. For an internal error, the client gets one line and
+the request id; the log has the details.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class APIError(Exception):
-    """Raised anywhere below a route; becomes the response.
+    """Raised while a request is handled; converted to an error response.
 
     Args:
         status: HTTP status, 400 and above.
-        code: a word for programs.
-        message: a sentence for people.
-        param: the parameter that it is about, as a path: ``messages[3].content``.
+        code: machine-readable code.
+        message: human-readable message.
+        param: path of the parameter that caused it: ``messages[3].content``.
         headers: further headers of the response, such as ``Retry-After``.
     """
 
@@ -54,7 +54,7 @@ def openai_error(refusal: APIError) -> dict[str, Any]:
 
 
 def page_error(refusal: APIError) -> dict[str, Any]:
-    """``{"error": {"message", "option", "code"}}``, for the page's own scripts."""
+    """``{"error": {"message", "option", "code"}}``, for the web UI's own scripts."""
     return {"error": {"message": without_secrets(refusal.message), "option": refusal.param, "code": refusal.code}}
 
 
@@ -65,7 +65,7 @@ def to_json(content: Any) -> bytes:
 
 
 def to_shown_json(content: Any) -> bytes:
-    """UTF-8 bytes of JSON that a person sees: tokens and passwords in it are masked."""
+    """Return JSON for display as UTF-8 bytes, with tokens and passwords masked."""
     return to_json(shown(content))
 
 

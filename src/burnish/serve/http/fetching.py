@@ -1,12 +1,11 @@
-"""Fetches a file from one of the hosts that the operator has allowed.
+"""Fetch a file from a host that the operator allows.
 
-In:  an address, the allowed hosts, limits. Out: the bytes of the file.
-Refused: other schemes, hosts and ports; a name of which any address is not global (private networks, this machine, link
-local addresses such as those of cloud metadata, also as IPv6 addresses that contain one); redirects; files that are too
-large or take too long; encoded bodies, which could be small here and huge when decoded.
+Rejected: other schemes, hosts and ports; host names with any non-global address (private networks, this machine,
+link-local addresses such as cloud metadata services, also if embedded in an IPv6 address); redirects; files that are
+too large or take too long; compressed bodies, which could be small when sent and huge when decoded.
 
-A name is resolved once, and the connection is made to the address that was checked: with two look-ups the second could
-give another address. No proxy of the environment is used.
+A name is resolved once, and the connection is made to the address that was checked, since a second lookup could return
+another address. Proxies of the environment are not used.
 """
 
 from __future__ import annotations
@@ -29,15 +28,17 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class NotFetchedError(ValueError):
-    """The text continues a sentence that begins with the name of the address."""
+    """Raised if a file cannot be fetched. The message continues a sentence that begins with the name of the field."""
 
 
 def fetched(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float) -> bytes:
-    """The bytes behind an address.
+    """Return the content at a URL.
 
     Args:
-        hosts: those that are allowed, in lower case; with a port (``host:8080``) where it is not that of the scheme.
-        timeout_s: for everything: the look-up excepted, which the system limits.
+        url: URL to fetch.
+        hosts: allowed hosts in lower case, with port (``host:8080``) if it is not the default of the scheme.
+        most_bytes: maximum size.
+        timeout_s: maximum total time in seconds, without name resolution, which the system limits.
 
     Raises:
         NotFetchedError: with the reason.
@@ -65,7 +66,7 @@ def fetched(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float)
 
 
 def parsed(url: str, hosts: Collection[str]) -> SplitResult:
-    """The parts of an address whose host and port are allowed. Raises NotFetchedError."""
+    """Return the parts of a URL whose host and port are allowed. Raises NotFetchedError."""
     try:
         found = urlsplit(url)
         host, port = (found.hostname or "").lower(), found.port
@@ -84,7 +85,7 @@ def parsed(url: str, hosts: Collection[str]) -> SplitResult:
 
 
 def global_address(host: str, port: int) -> Address:
-    """The first address of ``host``, if all of them are global. Raises NotFetchedError."""
+    """Return the first address of ``host`` if all its addresses are global. Raises NotFetchedError."""
     try:
         found = getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -96,7 +97,7 @@ def global_address(host: str, port: int) -> Address:
 
 
 def is_global(address: Address) -> bool:
-    """Return whether an address, and every IPv4 address that it contains, is one of the public internet."""
+    """Return whether an address, and every IPv4 address embedded in it, belongs to the public internet."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
         if address in _NAT64:
@@ -109,12 +110,12 @@ def is_global(address: Address) -> bool:
 
 
 class _PinnedConnection(HTTPConnection):
-    """A connection to an address that was checked, for a host of that name."""
+    """A connection to a checked address, with the host name used for HTTP and TLS."""
 
     def __init__(self, scheme: str, host: str, port: int, address: Address, timeout_s: float) -> None:
         super().__init__(host, port, timeout=timeout_s)
         self.scheme, self.address = scheme, address
-        self.connected: socket.socket | None = None  # ``sock`` is taken away once a response is being read
+        self.connected: socket.socket | None = None  # ``sock`` is reset while the response is read
 
     def connect(self) -> None:
         found = create_connection((str(self.address), self.port), self.timeout)
@@ -123,7 +124,7 @@ class _PinnedConnection(HTTPConnection):
         self.sock = self.connected = found
 
     def shut(self) -> None:
-        """End what is under way in another thread."""
+        """Abort the request from another thread."""
         with suppress(OSError):
             if self.connected is not None:
                 self.connected.shutdown(socket.SHUT_RDWR)

@@ -70,7 +70,7 @@ class Rules:
 
 
 def only(request: Request, name: str) -> str | None:
-    """The value of a header that may appear at most once.
+    """Return the value of a header that may appear at most once.
 
     Raises:
         APIError: 400 if it is repeated; a proxy may have used the other value.
@@ -82,7 +82,7 @@ def only(request: Request, name: str) -> str | None:
 
 
 def new_key() -> str:
-    """A key of 256 bits, as text that fits into a header and a link."""
+    """Return a random key of 256 bits as URL-safe text."""
     return secrets.token_urlsafe(32)
 
 
@@ -131,13 +131,13 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # neither websockets nor a lifespan: the server that runs this asks for none
+            return  # neither websockets nor lifespan are used by these servers
         began_s, request = time.monotonic(), Request(scope)
-        given = request.headers.getlist("x-request-id")  # the client's own, if it is harmless in a log and a header
+        given = request.headers.getlist("x-request-id")  # the client's own id, if it is safe in logs and headers
         is_harmless = len(given) == 1 and _ID.fullmatch(given[0])
         request_id = scope["burnish.request_id"] = given[0] if is_harmless else f"req-{secrets.token_hex(12)}"
         answer = _Answer(send, receive, {**self.headers, "x-request-id": request_id}, self.rules.max_body_bytes)
-        scope["app"] = self  # the routes say by an exception, then, that they have no such address
+        scope["app"] = self  # so that routes raise an exception for unknown paths
         try:
             self._check(request, answer)
             if request.method == "OPTIONS" and "origin" in request.headers:
@@ -146,7 +146,7 @@ class Guard:
                 await self.app(scope, answer.receive, answer)
         except (APIError, HTTPException) as error:
             await self._refuse(as_refusal(error), scope, receive, answer)
-        except Exception:  # the outermost frame: what is not foreseen is one line for the client, and the log has it
+        except Exception:  # the outermost frame: unexpected errors are one line for the client; the log has details
             log.exception("request %s: %s %s", request_id, request.method, scope["path"])
             await self._refuse(INTERNAL, scope, receive, answer)
         finally:
@@ -160,25 +160,27 @@ class Guard:
             raise APIError(431, "invalid_value", message)
         host = check_host(request, self.rules)
         origin = check_origin(request, host, self.rules)
-        if origin is not None:  # so that this page may read the response, a refusal too
+        if origin is not None:  # so that the page may read the response, including errors
             answer.headers |= {"access-control-allow-origin": origin, **_CORS}
-        if request.method != "OPTIONS" or origin is None:  # a browser sends no key when it asks whether it may ask
+        if request.method != "OPTIONS" or origin is None:  # browsers send no key with a preflight request
             self.admit(request)
         length = only(request, "content-length")
-        if length is not None and int(length) > self.rules.max_body_bytes:  # h11 has seen that it is a number
+        if length is not None and int(length) > self.rules.max_body_bytes:  # h11 has verified that it is a number
             raise _too_large(self.rules.max_body_bytes)
 
     async def _refuse(self, refusal: APIError, scope: Scope, receive: Receive, answer: _Answer) -> None:
         if refusal.status in _READ_ON and not answer.has_body:
             await _discard(receive)
-        if answer.status == 0:  # else the response has begun: who streams says the rest in the stream
+        if answer.status == 0:  # otherwise the response has begun, and the stream reports the error itself
             response = Json(self.as_object(refusal), refusal.status, headers=refusal.headers)
             await response(scope, receive, answer)
 
 
 class _Answer:
-    """``send`` that remembers the status and adds the headers that every response carries, and ``receive`` that counts
-    the body. ``has_body`` says that the request has been read to its end: nothing more will come."""
+    """Wraps ``send``, which records the status and adds common headers, and ``receive``, which counts the body.
+
+    ``has_body`` is true when the request has been read to its end.
+    """
 
     def __init__(self, send: Send, receive: Receive, headers: dict[str, str], most: int) -> None:
         self._send, self._receive, self.headers, self.most = send, receive, headers, most
@@ -244,7 +246,7 @@ def as_refusal(error: APIError | HTTPException) -> APIError:
 
 
 def check_host(request: Request, rules: Rules) -> str:
-    """The Host header, including the port.
+    """Return the Host header, including the port.
 
     Raises:
         APIError: 421 if the host is not allowed.
@@ -260,7 +262,7 @@ def check_origin(request: Request, host: str, rules: Rules) -> str | None:
     """Reject requests from origins that are not allowed.
 
     Returns:
-        the foreign origin if the request has one and it is allowed, else None.
+        The foreign origin if the request has one and it is allowed, else None.
     Raises:
         APIError: 403.
     """

@@ -14,7 +14,7 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # another name: what it stands for may change
+        return False  # another host name: its address may change
 
 
 def host_name(host: str) -> str:
@@ -26,7 +26,7 @@ def host_name(host: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Return whether it is an IP address, which DNS cannot redirect."""
+    """Return whether ``name`` is an IP address, which DNS cannot redirect."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

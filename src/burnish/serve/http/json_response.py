@@ -19,7 +19,7 @@ class Json(Response):
 
 
 class ShownJson(Json):
-    """JSON that a person sees: tokens and passwords in it are masked."""
+    """JSON for display: tokens and passwords are masked."""
 
     def render(self, content: Any) -> bytes:
         return to_shown_json(content)

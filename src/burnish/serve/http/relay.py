@@ -40,7 +40,7 @@ class Relay(StreamingResponse):
 async def exchange(
     socket_path: str, method: str, path: str, body: bytes = b""
 ) -> AsyncIterator[h11.Response | h11.Data]:  # fmt: skip
-    """One request over a Unix socket: the response's headers, then its data.
+    """Send a request over a Unix socket and yield the response's headers, then its data.
 
     Raises:
         APIError: 503 if the server does not respond.
@@ -77,7 +77,7 @@ async def exchange(
 
 
 async def ask(socket_path: str, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-    """The whole response of a short exchange."""
+    """Return the status and the whole body of a short response."""
     status, data = 0, b""
     async for event in exchange(socket_path, method, path, body):
         if isinstance(event, h11.Response):

@@ -29,11 +29,11 @@ CLOSING_S = 1
 
 
 def log_to_stderr() -> None:
-    """Write warnings of every library to standard error, one line each, without secrets."""
+    """Log warnings of all libraries to standard error, one line each, without secrets."""
     handler = logging.StreamHandler()
     handler.setFormatter(SecretFormatter("%(asctime)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    once = OncePerMinute()  # what strangers can cause without a key
+    once = OncePerMinute()  # for messages that clients without a key can cause
     for name in ("uvicorn.error", "asyncio", "burnish.connections", "burnish.housekeeping", "burnish.refused"):
         logging.getLogger(name).addFilter(once)
 
@@ -41,7 +41,7 @@ def log_to_stderr() -> None:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # ours are in ``serve``
+        yield  # ``serve`` handles signals
 
 
 async def serve(
@@ -75,7 +75,7 @@ async def serve(
 
 
 async def _first(told: asyncio.Future[int], serving: asyncio.Future[None], beginning: asyncio.Future[None]) -> None:
-    """Wait for a signal, for the server's end, or for a failure of the beginning."""
+    """Wait for a signal, for the server to end, or for ``begin`` to fail."""
     waited: set[asyncio.Future[int] | asyncio.Future[None]] = {told, serving, beginning}
     while True:
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -97,7 +97,7 @@ def _answer_signals(told: asyncio.Future[int]) -> None:
 
 
 def _config(app: ASGIApp) -> uvicorn.Config:
-    """Plain HTTP/1.1 by h11, without websockets, lifespan, access log, and headers of proxies."""
+    """Return the configuration: HTTP/1.1 with h11, no websockets, lifespan, access log or proxy headers."""
     protocol: Any = partial(LimitedProtocol, waiting={}, most=most_connections())
     return uvicorn.Config(
         app, http=protocol, ws="none", loop="asyncio", lifespan="off", access_log=False, log_config=None,

@@ -17,10 +17,12 @@ WAITING_CONNECTIONS = 128
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    """A socket that listens on ``host`` and ``port``; port 0 selects a free port.
+    """Return a socket that listens on ``host`` and ``port``; port 0 selects a free port.
 
     Args:
-        option: the name of the port's option, for the error.
+        host: address to bind to.
+        port: port to bind to.
+        option: name of the port's option, for the error.
     Raises:
         UserError: if the address is invalid or the port cannot be opened.
     """
@@ -53,7 +55,7 @@ def _not_had(error: OSError, host: str, port: int, option: str) -> Problem:
 
 
 def listen_unix(path: str) -> socket.socket:
-    """A Unix socket that only its owner can open: the mode is set before it listens.
+    """Return a Unix socket that only its owner can open: the mode is set before it listens.
 
     Raises:
         UserError: if another process listens there, or the path is not a socket.
@@ -93,7 +95,7 @@ def _answers(path: str) -> bool:
 
 
 def shown_address(found: socket.socket) -> str:
-    """``http://127.0.0.1:8000``, or the path of a Unix socket."""
+    """Return ``http://127.0.0.1:8000``, or the path of a Unix socket."""
     if found.family == socket.AF_UNIX:
         return str(found.getsockname())
     host, port = found.getsockname()[:2]

@@ -29,7 +29,7 @@ class MemoryFiles:
         self.version = hashlib.sha256(content).hexdigest()[:12]
 
     def address(self, name: str) -> str:
-        """Relative to the root of the site."""
+        """Return the URL of a file, relative to the root of the site."""
         assert name in self.files, f"there is no static file {name}"
         return f"static/{self.version}/{name}"
 

@@ -21,28 +21,31 @@ from starlette.types import Receive, Scope, Send
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would hold the events back
+    "x-accel-buffering": "no",  # otherwise nginx would buffer the events
 }
 ALIVE = b": alive\n\n"
 
 
 def event_text(data: bytes, name: str = "", cursor: str = "") -> bytes:
-    """One event. ``data`` is one line: JSON without line breaks. ``cursor`` is its ``id:``."""
+    """Format one event. ``data`` is JSON without line breaks. ``cursor`` becomes its ``id:``."""
     lines = [b"event: " + name.encode()] if name else []
     lines += [b"id: " + cursor.encode()] if cursor else []
     return b"\n".join([*lines, b"data: " + data, b"", b""])
 
 
 async def until_gone(receive: Receive) -> None:
-    """Return when the client has gone. The body has been read before, so nothing else is awaited here."""
+    """Return when the client disconnects. The body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(StreamingResponse):
-    """A response of events.
+    """A response of server-sent events.
 
     Args:
+        events: the events.
+        headers: further headers.
+        alive_s: interval of keep-alive comments in seconds.
         over: called once at the end in every case; the ``finally`` of a generator that never started does not run.
     """
 
@@ -63,7 +66,7 @@ class EventStream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        keeping = asyncio.ensure_future(self._keep_alive(send))  # an event costs no task and no timer of its own
+        keeping = asyncio.ensure_future(self._keep_alive(send))  # one task for all events
         try:
             async for text in self.events:
                 self._is_sending = True
