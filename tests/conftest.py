@@ -64,6 +64,14 @@ def _no_group_is_left():
         torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def _no_secret_is_left() -> Iterator[None]:
+    """A secret that a test registered is not masked in the output of the next test."""
+    yield
+    if secrets := sys.modules.get("burnish.config.secrets"):
+        secrets._given.clear()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cache of encoded rows for this session, so that no test reads what another version of burnish wrote."""

@@ -11,6 +11,7 @@ import pytest
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
+@pytest.mark.run
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 def test_the_modules_of_the_page_pass_their_own_tests() -> None:
     words = ["node", "--no-warnings", "--test", *map(str, sorted(SCRIPTS.glob("*.test.mjs")))]
