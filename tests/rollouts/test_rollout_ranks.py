@@ -68,3 +68,32 @@ def test_a_reward_that_fails_on_one_rank_ends_both_with_its_sentence(tmp_path):
     in_two_processes(run_failing, str(tmp_path), str(tmp_path / "out"), str(tmp_path))
     said = [(tmp_path / rank).read_text() for rank in "01"]
     assert all("fails.py:fails, line 4: ZeroDivisionError" in each for each in said), said
+
+
+ONE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+TWO = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+
+
+def run_with(folder: str, given: dict) -> None:
+    train(options(folder, **given))
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_generation_is_dealt_anew_where_another_number_of_processes_resumes_inside_it(tmp_path, first):
+    here = str(tmp_path)
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    train(options(here, **ONE, max_steps=2, output_dir=f"{here}/whole"))
+    parts = [{**ONE, **saves, "output_dir": f"{here}/part", "max_steps": 1},
+             {**TWO, **saves, "output_dir": f"{here}/part", "max_steps": 2}]  # fmt: skip
+    if first == 2:
+        parts = [{**parts[1], "max_steps": 1}, {**parts[0], "max_steps": 2}]
+    for processes, given in zip((first, 3 - first), parts, strict=True):
+        if processes == 1:
+            run_with(here, given)
+        else:
+            in_two_processes(run_with, here, given)
+    lines = [lines_of(tmp_path / name) for name in ("whole", "part")]
+    assert [line["completion"] for line in lines[0]] == [line["completion"] for line in lines[1]]
+    whole, parted = (weights_in(tmp_path / name) for name in ("whole", "part"))
+    for name, weight in whole.items():
+        assert torch.allclose(weight, parted[name], rtol=0, atol=1e-6), name

@@ -354,13 +354,24 @@ def load(folder: Path, parts: Mapping[str, Part], rank: int = 0) -> None:
         raise UserError(f"{'; '.join(wrong)}.", where=str(folder), remedy=others_beside(folder))
     for name, part in parts.items():
         stem = part.stem_of(rank)
-        if has_part(folder, stem):
+        if part.reads_all_ranks:
+            held: Any = part.held
+            held.load_states(_states_of_ranks(folder, part))
+        elif has_part(folder, stem):
             state = _read_part(folder, stem, in_pieces=part.shards is not None)
             if part.refuses is not None:
                 _raise_if(part.refuses(part.state_dict(), state), folder)
             part.load_state_dict(state)
         elif not part.on_each_rank:  # with more ranks than before, new ranks start without a state
             _raise_if(part.missing(folder, name, stem), folder)
+
+
+def _states_of_ranks(folder: Path, part: Part) -> list[Any]:
+    """The states of a part, rank by rank; empty if the checkpoint has none."""
+    states: list[Any] = []
+    while has_part(folder, stem := part.stem_of(len(states))):
+        states.append(_read_part(folder, stem, in_pieces=part.shards is not None))
+    return states
 
 
 def _raise_if(problem: Problem | None, folder: Path) -> None:

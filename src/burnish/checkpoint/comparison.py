@@ -25,6 +25,7 @@ MAY_CHANGE = EVALUATION | frozenset(
      "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir",
      # completions: logging, and time limits of reward functions
      "log_completions", "num_completions_to_print", "log_unique_prompts", "reward_timeout_s", "on_changed_reward",
+     "steps_per_generation", "generation_batch_size",
      # intervals
      "logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps", "eval_delay",
      "save_strategy", "save_steps", "on_non_finite", "early_stopping_steps", "early_stopping_threshold",
@@ -36,7 +37,8 @@ MAY_CHANGE = EVALUATION | frozenset(
      "full_determinism", "deepspeed", "fsdp", "fsdp_config"}
 )  # fmt: skip
 """Fingerprints that may change when an unfinished run is resumed or a finished run is trained further. The change is
-applied and reported. Batch sizes are included because ``rows_per_step``, their product, may not change."""
+applied and reported. Batch sizes are included because ``rows_per_step``, their product, may not change;
+nor may the completions per step."""
 AFTER_THE_END = MAY_CHANGE - EVALUATION - {
     "eval_strategy", "early_stopping_steps", "early_stopping_threshold", "load_best_model_at_end",
     "metric_for_best_model", "greater_is_better",

@@ -45,6 +45,8 @@ class Part:
         held: the object with the state.
         stem: file name without ``.safetensors`` and ``.json``.
         on_each_rank: every rank has its own state and writes it as ``<stem>_<rank>``. Otherwise only rank 0 writes.
+        reads_all_ranks: whether ``held.load_states`` is called with the states of all saved ranks instead of
+            ``load_state_dict`` with its own, so that another number of ranks can divide them again.
         is_saved: false if this run's checkpoints omit the part. It is loaded if present.
         is_collective: all ranks have to call ``state_dict`` together, although only rank 0 writes the file.
         refuses: (own state, state to load) -> a problem if the second belongs to another object, or None. Default: any
@@ -55,6 +57,7 @@ class Part:
     held: Stateful
     stem: str
     on_each_rank: bool = False
+    reads_all_ranks: bool = False
     is_collective: bool = False
     shards: Shards | None = None
     is_saved: bool = True

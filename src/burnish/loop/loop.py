@@ -114,7 +114,7 @@ class Loop:
         if self.spikes is not None and objective.inner_steps > 1:
             what = '"on_spike" must be no for an objective that trains several steps on a rollout. Received: "go_back".'
             raise UserError(what, remedy="Set on_non_finite: skip instead.")
-        self.rollout = RolloutBuffer(engine.world_size)
+        self.rollout = RolloutBuffer(engine.rank, engine.world_size, objective.redeal)
         self.flos_per_token, self.logs_tokens = flos_per_token, logs_tokens
         others: dict[str, Stateful | Part] = {"stream": stream, "state": self.state, **(other_parts or {})}
         others |= objective.parts
@@ -122,7 +122,7 @@ class Loop:
             others["spikes"] = self.spikes
         others |= {"meter": self.meter, **engine.parts}
         if objective.inner_steps > 1:
-            others["rollout"] = Part(self.rollout, "rollout", on_each_rank=True)
+            others["rollout"] = Part(self.rollout, "rollout", on_each_rank=True, reads_all_ranks=True)
         parts = parts_of(
             weights, weights.file_stem, optimizer, scheduler, others, save_only_model=options.save_only_model
         )

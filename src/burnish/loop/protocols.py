@@ -6,7 +6,7 @@ implemented.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -80,6 +80,11 @@ class Objective(Protocol):
                 step batch returned is the new position of the stream.
         """
         return [step_batch]
+
+    @property
+    def redeal(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch] | None:
+        """Divides a step batch of ``rollout`` among another number of ranks (``RolloutBuffer``). None: not possible."""
+        return None
 
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
         """Prepare all micro-batches of a step on this rank, before the first forward pass.

@@ -7,12 +7,15 @@ the next unused step batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from burnish.config.errors import UserError
 from burnish.loop.types import StepBatch
+
+Redeal: TypeAlias = Callable[[Sequence[StepBatch], int, int], StepBatch]
+"""(the parts of a step batch of all ranks, rank, number of ranks) -> the part of this rank."""
 
 
 class RolloutBuffer:
@@ -22,8 +25,8 @@ class RolloutBuffer:
         world_size: number of ranks; each holds its own part of every step batch.
     """
 
-    def __init__(self, world_size: int = 1) -> None:
-        self.world_size = world_size
+    def __init__(self, rank: int = 0, world_size: int = 1, redeal: Redeal | None = None) -> None:
+        self.rank, self.world_size, self.redeal = rank, world_size, redeal
         self.batches: list[StepBatch] = []
         self.position = 0  # number of used step batches
 
@@ -50,15 +53,29 @@ class RolloutBuffer:
         return {"world_size": self.world_size, "left": [{**vars(batch), "items": list(batch.items)} for batch in left]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the buffer.
+        """Restore the buffer of this rank."""
+        self.batches, self.position = _left(state), 0
+
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the buffer from those of all ranks that saved it. Another number of ranks divides it again.
 
         Raises:
-            UserError: if the saved buffer is not empty and was saved by another number of processes.
+            UserError: if the objective cannot divide its step batches again.
         """
-        if state["left"] and state["world_size"] != self.world_size:
+        if not any(state["left"] for state in states):
+            self.clear()
+        elif len(states) == self.world_size:
+            self.load_state_dict(states[self.rank])
+        elif self.redeal is None:
             raise UserError(
-                f"the checkpoint was saved inside a rollout by {state['world_size']} processes, and this run has "
+                f"the checkpoint was saved inside a rollout by {len(states)} processes, and this run has "
                 f"{self.world_size}.",
                 remedy="Resume with the same number of processes, or from a checkpoint between two rollouts.",
             )
-        self.batches, self.position = [StepBatch(**fields) for fields in state["left"]], 0
+        else:
+            steps = zip(*(_left(state) for state in states), strict=True)
+            self.batches, self.position = [self.redeal(parts, self.rank, self.world_size) for parts in steps], 0
+
+
+def _left(state: Mapping[str, Any]) -> list[StepBatch]:
+    return [StepBatch(**fields) for fields in state["left"]]

@@ -64,7 +64,7 @@ from burnish.rollouts.numbers import (
 from burnish.rollouts.options import RolloutOptions, stage_defaults
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, missing_columns
-from burnish.rollouts.samples import PLACE, Scored, collated, columns_of, dealt, packed
+from burnish.rollouts.samples import PLACE, Scored, collated, columns_of, dealt, packed, step_batch_of, unpacked
 
 MOST_DRAWN = 3
 """Step batches of prompts that ``drop_zero_variance_groups: refill`` uses up for one generation, at most."""
@@ -214,7 +214,11 @@ class RolloutObjective(AnswersObjective):
         """The source code of the reward functions, and what decides on the draws."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "infer_exact")
         sampling = {name: getattr(self.choices, name, None) for name in names}
-        return {"reward functions": {each.name: each.digest for each in self.functions}, "sampling": sampling}
+        options = self.choices
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        completions = options.per_device_train_batch_size * options.gradient_accumulation_steps * world_size
+        functions = {each.name: each.digest for each in self.functions}
+        return {"reward functions": functions, "sampling": sampling, "completions per step": completions}
 
     @property
     def metrics(self) -> list[str]:
@@ -361,13 +365,19 @@ class RolloutObjective(AnswersObjective):
             passes += dealt(samples, order, self.steps_per_pass, size, engine.rank, engine.world_size)
         made, columns = [], columns_of(samples)
         for number, micro_batches in enumerate(passes):
-            batches: list[Batch] = [{"pack": packed(part, columns)} for part in micro_batches]
-            batches[0]["metrics"] = metrics if number == 0 else {}
-            used = [sample for part in micro_batches for sample in part]
-            tokens = sum(len(sample.prompt) + len(sample.ids) for sample in used)
-            epoch = source.epoch
-            made.append(replace(source, batches=batches, num_rows=len(used), num_tokens=tokens, epoch=epoch))
+            made.append(step_batch_of(source, micro_batches, columns, metrics if number == 0 else {}))
         return made
+
+    @property
+    def redeal(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch]:
+        return self._redealt
+
+    def _redealt(self, parts: Sequence[StepBatch], rank: int, world_size: int) -> StepBatch:
+        packs = [batch["pack"] for part in parts for batch in part.batches]
+        samples = [sample for pack in packs for sample in unpacked(pack)]
+        size, columns = self.choices.per_device_train_batch_size, columns_of(samples)
+        (micro_batches,) = dealt(samples, range(len(samples)), 1, size, rank, world_size)
+        return step_batch_of(parts[0], micro_batches, columns, parts[0].batches[0]["metrics"])
 
     # --- passes without a gradient ------------------------------------------------------------------------------------
 

@@ -9,14 +9,14 @@ a token. What a micro-batch needs besides follows from them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from burnish.loop.types import IGNORE_INDEX, Batch, Row
+from burnish.loop.types import IGNORE_INDEX, Batch, Row, StepBatch
 from burnish.losses.base import Collate
 from burnish.losses.sequence_logps import collate_sequences
 
@@ -88,6 +88,36 @@ def packed(samples: Sequence[Scored], columns: Sequence[str] | None = None) -> d
     for name in columns_of(samples) if columns is None else columns:
         found[name] = torch.tensor([value for s in samples for value in getattr(s, name)], dtype=torch.float32)
     return found
+
+
+def unpacked(pack: dict[str, Tensor]) -> list[Scored]:
+    """The samples of a pack, with what it knows of them."""
+    ids, prompts, completions, mask = (pack[name].tolist() for name in ("ids", "prompts", "completions", "mask"))
+    numbers = {name: pack[name].tolist() for name in _PER_TOKEN if name in pack}
+    samples, begin, first = [], 0, 0
+    for prompt, length, advantage in zip(prompts, completions, pack["advantages"].tolist(), strict=True):
+        middle, end, last = begin + prompt, begin + prompt + length, first + length
+        sample = Scored(0, 0, "", ids[begin:middle], ids[middle:end], mask[first:last], True, advantage=advantage)
+        for name, values in numbers.items():
+            setattr(sample, name, values[first:last])
+        samples.append(sample)
+        begin, first = end, last
+    return samples
+
+
+def step_batch_of(
+    source: StepBatch, micro_batches: Sequence[Sequence[Scored]], columns: Sequence[str], metrics: dict[str, Any]
+) -> StepBatch:
+    """A step batch of completions.
+
+    Args:
+        source: with epoch, cursor and items. columns: names of numbers per token. metrics: numbers of the log.
+    """
+    batches: list[Batch] = [{"pack": packed(part, columns)} for part in micro_batches]
+    batches[0]["metrics"] = metrics
+    used = [sample for part in micro_batches for sample in part]
+    num_tokens = sum(len(sample.prompt) + len(sample.ids) for sample in used)
+    return replace(source, batches=batches, num_rows=len(used), num_tokens=num_tokens)
 
 
 def rows_of(pack: dict[str, Tensor]) -> list[Row]:

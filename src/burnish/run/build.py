@@ -217,7 +217,9 @@ def build_loop(
     for sentence in notes:
         note(sentence)
 
-    accumulation = accumulation_for(found, options, engine.world_size)
+    accumulation = options.gradient_accumulation_steps
+    if objective.rows_per_rank is None:
+        accumulation = accumulation_for(found, options, engine.world_size)
     pads, most = not capabilities.is_padding_free, options.max_tokens_per_batch
     budget = Budget(most, pads) if most else None
     stream = row_stream(prepared, options, engine, accumulation, budget, ahead)
