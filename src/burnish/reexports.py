@@ -36,11 +36,15 @@ OWNERS: dict[str, tuple[str, ...]] = {
 OWNER_OF = {name: library for library, names in OWNERS.items() for name in names}
 
 _ONLINE = (
-    "burnish has no {name} yet: it trains on the responses of a dataset (SFTTrainer, DPOTrainer, KTOTrainer, ...), not "
-    "on responses that it generates."
+    "burnish has no {name}. For responses that the model generates, use GRPOTrainer or RLOOTrainer, or `burnish train` "
+    "with stage: {stage}."
 )
 ABSENT = {
-    **{f"{method}{kind}": _ONLINE for method in ("OnlineDPO", "PPO") for kind in ("Config", "Trainer")},
+    **{
+        f"{method}{kind}": _ONLINE.replace("{stage}", stage)
+        for method, stage in (("PPO", "ppo"), ("OnlineDPO", "dpo and online: true"))
+        for kind in ("Config", "Trainer")
+    },
     "DataCollatorForCompletionOnlyLM": (
         "{name} was removed from TRL, and burnish does not have it. With the columns `prompt` and `completion` the "
         "loss is computed on the completion only; for `messages`, set SFTConfig(assistant_only_loss=True)."
