@@ -1,8 +1,8 @@
 """LoRA in a whole model with peft's modules: attach, find, switch and merge adapters.
 
 A model keeps its class and its methods. Only the target layers are replaced by peft's, which keep the original as
-``base_layer``. ``ops.lora`` computes their forward pass if it is patched in. This module does not depend on options. Of
-files it only knows the names of tensors.
+``base_layer``. ``kernels.lora`` computes their forward pass if it is patched in. This module does not depend on
+options. Of files it only knows the names of tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``burnish explain``, a dry run: the steps, memory, patches and examples of a run, as text and as JSON.
+"""``burnish explain``, a dry run: the steps, memory, patches and examples of a run, as text and JSON.
 
 Begin with ``explain.py``.
 """

@@ -1,7 +1,7 @@
-"""The explanation of a run as JSON, for editors and pages: the same that ``burnish explain`` prints.
+"""The output of ``burnish explain`` as JSON, for editors and web pages.
 
-In: a plan. Out: ``{"yaml", "command", "problems", "notes", "sections", "steps",
-"memory", "disk", "rows"}``; of what is refused, the problems, each with the option that it is about.
+In: a plan. Out: ``{"yaml", "command", "problems", "notes", "sections", "steps", "memory", "disk", "rows"}``. For a
+refused run: the problems, each with the option that causes it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _POINTS = 64
 
 
 def explained_parts(chosen: Plan, num_rows: int = 2, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Parts of the answer as they become known: first what the options alone say.
+    """Yield parts of the result as they become available. The first one depends on the options only.
 
     Raises:
-        UserError: where ``burnish train`` would refuse.
+        UserError: if ``burnish train`` would refuse the run.
     """
     given = {name: getattr(chosen.options, name) for name in chosen.provenance if name in specs(RunOptions)}
     yield {"yaml": given_yaml(given, {}), "command": command_of(given), "problems": [], "notes": list(chosen.notes)}
@@ -51,7 +51,7 @@ def explained_parts(chosen: Plan, num_rows: int = 2, seed: int = 0) -> Iterator[
 
 
 def whole(chosen: Plan, num_rows: int = 2) -> dict[str, Any]:
-    """All parts of the answer as one; of a run that is refused, its problems."""
+    """All parts of the result as one object. For a refused run, its problems."""
     found: dict[str, Any] = {}
     try:
         with placing(chosen.provenance):
@@ -63,7 +63,7 @@ def whole(chosen: Plan, num_rows: int = 2) -> dict[str, Any]:
 
 
 def problems_of(error: UserError) -> list[dict[str, str]]:
-    """Each problem as JSON data, with the first option that it concerns."""
+    """Each problem as JSON data, with the first of its options."""
     return [
         {"option": next(iter(one.options), ""), "sentence": " ".join(filter(None, (one.what, one.why))),
          "remedy": one.remedy, "where": one.where}
@@ -72,7 +72,7 @@ def problems_of(error: UserError) -> list[dict[str, str]]:
 
 
 def command_of(given: Mapping[str, Any]) -> str:
-    """The same run as one line for a shell."""
+    """The same run as a shell command."""
     words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items()]
     return " ".join(["burnish train", *map(shlex.quote, words)])
 
@@ -101,8 +101,9 @@ def _resources(chosen: Plan, prepared: Prepared) -> dict[str, Any]:
 
 
 def rows_of(prepared: Prepared, num_rows: int, seed: int) -> list[dict[str, Any]]:
-    """The longest row, the shortest, and some at random, of a pair both answers: its pieces of text, each with its ids
-    and whether it is trained."""
+    """The longest row, the shortest one and some random ones, with both responses of a pair. Each row is a list of
+    pieces of text with their ids and whether they are trained.
+    """
     rows = prepared.sample if len(prepared.sample) else next(iter(prepared.eval_rows.values()), ListedRows([]))
     if not len(rows):
         return []
@@ -120,7 +121,7 @@ def rows_of(prepared: Prepared, num_rows: int, seed: int) -> list[dict[str, Any]
 
 
 def as_json(planned: Callable[[], Plan]) -> tuple[str, int]:
-    """The output of ``burnish explain --json``, and its exit status: 2 where the run would be refused."""
+    """The output of ``burnish explain --json``, and its exit status: 2 if the run would be refused."""
     try:
         found = whole(planned())
     except UserError as error:

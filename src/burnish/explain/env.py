@@ -1,5 +1,6 @@
-"""``burnish env``: versions and devices, for a bug report, with nothing secret and nothing about the user; with
-``--health``, whether a server of burnish answers on this machine, for a container to ask.
+"""``burnish env``: versions and devices for a bug report, without secrets and user data.
+
+With ``--health`` it checks whether a burnish server responds on this machine, for container health checks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SLOWEST_S = 3.0
 
 
 def environment() -> dict[str, str]:
-    """Name -> version or description, in the order of printing. Loads torch, to list devices."""
+    """Name -> version or description, in the order of printing. Imports torch to list devices."""
 
     from burnish import __version__
     from burnish.parallel.precision import cpu_instructions
@@ -54,7 +55,7 @@ def _accelerators() -> dict[str, str]:
 
 
 def health() -> int:
-    """Return 0 where the page or the API answers ``/healthz`` on its port, 1 where neither does."""
+    """Return 0 if the page or the API responds to ``/healthz`` on its port, else 1."""
     return 0 if any(map(_answers, PORTS)) else 1
 
 

@@ -1,7 +1,7 @@
 """``burnish explain``: a description of what a run will do, before it starts.
 
-In: a plan. Out: sections of lines, and two rows with every trained token marked; ``explain_view.py`` prints them.
-Everything that ``train`` would refuse before it reads a weight is refused here, by the same code; nothing is written.
+In: a plan. Out: sections of lines, and two rows with every trained token marked; ``view.py`` prints them. Everything
+that ``train`` would refuse before it reads weights is refused by the same code. Nothing is written.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from burnish.run.recovery.interrupt import InterruptCallback
 from burnish.run.recovery.resume import start_of
 
 LOOKED_AT = 1000
-"""Rows whose labels are counted; all lengths are."""
+"""Number of rows whose labels are counted. Lengths are counted for all rows."""
 
 
 EVENTS = "Events"
@@ -64,9 +64,11 @@ def explain(plan: Plan, shows_all: bool = False) -> None:
     """Print what ``burnish train`` would do with the same arguments.
 
     Args:
-        shows_all: print the callbacks of each event as well.
+        plan: the plan of the run.
+        shows_all: whether to print the callbacks of each event as well.
+
     Raises:
-        UserError: where it would be refused.
+        UserError: if the run would be refused.
     """
     prepared = prepare(plan)
     found = [section for section in sections(plan, prepared) if shows_all or section.title != EVENTS]
@@ -128,7 +130,7 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
 
 
 def _looked_at(plan: Plan, prepared: Prepared) -> RowSet[Row]:
-    """The rows of the run; for one that does not train, those of the first evaluation set."""
+    """The training rows. For a run without training, the rows of the first evaluation set."""
     return prepared.sample if trains(plan.options) else next(iter(prepared.eval_rows.values()), ListedRows(()))
 
 
@@ -155,8 +157,9 @@ def _labelled_share(rows: Sequence[Row]) -> str:
 
 
 def _spared_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions) -> float:
-    """The share of tokens that need not be computed, as if the first rows were the first micro-batches. A model that
-    draws random numbers is not detected, which would need its weights; an adapter with dropout is."""
+    """Fraction of tokens that need not be computed, estimated from the first rows as micro-batches. A model that draws
+    random numbers is not detected, because this would need its weights; an adapter with dropout is.
+    """
     shapes = meta_model(prepared.config, options.trust_remote_code)
     draws = options.finetuning_type == "lora" and options.lora_dropout > 0
     wanted = wants_padding_free(options) and wants_prefix_sharing(
@@ -174,7 +177,7 @@ def _spared_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions) 
 
 
 def samples(plan: Plan, prepared: Prepared) -> Iterator[Sample]:
-    """The first row, and the one in the middle."""
+    """The first row and the one in the middle."""
     rows, marked = _looked_at(plan, prepared), "trained" if trains(plan.options) else "measured"
     kind = _kind(plan.options, is_eval=not trains(plan.options)).capitalize()
     for index in sorted({0, len(rows) // 2} if len(rows) else set()):
@@ -186,7 +189,8 @@ def samples(plan: Plan, prepared: Prepared) -> Iterator[Sample]:
 
 
 def _computed(row: Row, apart: Collection[str]) -> list[Row]:
-    """The sequences of a row that lie in one micro-batch, or of a pack the pack. Args: apart: those that do not."""
+    """The sequences of a row that share a micro-batch; a pack as a whole. ``apart``: those in a separate
+    micro-batch."""
     if row.get("seq_lengths"):
         return [row]
     return [answer for name, answer in answers_of(row).items() if name not in apart]
@@ -200,10 +204,13 @@ def first_of_pack(row: Row) -> Row:
 
 
 def pieces_of(row: Row, tokenizer: Any, family: Family | None = None) -> list[tuple[str, bool, list[int]]]:
-    """The row's text, split where learned tokens begin and end: (text, whether it is learned, ids). Each piece is
-    decoded as a whole, because a character may be several tokens; an image is a piece, described."""
+    """Split a row's text where trained tokens begin and end: (text, whether it is trained, ids).
+
+    Each piece is decoded as a whole, because a character may consist of several tokens. An image is a piece with a
+    description.
+    """
     images = images_of(row)
-    held = [0] * len(row["input_ids"])  # the number of the image that a token stands for
+    held = [0] * len(row["input_ids"])  # 1-based index of the image that a token belongs to; 0: none
     for number, one in enumerate(images, start=1):
         held[one.begin : one.end] = [number] * (one.end - one.begin)
     known = zip(row["input_ids"], (label != IGNORE_INDEX for label in row["labels"]), held, strict=True)
@@ -245,8 +252,9 @@ def _steps(plan: Plan, prepared: Prepared) -> Section:
 
 
 def _share_of_waiting(plan: Plan, prepared: Prepared) -> float | None:
-    """Share of time that processes wait for one another, in the first steps; None for one process, or where lengths
-    are not known before the run."""
+    """Fraction of time that processes wait for each other in the first steps. None for a single process, or if lengths
+    are not known before the run.
+    """
     rows, per_step = prepared.rows, prepared.steps.rows_per_step
     if plan.world_size == 1 or prepared.sample is not rows or not len(rows):
         return None
@@ -267,7 +275,7 @@ def _total(plan: Plan, prepared: Prepared) -> Line:
 
 
 def _start(plan: Plan, prepared: Prepared) -> Line:
-    """The start of the run: step 0 or a checkpoint. Refuses what ``train`` would refuse to resume from."""
+    """The start of the run: step 0 or a checkpoint. Raises UserError if ``train`` would refuse to resume."""
     start = start_of(plan, prepared.fingerprints, prepared.steps)
     there = len(Checkpoints(output_folder(plan.options)).all())
     removed = f"{counted(there, 'checkpoint')} in output_dir {'is' if there == 1 else 'are'} removed"
@@ -278,7 +286,7 @@ def _start(plan: Plan, prepared: Prepared) -> Line:
 
 
 def _rate(plan: Plan, prepared: Prepared) -> Line:
-    """The peak, the warm-up, the curve, and its image."""
+    """Peak learning rate, warmup, and a plot of the schedule."""
     options, total = plan.options, prepared.steps.curve_steps
     warmup = warmup_steps_of(options, total)
     rise = f" after {counted(warmup, 'step')} of warmup" if warmup else ""
@@ -291,7 +299,8 @@ _BARS, _WIDTH = "▁▂▃▄▅▆▇█", 24
 
 
 def curve_of(options: RunOptions, max_steps: int, points: int) -> list[float]:
-    """The learning rate over the run at some points, as shares of its peak; none for a curve that follows a metric."""
+    """The learning rate at evenly spaced steps, as fractions of its peak. Empty for a schedule that follows a
+    metric."""
     if options.lr_scheduler_type in FOLLOWS_METRIC:
         return []
     factor = lr_factor(options, max_steps, options.learning_rate)
@@ -299,7 +308,7 @@ def curve_of(options: RunOptions, max_steps: int, points: int) -> list[float]:
 
 
 def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
-    """Intervals of logging, evaluation and saving, in steps, and the number of times."""
+    """Intervals of logging, evaluation and saving in steps, and how often each happens."""
     options, total = plan.options, prepared.steps.max_steps
     every = {
         "log": (options.logging_strategy, options.logging_steps, "logging"),
@@ -319,13 +328,13 @@ def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
 
 
 def _times(verb: str, every: int, total: int) -> str:
-    """The number of times, in words. The last step is always evaluated and saved, but not always logged."""
+    """How often it happens. The last step is always evaluated and saved, but not always logged."""
     count = total // every if verb == "log" else math.ceil(total / every)
     return {0: "never", 1: "once"}.get(count, f"{count:,} times")
 
 
 def _measuring(plan: Plan, prepared: Prepared) -> Section:
-    """The evaluations and predictions of a run that does not train, and its files."""
+    """Evaluations, predictions and output files of a run without training."""
     options, where = plan.options, plan.where("per_device_eval_batch_size")
     across = options.per_device_eval_batch_size * plan.world_size
     lines = []
@@ -352,7 +361,7 @@ def _events(plan: Plan) -> Section:
 
 
 def _options(plan: Plan) -> Section:
-    """Every option that is not at its default."""
+    """Every option that differs from its default."""
     lines = [
         Line(spec.name, f"{MASK if spec.is_secret else shown(value)} (default {shown(spec.default)})", where)
         for spec, value, where in plan.changed()
@@ -361,7 +370,7 @@ def _options(plan: Plan) -> Section:
 
 
 def memory_terms_of(plan: Plan, prepared: Prepared) -> list[Term]:
-    """Memory of the run on each device, term by term."""
+    """Memory of the run on each device, as a list of terms."""
     options, sizes, formats = plan.options, prepared.sizes, prepared.formats
     tokens = tokens_of_largest_batch(_looked_at(plan, prepared), options)
     shape, trained = DecoderShape.of(prepared.config.get_text_config()), sizes.active if trains(options) else 0

@@ -1,4 +1,4 @@
-"""The first section of ``burnish explain``: the model, what of it trains, its formats, the patches to its code."""
+"""The first section of ``burnish explain``: the model, its trained parts, dtypes, and patches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model_section(plan: Plan, prepared: Prepared) -> Section:
     formats = f"forward passes in {name_of(compute_dtype(options, config))}"
     context = context_length(config)
     if trains(options):
-        moved = torch.float32 if sizes.turns else trained_dtype(options, config)  # of a copy of what has its turn
+        moved = torch.float32 if sizes.turns else trained_dtype(options, config)  # dtype of the active copy
         formats += f", updates in {name_of(moved)}"
         share, method = f"{100 * sizes.trained / sizes.total:.3g} %", ADAPTERS.get(options.finetuning_type).summary
         trained = Line(
@@ -66,7 +66,7 @@ def model_section(plan: Plan, prepared: Prepared) -> Section:
 
 
 def _formats(options: RunOptions, prepared: Prepared) -> list[str]:
-    """The formats of the weights, where the run changes them."""
+    """The dtypes of the weights, if the run changes them."""
     config, saves = prepared.config, trains(options) and prepared.sizes.saves_whole_model
     if quantization_of(options, config):
         return []
@@ -81,7 +81,7 @@ def _formats(options: RunOptions, prepared: Prepared) -> list[str]:
 
 
 def _patches(plan: Plan, prepared: Prepared) -> Iterator[Line]:
-    """The patches that the run will make to the model's code."""
+    """The patches that the run will make to the model."""
     model = patched_shapes(plan.options, prepared.config, prepared.tokenizer)
     for sentence in patch_summary(model) or ["none"]:
         yield Line("patched", sentence, plan.where("patches"))
@@ -92,8 +92,9 @@ def _patches(plan: Plan, prepared: Prepared) -> Iterator[Line]:
 
 
 def patched_shapes(options: RunOptions, config: Any, tokenizer: Any) -> nn.Module:
-    """The model without weights, with its adapter and the patches that its structure alone decides, made by the very
-    functions that the run calls."""
+    """The model without weights, with its adapter and all patches that only depend on its structure. Uses the same
+    functions as the run.
+    """
     with torch.device("meta"):
         model = ADAPTERS[options.finetuning_type](options, adapter_folders(options)).attach(
             fitted_shapes(config, tokenizer, options)
@@ -110,7 +111,7 @@ def patched_shapes(options: RunOptions, config: Any, tokenizer: Any) -> nn.Modul
 
 
 def tried_patches(options: RunOptions, config: Any) -> list[Reason]:
-    """The kinds that the run tries on the weights, and keeps where the model says the same."""
+    """Patches that the run tries on the loaded model, and keeps if the model's results do not change."""
     wanted = {
         PADDING_FREE: wants_padding_free(options) and takes_own_attention(options),
         TIED: options.fused_loss is not False and config.get_text_config().tie_word_embeddings,
@@ -121,7 +122,7 @@ def tried_patches(options: RunOptions, config: Any) -> list[Reason]:
 
 
 def _reference(plan: Plan, prepared: Prepared) -> list[Line]:
-    """Lines about the reference model: the one that the policy is compared with, and its cost."""
+    """Lines about the reference model and its cost."""
     if not needs_reference(prepared.objective):
         return []
     text = planned_reference(plan.options, prepared.sizes, prepared.formats)

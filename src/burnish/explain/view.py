@@ -1,7 +1,7 @@
-"""Printing of an explanation: columns and colors in a terminal, the same words as plain lines anywhere else.
+"""Print an explanation: columns and colors in a terminal, the same text in plain lines elsewhere.
 
-In: the sections and samples of ``explain.py``. Out: text on standard output. In a terminal a trained token is bold and
-green; without colors it is between ⟦ and ⟧.
+In: the sections and samples of ``explain.py``. Out: text on standard output. Trained tokens are bold and green in a
+terminal, and between ⟦ and ⟧ without colors.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _WIDEST_LABEL = 32
 _WIDEST = 118
 _OPEN, _CLOSE = "⟦", "⟧"
 _LONGEST_PIECE = 600
-"""Most characters of a sample's piece that are shown; the middle of a longer one is left out."""
+"""Maximum number of characters of a sample's piece. The middle of a longer one is omitted."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of an explanation. ``where`` is the place where the value was set."""
+    """One line of an explanation. ``where`` is the location of the option's value."""
 
     label: str
     text: str
@@ -44,14 +44,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Sample:
-    """One row. ``title``: its name, and the meaning of marks; ``pieces``: text, and whether it is marked."""
+    """One row. ``title``: its name and the meaning of marks; ``pieces``: text, and whether it is marked."""
 
     title: str
     pieces: list[tuple[str, bool]]
 
 
 def show(sections: Sequence[Section], samples: Sequence[Sample]) -> None:
-    """Print everything. Raises OSError where standard output cannot be written."""
+    """Print everything. Raises OSError if standard output cannot be written."""
     if is_terminal(sys.stdout) and can_draw(sys.stdout):
         from rich.console import Console
 
@@ -74,13 +74,14 @@ def _section_lines(section: Section, width: int) -> Iterator[str]:
 
 
 def label_width(section: Section) -> int:
-    """Width of the labels of a section; the same in all sections without long labels."""
+    """Width of the label column of a section. The same in all sections without long labels."""
     longest = max((len(line.label) for line in section.lines), default=0)
     return min(max(_LABEL_WIDTH, longest + 2), _WIDEST_LABEL) if longest else 0
 
 
 def _wrapped(line: Line, width: int, labels: int) -> Iterator[str]:
-    """Wrap ``label   text  (where)``; further lines are under the text. A label that is too long has its own line."""
+    """Wrap ``label   text  (where)``. Continuation lines are aligned with the text. A label that is too long gets
+    its own line."""
     room = max(30, min(width, _WIDEST) - labels - 2)
     lines = textwrap.wrap(line.text, room, break_long_words=False, break_on_hyphens=False) or [""]
     if line.where:
@@ -96,7 +97,7 @@ def _wrapped(line: Line, width: int, labels: int) -> Iterator[str]:
 
 
 def _short_place(where: str) -> str:
-    """Shorten the place of a value in another folder to the file's name: ``demo.yaml, line 5``."""
+    """Shorten the location of a value to the file's name: ``demo.yaml, line 5``."""
     return re.sub(r"[^\s]*/([^/\s]+, line \d+)", r"\1", where)
 
 
@@ -108,7 +109,7 @@ def _marked(sample: Sample) -> str:
 
 
 def _visible(text: str, trained: bool) -> str:
-    """Shorten a long piece in the middle; make line breaks that are trained visible."""
+    """Shorten a long piece in the middle, and make trained line breaks visible."""
     if len(text) > _LONGEST_PIECE:
         half = _LONGEST_PIECE // 2
         text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
@@ -123,7 +124,7 @@ def _indented(text: str) -> str:
 
 
 def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) -> Text:
-    """The text with colors: titles bold, labels in cyan, places of values dim, trained tokens green."""
+    """The text with colors: bold titles, cyan labels, dim locations, green trained tokens."""
     from rich.text import Text
 
     text = Text()
@@ -138,7 +139,7 @@ def drawn(sections: Sequence[Section], samples: Sequence[Sample], width: int) ->
 
 
 def _drawn_line(line: Line, width: int, labels: int) -> Text:
-    """The line in the layout of ``without_colors``, its parts colored."""
+    """One line in the layout of ``without_colors``, with colors."""
     from rich.text import Text
 
     text = Text("\n".join(_wrapped(line, width, labels)) + "\n")
@@ -161,7 +162,7 @@ def _drawn_sample(sample: Sample, width: int) -> Text:
 
 
 def _folded(text: str, width: int) -> str:
-    """Replace spaces by line breaks so that no line is longer; the number of characters stays the same."""
+    """Replace spaces with line breaks to limit the line length. The number of characters does not change."""
     folded, start, space = list(text), 0, -1
     for place, character in enumerate(text):
         if character == "\n":

@@ -1,4 +1,4 @@
-"""``burnish export``: merge a model and its adapters, quantize it, write GGUF and a Modelfile for Ollama.
+"""``burnish export``: merge a model and its adapters, quantize it, write GGUF files and a Modelfile for Ollama.
 
 Begin with ``export.py``.
 """

@@ -1,14 +1,14 @@
-"""``burnish export``: merge base model and adapters to one folder that any library loads.
+"""``burnish export``: merge base model and adapters into a folder that any library can load.
 
-    plan       the options of the model, its adapters and its template; the file of the training works too
-    merge      the adapters, in their order, into the base
-    save       safetensors in shards, config, tokenizer with the chat template, a Modelfile for Ollama
-    quantize   where export_quantization_bit asks for it: GPTQ or AWQ in place of full precision
-    compare    one conversation, rendered from the folder and by the template of the training: the ids must be equal
-    upload     to the hub, where asked for
+    plan       the options of the model, its adapters and its template; the training's file can be used
+    merge      merge the adapters into the base, in order
+    save       sharded safetensors, config, tokenizer with the chat template, a Modelfile for Ollama
+    quantize   if export_quantization_bit is set: GPTQ or AWQ instead of full precision
+    compare    render a conversation with the exported and the training's template; the ids must be equal
+    upload     to the hub, if requested
 
-Refuses, before a weight is read: what ``train`` would refuse of model, adapter and template; a quantized base, into
-which nothing can be merged; a folder that is not empty.
+Refuses, before weights are read: what ``train`` would refuse of model, adapter and template; a quantized base, which
+does not support merging; a folder that is not empty.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from burnish.utils.files import named_where_full, only_writer
 
 
 def export(given: Mapping[str, RawValue]) -> Path:
-    """Run the whole of ``burnish export``. Returns the folder.
+    """Run ``burnish export``. Returns the output folder.
 
     Raises:
-        UserError: for what the user gave.
-        RuntimeError: where the exported tokenizer renders another text than that of the training.
+        UserError: for errors in the user's input.
+        RuntimeError: if the exported tokenizer renders another text than the training's template.
     """
     options = export_options(given)
     adapters = adapter_folders(options)
@@ -103,8 +103,8 @@ def export(given: Mapping[str, RawValue]) -> Path:
         if using is None:
             context, weights = context_length(cast(Any, model).config), gguf.name if gguf is not None else ""
             (folder / "Modelfile").write_text(modelfile(template, tokenizer, context, weights), encoding="utf-8")
-        else:  # which Ollama does not read
-            del model  # another process loads it
+        else:  # Ollama does not read quantized safetensors
+            del model  # a separate process loads it
             notes += quantize_into(folder, place, tokenizer, using, options)
         notes += compare_templates(folder, template, options)
         notes += write_gguf(folder, gguf, options) if gguf is not None else []
@@ -117,7 +117,7 @@ def export(given: Mapping[str, RawValue]) -> Path:
 
 
 _OWN_FILES = ("*.gguf", "Modelfile", "quantize_config.json")
-"""Files of an export, beside those that a run writes."""
+"""Files of an export, in addition to those that a run writes."""
 _NO_HEAD = Problem(
     "a reward model cannot be exported as GGUF, GPTQ or AWQ: these formats do not store a score head.",
     remedy="Remove export_format and export_quantization_bit to export safetensors.",
@@ -126,7 +126,7 @@ _NO_HEAD = Problem(
 
 @contextmanager
 def _place_of_weights(folder: Path, is_passing: bool) -> Iterator[Path]:
-    """The folder for weights in full precision: a passing one beside ``folder`` where they are only a step."""
+    """The folder for full-precision weights: a temporary one next to ``folder`` if they are an intermediate result."""
     if not is_passing:
         yield folder
         return
@@ -139,7 +139,7 @@ def _place_of_weights(folder: Path, is_passing: bool) -> Iterator[Path]:
 
 
 def export_options(given: Mapping[str, RawValue]) -> RunOptions:
-    """Check and build the options that an export reads. Options of training may be among them."""
+    """Check and build the options of an export. Training options are accepted."""
     present, problems, _ = take_absent(given, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     problems += [*wrong, *check_template(options)]
@@ -165,11 +165,11 @@ def export_options(given: Mapping[str, RawValue]) -> RunOptions:
 
 
 def quantized_base(options: RunOptions) -> list[Problem]:
-    """A problem where the base is quantized, or would be while it is loaded."""
+    """A problem if the base is quantized, or would be quantized while loading."""
     try:
         method = quantization_of(options, load_config(options))
     except UserError:
-        return []  # check_model finds what is wrong with it
+        return []  # check_model reports the reason
     if not method:
         return []
     what = "an adapter cannot be merged into it" if options.adapter_name_or_path else "it cannot be exported again"
@@ -191,9 +191,10 @@ def compare_templates(folder: Path, template: Template, options: RunOptions) -> 
     """Render a conversation with the tokenizer in ``folder`` and with ``template``, and compare the ids.
 
     Returns:
-        a sentence on the result.
+        Notes on the result.
+
     Raises:
-        RuntimeError: where the two are different texts.
+        RuntimeError: if the texts differ.
     """
     tokenizer = load_tokenizer(
         replace(options, model_name_or_path=str(folder), add_tokens=None, add_special_tokens=None)
@@ -214,8 +215,9 @@ def compare_templates(folder: Path, template: Template, options: RunOptions) -> 
 
 
 def _difference(trained: list[int], exported: list[int], tokenizer: Any) -> str:
-    """A sentence for the same text with different tokens. Raises RuntimeError where the text differs by more than the
-    spaces that a tokenizer puts before each slot."""
+    """A sentence about equal texts with different tokens. Raises RuntimeError if the texts differ by more than the
+    spaces that a tokenizer inserts before slots.
+    """
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in (trained, exported)]
     place = next(
         (i for i, (a, b) in enumerate(zip(trained, exported, strict=False)) if a != b),

@@ -1,14 +1,15 @@
-"""One GGUF file of an exported folder, for llama.cpp and what is built on it.
+"""Write a GGUF file of an exported folder, for llama.cpp and programs based on it.
 
-In:  the folder that ``burnish export`` wrote. Out: ``<name>.gguf`` in it. Two ways:
+In:  the folder that ``burnish export`` wrote. Out: ``<name>.gguf`` in it. There are two methods:
 
-- with ``llama_cpp``, a checkout or an installation of llama.cpp: its own converter and its own quantizer, as processes;
-- without, this file over the library ``gguf`` (extra ``gguf``), for the shapes of llama, mistral, qwen2 and qwen3 with
-  the tokenizers of ``gguf_tokens.py``, as f32, f16, bf16 or q8_0 and its like; other types (``q4_k_m``) are made of
-  such a file by the quantizer in the library ``llama-cpp-python`` (extra ``llama``), in a process of its own.
+- with ``llama_cpp``, a source tree or an installation of llama.cpp: its own converter and quantizer, as processes;
+- without: this module, with the library ``gguf`` (extra ``gguf``), for the architectures llama, mistral, qwen2 and
+  qwen3 with the tokenizers of ``gguf_tokens.py``, as f32, f16, bf16, q8_0 and similar types. Other types (``q4_k_m``)
+  are created from this file by the quantizer of the library ``llama-cpp-python`` (extra ``llama``), in a separate
+  process.
 
-Refuses: other shapes and tokenizers, by name, with the first way as the remedy. Afterwards tokens, chat template and
-stop token of the file are held against the folder's.
+Refuses: other architectures and tokenizers; the error suggests the first method. Afterwards tokens, chat template and
+stop token of the file are compared with those of the folder.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -35,9 +36,9 @@ from burnish.utils.work import work
 
 EXTRA = "gguf"
 ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""model_type -> llama.cpp's name of the shape."""
+"""model_type -> llama.cpp's name of the architecture."""
 OWN_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
-"""Types that the library ``gguf`` can write; the K-quants are llama.cpp's own."""
+"""Types that the library ``gguf`` can write. K-quants require llama.cpp."""
 LLAMA_EXTRA: Final = "llama"
 _QUANTIZE: Final = """
 import sys
@@ -53,16 +54,16 @@ WRITING: Final = "Writing the GGUF file"
 
 
 def gguf_file(folder: Path, options: RunOptions) -> Path:
-    """The file that is written into an exported folder."""
+    """The path of the GGUF file in an exported folder."""
     return folder / f"{folder.resolve().name}-{options.export_gguf_type}.gguf"
 
 
 def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
-    """Write the file, or nothing where that fails. Returns sentences for a person.
+    """Write the file, or nothing if that fails. Returns notes for the user.
 
     Raises:
-        UserError: where this way is closed to the model; before anything is written.
-        RuntimeError: where llama.cpp fails.
+        UserError: if this method does not support the model; before anything is written.
+        RuntimeError: if llama.cpp fails.
     """
     kind = options.export_gguf_type
     with whole_or_nothing(folder):
@@ -83,7 +84,7 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
 
 
 def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
-    """Reason why burnish's own writer cannot write this model; none where llama.cpp does it."""
+    """Return the reason why burnish's own writer does not support this model; none if llama.cpp is used."""
     if getattr(config, "vision_config", None) is not None:
         what = f"export_format: gguf cannot be used with a {config.model_type} model, which reads images."
         why = "llama.cpp wants its vision tower in a second file (mmproj), which burnish does not write."
@@ -144,7 +145,7 @@ def _run(command: list[str]) -> None:
         raise RuntimeError(f"{Path(command[0]).name} failed with exit status {done.returncode}:\n  {last}")
 
 
-# --- our own ----------------------------------------------------------------------------------------------------------
+# --- without llama.cpp ------------------------------------------------------------------------------------------------
 
 
 def _own(folder: Path, target: Path, kind: str) -> None:
@@ -197,7 +198,7 @@ def _add_shape(writer: Any, config: dict[str, Any], name: str, kind: str) -> Non
 
 
 def _tensors(weights: Sequence[tuple[Path, str]], config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Name in the file -> weight. Args: weights: where each is, and its name there."""
+    """Yield (name in the GGUF file, weight). ``weights`` lists the file and the name of each tensor."""
     from safetensors import safe_open
 
     gguf = _library()
@@ -214,8 +215,9 @@ def _tensors(weights: Sequence[tuple[Path, str]], config: dict[str, Any]) -> Ite
 
 
 def _turned(config: dict[str, Any]) -> Callable[[str, Tensor], Tensor]:
-    """llama.cpp turns pairs of neighbours by a rotary position in its llama shape, where Hugging Face's files have the
-    two halves of a head: the rows of queries and keys are put in the other order."""
+    """A function that reorders the rows of queries and keys for llama.cpp's llama architecture. Its rotary positions
+    rotate adjacent pairs, while Hugging Face's files have the two halves of a head.
+    """
     heads = config["num_attention_heads"]
     keys = config.get("num_key_value_heads") or heads
 
@@ -233,7 +235,7 @@ def _turned(config: dict[str, Any]) -> Callable[[str, Tensor], Tensor]:
 
 
 def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, kind: str) -> None:
-    """Vectors stay float32; so does a matrix whose rows are no whole blocks of the type."""
+    """Add a tensor. Vectors, and matrices whose row length is no multiple of the type's block size, stay float32."""
     numbers = tensor.detach().to(torch.float32).numpy()
     wanted = gguf.GGMLQuantizationType[kind.upper()]
     block = gguf.GGML_QUANT_SIZES[wanted][0]
@@ -247,10 +249,10 @@ def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, kind: str) ->
 
 
 def compare_gguf(folder: Path, target: Path) -> None:
-    """Hold tokens, chat template and stop token of the file against the folder's.
+    """Compare tokens, chat template and stop token of the file with those of the folder.
 
     Raises:
-        RuntimeError: where they differ.
+        RuntimeError: if they differ.
     """
     from burnish.models.tokens import tokenizer_in
 

@@ -1,11 +1,12 @@
-"""The tokenizer of an exported folder, as fields of a GGUF file.
+"""Convert the tokenizer of an exported folder to the fields of a GGUF file.
 
-In:  the folder's ``tokenizer.json``. Out: tokens, their types, scores or merges, ids with a meaning, the chat template.
-Two kinds: byte-level, where llama.cpp reads the merges and knows the cut into words by a name; and SentencePiece with
-byte fallback (Llama 2, Mistral), where it joins the two neighbours whose joined token has the highest score.
+In:  the folder's ``tokenizer.json``. Out: tokens, their types, scores or merges, special ids, the chat template. Two
+kinds are supported. Byte-level: llama.cpp reads the merges and identifies the pre-tokenizer by name. SentencePiece with
+byte fallback (Llama 2, Mistral): llama.cpp joins the two adjacent tokens whose joined token has the highest score.
 
-Refuses: a cut without a known name; merges that scores cannot say, since llama.cpp would write other ids; byte-level
-tokenizers without merges, which llama.cpp does not load, and those with whole words that it would cut.
+Refuses: a pre-tokenizer without a known name; merges that scores cannot express, since llama.cpp would produce other
+ids; byte-level tokenizers without merges, which llama.cpp does not load, and those with whole words that it would
+split.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ _SPLITS: Final = {
     + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
     "": "gpt-2",
 }
-"""A tokenizer's cut of text into words -> llama.cpp's name of it; "" is the cut that byte-level tokenizers bring."""
+"""A tokenizer's regular expression for pre-tokenization -> llama.cpp's name of it; "" for the byte-level default."""
 _WHOLE_WORDS: Final = ("llama-bpe",)
-"""Cuts with which llama.cpp takes a word of the vocabulary as it is (``ignore_merges`` in llama-vocab.cpp)."""
+"""Pre-tokenizers with which llama.cpp keeps words of the vocabulary whole (``ignore_merges`` in llama-vocab.cpp)."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
 _BYTES: Final = {f"<0x{byte:02X}>" for byte in range(256)}
 _ADDED_SCORE = -1000.0
-"""The score of tokens that are never joined from others; any number would do."""
+"""Score of tokens that are never the result of joining; the value has no effect."""
 
 
 @dataclass(frozen=True)
 class TokenizerKind:
-    """A tokenizer by llama.cpp's names.
+    """A tokenizer in llama.cpp's terms.
 
     Args:
         model: ``gpt2`` (byte-level) or ``llama`` (SentencePiece).
-        pre: the cut into words.
-        scores: of the tokens of a SentencePiece vocabulary.
-        has_prefix: a text begins with a space that nobody wrote.
+        pre: name of the pre-tokenizer.
+        scores: scores of the tokens of a SentencePiece vocabulary.
+        has_prefix: whether a space is inserted at the beginning of a text.
     """
 
     model: str
@@ -55,7 +56,7 @@ def tokenizer_kind(words: dict[str, Any]) -> TokenizerKind:
     """The kind of a ``tokenizer.json``.
 
     Raises:
-        UserError: for one that is not written.
+        UserError: for an unsupported tokenizer.
     """
     model = words["model"]
     if model.get("type") == "BPE" and model.get("byte_fallback"):
@@ -89,10 +90,10 @@ def _split_of(words: dict[str, Any]) -> str:
 
 
 def _prefix(words: dict[str, Any]) -> bool:
-    """Return whether a text begins with a space that nobody wrote.
+    """Whether a space is inserted at the beginning of a text.
 
     Raises:
-        UserError: where the tokenizer changes or cuts the text otherwise than by writing spaces as ``▁``.
+        UserError: if the tokenizer changes or splits the text other than by replacing spaces with ``▁``.
     """
     normalizer, cut = words.get("normalizer") or {}, words.get("pre_tokenizer") or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
@@ -105,10 +106,11 @@ def _prefix(words: dict[str, Any]) -> bool:
 
 
 def _scores(words: dict[str, Any]) -> dict[str, float]:
-    """Scores by which joining the best neighbours makes the tokens that the merges make: the earlier, the higher.
+    """Scores with which joining the best neighbours gives the same tokens as the merges: earlier merges have higher
+    scores.
 
-    A merge names two parts, a score the token that they make. So the merges of a token have to stand together, and
-    each pair of tokens that makes a token has to be a merge.
+    A merge consists of two parts, while a score belongs to the resulting token. So all merges of a token must be
+    adjacent, and each pair of tokens that forms a token must be a merge.
     """
     model = words["model"]
     added = {token["content"] for token in words.get("added_tokens", ())}
@@ -127,8 +129,9 @@ def _scores(words: dict[str, Any]) -> dict[str, float]:
 
 
 def _steps(made: list[str]) -> dict[str, int]:
-    """The place of each token among those that merges make. Runs of one character (spaces) may share a place, as where
-    a vocabulary gives them one score."""
+    """The rank of each token among the results of merges. Runs of one character (spaces) may share a rank, as in
+    vocabularies that give them the same score.
+    """
     last = {token: at for at, token in enumerate(made)}
     steps: dict[str, int] = {}
     step, end, group = -1, -1, ""

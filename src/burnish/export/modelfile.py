@@ -1,7 +1,7 @@
-"""A ``Modelfile`` for Ollama: the template, the system message and the stop words of an exported model.
+"""A ``Modelfile`` for Ollama: template, system message and stop tokens of an exported model.
 
-Ollama's templates are Go's, not Jinja's (https://docs.ollama.com/modelfile, "TEMPLATE"): named templates are written
-slot by slot. For a model with its own chat template none is written, and Ollama must know it. Tools are left out.
+Ollama's templates use Go's syntax (https://docs.ollama.com/modelfile, "TEMPLATE"). Named templates are converted slot
+by slot. For a model with its own chat template none is written, so Ollama must support the model. Tools are omitted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ def modelfile(template: Template, tokenizer: Any, context: int | None = None, we
     """The text of the file.
 
     Args:
+        template: the template of the training.
+        tokenizer: the exported tokenizer.
+        context: context length in tokens; by default 4096, and at most that, since Ollama allocates memory for all of
+            it.
         weights: name of a GGUF file in the folder; without it Ollama reads the safetensors.
-        context: the longest conversation that Ollama keeps, in tokens; 4096 if not given, and never more, since Ollama
-            allocates memory for all of it.
     """
     lines = [f"FROM ./{weights}" if weights else "FROM .", ""]
     if template.spec is not None:
@@ -37,7 +39,8 @@ def modelfile(template: Template, tokenizer: Any, context: int | None = None, we
 def go_template(spec: TemplateSpec, tokenizer: Any) -> str:
     """The conversation in Ollama's template language.
 
-    The text is LLaMA-Factory's, except that a system message which belongs into the first user message is put there.
+    The text is LLaMA-Factory's, except that a system message that belongs into the first user message is inserted
+    there.
     """
 
     def written(slots: Slots, content: str) -> str:

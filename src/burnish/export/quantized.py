@@ -1,10 +1,10 @@
-"""An export in few bits: rows to calibrate with, the folder that they make, and a card with what was lost.
+"""Quantized export: rows for calibration, the resulting folder, and a model card with the loss of quality.
 
-    rows      of ``export_quantization_dataset``, or of the training, written by the template that trained
+    rows      of ``export_quantization_dataset``, or of the training set, encoded with the training's template
     quantize  the folder in full precision (``models/quantization/export.py``)
-    card      perplexity before and after, on rows that did not calibrate; nor train, where the training held some out
+    card      perplexity before and after, on rows not used for calibration, nor for training if some were held out
 
-Refuses: no data set to calibrate with, or one with a single row.
+Refuses: no dataset for calibration, or one with a single row.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from burnish.report.card import CARD_NAME, is_hub_name, serving_lines, under_met
 from burnish.run.plan.options import RunOptions
 
 HELD_OUT = 64
-"""The most rows on which perplexity is measured."""
+"""Maximum number of rows for measuring perplexity."""
 WORSE = 0.05
-"""The share by which perplexity may grow before it is called a loss."""
+"""Relative increase of perplexity above which it is reported as a loss of quality."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Args: rows: to calibrate with; held_out: to measure on; group: inputs that share a scale."""
+    """Rows for calibration (``rows``) and evaluation (``held_out``), and the number of inputs that share a scale
+    (``group``)."""
 
     rows: Sequence[Row]
     held_out: Sequence[Row]
@@ -45,10 +46,10 @@ class Calibration:
 
 
 def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration:
-    """All that can be known, and refused, before a weight is read.
+    """Check the options and encode the rows, before weights are read.
 
     Raises:
-        UserError: for what the user gave.
+        UserError: for errors in the user's input.
     """
     shapes = fitted_shapes(config, tokenizer, options)
     raise_if(check_quantized_export(options, shapes))
@@ -78,7 +79,7 @@ def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration
 
     rows = encoded(sets.train, options.export_quantization_nsamples + HELD_OUT)
     others = encoded(next(iter(sets.eval.values())), HELD_OUT) if sets.eval else []
-    if not others:  # a tenth of the same set
+    if not others:  # hold out a tenth of the same dataset
         held_out = max(1, min(HELD_OUT, len(rows) // 10))
         rows, others = rows[:-held_out], rows[-held_out:]
     if not rows:
@@ -88,10 +89,14 @@ def calibration(options: RunOptions, config: Any, tokenizer: Any) -> Calibration
 
 
 def quantize_into(folder: Path, source: Path, tokenizer: Any, using: Calibration, options: RunOptions) -> list[str]:
-    """Quantize ``source``, a whole model, and fill ``folder``. Returns sentences for a person.
+    """Quantize ``source``, a full model, into ``folder``. Returns notes for the user.
 
     Args:
-        source: a folder that is taken away afterwards; its neighbours are for temporary files.
+        folder: the destination.
+        source: a temporary folder; temporary files are written next to it.
+        tokenizer: the exported tokenizer.
+        using: the rows of ``calibration``.
+        options: the options of the run.
     """
     source = source.resolve()
     made = source.parent / "quantized"
@@ -102,7 +107,7 @@ def quantize_into(folder: Path, source: Path, tokenizer: Any, using: Calibration
         options.trust_remote_code, device,
     )  # fmt: skip
     before, after = quantize(job, source.parent)
-    (made / "quant_log.csv").unlink(missing_ok=True)  # seconds and losses of each layer
+    (made / "quant_log.csv").unlink(missing_ok=True)  # durations and losses of each layer
     tokenizer.save_pretrained(made)
     shutil.copyfile(source / "generation_config.json", made / "generation_config.json")
     folder.mkdir(parents=True, exist_ok=True)

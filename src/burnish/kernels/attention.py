@@ -1,16 +1,18 @@
 """Padding-free causal attention: over concatenated sequences that do not attend to each other.
 
-In:  queries, keys and values of all tokens, and the begin of each sequence. Out: the weighted values of each token.
-A sequence may have keys before that of its first query: those of a prefix that it shares with others.
+In:  queries, keys and values of all tokens, and the begin of each sequence. Out: the weighted values of each token. A
+sequence may have keys before that of its first query: those of a shared prefix.
 
-On a GPU one kernel computes all sequences (flash-attn where it is installed, else torch's own ``varlen_attn``, else
-flash-attn as the library kernels fetches it); nothing is read from the device. On a CPU in 16 bits short sequences
-share matrix products (``ops.cpu.short``), and each long one is computed by ``ops.cpu.blockwise``; else each sequence
-has a call of torch's fused attention. Measured on one AVX512-BF16 core (14 heads of 64 on 2 keys, forward and backward
-of one sequence, bfloat16), ms of plain products, of blocks and of the fused kernel: 256 tokens 6, 10, 16; 512 tokens
-38, 29, 48; 1,024 tokens 240, 99, 128; 2,048 tokens -, 348, 395. In float32 the fused kernel takes as long as the
-products at 64 tokens, and less beyond. Where the scores are capped or have a sink, which no fused kernel of torch
-supports, there are products of one sequence after another.
+On a GPU one kernel computes all sequences (flash-attn if installed, else torch's ``varlen_attn``, else flash-attn from
+the library kernels). Nothing is read from the device. On a CPU in 16 bits short sequences share matrix products
+(``kernels.cpu.short``), and each long one is computed by ``kernels.cpu.blockwise``; otherwise torch's fused attention
+is called once per sequence.
+
+Measured on one AVX512-BF16 core (14 heads of size 64 with 2 key heads, forward and backward of one sequence, bfloat16),
+ms of plain products, of blocks and of the fused kernel: 256 tokens 6, 10, 16; 512 tokens 38, 29, 48; 1,024 tokens 240,
+99, 128; 2,048 tokens -, 348, 395. In float32 the fused kernel takes as long as plain products at 64 tokens, and less
+for longer sequences. Scores with a cap or a sink, which no fused torch kernel supports, are computed with plain
+products, one sequence after another.
 """
 
 # T tokens of all sequences, U keys of all sequences, S sequences, L tokens of one sequence, M keys of one,
@@ -37,14 +39,14 @@ from burnish.kernels.cpu.short import Lengths, short_attention
 
 @dataclass(frozen=True)
 class Scores:
-    """Options of the scores of queries and keys.
+    """Options of the attention scores.
 
     Args:
-        scale: the factor of the product; None is 1 / sqrt(D).
-        window: a token attends to itself and the ``window - 1`` before it; None is all before it.
+        scale: factor of the product; None: 1 / sqrt(D).
+        window: a token attends to itself and the ``window - 1`` tokens before it; None: to all before it.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2, https://arxiv.org/abs/2408.00118).
-        sinks: (H,) scores of a further key that every token attends to and whose value is zero (gpt-oss).
-        dropout: the probability with which a weight is zeroed.
+        sinks: (H,) scores of an additional key with the value zero that every token attends to (gpt-oss).
+        dropout: probability with which an attention weight is zeroed.
     """
 
     scale: float | None = None
@@ -59,13 +61,13 @@ class Scores:
 
 
 class Sequences(NamedTuple):
-    """The borders of the sequences among all tokens and keys.
+    """The boundaries of the sequences.
 
     Args:
         begins: (S + 1,) int32, the first token of each sequence, and T.
-        longest: tokens of the longest sequence.
-        begins_of_keys: (S + 1,) int32, the first key of each, and U. Its last key is that of its last token.
-        most_keys: the most keys of a sequence.
+        longest: number of tokens of the longest sequence.
+        begins_of_keys: (S + 1,) int32, the first key of each sequence, and U. Its last key is that of its last token.
+        most_keys: maximum number of keys of a sequence.
     """
 
     begins: Tensor
@@ -83,7 +85,12 @@ def flat_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequenc
     """Attention within each of the concatenated sequences.
 
     Args:
-        query: (T, H, D); key: (U, K, D); value: (U, K, E). Under autocast they are converted to its dtype.
+        query: (T, H, D).
+        key: (U, K, D).
+        value: (U, K, E). Under autocast all three are converted to its dtype.
+        sequences: the boundaries of the sequences.
+        scores: options of the scores.
+
     Returns:
         (T, H, E)
     """
@@ -99,11 +106,15 @@ def flat_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequenc
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Attention as its formula says, with any mask.
+    """Attention by its definition, with any mask.
 
     Args:
-        query: (..., H, L, D); key: (..., K, M, D); value: (..., K, M, E), with the same leading dimensions.
-        mask: broadcast to (..., H, L, M): true, or 0, where a token attends to a key; false, or -inf, where not.
+        query: (..., H, L, D).
+        key: (..., K, M, D).
+        value: (..., K, M, E), with the same leading dimensions.
+        mask: broadcast to (..., H, L, M): true or 0 if a token attends to a key; false or -inf if not.
+        scores: options of the scores.
+
     Returns:
         (..., H, L, E)
     """
@@ -112,13 +123,13 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     scale = _scale(query, scores)
     # Query heads that share a key head are stacked to one matrix, so that the key is not repeated.
     folded, key, value = query.reshape(-1, groups * length, size), _batched(key), _batched(value)
-    # The scale is applied within the product, which is summed in float32: scaling a factor would round once more.
+    # The scale is applied within the product, which is summed in float32. Scaling an operand would round once more.
     made = torch.baddbmm(folded.new_zeros(1, 1, 1), folded, key.transpose(1, 2), beta=0, alpha=scale)
     made = made.view(*leading, heads, length, width)
     if scores.softcap:
         made = scores.softcap * torch.tanh(made / scores.softcap)
     if mask is not None:
-        # The least number and not -inf: a padding token, which attends to nothing, gets a mean of all and not NaN.
+        # The minimum rather than -inf: a padding token, which attends to nothing, gets a mean of all and not NaN.
         made = made.masked_fill_(~mask, torch.finfo(made.dtype).min) if mask.dtype == torch.bool else made.add_(mask)
     weights = F.dropout(_softmax(made, scores.sinks), scores.dropout, scores.dropout > 0)
     return torch.bmm(weights.reshape(-1, groups * length, width), value).view(*leading, heads, length, -1)
@@ -140,12 +151,12 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 # --- on a CPU, and where a GPU has no kernel --------------------------------------------------------------------------
 
 _SHORT = 384
-"""Tokens up to which a sequence in 16 bits is computed by plain products on a CPU; for a sequence with more keys than
-tokens, the same number of scores counts."""
+"""Maximum number of tokens for which a sequence in 16 bits is computed by plain products on a CPU. For a sequence with
+more keys than tokens, the same number of scores applies."""
 
 
 def _by_runs(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scores: Scores) -> Tensor:
-    # split() and not slices: the backward pass is one concatenation, not a sum of tensors that are mostly zero.
+    # split() rather than slices: its backward pass is one concatenation, not a sum of mostly zero tensors.
     runs = list(_runs(lengths, _SHORT if is_half_on_cpu(query) and scores.is_plain else 0))
     counts = [sum(length for length, _ in run) for run in runs]
     widths = [sum(map(sum, run)) for run in runs]
@@ -161,7 +172,7 @@ def is_half_on_cpu(query: Tensor) -> bool:
 
 
 def _runs(lengths: Lengths, longest: int) -> Iterator[Lengths]:
-    """Group consecutive sequences of up to ``longest`` tokens; each longer one is alone."""
+    """Group consecutive sequences of up to ``longest`` tokens. Longer ones form a group each."""
     for is_short, found in groupby(lengths, partial(_is_short, longest=longest)):
         neighbours = tuple(found)
         yield from [neighbours] if is_short else zip(neighbours)
@@ -173,7 +184,7 @@ def _is_short(lengths: tuple[int, int], longest: int) -> bool:
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scores: Scores) -> Tensor:
-    """Attention of one of the runs: (T, H, D), (U, K, D), (U, K, E) -> (T, H, E)"""
+    """Attention of one group: (T, H, D), (U, K, D), (U, K, E) -> (T, H, E)"""
     if not is_half_on_cpu(query) or not scores.is_plain or not _is_short(lengths[0], _SHORT):
         return _one(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scores).transpose(0, 1)
     window = scores.window if scores.window and scores.window < max(map(sum, lengths)) else None
@@ -213,13 +224,17 @@ def _one(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
 def _band(
     length: int, before: int, filled: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """(L, filled + L) an additive mask: 0 for the token itself and those before it in the window, else -inf.
+    """(L, filled + L) additive mask: 0 for the token itself and those before it in the window, else -inf.
 
     Args:
-        before, filled: keys before the first token, and the number of places that they have with padding at the end.
+        length: L.
+        before: number of keys before the first token.
+        filled: the same number including padding.
+        window: size of the window.
+        dtype, device: of the mask.
     """
     size = before + length
-    if before and size > _MOST_KEPT:  # only a few rows are needed, and a square of all keys would take gigabytes
+    if before and size > _MOST_KEPT:  # only a few rows are needed, and a full square would take gigabytes
         whole = _additive(length, before, window, dtype, device)
     else:
         whole = _square(-(-size // 256) * 256, window, dtype, device)[before:size, :size]
@@ -231,7 +246,7 @@ def _band(
 
 
 _MOST_KEPT = 4096
-"""Keys up to which the masks of sequences with a shared prefix are slices of a cached square."""
+"""Maximum number of keys for which masks of sequences with a shared prefix are slices of a cached square."""
 
 
 @lru_cache(maxsize=4)
@@ -240,7 +255,7 @@ def _square(size: int, window: int | None, dtype: torch.dtype, device: torch.dev
 
 
 def _additive(length: int, before: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(L, before + L) 0 where a token attends to a key, else -inf."""
+    """(L, before + L) 0 if a token attends to a key, else -inf."""
     seen = torch.ones(length, before + length, dtype=torch.bool, device=device).tril(before)
     if window:
         seen = seen.triu(before + 1 - window)
@@ -251,8 +266,9 @@ _LENGTHS: MutableMapping[Tensor, Lengths] = WeakTensorKeyDictionary()
 
 
 def token_counts(sequences: Sequences) -> Lengths:
-    """Each sequence's number of tokens, and of keys before them. Read from the device once per batch; on a GPU that
-    waits for it, and the kernels there do not need these numbers."""
+    """Number of tokens of each sequence, and of keys before them. Read from the device once per batch. On a GPU this
+    waits for the device, but the kernels there do not need these numbers.
+    """
     if sequences.begins not in _LENGTHS:
         counts, widths = (begins.diff().tolist() for begins in (sequences.begins, sequences.begins_of_keys))
         _LENGTHS[sequences.begins] = tuple((count, w - count) for count, w in zip(counts, widths, strict=True))
@@ -262,13 +278,13 @@ def token_counts(sequences: Sequences) -> Lengths:
 # --- one kernel for all sequences -------------------------------------------------------------------------------------
 
 _WITH_KERNELS = {"cuda"}
-"""Kinds of devices on which kernels are looked for."""
+"""Types of devices with such kernels."""
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Sequences, Scores], Tensor]
 
 
 def kernel_for(dtype: torch.dtype, scores: Scores) -> Kernel | None:
-    """The GPU kernel that supports these scores; None where there is none, and each sequence has a call of its own."""
+    """The GPU kernel that supports these scores. None if there is none; attention is then computed per sequence."""
     if dtype not in (torch.bfloat16, torch.float16) or scores.sinks is not None:
         return None
     if _has("flash_attn"):
@@ -279,7 +295,7 @@ def kernel_for(dtype: torch.dtype, scores: Scores) -> Kernel | None:
 
 
 _FOUND = {name: find_spec(name) is not None for name in ("flash_attn", "kernels", "torch.nn.attention.varlen")}
-"""Looked up once, here, because find_spec within a layer would break the graph of torch.compile (torch 2.11)."""
+"""Looked up once at import, because find_spec within a layer would break the graph of torch.compile (torch 2.11)."""
 
 
 def _has(module: str) -> bool:
@@ -287,7 +303,7 @@ def _has(module: str) -> bool:
 
 
 def _window(scores: Scores) -> tuple[int, int]:
-    """(tokens to the left, tokens to the right) that a token attends to; -1 is all."""
+    """(tokens to the left, tokens to the right) that a token attends to; -1 means all."""
     return (scores.window - 1 if scores.window else -1, 0)
 
 
@@ -313,13 +329,13 @@ def _flash_function() -> Callable[..., Any]:
 
 
 _HUB_KERNEL, _HUB_VERSION = "kernels-community/flash-attn2", 4
-"""Repository in which the library kernels finds flash-attn 2, and its version for torch from 2.10 on, as in
-transformers 5.23."""
+"""Repository of flash-attn 2 for the library kernels, and its version for torch 2.10 and later, as in transformers
+5.23."""
 
 
 @cache
 def _flash_of_hub() -> Callable[..., Any] | None:
-    """The same function, compiled and published by Hugging Face; None, with a note, where it cannot be fetched."""
+    """The same function, compiled and published by Hugging Face. None, with a warning, if it cannot be downloaded."""
     from kernels import get_kernel  # type: ignore[import-not-found]
 
     try:
@@ -349,7 +365,7 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores:
 
 
 def _varlen_attn() -> tuple[Callable[..., Any], bool]:
-    """torch's kernel, and whether it lets query heads share a key head (from torch 2.12 on)."""
+    """torch's kernel, and whether query heads may share a key head (torch 2.12 and later)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in (varlen_attn.__kwdefaults__ or {})

@@ -1,18 +1,18 @@
-"""The head of a language model and its cross entropy, at target positions only.
+"""The language model head and its cross entropy, at target positions only.
 
-In:  hidden states, the head's weight, the token that each should predict. Out: sums over the tokens: loss, and if asked
-for, the number of right predictions and the entropy.
+In:  hidden states, the head's weight, the token that each position should predict. Out: sums over the tokens: loss and,
+if requested, the number of correct predictions and the entropy.
 
-``linear_cross_entropy`` never holds the logits of all tokens: it computes them in chunks and, since the gradient of a
-token's loss depends on its own logits alone, computes the gradients in the same pass. This takes three matrix products,
-where recomputing the chunks in the backward pass would take four. In the backward pass the gradients are multiplied by
-the upstream factor, once. ``plain_cross_entropy`` computes the same from given logits, as the formula says.
+``linear_cross_entropy`` never stores the logits of all tokens. It computes them in chunks. The gradient of a token's
+loss depends on its own logits only, so the gradients are computed in the same pass. This takes three matrix products;
+recomputing the chunks in the backward pass would take four. The backward pass multiplies the gradients by the upstream
+factor once. ``plain_cross_entropy`` computes the same from given logits by the definition.
 
     loss of a token = (1 - s) * -log p(target) + s / V * sum over v of -log p(v)
 
 with label smoothing s, as in transformers' ``LabelSmoother`` (Szegedy et al. 2016, section 7,
-https://arxiv.org/abs/1512.00567). The loss of each token may be multiplied by a factor from the model's own
-probabilities (``loss_factors``), which counts as a constant: no gradient goes through it.
+https://arxiv.org/abs/1512.00567). The loss of each token may be multiplied by a factor computed from the model's own
+probabilities (``loss_factors``), which is treated as a constant without gradient.
 """
 
 # N tokens that are learned, H hidden size, V vocabulary
@@ -31,19 +31,18 @@ from burnish.kernels.cpu import buffer_pool
 
 CHUNK_BYTES = 2**26
 _CHUNK_BYTES_OF_GPU = 2**29
-"""Size of a chunk of logits in float32. On a CPU, chunks of 64 and of 512 MiB take the same time. On a GPU
-each chunk reads and writes the whole gradient of the head: 110 tokens, the 64 MiB of a vocabulary of 152,000, are too
-few for that."""
+"""Size of a chunk of logits in float32. On a CPU, chunks of 64 and of 512 MiB take the same time. On a GPU each chunk
+reads and writes the whole gradient of the head, so 110 tokens (64 MiB for a vocabulary of 152,000) are too few."""
 
 _FEWEST_TOKENS = 256
-"""Least tokens of a chunk on a CPU, for any vocabulary, because a product first reorders the whole head in memory. Both
-products per token, 152,000 words and a width of 896, bfloat16 on one AVX512-BF16 core: 4.2 ms in chunks of 46 tokens,
-3.3 ms of 110, 3.2 ms of 133, 3.0 ms of 178 to 320."""
+"""Minimum number of tokens of a chunk on a CPU, for any vocabulary, because a product first reorders the whole head in
+memory. Time of both products per token, for a vocabulary of 152,000 and a width of 896, bfloat16 on one AVX512-BF16
+core: 4.2 ms in chunks of 46 tokens, 3.3 ms of 110, 3.2 ms of 133, 3.0 ms of 178 to 320."""
 
 _ROWS_BYTES = 2**20
 """Size, in float32, of the rows of a chunk that are processed together on a CPU, so that they stay in the processor's
-cache. For 1,120 tokens and 32,000 words on one AVX512-BF16 core, bfloat16: 236 ms for whole chunks, 124 ms for 1 MiB,
-152 ms for 4 MiB."""
+cache. For 1,120 tokens and a vocabulary of 32,000 on one AVX512-BF16 core, bfloat16: 236 ms for whole chunks, 124 ms
+for 1 MiB, 152 ms for 4 MiB."""
 
 _TILE_BYTES = 2**22
 """Size of a tile of the weight's gradient, which is summed while it is in the processor's cache."""
@@ -56,10 +55,10 @@ class TokenLoss:
     Args:
         label_smoothing: s above, in [0, 1).
         softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2, https://arxiv.org/abs/2408.00118).
-        accuracy: count the tokens whose most probable candidate is right; takes one more pass over the logits.
+        accuracy: count correct predictions; takes one more pass over the logits.
         entropy: sum the entropy of the predictions; takes two more.
-        factor: "dft" or "eaft": the factor of each token's loss (``loss_factors``).
-        eaft_alpha: the exponent in the factor of "eaft".
+        factor: "dft" or "eaft": factor of each token's loss (``loss_factors``).
+        eaft_alpha: exponent in the factor of "eaft".
     """
 
     label_smoothing: float = 0.0
@@ -71,7 +70,7 @@ class TokenLoss:
 
 
 class TokenSums(NamedTuple):
-    """Sums over tokens, each multiplied by its weight. All () float32; zero where not asked for."""
+    """Sums over tokens, each multiplied by its weight. All () float32; zero if not requested."""
 
     total: Tensor  # in nats; the only one with a gradient
     correct: Tensor  # tokens
@@ -89,14 +88,15 @@ def linear_cross_entropy(
     """Compute the sums from hidden states, without the logits of all tokens.
 
     Args:
-        hidden: (N, H); N may be 0: then the sums and the gradients are zero.
-        weight: (V, H) the head. Products have autocast's dtype where that is on, else the weight's.
+        hidden: (N, H); with N = 0 the sums and gradients are zero.
+        weight: (V, H) the head. Products use autocast's dtype if enabled, else the weight's.
         targets: (N,) token ids.
+        rules: definition of the loss.
         bias: (V,) of the head.
-        token_weights: (N,) the weight of each token; None is 1.
+        token_weights: (N,) weight of each token; None: 1.
     """
     dtype = product_dtype(hidden.device, weight)
-    # Inside forward() gradients are off, so it has to be told which of them are needed.
+    # Gradients are disabled inside forward(), so it gets the information which of them are needed.
     needs = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
@@ -109,7 +109,7 @@ def linear_cross_entropy(
 def plain_cross_entropy(
     logits: Tensor, targets: Tensor, rules: TokenLoss | None = None, token_weights: Tensor | None = None
 ) -> TokenSums:
-    """Compute the sums from given logits (N, V), with a cap already applied; in float32."""
+    """Compute the sums from given logits (N, V), to which a cap has been applied; in float32."""
     rules = rules or TokenLoss()
     weights = torch.ones_like(targets, dtype=torch.float32) if token_weights is None else token_weights
     logps = torch.log_softmax(logits.float(), -1)
@@ -128,20 +128,22 @@ def plain_cross_entropy(
 
 _EAFT_CANDIDATES = 20
 _EAFT_SCALE = 3.0
-"""Candidates over which the entropy is computed, and about its maximum, ln 20 (Diao et al. 2026, section 3)."""
+"""Approximate maximum of the entropy of 20 candidates, ln 20 (Diao et al. 2026, section 3)."""
 
 
 def loss_factors(probabilities: Tensor, targets: Tensor, rules: TokenLoss) -> Tensor:
-    """Factors of the loss of each token, beside its weight.
+    """Factors of the loss of each token, in addition to its weight.
 
     dft: the probability of the target, so that an unlikely target has no larger gradient than a likely one (Wu et al.
     2025, eq. 9, https://arxiv.org/abs/2508.05629).
-    eaft: (entropy of the 20 likeliest candidates / 3) ^ alpha, so that little is learned where the model is confident
-    of another token (Diao et al. 2026, https://arxiv.org/abs/2601.02151).
+    eaft: (entropy of the 20 most likely candidates / 3) ^ alpha, which reduces the loss where the model is confident of
+    another token (Diao et al. 2026, https://arxiv.org/abs/2601.02151).
 
     Args:
-        probabilities: (n, V) float32, without a gradient.
+        probabilities: (n, V) float32, without gradient.
         targets: (n,) token ids.
+        rules: definition of the loss.
+
     Returns:
         (n,) float32, at least 0.
     """
@@ -153,20 +155,21 @@ def loss_factors(probabilities: Tensor, targets: Tensor, rules: TokenLoss) -> Te
 
 
 def chunk_length(vocabulary: int, device: torch.device) -> int:
-    """The largest number of tokens whose logits are in memory at a time."""
+    """Maximum number of tokens whose logits are in memory at a time."""
     if device.type == "cpu":
         return max(_FEWEST_TOKENS, CHUNK_BYTES // (4 * vocabulary))
     return max(1, _CHUNK_BYTES_OF_GPU // (4 * vocabulary))
 
 
 def even_length(count: int, most: int) -> int:
-    """Tokens of each chunk but the last: as few chunks as possible, of about equal length, as a short one is slow."""
+    """Number of tokens of each chunk except the last: as few chunks as possible, of similar length, as short ones
+    are slow."""
     chunks = max(1, -(-count // most))
     return max(1, -(-count // chunks))
 
 
 def product_dtype(device: torch.device, weight: Tensor) -> torch.dtype:
-    """The dtype of the products: autocast's where that is on, else the weight's."""
+    """The dtype of the products: autocast's if enabled, else the weight's."""
     is_on = torch.is_autocast_enabled(device.type)
     return torch.get_autocast_dtype(device.type) if is_on else weight.dtype
 
@@ -219,7 +222,8 @@ def _kept(like: Tensor) -> Tensor:
 def _chunk(
     logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
 ) -> tuple[TokenSums, Tensor | None]:
-    """The sums of some tokens, and (n, V) the derivative of their total by the logits, which overwrites the logits."""
+    """The sums of some tokens, and (n, V) the gradient of their total with respect to the logits, which it
+    overwrites."""
     of_tokens = token_values(logits, targets, weights, rules, needs_slope)
     sums = TokenSums(*(values.sum() if weights is None else values @ weights for values in of_tokens))
     return sums, logits if needs_slope else None
@@ -228,10 +232,10 @@ def _chunk(
 def token_values(
     logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(n,) each: losses, whether predicted right, entropies. With ``needs_slope`` the logits (n, V) become the
-    derivative of the weighted losses by them.
+    """(n,) each: losses, correct predictions, entropies.
 
-    On a CPU a few rows at a time, which changes no result.
+    With ``needs_slope`` the logits (n, V) are overwritten with the gradient of the weighted losses. On a CPU a few rows
+    are processed at a time, which does not change results.
     """
     height = max(1, _ROWS_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
     parts = list(zip(torch.split(logits, height), torch.split(targets, height), strict=True))
@@ -244,11 +248,11 @@ def token_values(
 def _rows(
     logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(n,) each: losses, whether predicted right, entropies; zero where not asked for. With ``needs_slope`` the logits
-    (n, V) become the derivative of the weighted losses by them.
+    """(n,) each: losses, correct predictions, entropies; zero if not requested. With ``needs_slope`` the logits (n, V)
+    are overwritten with the gradient of the weighted losses:
 
-    With p = softmax(logits) and one for the target: (p - (1 - s) * one - s / V) * weight * factor, and times
-    ``1 - (logit / softcap)²`` where a logit is capped.
+    (p - (1 - s) * one_hot(target) - s / V) * weight * factor with p = softmax(logits), multiplied by ``1 - (logit /
+    softcap)²`` if logits are capped.
     """
     smoothing, at_target = rules.label_smoothing, targets.unsqueeze(-1)
     capped = rules.softcap * torch.tanh(logits.float() / rules.softcap) if rules.softcap else logits
@@ -276,8 +280,9 @@ def _rows(
 def _logarithms(logits: Tensor, p: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor]:
     """(n,) log p(target), and (n,) the logarithm of the sum of exponentials, from p = softmax(logits) (n, V).
 
-    On a CPU from the target's own logit and probability. If that is too small for a logarithm, and always on a GPU,
-    where testing it would wait for the device, from the greatest probability, which is never less than 1 / V.
+    On a CPU both are computed from the target's own logit and probability. If the probability is too small for a
+    logarithm, and always on a GPU, where testing this would wait for the device, they are computed from the largest
+    probability, which is at least 1 / V.
     """
     logit, of_target = (x.gather(-1, at_target).squeeze(-1).float() for x in (logits, p))
     if p.device.type == "cpu" and of_target.min() > _LEAST_P:
@@ -288,7 +293,7 @@ def _logarithms(logits: Tensor, p: Tensor, at_target: Tensor) -> tuple[Tensor, T
 
 
 _LEAST_P = 1e-30
-"""Well above the smallest normal float32, 1e-38."""
+"""Far above the smallest normal float32, 1e-38."""
 
 
 class Gradients(NamedTuple):
@@ -300,7 +305,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def zero(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]) -> Gradients:
-        # The first chunk writes the weight's gradient, so it is filled with zeros only if there is no chunk.
+        # The first chunk writes the weight's gradient, so it is only initialized with zeros if there is no chunk.
         of_weight = _kept if len(hidden) else torch.zeros_like
         return cls(
             torch.empty_like(hidden) if needs[0] else None,
@@ -319,7 +324,7 @@ class Gradients(NamedTuple):
 
     def _add_to_weight(self, grad_logits: Tensor, hidden: Tensor, is_first: bool) -> None:
         assert self.weight is not None
-        # Tiles are for the cache of a CPU; a GPU computes one product, not a hundred small ones.
+        # Tiles are for a CPU's cache. A GPU computes one product rather than a hundred small ones.
         row_bytes, is_cpu = hidden.shape[1] * hidden.element_size(), hidden.device.type == "cpu"
         height = max(1, _TILE_BYTES // row_bytes) if is_cpu else len(self.weight)
         for tile, grad_tiles in zip(

@@ -1,15 +1,15 @@
-"""Elementwise parts of a layer, between its matrix products: the norm, and the gated activation.
+"""Elementwise operations of a layer between its matrix products: RMS norm and gated activation.
 
 In:  hidden states. Out: the results of these formulas, in the dtype of the next product.
 
     rms_norm(x)   = x / sqrt(mean(x²) + eps) * (offset + weight)      (https://arxiv.org/abs/1910.07467)
     gated(g, u)   = activation(g) * u                                 (https://arxiv.org/abs/2002.05202)
 
-Written with one torch operation after another, each step of a formula writes a tensor of the size of the hidden states
-to memory and keeps it if a gradient is needed; under autocast every linear layer after a norm casts its float32 output
-again. Here a formula is computed for a few rows at a time, whose intermediate values stay in the processor's cache.
-Only the input is kept: the rest is computed again in the backward pass. The output is rounded once, to the dtype to
-which the next product would cast it. On a GPU a model's own layers, or Liger's kernels, run instead.
+With separate torch operations, each step of a formula writes a tensor of the size of the hidden states to memory, and
+keeps it if a gradient is needed; under autocast every linear layer after a norm casts its float32 output again. Here a
+formula is computed for a few rows at a time, whose intermediate values stay in the processor's cache. Only the input is
+kept, and the rest is recomputed in the backward pass. The output is rounded once, to the dtype to which the next
+product would cast it. On a GPU a model's own layers, or Liger kernels, are used instead.
 """
 
 # N rows (all leading dimensions, flattened), H hidden size, I size of the gate
@@ -31,7 +31,7 @@ from burnish.kernels.recomputed import may_be_recomputed
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 _BLOCK_BYTES = 2**19
-"""Bytes, in float32, of the rows that are computed together: a few such blocks fit into the L2 cache of a core."""
+"""Size, in float32, of the rows that are computed together: a few such blocks fit into the L2 cache of a core."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -40,9 +40,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     Args:
         x: (..., H) any float type.
         weight: (H,)
-        offset: 1 where a weight of zero leaves the row as it is (Gemma).
-    Returns:
-        (..., H) in autocast's dtype where that is on, else in the dtype of ``x``, or of the weight where that is wider.
+        eps: added to the mean square.
+        offset: 1 if a weight of zero means no scaling (Gemma).
+
+        Returns:
+        (..., H) in autocast's dtype if enabled, else in the dtype of ``x``, or of the weight if that is wider.
     """
     dtype = next_dtype(x, torch.promote_types(x.dtype, weight.dtype) if not offset else x.dtype)
     normed: Tensor = _RmsNorm.apply(x, weight, eps, offset, dtype)  # type: ignore[no-untyped-call]
@@ -50,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Compute ``activation(gate) * up``, (..., I) each, in their dtype. On a CPU the product may be recomputed.
+    """Compute ``activation(gate) * up``, (..., I) each, in their dtype. On a CPU the result may be recomputed later.
 
     Args:
         activation: one of ``ACTIVATIONS``.
@@ -62,8 +64,9 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def gains(x: Tensor) -> bool:
-    """Return whether the functions above are faster, or need less memory, than one operation after another for hidden
-    states (..., H): on a CPU, except for a few rows without gradients, as in generation."""
+    """Whether the functions above are faster, or need less memory, than separate operations for hidden states (..., H).
+    True on a CPU, except for a few rows without gradients, as in generation.
+    """
     if x.device.type != "cpu":
         return False
     return _rounds_as_trained or torch.is_grad_enabled() or 4 * x.numel() > _BLOCK_BYTES
@@ -74,8 +77,9 @@ _rounds_as_trained = False
 
 @contextmanager
 def rounding_as_trained() -> Iterator[None]:
-    """Inside it a pass without gradients rounds as one with gradients does, however few its rows: the log-probabilities
-    of a reference are held against the policy's, and where nothing was learned they are the same."""
+    """Context in which a pass without gradients rounds like one with gradients, for any number of rows.
+    Log-probabilities of a reference are compared with the policy's, and must be equal before training.
+    """
     global _rounds_as_trained
     before, _rounds_as_trained = _rounds_as_trained, True
     try:
@@ -85,13 +89,13 @@ def rounding_as_trained() -> Iterator[None]:
 
 
 def next_dtype(x: Tensor, own: torch.dtype) -> torch.dtype:
-    """The dtype to which the next product casts its input: autocast's where that is on, else ``own``."""
+    """The dtype to which the next product casts its input: autocast's if enabled, else ``own``."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else own
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield blocks of a few rows, the same of each of the tensors (N, ...), as views."""
+    """Yield blocks of a few rows, the same rows of all tensors (N, ...), as views."""
     height = max(1, _BLOCK_BYTES // (4 * tensors[0].shape[1]))
     return zip(*(torch.split(tensor, height) for tensor in tensors), strict=True)
 

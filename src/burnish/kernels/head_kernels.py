@@ -1,13 +1,12 @@
-"""Backends of the head and its loss: burnish's own chunks, or a kernel of another library that was asked for by name.
+"""Backends of the head and its loss: burnish's own chunks, or a kernel of another library that was selected by name.
 
 In:  hidden states of target positions, the head, targets, and the name of a backend. Out: the sums of
-``ops.cross_entropy``, whichever backend computed them. ``head_obstacle`` says in a sentence what a kernel cannot do.
+``kernels.cross_entropy``. ``head_obstacle`` explains why a backend cannot be used.
 
-``chunked`` is burnish's own and the default on every device: it supports everything, and reads nothing from the device.
-``liger`` (https://arxiv.org/abs/2410.10989) computes chunks too, V / H of them, and waits for the device to count the
-targets. ``cut_cross_entropy`` (https://arxiv.org/abs/2411.09009) stores no logits at all, computes them twice, and
-waits for the device where some targets are blank. By default it skips small gradients; that is switched off here, so
-that the step stays the same.
+``chunked`` is burnish's own and the default on every device. It supports everything, and reads nothing from the device.
+``liger`` (https://arxiv.org/abs/2410.10989) computes V / H chunks, and waits for the device to count the targets.
+``cut_cross_entropy`` (https://arxiv.org/abs/2411.09009) stores no logits, computes them twice, and waits for the device
+if some targets are ignored. By default it skips small gradients; this is disabled here, so that results do not change.
 """
 
 # N tokens that are learned, H hidden size, V vocabulary
@@ -24,13 +23,13 @@ from burnish.kernels.cross_entropy import TokenLoss, TokenSums, chunk_length, li
 from burnish.loop.types import IGNORE_INDEX
 
 LIBRARIES = {"liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy"}
-"""Backend -> the module that it needs. The packages have the same name, with a hyphen."""
+"""Backend -> the module that it requires. The packages have the same name, with a hyphen."""
 
 BACKENDS = ("chunked", *LIBRARIES)
 
 
 def head_obstacle(way: str, device: torch.device, rules: TokenLoss, has_bias: bool = False) -> str:
-    """The reason why the backend ``way`` cannot be used, as a sentence; "" where it can."""
+    """The reason why the backend ``way`` cannot be used, as a sentence; "" if it can."""
     library = LIBRARIES.get(way)
     if library is None:
         return ""
@@ -53,13 +52,16 @@ def head_loss(
     way: str, hidden: Tensor, weight: Tensor, targets: Tensor, rules: TokenLoss, bias: Tensor | None = None,
     token_weights: Tensor | None = None,
 ) -> TokenSums:  # fmt: skip
-    """Compute the sums of the learned tokens.
+    """Compute the loss sums of the trained tokens.
 
     Args:
-        way: one of ``BACKENDS``, for which there is no ``head_obstacle``.
-        hidden: (N, H). weight: (V, H). bias: (V,).
+        way: one of ``BACKENDS`` without ``head_obstacle``.
+        hidden: (N, H).
+        weight: (V, H).
         targets: (N,) token ids; ``IGNORE_INDEX`` has no weight.
-        token_weights: (N,) the weight of each token; None is 1.
+        rules: definition of the loss.
+        bias: (V,).
+        token_weights: (N,) weight of each token; None: 1.
     """
     kernel = _KERNELS.get(way)
     if kernel is None or not len(hidden):
@@ -71,7 +73,7 @@ def head_loss(
 
 
 def logits_bytes(way: str, tokens: int, hidden: int, vocabulary: int, device: torch.device) -> int:
-    """Bytes of the logits that are in memory at a time, for ``tokens`` trained tokens; with ``liger`` about N x H."""
+    """Maximum number of bytes of logits in memory, for ``tokens`` trained tokens; with ``liger`` about N x H."""
     if way == "cut_cross_entropy":
         return 0
     if way == "liger":
@@ -80,7 +82,7 @@ def logits_bytes(way: str, tokens: int, hidden: int, vocabulary: int, device: to
 
 
 def _counts(targets: Tensor, token_weights: Tensor | None) -> Tensor | None:
-    """(N,) the weight of each token, 0 for ``IGNORE_INDEX``; None where all are 1, which is looked up on a CPU only."""
+    """(N,) weight of each token, 0 for ``IGNORE_INDEX``. None if all are 1, which is only checked on a CPU."""
     is_counted = targets != IGNORE_INDEX
     if token_weights is not None:
         return is_counted * token_weights
@@ -93,7 +95,8 @@ Kernel = Callable[[Tensor, Tensor, Tensor, TokenLoss, Tensor | None, Tensor | No
 def _liger(
     hidden: Tensor, weight: Tensor, targets: Tensor, rules: TokenLoss, bias: Tensor | None, token_weights: Tensor | None
 ) -> Tensor:
-    """() float32, with liger. The kernel sums tokens of equal weight, and then computes their gradients in one pass."""
+    """() float32, with liger. The kernel sums tokens of equal weight, and can then compute gradients in the same
+    pass."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
 
     rule = LigerFusedLinearCrossEntropyLoss(
@@ -101,7 +104,7 @@ def _liger(
         label_smoothing=rules.label_smoothing,
         reduction="sum" if token_weights is None else "none",
         softcap=rules.softcap,
-        accum_dtype=torch.float32,  # the gradient of the head is a sum over chunks: in 16 bits each addition rounds
+        accum_dtype=torch.float32,  # the head's gradient is a sum over chunks, which 16 bits would round each time
     )
     losses: Tensor = rule(weight, hidden, targets, bias)
     return losses.float() if token_weights is None else losses.float() @ token_weights
@@ -114,7 +117,7 @@ def _cut_cross_entropy(
     from cut_cross_entropy import linear_cross_entropy as cut  # type: ignore[import-not-found]
 
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):  # its kernels need both in one dtype, and ignore autocast
+    if torch.is_autocast_enabled(device):  # its kernels require the same dtype for both, and ignore autocast
         hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
     losses: Tensor = cut(
         hidden, weight, targets, ignore_index=IGNORE_INDEX, softcap=rules.softcap, reduction="none", filter_eps=None

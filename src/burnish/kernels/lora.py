@@ -1,25 +1,28 @@
-"""The LoRA product: what a low-rank update adds to the output of a linear layer, whatever modules hold the weights.
+"""The LoRA product: the low-rank update of a linear layer's output, independent of the modules that hold the weights.
 
-    y = x Wᵀ + bias + scaling * dropout(x) Aᵀ Bᵀ          (Hu et al. 2021, section 4.1, https://arxiv.org/abs/2106.09685)
+    y = x Wᵀ + bias + scaling * dropout(x) Aᵀ Bᵀ          (Hu et al. 2021, section 4.1,
+    https://arxiv.org/abs/2106.09685)
 
-In:  modules that keep a layer and its factors under peft's names. Out: their forward pass, one of three:
+In:  modules with a layer and its factors under peft's names. Out: their forward pass, one of three:
 
-- ``lora_linear``: the layer is a dense one that does not train. Its own product is made here too, so that the update is
-  added to it where it lies, and the same to its input's gradient.
-- ``joint_projections``: several such layers over one input (queries, keys and values; a gate and its fellow). All A lie
-  under each other: one product with the input, one of their gradients, one of what they give the input.
-- ``lora_update``: the layer answers by itself (quantized, trained, sharded, listened to), and the update is added.
+- ``lora_linear``: for a frozen dense layer. The layer's own product is computed here as well, so that the update is
+  added in place, and likewise for the input's gradient.
+- ``joint_projections``: for several such layers with the same input (queries, keys and values; gate and up). All A are
+  concatenated, so that there is one product each with the input, for their gradients, and for the input's gradient.
+- ``lora_update``: for any other layer (quantized, trained, sharded, with hooks). Its own forward pass is called, and
+  the update is added.
 
-What is more than this formula, DoRA say, is left to the module's own forward pass.
+Variants of the formula, such as DoRA, use the module's own forward pass.
 
-Written with torch's operations, each adapted layer keeps a dropped copy of its input for the backward pass, and a cast
-one where dtypes differ: for q, k and v that is three times the very tensor the layers share. Here that tensor itself is
-kept, the mask (one byte per element) and the product with A (r columns); the rest is computed again. ``plain=True`` is
-the formula as written, for comparison and for double backward, which the others refuse.
+With torch operations each adapted layer keeps a copy of its input after dropout for the backward pass, and a converted
+copy if dtypes differ. For q, k and v these are three copies of the input that they share. Here only the shared input is
+kept, with the dropout mask (one byte per element) and the product with A (r columns). The rest is recomputed.
+``plain=True`` computes the formula with torch operations, for comparison and for double backward, which the others do
+not support.
 """
 
-# N rows (all leading dimensions, flattened), I inputs, O outputs, r rank; of several layers O_k, r_k, and R the sum of
-# all ranks
+# N rows (all leading dimensions, flattened), I inputs, O outputs, r rank; O_k, r_k of layer k, and R the sum of all
+# ranks
 
 from __future__ import annotations
 
@@ -40,7 +43,11 @@ class Adapted(NamedTuple):
     """The tensors of a frozen layer and its adapter.
 
     Args:
-        weight: (O, I); bias: (O,). a, b: (r, I) and (O, r). scaling, dropout: as in ``lora_linear``.
+        weight: (O, I).
+        bias: (O,).
+        a: (r, I).
+        b: (O, r).
+        scaling, dropout: as in ``lora_linear``.
     """
 
     weight: Tensor
@@ -58,11 +65,12 @@ def lora_update(
 
     Args:
         result: (..., O) the layer's own output.
-        x: (..., I) its input; any float type.
+        x: (..., I) its input; any float dtype.
         a, b: (r, I) and (O, r) the factors.
-        scaling: the factor of the update.
-        dropout: the probability with which an element of ``x`` is zeroed on its way to A; 0 when not training. The
-            mask is drawn from torch's global generator.
+        scaling: factor of the update.
+        dropout: probability with which an element of ``x`` is zeroed before A; 0 when not training. The mask is drawn
+            from torch's global generator.
+        plain: whether to use torch operations.
     Returns:
         (..., O) in the dtype of ``result``.
     """
@@ -81,7 +89,7 @@ def lora_linear(
     """Compute ``x Wᵀ + bias + scaling * dropout(x) Aᵀ Bᵀ`` for a frozen layer: W and bias get no gradient.
 
     Args:
-        x: (..., I) in the dtype of ``weight``, which is ``lora_dtype`` too.
+        x: (..., I) in the dtype of ``weight``, which must equal ``lora_dtype``.
         weight: (O, I)
         bias: (O,)
         a, b, scaling, dropout: as in ``lora_update``.
@@ -93,9 +101,9 @@ def lora_linear(
 
 
 def lora_dtype(x: Tensor, a: Tensor) -> torch.dtype:
-    """The dtype of the product: autocast's where it is on, else that of the factors.
+    """The dtype of the product: autocast's if enabled, else that of the factors.
 
-    A frozen base in bfloat16 with factors in float32 thus trains its factors in float32 (checklist row 77).
+    So float32 factors of a frozen bfloat16 base are trained in float32.
     """
     device = x.device.type
     if x.is_meta:
@@ -109,8 +117,8 @@ class _LoraUpdate(torch.autograd.Function):
         with without_autocast(x):
             mask, h = _down(rows(x).to(a.dtype), a.t(), dropout)
             wide = torch.promote_types(result.dtype, a.dtype)
-            # Written into a tensor of its final shape: a view that a Function returns may not be changed in place,
-            # and some models do that (Falcon's parallel attention).
+            # Written into a tensor of its final shape, because a view returned by a Function may not be changed in
+            # place, and some models do that (Falcon's parallel attention).
             updated = torch.empty(result.shape, dtype=wide, device=result.device)
             torch.addmm(rows(result).to(wide), h.to(wide), b.t().to(wide), alpha=scaling, out=rows(updated))
         ctx.save_for_backward(x, mask, h, a, b)
@@ -160,7 +168,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def _down(x: Tensor, a: Tensor, dropout: float) -> tuple[Tensor | None, Tensor]:
-    """The dropout mask (N, I) of ``x`` (N, I), None without dropout, and (N, r) the product with (I, r)."""
+    """The dropout mask (N, I) of ``x`` (N, I), or None without dropout, and (N, r) the product with (I, r)."""
     mask = None
     if dropout > 0:
         x, mask = torch.native_dropout(x, dropout, True)
@@ -168,7 +176,8 @@ def _down(x: Tensor, a: Tensor, dropout: float) -> tuple[Tensor | None, Tensor]:
 
 
 def layer_output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(..., O) the layer's own output, in a tensor of that shape: a view that a Function returns may not be changed."""
+    """(..., O) the layer's own output as a new tensor, because a view returned by a Function may not be changed in
+    place."""
     output = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
     if bias is None:
         torch.mm(rows(x), weight.t(), out=rows(output))
@@ -183,9 +192,10 @@ def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
 
 
 def upright(factor: Tensor) -> Tensor:
-    """The transpose of a factor, copied to row-major order. A CPU compiles a kernel for each memory order of a second
-    operand, in 0.2 to 1 ms for each new number of tokens; with the copy one kernel serves forward and backward, A and
-    B."""
+    """The transpose of a factor, copied to row-major order on a CPU. A CPU compiles a kernel for each memory order of
+    the second operand, in 0.2 to 1 ms for each new number of tokens. With the copy one kernel serves forward and
+    backward, A and B.
+    """
     return factor.t().contiguous() if factor.device.type == "cpu" else factor.t()
 
 
@@ -194,13 +204,13 @@ def _of_factors(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of A (r, I) and of B (O, r), from those of the output (N, O) and of the product with A (N, r)."""
     grad_a = grad_h.t() @ _drop(x, mask, ctx.keep) if needs[0] else None
-    # The thin factor on the left: a bfloat16 product with it takes two thirds of the time on a CPU.
+    # The thin factor is the left operand, because a bfloat16 product then takes two thirds of the time on a CPU.
     grad_b = (h.t() @ g).mul_(ctx.scaling).t() if needs[1] else None
     return grad_a, grad_b
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Switch autocast off, so that dtypes stay as given; on the meta device, which has no autocast, do nothing."""
+    """Disable autocast, so that dtypes do not change. Does nothing on the meta device, which has no autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
@@ -210,7 +220,7 @@ def rows(x: Tensor) -> Tensor:
 
 
 def _drop(x: Tensor, mask: Tensor | None, keep: float) -> Tensor:
-    """``x`` (N, I) after the dropout of the forward pass, from its mask (N, I) of elements that stayed."""
+    """Apply the dropout of the forward pass to ``x`` (N, I), using its mask (N, I) of kept elements."""
     return x if mask is None else (x * mask).mul_(1 / keep)
 
 
@@ -218,10 +228,11 @@ def _drop(x: Tensor, mask: Tensor | None, keep: float) -> Tensor:
 
 
 def joint_projections(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
-    """Compute the outputs of all layers for ``x``; none of them has dropout.
+    """Compute the outputs of all layers for ``x``, without dropout.
 
     Args:
         x: (..., I) in the dtype of the weights.
+        layers: the layers.
     Returns:
         (..., O_k) of each layer k.
     """
@@ -239,7 +250,7 @@ class _Siblings(torch.autograd.Function):
         with without_autocast(x):
             a = torch.cat(factors_a).to(x.dtype)  # (R, I)
             each_b = [scaled(b, scaling, x.dtype) for b, scaling in zip(factors_b, scalings, strict=True)]
-            # Contiguous: for columns of a wider tensor a CPU would compile kernels that differ from ``lora_linear``'s.
+            # Contiguous: for columns of a wider tensor a CPU would use other kernels than for ``lora_linear``.
             each_h = [h.contiguous() for h in torch.split(rows(x) @ upright(a), ctx.ranks, 1)]  # (N, r_k)
             outputs = tuple(layer_output(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
             for output, b, h in zip(outputs, each_b, each_h, strict=True):
@@ -256,7 +267,7 @@ class _Siblings(torch.autograd.Function):
         grad_h = torch.cat([g @ b for g, b in zip(upstream, each_b, strict=True)], 1)  # (N, R)
         of_a = torch.split(grad_h.t() @ rows(x), ctx.ranks)
         kept = zip(each_h, upstream, ctx.scalings, strict=True)
-        of_b = [(h.t() @ g).mul_(scaling).t() for h, g, scaling in kept]  # the thin factor on the left, as in ops.lora
+        of_b = [(h.t() @ g).mul_(scaling).t() for h, g, scaling in kept]  # thin factor on the left, as in _of_factors
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = upstream[0] @ weights[0]
@@ -271,7 +282,7 @@ class _Siblings(torch.autograd.Function):
 
 
 class LoraModule(Protocol):
-    """Attributes that are read of a module: peft's names."""
+    """Attributes of a module with an adapter; peft's names."""
 
     base_layer: Any
     lora_A: Mapping[str, Any]
@@ -286,7 +297,7 @@ class LoraModule(Protocol):
 
 
 class LoraForward:
-    """The forward pass of a module that holds a linear layer and its factors."""
+    """The forward pass of a module with a linear layer and low-rank factors."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -312,8 +323,9 @@ class LoraForward:
         return result
 
     def product(self, x: Tensor, names: Sequence[str]) -> Adapted | None:
-        """Layer and adapter as numbers, where they are nothing but ``lora_linear``: one adapter over a dense layer that
-        does not train, with nobody listening to it; and all numbers in the format of the product."""
+        """The tensors of layer and adapter, if ``lora_linear`` applies: one adapter on a frozen dense layer without
+        hooks, and all tensors in the dtype of the product. Otherwise None.
+        """
         layer = cast(LoraModule, self.layer)
         if len(names) != 1 or not _is_frozen_product(layer.base_layer):
             return None
@@ -325,7 +337,7 @@ class LoraForward:
         return Adapted(weight, bias, a.weight, b.weight, layer.scaling[names[0]], self._dropout(names[0]))
 
     def numbers(self, x: Tensor) -> Adapted | None:
-        """``product`` of the adapter in use; None where the module answers by its own code."""
+        """``product`` of the active adapter. None if the module's own forward pass is needed."""
         layer = cast(LoraModule, self.layer)
         names = [name for name in layer.active_adapters if name in layer.lora_A]
         is_more = layer.merged or layer.disable_adapters or any(name in layer.lora_variant for name in names)
@@ -338,9 +350,9 @@ class LoraForward:
 
 @contextmanager
 def together(*layers: nn.Module) -> Iterator[None]:
-    """Inside it, those of the layers that hold factors answer together when the first of them is asked.
+    """Context in which several adapted layers are computed together when the first of them is called.
 
-    A layer that is called with another tensor, or a second time, computes its output by itself.
+    A layer that is called with another input, or a second time, computes its output separately.
     """
     found = [standing(layer, "forward", LoraForward) for layer in dict.fromkeys(layers)]
     adapted = [forward for forward in found if forward is not None]
@@ -355,7 +367,7 @@ def together(*layers: nn.Module) -> Iterator[None]:
 
 
 class Together:
-    """Results of sibling layers for the tensor that one of them was first asked about, until each is asked."""
+    """Outputs of sibling layers for the input of the first call, stored until each layer is called."""
 
     def __init__(self, forwards: Sequence[LoraForward]) -> None:
         self._forwards = forwards
@@ -377,13 +389,14 @@ class Together:
 
 
 def _is_joint(numbers: Adapted, x: Tensor) -> bool:
-    """Return whether a layer may be joined: its input width fits ``x``, and it has no dropout."""
+    """Whether a layer can be computed jointly: its input width matches ``x``, and it has no dropout."""
     return numbers.weight.shape[1] == x.shape[-1] and not numbers.dropout
 
 
 def _is_frozen_product(layer: nn.Module) -> bool:
-    """Return whether ``layer`` is torch's own linear layer over a plain frozen tensor, without hooks (such as one that
-    gathers a sharded weight). A quantized or distributed weight has a class of its own."""
+    """Whether ``layer`` is torch's linear layer with a plain frozen tensor and without hooks (such as one that gathers
+    a sharded weight). A quantized or distributed weight has its own class.
+    """
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return False
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
@@ -392,7 +405,7 @@ def _is_frozen_product(layer: nn.Module) -> bool:
 
 
 def holds_factors(module: Any) -> bool:
-    """Tell whether ``module`` holds a linear layer and plain factors, and its class computes the formula of them."""
+    """Whether ``module`` has a linear layer and plain factors, and its class computes the plain formula."""
     factors = getattr(module, "lora_A", None)
     if not isinstance(factors, nn.ModuleDict) or not isinstance(getattr(module, "lora_B", None), nn.ModuleDict):
         return False
@@ -404,8 +417,9 @@ def holds_factors(module: Any) -> bool:
 
 @cache
 def _computes_the_formula(kind: Any) -> bool:
-    """Tell whether modules of a class answer what ``LoraForward`` does; asked with a small layer in their place. The
-    random numbers of a run are the same afterwards, whether or not the class was asked before."""
+    """Whether a class computes the same as ``LoraForward``, tested with a small layer. The random state does not
+    change, whether or not the result is cached.
+    """
     module: Any = kind.__new__(kind)
     nn.Module.__init__(module)
     with torch.random.fork_rng(devices=()), torch.no_grad():
@@ -426,4 +440,4 @@ _ASKED: dict[str, Any] = {
     "merged_adapters": [], "lora_variant": {}, "_disable_adapters": False, "_active_adapter": "x",
     "cast_input_dtype_enabled": True, "kwargs": {}, "fan_in_fan_out": False, "_caches": {},
 }  # fmt: skip
-"""Other attributes of a module of peft's."""
+"""Other attributes of peft's modules."""

@@ -1,9 +1,8 @@
 """The parts of a vision model: tower, projector and language model.
 
-They are found from the modules, by no table of models: the language model is the decoder and the head; a part beside
-it that is a model of its own is a tower; what else stands between them is the projector, also where a tower holds it as
-its "merger" (the Qwen and GLM families). Parameters that stand alone, as LLaVA-NeXT's ``image_newline``, go with the
-projector.
+They are found from the modules, without a table of models. The language model consists of the decoder and the head. A
+submodel next to it is a tower. Everything else is the projector, even if a tower contains it as its "merger" (Qwen and
+GLM families). Single parameters, such as LLaVA-NeXT's ``image_newline``, belong to the projector.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PartName: TypeAlias = Literal["vision_tower", "multi_modal_projector", "language
 
 
 def sees(model: nn.Module) -> bool:
-    """Return whether a model has a tower for images."""
+    """Whether a model has a vision tower."""
     config = getattr(causal_lm(model), "config", None)
     return getattr(config, "vision_config", None) is not None and "vision_tower" in parts_of(model).values()
 
@@ -28,7 +27,7 @@ def sees(model: nn.Module) -> bool:
 def parts_of(model: nn.Module) -> Mapping[str, PartName]:
     """The paths of the outermost modules, and of parameters outside of them -> the part that they belong to.
 
-    A model that reads text only is one part, "language_model", under the path "".
+    A text-only model is a single part, "language_model", with the path "".
     """
     inner = causal_lm(model)
     base: Any = inner.base_model
@@ -43,7 +42,7 @@ def parts_of(model: nn.Module) -> Mapping[str, PartName]:
         path = paths[id(child)]
         if path in found or any(path.startswith(f"{part}.") for part in found):
             continue
-        if not hasattr(child, "save_pretrained"):  # which every model of transformers has
+        if not hasattr(child, "save_pretrained"):  # every model of transformers has this method
             found[path] = "multi_modal_projector"
             continue
         found[path] = "vision_tower"
@@ -55,7 +54,7 @@ def parts_of(model: nn.Module) -> Mapping[str, PartName]:
 
 
 def part_at(path: str, parts: Mapping[str, PartName]) -> PartName:
-    """The part that the module or parameter at ``path`` belongs to; that of the longest path in ``parts`` around it."""
+    """The part of the module or parameter at ``path``, determined by the longest enclosing path in ``parts``."""
     around = [outer for outer in parts if _is_within(path, outer)]
     return parts[max(around, key=len)] if around else "language_model"
 

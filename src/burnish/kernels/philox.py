@@ -1,10 +1,10 @@
-"""Counter-based random numbers: Philox4x32-10. A number is a function of a key and a counter, and of nothing else.
+"""Counter-based random numbers: Philox4x32-10. A number is a function of a key and a counter only.
 
-No generator has a state, so numbers may be computed in any order, on any device and by any process, and a run that was
-resumed needs no saved state to get the same ones.
+There is no generator state. Numbers can be computed in any order, on any device and by any process, and a resumed run
+gets the same numbers without a saved state.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3,
-https://doi.org/10.1145/2063384.2063405. The known answers of Random123 are a test.
+https://doi.org/10.1145/2063384.2063405. Tests compare with the known answers of Random123.
 """
 
 # B rows, V vocabulary, M candidates of a row
@@ -21,7 +21,7 @@ _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 MASK = 0xFFFFFFFF
 _AT_ONCE = 1 << 14
-"""Counters that are computed together on a CPU, so that the intermediate words stay in its cache."""
+"""Number of counters that are computed together on a CPU, so that intermediate words stay in its cache."""
 _NEAREST_TO_1 = -1 + 2.0**-24
 
 
@@ -29,11 +29,11 @@ def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[An
     """Four words of 32 bits for each key and counter.
 
     Args:
-        key, counter: words, as NumPy arrays of uint64 or as tensors of int64, of shapes that broadcast.
+        key, counter: words, as NumPy arrays of uint64 or tensors of int64, with broadcastable shapes.
     """
     (k0, k1), (c0, c1, c2, c3) = key, counter
     m0, m1 = _MULTIPLIERS
-    is_signed = isinstance(c3, Tensor)  # of a product above 2^63, a shift to the right copies the sign
+    is_signed = isinstance(c3, Tensor)  # a right shift of a product above 2^63 extends the sign
     for _ in range(10):
         p0, p1 = c0 * m0, c2 * m1
         c1, c3, low = p1 & MASK, p0 & MASK, (c1, c3)
@@ -50,7 +50,9 @@ def gumbel(words: Any, vocabulary: int, device: torch.device, tokens: Tensor | N
 
     Args:
         words: (B, 5) two words of the key and three of the counter, per row.
-        tokens: (B, M) the tokens for which it is wanted; None for all.
+        vocabulary: V.
+        device: device of the result.
+        tokens: (B, M) the tokens to compute the noise for; None: all.
     Returns:
         (B, V) or (B, M) float32.
     """
@@ -86,7 +88,7 @@ def _words_of(rows: np.ndarray, vocabulary: int, tokens: np.ndarray | None) -> n
 
 
 def _as_gumbel(words: np.ndarray) -> np.ndarray:
-    """Words -> noise, in place. E = -ln(1 - w): small values of E, which decide a draw, keep their digits."""
+    """Convert words to noise in place. E = -ln(1 - w) keeps the digits of small values of E, which decide a draw."""
     words += 0.5
     words *= -(2.0**-32)
     np.maximum(words, _NEAREST_TO_1, out=words)
@@ -98,7 +100,7 @@ def _as_gumbel(words: np.ndarray) -> np.ndarray:
 
 
 def permutation(number: int, key: tuple[int, int], generation: int) -> list[int]:
-    """A permutation of ``number`` items that the key and the generation alone decide."""
+    """A permutation of ``number`` items that only depends on the key and the generation."""
     k0, k1, c0 = (np.array([word & MASK], dtype=np.uint64) for word in (*key, generation))
     blocks, zero = np.arange(-(-number // 4), dtype=np.uint64), np.zeros(1, np.uint64)
     words = np.stack(philox((k0, k1), (c0, zero, zero, blocks)), -1).ravel()[:number]

@@ -1,8 +1,8 @@
-"""Probes: find out by forward passes over a few tokens how a model behaves.
+"""Probes: determine a model's behavior by forward passes over a few tokens.
 
-Neither the name of a model nor its config says reliably whether it keeps the sequences of a row apart or what it does
-between its last hidden states and its logits. A probe costs some forward passes over about twenty tokens, in evaluation
-mode; weights, gradients, random numbers and the mode of every module are the same afterwards.
+Neither the name of a model nor its config reliably tells whether it separates the sequences of a row, or how it
+computes logits from its last hidden states. A probe takes a few forward passes over about twenty tokens in evaluation
+mode. It does not change weights, gradients, random states and the mode of any module.
 """
 
 # T tokens, H hidden size, V vocabulary
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from burnish.utils.patching import Reason, hooked
 
 REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
-"""Errors that models raise for inputs they do not support; they count as a result of the probe."""
+"""Errors that models raise for unsupported inputs. They count as a result of the probe."""
 
 _NEIGHBOUR, _LENGTH = 9, 13
 _LEAK = 0.05
@@ -30,12 +30,12 @@ _QUESTION = Reason("head", "it is called with larger hidden states")
 
 
 def isolates_sequences(model: nn.Module) -> bool:
-    """Return whether a sequence has the same logits alone and after another sequence in the same row.
+    """Whether a sequence has the same logits alone and after another sequence in the same row.
 
-    The other sequence is replaced, and the logits must stay the same. Where they are not equal to the bit (in a mixture
-    of experts, the other tokens influence the order in which sums are rounded), they may change by at most a twentieth
-    of the change where the sequence does attend to the other one. Bloom, state-space models and some eager attention
-    mix sequences silently, and with ``use_cache=True`` all models do.
+    The other sequence is replaced, and the logits must not change. If they are not exactly equal (in a mixture of
+    experts other tokens influence the order in which sums are rounded), they may change by at most a twentieth of the
+    change that occurs if the sequence attends to the other one. Bloom, state-space models and some eager attention
+    implementations silently mix sequences, as do all models with ``use_cache=True``.
     """
     try:
         with asking(model) as ask:
@@ -56,12 +56,12 @@ def isolates_sequences(model: nn.Module) -> bool:
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """Return whether prefixes may be shared: two sequences with a common prefix that is computed once
+    """Whether prefix sharing is possible: two sequences with a common prefix that is computed once
     (``data.batches.batching``) have the same logits as alone, and the model draws no random numbers in training.
-    With dropout, for example, the prefix would differ between the two sequences. Besides the logits, the state of
-    the random generators is compared, because the dropout of an adapter that is still zero changes gradients only.
 
-    Rotary positions that depend on the longest row of a batch cannot be found with a few tokens; the config has them.
+    With dropout, for example, the prefix would differ between the two sequences. The state of the random generators is
+    compared as well, because the dropout of an adapter that is still zero changes gradients only. Rotary positions that
+    depend on the longest row of a batch cannot be detected with a few tokens; they are read from the config.
     """
     if _looks_at_the_longest(causal_lm(model).config):
         return False
@@ -82,10 +82,11 @@ def shares_prefixes(model: nn.Module) -> bool:
 
 
 def _looks_at_the_longest(config: Any) -> bool:
-    """Return whether the frequencies of rotary positions depend on the length of the input
-    (https://huggingface.co/docs/transformers/internal/rope_utils)."""
+    """Whether the frequencies of rotary positions depend on the length of the input
+    (https://huggingface.co/docs/transformers/internal/rope_utils).
+    """
     found = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = [found, *(value for value in found.values() if isinstance(value, dict))]  # one for all, or by kind of layer
+    kinds = [found, *(value for value in found.values() if isinstance(value, dict))]  # global, or per type of layer
     return any(kind.get("rope_type") in {"dynamic", "longrope"} for kind in kinds)
 
 
@@ -95,8 +96,8 @@ class Head:
 
     Args:
         backbone: ids -> hidden states (B, T, H).
-        linear: (B, T, H) -> (B, T, V); its weight may be the embedding's.
-        scale: before the cap; Cohere and Granite have one.
+        linear: (B, T, H) -> (B, T, V); its weight may be tied to the embedding's.
+        scale: factor before the cap (Cohere, Granite).
         softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2).
     """
 
@@ -120,15 +121,15 @@ class Head:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Findings about a model; false and None where it does not, or was not asked.
+    """Results of the probes of a model; false or None if not supported or not probed.
 
     Args:
-        model: the one that was asked.
-        is_padding_free: sequences laid end to end in one row do not see each other.
-        shares_prefixes: what sequences have in common at their start may be computed once.
-        head: how it makes its logits of its last hidden states, where that is a plain linear layer.
-        makes_some_logits: it can make those of chosen positions alone.
-        notes: sentences for a person.
+        model: the probed model.
+        is_padding_free: whether concatenated sequences in one row are independent.
+        shares_prefixes: whether common prefixes of sequences may be computed once.
+        head: its head, if it is a plain linear layer.
+        makes_some_logits: whether it can compute the logits of selected positions only.
+        notes: sentences for the user.
     """
 
     model: nn.Module
@@ -140,10 +141,10 @@ class Capabilities:
 
 
 def find_head(model: nn.Module) -> Head | None:
-    """Find the head of a causal language model; None where its logits do not follow the formula of ``Head``.
+    """Find the head of a causal language model. None if its logits do not follow the formula of ``Head``.
 
-    None too where the head is no plain linear layer (quantized, adapted), or where it has hooks, which would not be
-    called. For the comparison the hidden states are multiplied by a thousand, so that a cap or an offset shows, which
+    Also None if the head is not a plain linear layer (quantized, adapted), or if it has hooks, which would not be
+    called. For the comparison the hidden states are multiplied by a thousand, to detect a cap or an offset, which
     hardly changes small logits.
     """
     try:
@@ -160,7 +161,7 @@ def find_head(model: nn.Module) -> Head | None:
 
 
 def makes_some_logits(model: nn.Module) -> bool:
-    """Return whether the model can compute the logits of chosen positions alone: ``logits_to_keep=(N,)``."""
+    """Whether the model can compute the logits of selected positions only: ``logits_to_keep=(N,)``."""
     try:
         tokens, chosen = _tokens(model, _LENGTH, seed=4), torch.tensor([1, 4, 5], device=_device(model))
         with asking(model) as ask:
@@ -172,7 +173,8 @@ def makes_some_logits(model: nn.Module) -> bool:
 
 
 def keeps_answers(model: nn.Module, change: Callable[[], object]) -> bool:
-    """Make ``change`` to the model, and return whether its logits stay the same but for rounding. The change stays."""
+    """Call ``change``, which modifies the model, and return whether its logits stay the same up to rounding. Not
+    undone."""
     tokens = _tokens(model, _LENGTH, seed=5)
     with asking(model) as ask:
         before = ask(tokens)
@@ -181,13 +183,13 @@ def keeps_answers(model: nn.Module, change: Callable[[], object]) -> bool:
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The model itself, or the one that an adapter of the peft library is wrapped around."""
+    """The model itself, or the one inside of a wrapper of the peft library."""
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if callable(unwrap) else model
 
 
 def _claimed_head(model: nn.Module) -> Head | None:
-    """The head according to the attributes and the config of a transformers model."""
+    """The head according to the attributes and config of a transformers model."""
     inner = causal_lm(model)
     backbone, linear, config = inner.base_model, inner.get_output_embeddings(), inner.config.get_text_config()
     if backbone is inner or linear is None:
@@ -198,7 +200,7 @@ def _claimed_head(model: nn.Module) -> Head | None:
 
 @contextmanager
 def asking(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
-    """The context of a probe; yields a function ids (1, T) -> logits (1, T, V). Afterwards the model is as before."""
+    """Context of a probe. Yields a function ids (1, T) -> logits (1, T, V). The model is restored afterwards."""
     modes = {module: module.training for module in model.modules()}
     device = _device(model)
 
@@ -217,9 +219,11 @@ def asking(model: nn.Module) -> Iterator[Callable[..., Tensor]]:
 
 
 def _one_format(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
-    """The autocast of a probe: on where only some weights are in half precision, as in training of such a model, since
-    a frozen layer in bfloat16 and a trained one in float32 cannot be mixed without it. Also on where all weights are in
-    float32 and the attention has no kernel for that. Else off, even inside an autocast of the caller."""
+    """The autocast of a probe. Enabled if only some weights are in half precision, as in training of such a model,
+    because a frozen bfloat16 layer and a trained float32 layer cannot be combined without it. Also enabled if all
+    weights are in float32 and the attention has no kernel for that. Otherwise disabled, even inside an autocast of the
+    caller.
+    """
     halves = _formats(model) & {torch.bfloat16, torch.float16}
     is_mixed = bool(halves) and len(_formats(model)) > 1
     return torch.autocast(device.type, halves.pop() if is_mixed else None, enabled=is_mixed)
@@ -229,7 +233,7 @@ def _formats(model: nn.Module) -> set[torch.dtype]:
     """The dtypes in which a model computes."""
     formats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     attention = str(getattr(causal_lm(model).config, "_attn_implementation", ""))
-    # Flash attention, by transformers' names or as a kernel of the hub (owner/name), supports 16 bits only.
+    # Flash attention, under transformers' names or as a kernel of the hub (owner/name), supports 16 bits only.
     return formats | {torch.bfloat16} if "flash" in attention and formats == {torch.float32} else formats
 
 
@@ -281,7 +285,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def close(a: Tensor, b: Tensor, model: nn.Module) -> bool:
-    """Return whether both are equal but for rounding in the coarsest dtype of the weights: half of its digits agree."""
+    """Whether both are equal up to rounding in the coarsest dtype of the weights: half of its digits agree."""
     tolerance = max(torch.finfo(dtype).eps for dtype in _formats(model)) ** 0.5
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())
 

@@ -1,8 +1,8 @@
-"""Results that need not be kept for the backward pass, because what they were computed from is kept anyway.
+"""Results that need not be kept for the backward pass, because their inputs are kept anyway.
 
-In: a result, and how it was computed. Out: the recipe, for who would save the result: the gate and the up projection
-of a gated layer are kept for its own backward pass, so the linear layer behind it computes their product again (a few
-operations per number) in place of keeping it.
+In: a result, and how it was computed. Out: a recipe for the consumer of the result. For example, the gate and up
+projections of a gated layer are kept for its own backward pass, so the next linear layer recomputes their product (a
+few operations per element) instead of keeping it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Recipe(NamedTuple):
-    """The way to compute a result again: ``function(*tensors)``, to the bit."""
+    """How to recompute a result exactly: ``function(*tensors)``."""
 
     function: Callable[..., Tensor]
     tensors: tuple[Tensor, ...]
-    version: int  # of the result, when it was computed
+    version: int  # version counter of the result when it was computed
 
 
 _recipes: MutableMapping[Tensor, Recipe] = WeakTensorKeyDictionary()
-"""Result -> its recipe, as long as somebody holds the result."""
+"""Result -> its recipe, as long as the result is referenced."""
 
 
 def may_be_recomputed(result: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Give a result the recipe of it. Args: tensors: that are kept for a backward pass, and stay as they are."""
+    """Register the recipe of a result. ``tensors`` are kept for a backward pass and must not be changed."""
     _recipes[result] = Recipe(function, tuple(tensor.detach() for tensor in tensors), result._version)
     return result
 
 
 def recipe_of(x: Tensor) -> Recipe | None:
-    """The recipe of just this tensor; None where there is none, or it was changed since."""
+    """The recipe of this tensor. None if there is none, or if the tensor was changed since then."""
     recipe: Recipe | None = _recipes.get(x)
     return recipe if recipe is not None and recipe.version == x._version else None

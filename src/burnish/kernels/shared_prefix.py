@@ -1,7 +1,7 @@
 """Keys and values of sequences that share a prefix.
 
-In: a tensor with one row per token, and the runs of tokens that each sequence attends to. Out: the rows of all runs,
-concatenated, shared ones several times; in the backward pass their gradients are summed in float32.
+In: a tensor with one row per token, and the runs of tokens that each sequence attends to. Out: the concatenated rows of
+all runs, shared ones repeated. The backward pass sums their gradients in float32.
 """
 
 # T tokens, M rows of all runs (M >= T)
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Runs = tuple[tuple[int, int], ...]
-"""(begin, length) of each run; together they cover every token, and two runs are equal or have no token in common."""
+"""(begin, length) of each run. Together they cover every token, and two runs are either equal or disjoint."""
 
 
 def laid_out(x: Tensor, runs: Runs) -> Tensor:

@@ -1,8 +1,8 @@
 """Tied weights: one gradient for a weight that is both the embedding and the head of a language model.
 
-In: the weight. Out: the rows that are looked up, and the weight for the head. With plain autograd there are two
-gradients of the weight's size, of which the embedding's is zero except in the rows of the batch, and another pass adds
-them. Here only the gradients of the looked-up rows are kept, and added in place to the gradient of the head.
+In: the weight. Out: the looked-up rows, and the weight for the head. With plain autograd there are two gradients of the
+weight's size, which are then added. The embedding's gradient is zero except in the rows of the batch. Here only the
+gradients of the looked-up rows are kept, and added in place to the gradient of the head.
 """
 
 # V vocabulary, H hidden size
@@ -24,7 +24,7 @@ TIED = Reason("tied embedding", "it shares one gradient with the head")
 
 
 def is_plain_lookup(module: nn.Module) -> bool:
-    """Return whether ``module`` only looks up rows of its weight, with a plain gradient."""
+    """Whether ``module`` only looks up rows of its weight, with a plain gradient."""
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         return False
     is_asked_for_more = module.max_norm is not None or module.sparse or module.scale_grad_by_freq
@@ -32,7 +32,7 @@ def is_plain_lookup(module: nn.Module) -> bool:
 
 
 class TiedEmbedding:
-    """An embedding that looks its rows up in the weight that it shares with the head, inside of ``joined``."""
+    """An embedding that looks up rows in the weight that it shares with the head, inside of ``joined``."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         self._embedding = embedding
@@ -40,7 +40,8 @@ class TiedEmbedding:
 
     @classmethod
     def of(cls, embedding: nn.Module) -> TiedEmbedding | None:
-        """``embedding`` as one from now on; None where it does more than to look up."""
+        """The ``TiedEmbedding`` of ``embedding``, patched in if necessary. None if it does more than looking up
+        rows."""
         before = standing(embedding, "forward", cls)
         if before is not None or not is_plain_lookup(embedding):
             return before
@@ -50,7 +51,7 @@ class TiedEmbedding:
 
     @contextmanager
     def joined(self) -> Iterator[Tensor]:
-        """Inside it both uses have one gradient. Yields the weight (V, H) for the head."""
+        """Context in which both uses share one gradient. Yields the weight (V, H) for the head."""
         self._weight = TiedWeight(self._embedding.weight, self._embedding.padding_idx)
         try:
             yield self._weight.joined
@@ -69,7 +70,7 @@ class TiedWeight:
 
     Args:
         weight: (V, H)
-        padding_id: the token whose row gets no gradient from the lookup, as in ``torch.nn.Embedding``; None is none.
+        padding_id: token whose row gets no gradient from the lookup, as in ``torch.nn.Embedding``; None: no such token.
 
     Attributes:
         joined: (V, H) the weight, for the head. Its backward pass runs after those of both uses.
@@ -96,8 +97,9 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_head: Tensor | None) -> tuple[Tensor, None]:
-        """Runs after the backward passes of all uses; nothing else refers to the head's gradient, so it is changed in
-        place."""
+        """Runs after the backward passes of all uses. Nothing else refers to the head's gradient, so it is changed in
+        place.
+        """
         gradient = torch.zeros_like(ctx.like) if of_head is None else of_head
         for ids, rows in ctx.looked_up:
             gradient.index_add_(0, ids, rows)

@@ -1,13 +1,13 @@
-"""The log-probability of each learned token, from hidden states and the head, without the logits of all tokens.
+"""The log-probability of each trained token, from hidden states and the head, without the logits of all tokens.
 
-In: hidden states, the head's weight, the token that each should predict. Out: a number per token, each with a gradient
-of its own: a preference loss, for example, sums them over a sequence and decides its factor after the forward pass.
+In: hidden states, the head's weight, the token that each position should predict. Out: a value per token, each with its
+own gradient. For example, a preference loss sums them over a sequence and determines its factor after the forward pass.
 
-This is the difference to ``ops.cross_entropy``, which computes gradients in the forward pass for one common factor.
-Where only the hidden states need a gradient (a frozen head), it is computed in the forward pass too, one vector per
-token, and multiplied by the token's factor later: two matrix products in all. Where the head is trained as well, its
-gradient is a sum in which each token has its own factor, so the chunks of logits are computed again in the backward
-pass: four products in place of three, and no more memory. ``plain_token_logps`` computes the same from given logits.
+``kernels.cross_entropy`` in contrast computes gradients in the forward pass for one common factor. If only the hidden
+states need a gradient (frozen head), it is computed in the forward pass here as well, one vector per token, and
+multiplied by the token's factor later: two matrix products in total. If the head is trained, its gradient is a sum in
+which each token has its own factor, so the chunks of logits are recomputed in the backward pass: four products instead
+of three, and no additional memory. ``plain_token_logps`` computes the same from given logits.
 """
 
 # N tokens that are learned, H hidden size, V vocabulary
@@ -36,15 +36,15 @@ from burnish.kernels.cross_entropy import (
 
 @dataclass(frozen=True)
 class LogpRules:
-    """The numbers that are computed for each token.
+    """The values that are computed for each token.
 
     Args:
         softcap: logits become ``softcap * tanh(logit / softcap)``.
-        accuracy: whether the most probable candidate is right; takes one more pass over the logits.
-        entropy: of the prediction, in nats; one more.
-        sum_squared_probs: log p(token) - ln Σ_v p(v)²; one more (WPO).
-        temperature: logits are divided by it, behind a softcap.
-        entropy_gradient: the entropy has a gradient; chunks of logits are computed again in the backward pass.
+        accuracy: whether the most probable candidate is correct; takes one more pass over the logits.
+        entropy: entropy of the prediction, in nats; takes one more.
+        sum_squared_probs: log p(token) - ln Σ_v p(v)²; takes one more (WPO).
+        temperature: logits are divided by it, after a softcap.
+        entropy_gradient: whether the entropy has a gradient; chunks of logits are then recomputed in the backward pass.
     """
 
     softcap: float | None = None
@@ -60,8 +60,9 @@ class LogpRules:
 
 
 class TokenLogps(NamedTuple):
-    """Numbers per token, all (N,) float32; zero where not asked for. Only ``logps`` has a gradient, and ``entropy`` if
-    that is asked for."""
+    """Values per token, all (N,) float32; zero if not requested. Only ``logps`` has a gradient, and ``entropy`` if
+    requested.
+    """
 
     logps: Tensor  # in nats, at most 0
     correct: Tensor  # 1 or 0
@@ -72,12 +73,13 @@ class TokenLogps(NamedTuple):
 def linear_token_logps(
     hidden: Tensor, weight: Tensor, targets: Tensor, rules: LogpRules | None = None, bias: Tensor | None = None
 ) -> TokenLogps:
-    """Compute the numbers of each token from hidden states.
+    """Compute the values of each token from hidden states.
 
     Args:
         hidden: (N, H); N may be 0.
-        weight: (V, H) the head. Products have autocast's dtype where that is on, else the weight's.
+        weight: (V, H) the head. Products use autocast's dtype if enabled, else the weight's.
         targets: (N,) token ids.
+        rules: which values are computed.
         bias: (V,) of the head.
     """
     needs = tuple(
@@ -92,7 +94,7 @@ def linear_token_logps(
 
 
 def plain_token_logps(logits: Tensor, targets: Tensor, rules: LogpRules | None = None) -> TokenLogps:
-    """Compute the same from given logits (N, V), with a cap already applied; in float32."""
+    """Compute the values from given logits (N, V), to which a cap has been applied; in float32."""
     rules = rules or LogpRules()
     every = torch.log_softmax(logits.float() / rules.temperature, -1)
     logps = every.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -119,7 +121,7 @@ class _LinearTokenLogps(torch.autograd.Function):
         makes_gradient = needs[0] and not is_recomputed
         with torch.autocast(hidden.device.type, enabled=False):
             h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-            slopes = torch.empty_like(hidden) if makes_gradient else None  # (N, H) of each token's own logp
+            slopes = torch.empty_like(hidden) if makes_gradient else None  # (N, H) gradient of each token's logp
             found = []
             for part, logits in _chunks(h, w, b):
                 sum_squared_probs = _evenness(logits, targets[part], rules)
@@ -159,7 +161,7 @@ class _LinearTokenLogps(torch.autograd.Function):
             for part, logits in _chunks(h, w, b):
                 if ctx.rules.entropy_gradient:
                     _slopes(logits, targets[part], upstream[part], of_entropy[part], ctx.rules.softcap)
-                else:  # d(-logp) / d(logits) times -upstream; the token's other numbers are not needed again.
+                else:  # d(-logp) / d(logits) times -upstream; the token's other values are not needed again
                     rules = TokenLoss(softcap=ctx.rules.softcap)
                     token_values(logits, targets[part], -upstream[part].float(), rules, True)
                 gradients.add(part, logits, h[part], w, is_first=part.start == 0)
@@ -167,7 +169,7 @@ class _LinearTokenLogps(torch.autograd.Function):
 
 
 def _chunks(h: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (part, logits) of some tokens at a time; the next logits overwrite them."""
+    """Yield (part, logits) of some tokens at a time. The next logits overwrite them."""
     size = even_length(len(h), chunk_length(len(w), h.device))
     whole = buffer_pool.empty((min(size, len(h)), len(w)), h.dtype, h.device)
     for begin in range(0, len(h), size):
@@ -176,8 +178,8 @@ def _chunks(h: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, 
 
 
 def _slopes(logits: Tensor, targets: Tensor, of_logps: Tensor, of_entropy: Tensor, softcap: float | None) -> None:
-    """Overwrite logits (n, V) with the derivative of Σ of_logps · log p(target) + of_entropy · H by them:
-    of_logps (one - p) - of_entropy p (log p + H), and times ``1 - (logit / softcap)²`` where a logit is capped."""
+    """Overwrite logits (n, V) with the gradient of Σ of_logps · log p(target) + of_entropy · H:
+    of_logps (one_hot(target) - p) - of_entropy p (log p + H), times ``1 - (logit / softcap)²`` if logits are capped."""
     capped = softcap * torch.tanh(logits.float() / softcap) if softcap else logits.float()
     logps = torch.log_softmax(capped, -1)
     of_logps, of_entropy = of_logps.float().unsqueeze(-1), of_entropy.float().unsqueeze(-1)
@@ -187,7 +189,7 @@ def _slopes(logits: Tensor, targets: Tensor, of_logps: Tensor, of_entropy: Tenso
 
 
 def _evenness(logits: Tensor, targets: Tensor, rules: LogpRules) -> Tensor:
-    """(n,) -ln Σ_v p(v)², before the logits are overwritten; zero where not asked for."""
+    """(n,) -ln Σ_v p(v)², before the logits are overwritten; zero if not requested."""
     if not rules.sum_squared_probs:
         return torch.zeros(len(targets), device=logits.device)
     wide = logits.float()

@@ -4,8 +4,8 @@ In: examples, a template, a causal language model. Out: rows; micro-batches; for
 of the negative log-likelihood of its trained tokens.
 
 Position t predicts token t + 1. The shift happens only in ``logits.target_positions``. Target positions are those whose
-next token is trained. Only they pass the head, in chunks (``ops.cross_entropy``). ``fused_loss: false`` computes the
-logits of all positions instead, with the same results.
+next token is trained. Only they pass the head, in chunks (``kernels.cross_entropy``). ``fused_loss: false`` computes
+the logits of all positions instead, with the same results.
 """
 
 # B rows, T tokens in a row, S sequences in a padding-free row, N target positions, H hidden size, V vocabulary
@@ -121,7 +121,7 @@ def loss_notes(options: LmChoices) -> list[str]:
 
 
 def way_of(options: LmChoices) -> str:
-    """The backend of ``ops.head_kernels`` for head and loss, if they are fused."""
+    """The backend of ``kernels.head_kernels`` for head and loss, if they are fused."""
     return options.fused_loss if options.fused_loss in LIBRARIES else "chunked"
 
 

@@ -2,7 +2,7 @@
 
 In: a micro-batch of sequences whose responses are trained and whose prompts are not. Out: sums over the trained tokens
 of each sequence, with gradient. Only positions that predict a trained token pass the head, and never all logits at once
-(``ops.token_logps``). Sequences are padding-free and share prefixes if model and run allow it.
+(``kernels.token_logps``). Sequences are padding-free and share prefixes if model and run allow it.
 """
 
 # S sequences in a micro-batch, N learned tokens in it, T tokens, H hidden size, V vocabulary

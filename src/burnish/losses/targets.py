@@ -65,8 +65,8 @@ def sums_of_hidden(
         head: the model's head.
         targets: the target positions.
         rules: what is computed for each token.
-        way: a backend of ``ops.head_kernels``.
-        weight: (V, H) used instead of the head's own (``ops.tied``).
+        way: a backend of ``kernels.head_kernels``.
+        weight: (V, H) used instead of the head's own (``kernels.tied``).
     """
     if head.scale != 1.0:
         hidden = hidden * head.scale

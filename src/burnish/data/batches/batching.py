@@ -125,7 +125,7 @@ def collator(
         is_padding_free: make padding-free batches. Requires ``padding_free`` or packing, and a model that separates
             the sequences of a row (``models.attention.make_padding_free``).
         shares_prefixes: compute common prefixes of padding-free rows once, and drop tokens after the last one that
-            affects the loss (``ops.probe.shares_prefixes``).
+            affects the loss (``kernels.probe.shares_prefixes``).
     """
     if is_padding_free:
         return collate_prefix_sharing if shares_prefixes else collate_padding_free

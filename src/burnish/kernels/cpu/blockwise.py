@@ -1,15 +1,15 @@
-"""Causal attention within one long sequence on a CPU in 16 bits, a block of queries at a time.
+"""Causal attention within one long sequence on a CPU in 16 bits, one block of queries at a time.
 
-In:  queries, keys and values of one sequence; it may have keys before that of the first query, to which all queries
-attend. Out: the weighted values. Only the scores of one block are in memory at a time, and none are kept: the backward
-pass computes a block's weights again, from queries and keys.
+In:  queries, keys and values of one sequence, which may have keys before that of the first query; all queries attend to
+these. Out: the weighted values. Only the scores of one block are in memory at a time, and none are stored: the backward
+pass recomputes a block's weights from queries and keys.
 
     P = softmax(scale * Q Kᵀ),  O = P V
     dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P * (dP - rowsum(dP * P)),  dQ = scale * dS K,  dK = scale * dSᵀ Q
 
 (Dao et al. 2022, appendix B, https://arxiv.org/abs/2205.14135). A block of queries is multiplied with the keys up to
-its own end, so that little more than the half that a causal mask leaves is computed, in matrix products of oneDNN.
-torch's fused kernel for a CPU multiplies small tiles, at a fraction of that rate.
+its own end, so little more than the causal half is computed, with matrix products of oneDNN. torch's fused kernel for
+CPUs multiplies small tiles, at a fraction of that rate.
 """
 
 # L tokens, M keys (M - L of them before the first token), H query heads, K key heads, G = H / K,
@@ -25,20 +25,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _ROWS, _FEWEST, _MOST = 512, 96, 256
-"""Rows of a block's products (heads that share a key are stacked), and least and most queries of a block: few, so that
-the scores stay in the processor's cache and little is computed beyond the diagonal, but enough for an efficient
-product. Blocks have whole vectors, since torch's softmax computes the last few numbers of a row one by one."""
+"""Rows of a block's products (heads that share a key are stacked), and minimum and maximum number of queries of a
+block. Few, so that the scores stay in the processor's cache and little is computed beyond the diagonal, but enough for
+efficient products. Blocks are multiples of a vector, because torch's softmax computes the remainder of a row element by
+element."""
 
 VECTOR = 32
-"""Numbers of 16 bits in the widest vector of a processor."""
+"""Number of 16-bit elements in the widest vector of a processor."""
 
 
 def blockwise_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention: of each token to itself and those before it.
+    """Causal attention: each token attends to itself and those before it.
 
     Args:
-        query: (H, L, D); key: (K, M, D); value: (K, M, E), of one dtype.
-        scale: the factor of a product of query and key.
+        query: (H, L, D).
+        key: (K, M, D).
+        value: (K, M, E); all of one dtype.
+        scale: factor of the product of query and key.
     Returns:
         (H, L, E)
     """
@@ -104,5 +107,5 @@ def _weights(q: Tensor, key: Tensor, scale: float, rows: slice) -> Tensor:
 
 
 def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """``scale * a b`` of batches of matrices, rounded once."""
+    """``scale * a b`` for batches of matrices, rounded once."""
     return torch.baddbmm(a.new_zeros(1, 1, 1), a, b, beta=0, alpha=scale)

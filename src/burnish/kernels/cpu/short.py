@@ -1,15 +1,17 @@
-"""Causal attention within many short sequences on a CPU in 16 bits: those of similar length share matrix products.
+"""Causal attention within many short sequences on a CPU in 16 bits. Sequences of similar length share matrix products.
 
 In:  queries, keys and values of concatenated sequences, and the sequences' lengths; a sequence may have keys before
 that of its first query, those of a shared prefix. Out: the weighted values.
 
-With a call per sequence, and some dozens of tokens in each, calls take more time than arithmetic. Here the sequences
-are sorted into buckets, in which each is padded with zeros to the longest; a bucket is one batch of matrix products.
-Padding comes after the tokens, where a causal mask hides it, and after the keys before them. The attention weights are
-kept for the backward pass, whose formulas are those of ``ops.cpu.blockwise``; dropout is between P and O.
-Measured on one AVX512-BF16 core (6 heads of 64 on 2 keys, forward and backward, bfloat16), ms of a call per sequence
-and of buckets: 8 sequences of 12 to 32 tokens 4.0, 1.1; 64 of them 32, 5.8; 32 of 16 to 128 tokens 26, 15; 8 of 60 to
-360 tokens 20, 19. In float32 torch's fused attention, one sequence after another, takes as long as the buckets.
+For sequences of some dozens of tokens, one call per sequence takes more time than the arithmetic. Here the sequences
+are sorted into buckets, in which each is padded with zeros to the longest. A bucket is one batch of matrix products.
+Padding follows the tokens, where the causal mask hides it, and the keys before them. The attention weights are kept for
+the backward pass, whose formulas are those of ``kernels.cpu.blockwise``; dropout is applied between P and O.
+
+Measured on one AVX512-BF16 core (6 heads of size 64 with 2 key heads, forward and backward, bfloat16), ms of one call
+per sequence and of buckets: 8 sequences of 12 to 32 tokens 4.0, 1.1; 64 of them 32, 5.8; 32 of 16 to 128 tokens 26, 15;
+8 of 60 to 360 tokens 20, 19. In float32 torch's fused attention, one sequence after another, takes as long as the
+buckets.
 """
 
 # T tokens of all sequences, U keys of all sequences, S sequences of a bucket, L tokens of the longest of them,
@@ -30,10 +32,11 @@ from torch.autograd.function import once_differentiable
 from burnish.kernels.cpu.blockwise import VECTOR, scaled_product
 
 _WASTE = 2**16
-"""Scores, over all heads, that the padding of a bucket may cost; their time is about that of another bucket's calls."""
+"""Number of scores, over all heads, that padding may add to a bucket. They cost about as much as another bucket's
+calls."""
 
 Lengths = tuple[tuple[int, int], ...]
-"""Each sequence's number of tokens, and of keys before the first of them."""
+"""Number of tokens of each sequence, and of keys before the first of them."""
 
 Band = Callable[[int, int, int], Tensor]
 """(L, B, M - L) -> (L, M) additive mask, 0 or -inf, for the scores of L tokens with B keys before them."""
@@ -45,9 +48,13 @@ def short_attention(
     """Attention of each token to those of its own sequence that the band allows.
 
     Args:
-        query: (T, H, D); key: (U, K, D); value: (U, K, E), of one dtype.
-        scale: the factor of a product of query and key.
-        dropout: the probability with which a weight is zeroed.
+        query: (T, H, D).
+        key: (U, K, D).
+        value: (U, K, E); all of one dtype.
+        lengths: lengths of the sequences.
+        scale: factor of the product of query and key.
+        dropout: probability with which an attention weight is zeroed.
+        band: creates the mask.
     Returns:
         (T, H, E)
     """
@@ -61,12 +68,12 @@ def short_attention(
 
 @dataclass(frozen=True)
 class BucketPlaces:
-    """The place of each token, or each key, when the sequences are sorted into buckets.
+    """The position of each token, or each key, after sorting the sequences into buckets.
 
     Args:
-        buckets: (S, L), or (S, M), of each bucket, in their order.
-        places: (T,) the place of each token, below P; None where the order does not change.
-        tokens: (P,) the token in each place; T for padding.
+        buckets: (S, L) or (S, M) of each bucket, in order.
+        places: (T,) position of each token, below P; None if the order does not change.
+        tokens: (P,) token at each position; T for padding.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -101,7 +108,7 @@ class Buckets:
     """Sequences sorted into buckets.
 
     Args:
-        tokens, keys: their places, in the same buckets.
+        tokens, keys: their positions, in the same buckets.
         before: B of each bucket.
     """
 
@@ -124,7 +131,7 @@ def buckets_of(lengths: Lengths, heads: int) -> Buckets:
 
 
 def _shared(lengths: Lengths, heads: int) -> list[list[int]]:
-    """Divide sequences into buckets by the number of keys before them and by similar length, the longest first."""
+    """Divide sequences into buckets by the number of keys before them and by length, longest first."""
     buckets: list[list[int]] = []
     wasted = 0
     for sequence in sorted(range(len(lengths)), key=lambda i: lengths[i][::-1], reverse=True):
@@ -142,11 +149,13 @@ def _shared(lengths: Lengths, heads: int) -> list[list[int]]:
 def _layout(
     lengths: Sequence[int], buckets: list[list[int]], fronts: list[tuple[int, int]], longest: list[int]
 ) -> BucketPlaces:
-    """Assign a place to each token, or each key.
+    """Assign a position to each token, or each key.
 
     Args:
-        fronts: per bucket, the keys before the tokens of a sequence, and their number with padding.
-        longest: per bucket, the number of places for tokens after them.
+        lengths: number of tokens of each sequence.
+        buckets: sequences of each bucket.
+        fronts: per bucket, number of keys before the tokens of a sequence, and the same including padding.
+        longest: per bucket, number of positions for the tokens after them.
     """
     sizes = tuple((len(some), front[1] + most) for some, front, most in zip(buckets, fronts, longest, strict=True))
     num_places = sum(count * length for count, length in sizes)
@@ -177,8 +186,9 @@ def _pieces(begin: int, length: int, before: int, filled: int) -> tuple[tuple[in
 
 
 def _rounded(length: int) -> int:
-    """Round up to whole vectors, because torch's softmax computes the last few numbers of a row one by one, and because
-    oneDNN compiles a kernel for each length, a millisecond per product."""
+    """Round up to whole vectors, because torch's softmax computes the remainder of a row element by element, and
+    because oneDNN compiles a kernel for each length, which takes a millisecond per product.
+    """
     return -(-length // VECTOR) * VECTOR
 
 
@@ -236,6 +246,6 @@ def _stacked(x: Tensor, groups: int = 1) -> Tensor:
 
 
 def _fill(into: Tensor, stacked: Tensor) -> None:
-    """The reverse of ``_stacked``: write (S K, G L, D) into a view (S, L, H, D)."""
+    """Inverse of ``_stacked``: write (S K, G L, D) into a view (S, L, H, D)."""
     heads_first = into.transpose(1, 2)
     heads_first.copy_(stacked.view(heads_first.shape))

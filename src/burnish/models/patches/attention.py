@@ -1,7 +1,7 @@
-"""Padding-free attention for transformers' models, through ``ops.attention``.
+"""Padding-free attention for transformers' models, through ``kernels.attention``.
 
 In: a loaded model. Out: the same model, configured so that the sequences of a row do not attend to each other, and
-whether this is possible. The following are tried in order, each verified with ``ops.probe``:
+whether this is possible. The following are tried in order, each verified with ``kernels.probe``:
 
 1. burnish's attention, for models that use transformers' attention interface with its flash-attention contract
 (windows, caps and sinks are arguments, and masks are not needed);

@@ -1,11 +1,11 @@
-"""Patches of a model's forward passes: on a CPU, norms, gated layers and activations run ``ops.elementwise`` and linear
-layers run ``ops.cpu.cast_linear``; on any device, adapted layers run ``ops.lora``.
+"""Patches of a model's forward passes: on a CPU, norms, gated layers and activations run ``kernels.elementwise`` and
+linear layers run ``kernels.cpu.cast_linear``; on any device, adapted layers run ``kernels.lora``.
 
 In: a loaded model. Out: the same model, in which modules are replaced by burnish's functions that compute the same.
 Modules are recognized by their structure, never by class name, and tested: for the same random input, the outputs must
 be equal. Weights, their names, hooks and wrapped linear layers (LoRA, quantized) are unchanged. A module keeps its own
 code on devices without a faster function, and existing patches, such as Liger's, are kept. Adapters on gate and up
-share their products (``ops.lora``), as do those on queries, keys and values.
+share their products (``kernels.lora``), as do those on queries, keys and values.
 """
 
 # H hidden size, I size of an input, O size of an output

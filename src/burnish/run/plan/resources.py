@@ -217,7 +217,7 @@ def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, 
         tokens,
         logits_term(options, shape, tokens, formats.compute),
         learns=trains(options),
-        copies=keeps_casts,  # else ``ops.cpu.cast_linear`` keeps none
+        copies=keeps_casts,  # else ``kernels.cpu.cast_linear`` keeps none
         recompute=options.gradient_checkpointing,
         selective=bool((options.gradient_checkpointing_kwargs or {}).get("selective")),
         offload=options.activation_offloading and device_of(options).type != "cpu",
