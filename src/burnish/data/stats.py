@@ -14,16 +14,18 @@ from typing import Any, Literal, Self, TypeAlias
 from burnish.loop.types import Example
 
 Kind: TypeAlias = Literal["dropped", "truncated", "kept"]
-"""What happened to a record: it is not trained on, it lost content, or it is trained on and may surprise."""
+"""What happened to a record: not trained on, trained on with less content, or trained on with a remark."""
 SHOWN = 5
 """Maximum number of record numbers printed per reason."""
 
 
 class RecordReason(str):
-    """What happened to a record and why, as a message: "dropped: no text". Its kind is data, not wording.
+    """A message about what happened to a record and why, such as "dropped: no text", with its kind as data.
 
     Args:
-        is_length: a longer ``cutoff_len`` would keep more of the record.
+        message: the message.
+        kind: what happened to the record.
+        is_length: whether a larger ``cutoff_len`` would keep more of the record.
     """
 
     kind: Kind
@@ -35,25 +37,27 @@ class RecordReason(str):
         return reason
 
     def format(self, *args: object, **names: object) -> RecordReason:
-        """``str.format``, with the same kind."""
+        """Like ``str.format``, with the same kind."""
         return RecordReason(super().format(*args, **names), self.kind, self.is_length)
 
-    def __reduce__(self) -> tuple[type[RecordReason], tuple[str, Kind, bool]]:  # for processes that tokenize
+    def __reduce__(
+        self,
+    ) -> tuple[type[RecordReason], tuple[str, Kind, bool]]:  # to pass reasons between tokenization processes
         return RecordReason, (str(self), self.kind, self.is_length)
 
 
 def dropped(why: str, is_length: bool = False) -> RecordReason:
-    """The reason of records that are not trained on."""
+    """Return a reason for records that are not trained on."""
     return RecordReason(f"dropped: {why}", "dropped", is_length)
 
 
 def truncated(what: str, is_length: bool = True) -> RecordReason:
-    """The reason of records that lost content."""
+    """Return a reason for records that lost content."""
     return RecordReason(f"truncated: {what}", "truncated", is_length)
 
 
 def kept(what: str) -> RecordReason:
-    """The reason of records that are trained on, though something about them may surprise."""
+    """Return a reason for records that are trained on, but may contain a mistake."""
     return RecordReason(f"kept: {what}", "kept")
 
 

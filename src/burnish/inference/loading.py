@@ -130,7 +130,7 @@ def local_engine(loaded: LoadedModel, waiting: int | None = None, deliver: Deliv
     return LocalEngine(model, limits, adapters=loaded.adapters, through=loaded.through, deliver=deliver)
 
 
-# --- how much, and how ------------------------------------------------------------------------------------------------
+# --- limits and sampling ----------------------------------------------------------------------------------------------
 
 
 def context_of(options: AnsweringOptions, config: Any) -> int:

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
         ModelOptions, QuantizationOptions, FinetuningOptions, TemplateOptions, EncodingOptions, GenerationOptions,
         InferOptions, ExportOptions, EngineOptions, ImageOptions,
     ):  # fmt: skip
-        """The options that answers are made with, as a type checker sees them."""
+        """Options used for inference, for type checkers."""
 
 
 @check

@@ -167,7 +167,7 @@ class Scheduler:
             self._deliver(made)
         return is_busy or bool(made)
 
-    # --- who sits where -----------------------------------------------------------------------------------------------
+    # --- slots --------------------------------------------------------------------------------------------------------
 
     def _take_in(self) -> None:
         self._waiting += [self._arrived.popleft() for _ in range(len(self._arrived))]
@@ -249,7 +249,7 @@ class Scheduler:
             self._reading -= 1
             self._exchange(at, self._answering + self._reading)
 
-    # --- passes over the model ----------------------------------------------------------------------------------------
+    # --- forward passes -----------------------------------------------------------------------------------------------
 
     def _passes(self, first: int, number: int) -> list[tuple[int, int]]:
         return [(first + i, 1) for i in range(number)] if self.limits.exact else [(first, number)]

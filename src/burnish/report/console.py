@@ -168,7 +168,7 @@ def bar(width: int, share: float, ascii_only: bool) -> list[Text]:
     return [Text.assemble((done * filled, "green"), (to_do * (width - filled), "dim"))]
 
 
-# --- the live line ----------------------------------------------------------------------------------------------------
+# --- live line --------------------------------------------------------------------------------------------------------
 
 
 def begin_live(line: RenderableType) -> None:
@@ -197,7 +197,7 @@ def end_live() -> None:
             live.stop()
 
 
-# --- the log file of the run ------------------------------------------------------------------------------------------
+# --- log file of the run ----------------------------------------------------------------------------------------------
 
 RUN_LOG = "run.log"
 """Log file in ``output_dir`` with every note, warning and problem of a run, with timestamps."""
@@ -233,7 +233,7 @@ def _write_log(lines: Iterable[str]) -> None:
         file.writelines(lines)
 
 
-# --- messages of libraries --------------------------------------------------------------------------------------------
+# --- log messages of libraries ----------------------------------------------------------------------------------------
 
 _LIBRARIES = {
     "burnish": "",

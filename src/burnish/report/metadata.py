@@ -98,7 +98,7 @@ class RunMetadata(TrainerCallback):
         with suppress(OSError):  # a failed write of metadata must not stop the training
             write_whole(self.folder / name, without_secrets(text))
 
-    # --- what happens -------------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._step = state.global_step
@@ -164,7 +164,7 @@ def is_of_this_process(folder: Path) -> bool:
         return False
 
 
-# --- who runs it ------------------------------------------------------------------------------------------------------
+# --- process ----------------------------------------------------------------------------------------------------------
 
 
 def launched(devices: Iterable[str], pid: int | None = None, argv: Iterable[str] | None = None) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def boot_id() -> str:
         return ""
 
 
-# --- what was given ---------------------------------------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------------------------------------
 
 
 OF_ONE_START = ("overwrite_output_dir", "resume", "resume_from_checkpoint")

@@ -210,7 +210,7 @@ class Processes:
         if self.running[0] in self.killed and sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # show the cursor, which the progress bar had hidden
 
-    # --- what is said -------------------------------------------------------------------------------------------------
+    # --- failures -----------------------------------------------------------------------------------------------------
 
     def _failure(self) -> ProcessesEnded:
         """Return the failure of the process that failed first; the others failed as a consequence."""

@@ -156,7 +156,7 @@ class Ends:
 
 
 def label_turns(turns: Sequence[Turn], options: TemplateChoices, ends: Ends) -> list[Turn]:
-    """Label each turn of a conversation."""
+    """Return the turns of a conversation with labels."""
     before = [None, *(response.message for _, response in turns)]
     last = len(turns) - 1
     return [_labelled(*turn, before[at], at == last, options, ends) for at, turn in enumerate(turns)]

@@ -37,7 +37,7 @@ _TAGS = re.compile(rf"(?P<opens><(?P<tag>\w+)>\s*){re.escape(CONTENT)}(?P<closes
 
 @dataclass(frozen=True)
 class Token:
-    """One token of the vocabulary, by its name or its role (bos, eos)."""
+    """A token of the vocabulary, identified by name or by role (bos, eos)."""
 
     name: str
     kind: Literal["bos", "eos", "named", "if_known"] = "named"

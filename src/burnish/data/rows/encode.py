@@ -99,7 +99,7 @@ def _make(
         writer.close(made_from=made_from, stats=stats.to_json())
 
 
-# --- fingerprints of rows, and folders --------------------------------------------------------------------------------
+# --- cache keys and folders -------------------------------------------------------------------------------------------
 
 
 def _key(data: Any) -> str:

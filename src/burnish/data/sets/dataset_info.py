@@ -86,7 +86,7 @@ def local_files(options: DataOptions) -> Iterator[tuple[str, Path]]:
                             yield option, source.location
 
 
-# --- the file ---------------------------------------------------------------------------------------------------------
+# --- dataset_info.json ------------------------------------------------------------------------------------------------
 
 
 def _read_info(dataset_dir: str | Info, fetch: Callable[[str], Path]) -> tuple[Info | None, str, Path | None]:
@@ -115,7 +115,7 @@ def _parsed(path: Path) -> Info:
     return info
 
 
-# --- an entry ---------------------------------------------------------------------------------------------------------
+# --- entries ----------------------------------------------------------------------------------------------------------
 
 
 def _described(name: str, entry: Any, info_where: str, folder: Path | None) -> DataSource:
@@ -199,7 +199,7 @@ def _inside(folder: Path | None, file_name: str, where: str) -> Path:
     return path
 
 
-# --- a bare path ------------------------------------------------------------------------------------------------------
+# --- paths ------------------------------------------------------------------------------------------------------------
 
 
 def _bare(

@@ -68,7 +68,7 @@ def _identity(value: Any) -> str:
     return value if isinstance(value, str) else str(value.identity)
 
 
-# --- examples in memory, and examples made when they are used ---------------------------------------------------------
+# --- examples in memory, and streamed examples ------------------------------------------------------------------------
 
 
 class Examples(OnDemand[Example]):
@@ -270,7 +270,7 @@ LOOKED_BACK = 100
 """Number of earlier records searched for a response with another text."""
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- empty responses --------------------------------------------------------------------------------------------------
 
 
 def with_answers(examples: Sequence[Example | None], on_empty_target: str, stats: DataStats) -> list[Example | None]:

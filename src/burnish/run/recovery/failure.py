@@ -284,7 +284,7 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-# --- signals, and unexpected errors -----------------------------------------------------------------------------------
+# --- signals and unexpected errors ------------------------------------------------------------------------------------
 
 
 def _interrupted(output_dir: str | None) -> int:

@@ -196,7 +196,7 @@ def accumulation_for(found: Path | None, options: RunOptions, world_size: int) -
     return int(rows // across)
 
 
-# --- the mark of a finished run ---------------------------------------------------------------------------------------
+# --- finished runs ----------------------------------------------------------------------------------------------------
 
 _MODEL = ("*.safetensors", "model.safetensors.index.json", "config.json", "adapter_config.json", "tokenizer.json")
 _REMEDY = "Set overwrite_output_dir: true to start over, or choose another output_dir."

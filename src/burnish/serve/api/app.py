@@ -150,7 +150,7 @@ class Routes:
         )
         self.paths = {*posts, *gets}
 
-    # --- answers ------------------------------------------------------------------------------------------------------
+    # --- completions --------------------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Any:
         return await self._answer(request, ChatRequest)
@@ -215,7 +215,7 @@ class Routes:
                 log.warning("The request field %r is unknown and was ignored.", name)
         return {"x-burnish-ignored": ", ".join(names)}
 
-    # --- what there is ------------------------------------------------------------------------------------------------
+    # --- models and status --------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Any:
         self.state.ready()
@@ -333,7 +333,7 @@ class Routes:
         message = "Adapters cannot be changed at runtime. Start the server with --adapter name=folder for each adapter."
         raise APIError(403, "loading_not_allowed", message)
 
-    # --- the log ------------------------------------------------------------------------------------------------------
+    # --- logging ------------------------------------------------------------------------------------------------------
 
     def seen(self, path: str, status: int, seconds: float, request_id: str) -> None:
         """Count every request and log it. A completed generation is logged when its stream ends."""

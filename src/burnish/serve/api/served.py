@@ -123,7 +123,7 @@ class ServedModel:
         )
         return text
 
-    # --- replies ------------------------------------------------------------------------------------------------------
+    # --- responses ----------------------------------------------------------------------------------------------------
 
     def chat_reader(self, request: ChatRequest, prompt: Sequence[int]) -> ReplyReader:
         form, tokenizer = self.loaded.form, self.loaded.tokenizer

@@ -68,7 +68,7 @@ class Console:
         if is_typed():
             self._begin_history()
 
-    # --- out ----------------------------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------------------
 
     def say(self, text: str = "", color: str = "", end: str = "\n") -> None:
         say(self.colored(visible(text), color), self.out, must=True, end=end)
@@ -99,7 +99,7 @@ class Console:
         self._in_fence, self._line = False, ""
         self.say()
 
-    # --- in -----------------------------------------------------------------------------------------------------------
+    # --- input --------------------------------------------------------------------------------------------------------
 
     def ask(self, prompt: str, begun: str = "") -> str:
         """Read a message. A backslash at the end continues the line; triple quotes enclose several lines.

@@ -49,7 +49,7 @@ class ChatSession:
         self._images: list[str] = []  # data URIs of images for the next message
         self._begun = ""  # a message to edit
 
-    # --- lines --------------------------------------------------------------------------------------------------------
+    # --- input --------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Read lines and respond until the end. Returns 0, or 1 if the last response failed."""
@@ -108,7 +108,7 @@ class ChatSession:
         self.last, self._retries = None, 0
         self.console.say("New conversation.", "dim")
 
-    # --- answering ----------------------------------------------------------------------------------------------------
+    # --- responses ----------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> int:
         """Send a message of the user and print the response."""

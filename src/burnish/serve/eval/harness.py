@@ -47,7 +47,7 @@ class EngineModel:
         self.tokenizer, self.name = template.tokenizer, name
         self._stops = frozenset(template.stop_token_ids())
 
-    # --- of the harness -----------------------------------------------------------------------------------------------
+    # --- interface of the harness -------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -89,7 +89,7 @@ class EngineModel:
         found = generate_all(self.loop, asks)
         return [self._cut(one.ids, request.args[1]) for one, request in zip(found, requests, strict=True)]
 
-    # --- ids ----------------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -23,7 +23,7 @@ Offered: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a tool; ``arguments`` is the JSON value as read, usually an object."""
+    """A tool call. ``arguments`` is the parsed JSON value, usually an object."""
 
     name: str
     arguments: Any

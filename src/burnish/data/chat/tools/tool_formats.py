@@ -1,7 +1,7 @@
-"""Tool formats: one row per model family says how tools and calls are written, read back and held to a grammar.
+"""Tool formats of model families: how tools and tool calls are rendered, parsed and constrained by a grammar.
 
 ``ToolFormat.tools`` and ``ToolFormat.calls`` are Jinja. Training renders them, and a saved chat template contains them,
-so a served model sees the text of its training. A package adds a row through the entry-point group
+so that a served model sees the same text as in training. Packages can register a format through the entry-point group
 ``burnish.tool_format``:
 
     TOOL_FORMATS.register("acme")(
@@ -12,9 +12,9 @@ so a served model sees the text of its training. A package adds a row through th
         )
     )
 
-Source of the rows: the models' own chat templates, in the wording of LLaMA-Factory's tool_utils.py (August 2026). One
-thing differs: ``llama3`` names a fixed date, as Meta's template does, where LLaMA-Factory writes the day of
-tokenization; rows must not depend on the day.
+Sources: the models' own chat templates, with the text of LLaMA-Factory's tool_utils.py (August 2026). One difference:
+``llama3`` contains a fixed date, as in Meta's template. LLaMA-Factory writes the current date, but rows must not depend
+on the day of tokenization.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BLOCK = re.compile(r"(\{\{.*?\}\}|\{%.*?%\})", re.DOTALL)
 
 
 def exact_jinja(source: str) -> str:
-    """Rewrite Jinja so that its literal text is printed as it is, whatever the renderer does to whitespace."""
+    """Rewrite Jinja so that its literal text is printed unchanged, regardless of the renderer's whitespace settings."""
     parts = _BLOCK.split(source)
     for at, part in enumerate(parts):
         if at % 2:
@@ -57,7 +57,7 @@ def exact_jinja(source: str) -> str:
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """Constraint of a required call: JSON with ``name`` and arguments, between two texts.
+    """Grammar of a required tool call: JSON with ``name`` and arguments, between two texts.
 
     Args:
         opens: the text before a call.
@@ -74,16 +74,16 @@ class CallGrammar:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The tool format of one model family. All characters of the Jinja outside its marks are printed as they are.
+    """The tool format of one model family. All Jinja text outside of delimiters is printed unchanged.
 
     Args:
-        tools: Jinja that prints the variable ``tools``, a list of JSON objects that is not empty; this text follows the
+        tools: Jinja that prints the variable ``tools``, a non-empty list of JSON objects; this text follows the
             system message. ``raise_exception`` and ``tojson`` are those of transformers' chat templates.
         calls: Jinja that prints the variable ``calls``, the calls of one turn.
         macros: Jinja macros that both may use.
-        reader: finds and reads what ``calls`` wrote; None leaves calls in the text of answers.
-        grammar: constrains a required call; None refuses to require one.
-        names_arguments: ``calls`` prints each argument by name, so arguments that are JSON text are parsed first.
+        reader: parses calls in responses; None leaves them in the text.
+        grammar: constrains a required call; None if calls cannot be required.
+        names_arguments: ``calls`` prints arguments one by one, so arguments given as JSON text are parsed first.
         keeps_spelling: ``tools`` prints ``tools_json``, the record's own JSON, also for an empty list.
     """
 
@@ -96,16 +96,16 @@ class ToolFormat:
     keeps_spelling: bool = False
 
     def describe(self, tools: Sequence[Any], tools_json: str | None = None) -> str:
-        """Write a list of tools.
+        """Return a list of tools as text.
 
         Raises:
-            ToolError: if a tool lacks what the format prints.
+            ToolError: if a tool lacks a field that the format prints.
         """
         values = {"tools": tools} if tools_json is None else {"tools": tools, "tools_json": tools_json}
         return _render(self.macros + self.tools, "a tool has no name or malformed parameters", values)
 
     def write(self, calls: Sequence[Call]) -> str:
-        """Write the calls of one turn.
+        """Return the calls of one turn as text.
 
         Raises:
             ToolError: if the format cannot express them.
@@ -120,10 +120,10 @@ TOOL_FORMATS: Registry[ToolFormat] = Registry("tool format")
 
 
 def describe_tools(tools: str, tool_format: str) -> str:
-    """Write the text of a record's ``tools``, a JSON list. An empty list usually gives no text.
+    """Return a record's ``tools``, a JSON list, as text. An empty list usually gives no text.
 
     Raises:
-        ToolError: if it is not such a list, or a tool lacks what the format prints.
+        ToolError: if it is not a JSON list of tools, or a tool lacks a field that the format prints.
     """
     listed, row = read_tools(tools), TOOL_FORMATS[tool_format]
     return row.describe(listed, tools) if listed or row.keeps_spelling else ""
@@ -133,7 +133,7 @@ def describe_tools(tools: str, tool_format: str) -> str:
 def _compiled(source: str) -> Any:
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(undefined=StrictUndefined, autoescape=False)  # noqa: S701  # for a tokenizer, not HTML
+    environment = Environment(undefined=StrictUndefined, autoescape=False)  # noqa: S701  # input of a tokenizer, not HTML
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = _refuse
     return environment.from_string(exact_jinja(source))
@@ -153,10 +153,10 @@ def _render(source: str, why: str, values: dict[str, Any]) -> str:
 
 
 def each_tool(body: str, between: str = "") -> str:
-    """Jinja that prints ``body`` for each tool.
+    """Return Jinja that prints ``body`` for each tool.
 
-    ``bare`` is the tool as {"name": ...}, ``wrapped`` as {"type": "function", "function": {...}}; a record may hold
-    either.
+    In ``body``, ``bare`` is the tool as {"name": ...} and ``wrapped`` is {"type": "function", "function": {...}}.
+    Records may contain either form.
     """
     return (
         "{% for tool in tools %}{% set is_wrapped = tool.get('type') == 'function' %}"
@@ -166,7 +166,7 @@ def each_tool(body: str, between: str = "") -> str:
 
 
 def each_call(body: str, between: str = "\n") -> str:
-    """Jinja that prints ``body`` for each call, with its ``name`` and ``arguments``."""
+    """Return Jinja that prints ``body`` for each call, with the variables ``name`` and ``arguments``."""
     return (
         "{% for call in calls %}{% set call = call['function'] if 'function' in call else call %}"
         "{% set name = call['name'] %}{% set arguments = call['arguments'] %}"
@@ -289,7 +289,7 @@ _ROWS: Final[dict[str, ToolFormat]] = {
         "For each function call, output the function name and arguments within the following XML format:"
         "\n<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>"
         "\n<arg_key>{arg-key-2}</arg_key>\n<arg_value>{arg-value-2}</arg_value>\n...\n</tool_call>\n",
-        # LLaMA-Factory leaves a tag open here and in seed_oss; a data set must give the same rows there and here.
+        # LLaMA-Factory does not close a tag here and in seed_oss. Rows must be the same as in LLaMA-Factory.
         calls=each_call(
             "\n<tool_call>{{ name }}"
             + _each_argument("\n<arg_key>{{ key }}</arg_key>\n<arg_value>{{ value }}</arg_value>")

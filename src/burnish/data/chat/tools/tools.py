@@ -73,7 +73,7 @@ def arguments_by_name(call: Call) -> Mapping[str, Any]:
 
 
 def function_schema(tool: Tool) -> Tool:
-    """{...} -> {"type": "function", "function": {...}}"""
+    """Return a tool in OpenAI's form {"type": "function", "function": {...}}."""
     return tool if tool.get("type") == "function" else {"type": "function", "function": tool}
 
 
