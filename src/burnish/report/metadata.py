@@ -32,7 +32,7 @@ from burnish.utils.files import appended, regular
 LAUNCH, GIVEN, EVENTS, OUTCOME = "launch.json", "run.yaml", "events.jsonl", "outcome.json"
 METADATA_NAMES = (LAUNCH, GIVEN, EVENTS, OUTCOME, "console.log")
 _NOT_SOONER_S = 1.0
-"""Minimum time between two events of a kind. Earlier ones are dropped, except stages and endings."""
+"""Minimum seconds between two events of a kind. Events that follow sooner are dropped, except those in ``_ALWAYS``."""
 _ALWAYS = frozenset({"stage", "checkpoint", "stopping", "resumed", "skipped"})
 
 

@@ -91,7 +91,7 @@ class Examples(OnDemand[Example]):
         raise NotImplementedError
 
     def answered(self, on_empty_target: str, stats: DataStats) -> Examples:
-        """Return the examples with a non-empty response. Streamed examples are returned as they are."""
+        """Return the examples without those whose responses are all empty. Streamed examples are not filtered here."""
         return self
 
     def held(self, stats: DataStats) -> ListedExamples:
@@ -129,7 +129,7 @@ class ListedExamples(Examples):
         return ListedExamples([self.examples[index] for index in indices])
 
     def answered(self, on_empty_target: str, stats: DataStats) -> ListedExamples:
-        """Return the examples with a non-empty response. Raises UserError if all responses are empty."""
+        """Return the examples without those whose responses are all empty. Raises UserError if none is left."""
         kept = [e for e in with_answers(self.examples, on_empty_target, stats) if e is not None]
         if self.examples and not kept:
             raise UserError(empty_problem(self.examples, are_all=True))

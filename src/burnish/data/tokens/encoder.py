@@ -33,9 +33,9 @@ class Encoder:
     Args:
         tokenizer: any transformers tokenizer; fast tokenizers encode a batch with all their threads.
         keep: special tokens that an assistant's text may contain, such as those around a reasoning block.
-        controls: further control tokens (those of images), whether or not the tokenizer marks them as special.
         template: the text that the template writes around messages. A token that the user added to the vocabulary
             (``tokenizer.new_tokens``) may occur in data unless the template uses it.
+        controls: further control tokens (those of images), whether or not the tokenizer marks them as special.
     """
 
     def __init__(
