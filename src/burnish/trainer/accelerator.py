@@ -1,7 +1,8 @@
-"""``trainer.accelerator``: the part of accelerate's ``Accelerator`` that overrides and scripts call, over the engine.
+"""``trainer.accelerator``: the part of accelerate's ``Accelerator`` that overrides and scripts call, based on the
+engine.
 
-It moves tensors, runs the backward pass, clips and gathers; it decides nothing. With several processes, accelerate
-itself may run inside the engine.
+It moves tensors, runs the backward pass, clips and gathers. With several processes, accelerate itself may be used
+inside the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from burnish.trainer.data.loaders import dealt_to
 
 
 class EngineAccelerator:
-    """An accelerator with the names and meaning of accelerate's."""
+    """An accelerator with the names and semantics of accelerate's."""
 
     def __init__(
         self, engine: Engine, mixed_precision: str = "no", config: Any = None,
@@ -37,18 +38,18 @@ class EngineAccelerator:
         self.engine = engine
         self._trainer_log, self._trainer_save = trainer_log, trainer_save
         self.mixed_precision = mixed_precision
-        # What a script sets before it saves has no effect: save_model writes a whole model, checkpoints are in shards.
+        # A state dict type set by a script has no effect: save_model writes a full model, checkpoints are sharded.
         plugin = SimpleNamespace(set_state_dict_type=lambda *given: None) if engine.is_sharded else None
         self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=plugin, num_processes=engine.world_size)
         self.parallelism_config = None
         self.project_dir: str | None = None
-        self.trackers: list[Any] = []  # report_to's trackers belong to the callbacks
+        self.trackers: list[Any] = []  # trackers of report_to are callbacks
         self.step_scheduler_with_optimizer = True
         self.non_blocking, self.use_stateful_dataloader = False, False
         self._is_triggered = False
         self.sync_gradients = True
-        # For scripts that read them here. burnish itself divides rows between processes, and accumulates: a step of
-        # accelerate is a micro-batch, as in transformers.
+        # For scripts that read these attributes. burnish itself divides rows between processes and accumulates
+        # gradients. As in transformers, a step of accelerate is a micro-batch.
         config = AcceleratorConfig() if config is None else config
         self.split_batches, self.dispatch_batches = config.split_batches, config.dispatch_batches
         self.even_batches, self.use_seedable_sampler = config.even_batches, config.use_seedable_sampler
@@ -68,7 +69,7 @@ class EngineAccelerator:
     multi_device = property(lambda self: self.engine.world_size > 1)
     gradient_accumulation_steps = property(lambda self: self.gradient_state.plugin_kwargs["num_steps"])
     is_fsdp2 = property(lambda self: self.engine.splits_weights)
-    optimizer_step_was_skipped = property(lambda self: False)  # read after a step of the loop, which reports it
+    optimizer_step_was_skipped = property(lambda self: False)  # the loop reports skipped steps itself
     deepspeed_plugin = property(lambda self: self.state.deepspeed_plugin)
     logging_dir = property(lambda self: self.project_dir)
     data_parallel_rank = property(lambda self: self.engine.rank)
@@ -94,25 +95,25 @@ class EngineAccelerator:
         nn.utils.clip_grad_value_(parameters, clip_value)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Do nothing: burnish itself counts micro-batches, and syncs gradients on the last of a step."""
+        """Do nothing: the loop counts micro-batches and syncs gradients on the last one of a step."""
         return nullcontext()
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader without the first ``num_batches`` batches, each time that it is iterated."""
+        """A loader that omits the first ``num_batches`` batches in each iteration."""
         return Later(dataloader, num_batches)
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
-        """Do nothing: the trackers of ``report_to`` start with the training."""
+        """Do nothing: the trackers of ``report_to`` start with training."""
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        """Log to the trackers of ``report_to`` and into ``state.log_history``, at the current step of the run."""
+        """Log to the trackers of ``report_to`` and to ``state.log_history``, at the current step."""
         self._trainer_log(dict(values))
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> str:
-        """Save a checkpoint of the run in ``output_dir``. Returns its folder.
+        """Save a checkpoint in ``output_dir``. Returns its folder.
 
         Raises:
-            ValueError: where another folder is asked for: a checkpoint is resumed from ``output_dir``.
+            ValueError: for another folder, because runs resume from ``output_dir``.
         """
         if output_dir is not None:
             raise ValueError(
@@ -122,7 +123,7 @@ class EngineAccelerator:
         return self._trainer_save()
 
     def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
-        """Refuse: the run resumes by ``trainer.train(resume_from_checkpoint=...)``."""
+        """Raise ValueError: a run resumes with ``trainer.train(resume_from_checkpoint=...)``."""
         raise ValueError(
             f"accelerator.load_state is not supported. Received: {input_dir!r}. Call "
             "trainer.train(resume_from_checkpoint=folder) to resume from a checkpoint."
@@ -140,8 +141,9 @@ class EngineAccelerator:
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> None:
-        """Write the weights of a model as safetensors, on the main process. ``trainer.save_model`` also writes
-        configuration and tokenizer, and gathers weights that are sharded."""
+        """Save the weights of a model as safetensors on the main process. ``trainer.save_model`` also writes
+        configuration and tokenizer, and gathers sharded weights.
+        """
         from huggingface_hub import save_torch_model
 
         if self.is_main_process:
@@ -149,11 +151,11 @@ class EngineAccelerator:
             save_torch_model(self.unwrap_model(model), save_directory, max_shard_size=max_shard_size)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a model is spread over several devices."""
+        """Whether a model is distributed over several devices."""
         return any(len(getattr(module, "hf_device_map", None) or {}) > 1 for module in model.modules())
 
     def join_uneven_inputs(self, *given: Any, **named: Any) -> AbstractContextManager[None]:
-        """Do nothing: all processes of a run have as many batches."""
+        """Do nothing: all processes of a run have the same number of batches."""
         return nullcontext()
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -161,7 +163,7 @@ class EngineAccelerator:
         return nullcontext()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Refuse: a checkpoint holds the parts of the run and the callbacks that have a state."""
+        """Raise ValueError: a checkpoint contains the parts of the run and callbacks with a state only."""
         raise ValueError(
             "accelerator.register_for_checkpointing is not supported. Use a TrainerCallback that implements "
             "ExportableState; its state is saved in each checkpoint."
@@ -179,18 +181,18 @@ class EngineAccelerator:
             torch.save(obj, f)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Refuse: trackers run as callbacks of the trainer."""
+        """Raise ValueError: trackers are callbacks of the trainer."""
         raise ValueError(
             f"The accelerator has no tracker {name!r}. Trackers of report_to are callbacks in "
             "trainer.callback_handler.callbacks."
         )
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Return the optimizer, which the engine has prepared already."""
+        """Return the optimizer, which the engine has already prepared."""
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Return the schedule, which the loop advances."""
+        """Return the scheduler, which the loop advances."""
         return scheduler
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
@@ -227,10 +229,11 @@ class EngineAccelerator:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's slice of a list, tuple, tensor or dict of them; the first processes get one more.
+        """Yield this process's slice of a list, tuple, tensor or dict of them. The first processes get the remainder.
 
         Args:
-            apply_padding: repeat the last element, so that all processes get as many.
+            inputs: the values to divide.
+            apply_padding: whether to repeat the last element, so that all processes get the same number.
         """
         yield _slice_of(inputs, self.process_index, self.num_processes, apply_padding)
 
@@ -239,7 +242,7 @@ class EngineAccelerator:
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
-        """Return whether any process has called ``set_trigger`` since the last call."""
+        """Whether any process has called ``set_trigger`` since the last call."""
         flag = torch.tensor(float(self._is_triggered), device=self.device)
         is_set = bool(self.engine.sum(flag) > 0)
         self._is_triggered = False if is_set else self._is_triggered
@@ -253,7 +256,7 @@ class EngineAccelerator:
         """Do nothing: the engine unscales gradients before it clips them."""
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The model inside the wrappers of the engine, or of a script's own ``DataParallel``."""
+        """The model without the wrappers of the engine or of a script's own ``DataParallel``."""
         wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
         return self.engine.unwrap(model.module if isinstance(model, wrappers) else model)
 
@@ -261,17 +264,18 @@ class EngineAccelerator:
         return self.engine.unwrap(model).state_dict()
 
     def prepare(self, *parts: Any) -> Any:
-        """Return what the engine has prepared already as it is; divide a script's own loaders between processes."""
+        """Return objects that the engine has already prepared. A script's own loaders are divided between processes."""
         prepared = tuple(self.prepare_data_loader(part) if isinstance(part, DataLoader) else part for part in parts)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_data_loader(self, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """The loader of this process's batches, so that each row goes to one process; one that is divided stays."""
+        """A loader with this process's batches, so that each row goes to one process. Divided loaders are returned
+        unchanged."""
         return dealt_to(loader, self.engine, self._order_seed)
 
     @cached_property
     def _order_seed(self) -> int:
-        """A seed that all processes share, drawn as torch's ``RandomSampler`` draws its own."""
+        """A seed shared by all processes, drawn in the same way as by torch's ``RandomSampler``."""
         seeds = self.engine.gather_objects(int(torch.empty((), dtype=torch.int64).random_().item()))
         return int(seeds[0] % 2**32)
 
@@ -279,13 +283,13 @@ class EngineAccelerator:
         return model
 
     def gather(self, values: Any) -> Any:
-        """Concatenate the tensors of all processes, also in tuples, lists and dicts."""
+        """Concatenate the tensors of all processes, including those in tuples, lists and dicts."""
         return each_tensor(values, lambda tensor: self.engine.gather(tensor[None] if tensor.dim() == 0 else tensor))
 
     gather_for_metrics = gather
 
     def pad_across_processes(self, values: Any, dim: int = 1, pad_index: int = IGNORE_INDEX) -> Any:
-        """Return ``values`` as they are, because the engine's gather pads."""
+        """Return ``values`` unchanged, because the engine's gather pads."""
         return values
 
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
@@ -338,11 +342,11 @@ _REFUSED = {
     "maybe_context_parallel": "burnish has no context parallelism.",
     "deepspeed_ulysses_dl_adapter": "burnish has no sequence parallelism.",
 }
-"""Methods of accelerate's ``Accelerator`` that are refused when they are called -> what to do."""
+"""Methods of accelerate's ``Accelerator`` that raise an error -> the remedy."""
 
 
 def _slice_of(inputs: Any, rank: int, world_size: int, pads: bool) -> Any:
-    """The slice of ``inputs`` for one process, as accelerate divides them."""
+    """The slice of ``inputs`` for one process, divided as in accelerate."""
     if isinstance(inputs, dict):
         return {name: _slice_of(values, rank, world_size, pads) for name, values in inputs.items()}
     share, rest = divmod(len(inputs), world_size)
@@ -356,7 +360,7 @@ def _slice_of(inputs: Any, rank: int, world_size: int, pads: bool) -> Any:
 
 
 class Later:
-    """A loader without its first batches."""
+    """A loader that omits its first batches."""
 
     def __init__(self, loader: Any, num_passed: int) -> None:
         self.loader, self.num_passed = loader, num_passed

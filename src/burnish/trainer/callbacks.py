@@ -1,7 +1,7 @@
 """The callbacks of a ``Trainer``: the default ones, and the handler, which scripts access.
 
-The handler is the loop's (``core.events.CallbackHandler``) with transformers' methods beside ``fire``: a method per
-event, ``add_callback``, ``pop_callback``, ``remove_callback``, and attributes for what each event passes along.
+The handler is the loop's (``loop.events.CallbackHandler``) with transformers' methods in addition to ``fire``: one per
+event, ``add_callback``, ``pop_callback``, ``remove_callback``, and attributes for the keyword arguments of events.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
     from burnish.trainer.arguments.training import TrainingArguments
 
 
-logger = logging.get_logger("transformers.trainer_callback")  # whose verbosity scripts set
+logger = logging.get_logger("transformers.trainer_callback")  # so that a script can set its log level
 
 PARTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
-"""Keywords that every event passes."""
+"""Keyword arguments of every event."""
 
 
 class DefaultFlowCallback(events.DefaultFlowCallback, trainer_callback.DefaultFlowCallback):  # type: ignore[misc]
-    """burnish's flow; a subclass of transformers' class too, so ``remove_callback(DefaultFlowCallback)`` finds it."""
+    """burnish's flow. Also a subclass of transformers' class, so that ``remove_callback(DefaultFlowCallback)`` finds
+    it."""
 
 
 class SaveWhenTold(TrainerCallback):
-    """``enable_jit_checkpoint``: after SIGTERM, the current step is finished, a checkpoint is written, and training
-    stops. A second signal ends the process."""
+    """``enable_jit_checkpoint``: after SIGTERM, finish the current step, save a checkpoint and stop training. A second
+    signal ends the process."""
 
     def __init__(self) -> None:
         self.is_told = False
@@ -64,7 +65,7 @@ class SaveWhenTold(TrainerCallback):
 
 
 class FaceHandler(CallbackHandler):
-    """Fires events for the loop (``fire``) and for scripts (``handler.on_log(args, state, control, logs)``)."""
+    """Calls callbacks for the loop (``fire``) and for scripts (``handler.on_log(args, state, control, logs)``)."""
 
     def __init__(
         self, callbacks: list[Any], args: TrainingArguments, state: Any, control: TrainerControl, **parts: Any
@@ -75,8 +76,9 @@ class FaceHandler(CallbackHandler):
             self.add_callback(callback)
 
     def call_event(self, event: str, args: Any, state: Any, control: TrainerControl, **details: Any) -> TrainerControl:
-        """Call ``event`` on every callback. A control that one returns is copied into the run's, so that the loop and
-        the trainer share one object."""
+        """Call ``event`` on every callback. If one returns a control object, it is copied into that of the run, so that
+        loop and trainer share one object.
+        """
         before = self.args, self.state, self.control
         self.args, self.state = args, state
         super().fire(event, **details)
@@ -86,7 +88,7 @@ class FaceHandler(CallbackHandler):
         return control
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback; of a class an object is made. A second one of the same class is added with a warning."""
+        """Add a callback object, or an instance of a class. Warns if there already is one of the same class."""
         made = callback() if isinstance(callback, type) else callback
         if any(type(other) is type(made) for other in self.callbacks):
             logger.warning(
@@ -96,7 +98,7 @@ class FaceHandler(CallbackHandler):
         self.callbacks.append(made)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove an object, or the first of a class. Returns it, or None where there is none."""
+        """Remove a callback object, or the first one of a class. Returns it, or None."""
         for other in self.callbacks:
             if other is callback or (isinstance(callback, type) and isinstance(other, callback)):
                 self.callbacks.remove(other)
@@ -113,7 +115,7 @@ class FaceHandler(CallbackHandler):
         return {**super().state_dict(), "TrainerControl": self.control.state()}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Load the state of each callback and of the control: the arguments it was made with, and its attributes."""
+        """Load the state of each callback and of the control: constructor arguments and attributes."""
         queues = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
         for keeper in (*self.callbacks, self.control):
             queue = queues.get(type(keeper).__name__)
@@ -157,7 +159,7 @@ for _name in EVENTS:
 
 
 def default_callbacks(args: TrainingArguments) -> list[Any]:
-    """The callbacks of every Trainer, before the user's own: the flow of log, evaluation and save, and the trackers."""
+    """The callbacks of every Trainer before the user's own: logging, evaluation and saving flow, and trackers."""
     told = [SaveWhenTold()] if args.enable_jit_checkpoint else []
     return [DefaultFlowCallback(), *tracker_callbacks(args.report_to, args.logging_dir), *told]
 

@@ -1,6 +1,6 @@
-"""Arguments of a ``Trainer``: led to where it belongs, checked against each other, or refused.
+"""Validate and normalize the constructor arguments of a ``Trainer``.
 
-In: the arguments of the constructor. Raises in transformers' words, because scripts and tests look for them.
+Raises errors with transformers' messages, because scripts and tests expect them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from burnish.trainer import notes
 from burnish.trainer.accelerator import EngineAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 
-logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
 PEER_METHODS = Path(__file__).parent / "peer_methods.json"
-"""Class -> methods that the class of that name in transformers or TRL calls on itself; ``scripts/peer_methods.py``."""
+"""Class -> methods that transformers' or TRL's class of that name calls on itself; created by
+``scripts/peer_methods.py``."""
 
 
 def warn_about_unused_overrides(kind: type) -> None:
-    """Warn once about the methods of a script's subclass that the peer calls and burnish does not."""
+    """Warn once about overridden methods of a script's subclass that transformers or TRL calls but burnish does not."""
     at = next(index for index, base in enumerate(kind.__mro__) if base.__module__.startswith("burnish."))
     overridden = {name for base in kind.__mro__[:at] for name in vars(base)}
     own = kind.__mro__[at:]
@@ -56,7 +57,7 @@ def _peer_methods() -> dict[str, list[str]]:
 
 
 def check_accelerator(accelerator: object) -> None:
-    """Refuse an accelerator that an override of ``create_accelerator_and_postprocess`` made by itself."""
+    """Raise UserError if an override of ``create_accelerator_and_postprocess`` created another accelerator."""
     if not isinstance(accelerator, EngineAccelerator):
         what = "create_accelerator_and_postprocess must set trainer.accelerator to burnish's accelerator. Received: "
         remedy = "Call super().create_accelerator_and_postprocess() and change its result."
@@ -64,7 +65,7 @@ def check_accelerator(accelerator: object) -> None:
 
 
 def own_arguments(args: object, kind: type[TrainingArguments] = TrainingArguments) -> TrainingArguments:
-    """burnish's arguments: as given, made into ``kind`` by their names where they are not, or its defaults."""
+    """burnish's arguments: as given, converted to ``kind`` by their names, or the defaults."""
     if args is None:
         logger.info(f"No {kind.__name__} passed; using output_dir=tmp_trainer.")
         return kind(output_dir="tmp_trainer")
@@ -77,7 +78,7 @@ def own_arguments(args: object, kind: type[TrainingArguments] = TrainingArgument
 
 
 def take_accumulation(args: TrainingArguments) -> None:
-    """``num_steps`` of ``accelerator_config`` is another way to write ``gradient_accumulation_steps``."""
+    """Take ``num_steps`` of ``accelerator_config``, which is another name of ``gradient_accumulation_steps``."""
     settings = cast(AcceleratorConfig, args.accelerator_config)
     asked = (settings.gradient_accumulation_kwargs or {}).get("num_steps")
     if asked is None or asked == args.gradient_accumulation_steps:
@@ -91,14 +92,14 @@ def take_accumulation(args: TrainingArguments) -> None:
 
 
 def take_tokenizer(tokenizer: Any, processing_class: Any) -> Any:
-    """``tokenizer``, the name that ``processing_class`` had."""
+    """``processing_class``, or ``tokenizer``, its earlier name."""
     if tokenizer is not None:
         notes.warn("`tokenizer` is deprecated. Use `processing_class` instead.", FutureWarning, stacklevel=3)
     return tokenizer if processing_class is None else processing_class
 
 
 def collator_for(given: Any, processing_class: Any) -> Callable[[list[Any]], Any]:
-    """Rows -> batch: as given, or by the processing class."""
+    """The collator (rows -> batch): as given, or depending on the processing class."""
     pads = isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor)
     collator = given or (DataCollatorWithPadding(processing_class) if pads else default_data_collator)
     if not callable(collator):
@@ -129,7 +130,7 @@ def check_optimizers(optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any,
 
 
 def check_sets(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, compute_metrics: Any) -> None:
-    """Refuse what the arguments ask for and the sets and functions cannot give."""
+    """Raise for combinations of arguments, datasets and functions that do not work."""
     if isinstance(train_dataset, dict) and train_dataset and all(isinstance(name, str) for name in train_dataset):
         names = ", ".join(train_dataset)
         what = f"train_dataset must be one dataset. Received: a {type(train_dataset).__name__} with the splits {names}."

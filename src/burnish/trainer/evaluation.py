@@ -1,8 +1,8 @@
-"""The Trainer's evaluation and prediction: what is kept of each batch, and the metrics of the whole set.
+"""The Trainer's evaluation and prediction: results collected from batches, and metrics of the whole set.
 
-``eval_loss`` is the mean over the items of the set, whatever the batch size (docs/decisions/0003): each batch's mean,
-weighted by its labels. Predictions and labels are gathered as transformers gathers them, padded with -100, and handed
-to ``compute_metrics`` once, or batch by batch under ``batch_eval_metrics``.
+``eval_loss`` is the mean over the items of the set for any batch size (docs/decisions/0003): the mean of each batch is
+weighted by its number of labels. Predictions and labels are gathered as in transformers, padded with -100, and passed
+to ``compute_metrics`` once, or per batch with ``batch_eval_metrics``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from burnish.trainer.data.in_step import named_in, no_rows_of
 
 
 class Gathered:
-    """Results that an evaluation keeps of its batches, on all ranks: losses, predictions, labels, inputs.
+    """Results of an evaluation over all ranks: losses, predictions, labels, inputs.
 
     Args:
-        compute_metrics: ``EvalPrediction`` -> metrics; None for the loss alone.
-        gather: tensors of all ranks laid end to end, in tuples, lists and dicts too.
-        keeps: whether predictions are kept although ``compute_metrics`` sees them batch by batch.
+        compute_metrics: ``EvalPrediction`` -> metrics; None: loss only.
+        gather: concatenates the tensors of all ranks, including those in tuples, lists and dicts.
+        keeps: whether predictions are kept although ``compute_metrics`` processes them per batch.
     """
 
     def __init__(
@@ -48,12 +48,17 @@ class Gathered:
         self, weight: Tensor, loss: Tensor | None, logits: Any, labels: Any, inputs: Any, given: Any, is_own: bool,
         is_last: bool,
     ) -> None:  # fmt: skip
-        """One batch.
+        """Add one batch.
 
         Args:
-            weight: () its items; loss: () the mean over them, or None.
-            inputs: the batch itself; given: of it what ``include_for_metrics`` keeps, on the device, or None.
-            is_own: false where the batch was lent to this rank, and does not count.
+            weight: () number of items of the batch.
+            loss: () mean over its items, or None.
+            logits: predictions.
+            labels: labels.
+            inputs: the batch.
+            given: the part of the batch that ``include_for_metrics`` selects, on the device, or None.
+            is_own: false if the batch is padding for this rank, which does not count.
+            is_last: whether all ranks are at their last batch.
         """
         rows, weight = find_batch_size(inputs) or 0 if is_own else 0, weight * is_own
         self.num_rows, self.num_batches = self.num_rows + rows, self.num_batches + 1
@@ -75,7 +80,7 @@ class Gathered:
                 container.to_cpu_and_numpy()
 
     def output(self, dataloader: Any, prefix: str) -> EvalLoopOutput:
-        """The predictions, labels and metrics of the set, each metric beginning with ``prefix``."""
+        """The predictions, labels and metrics of the set. Names of metrics start with ``prefix``."""
         predictions, labels = self.predictions.get_arrays(), self.labels.get_arrays()
         metrics = dict(self.batch_metrics or {})
         if self.compute_metrics and predictions is not None and labels is not None and not self.args.batch_eval_metrics:
@@ -99,7 +104,7 @@ class Gathered:
 
 
 def has_loss(inputs: Any, label_names: list[str], can_return_loss: bool) -> bool:
-    """Tell whether a model gives a loss for a batch: all labels are there, or it needs none."""
+    """Whether a model returns a loss for a batch: all labels are present, or it needs none."""
     if label_names:
         return all(named_in(inputs).get(name) is not None for name in label_names)
     return_loss = named_in(inputs).get("return_loss")
@@ -107,19 +112,19 @@ def has_loss(inputs: Any, label_names: list[str], can_return_loss: bool) -> bool
 
 
 def labels_in(inputs: Any, label_names: list[str]) -> Any:
-    """The labels of a batch; a tuple where there are several."""
+    """The labels of a batch; a tuple if there are several."""
     labels = nested_detach(tuple(named_in(inputs).get(name) for name in label_names))
     return labels[0] if len(labels) == 1 else labels
 
 
 def ignored_outputs(model: nn.Module) -> list[str]:
-    """The outputs of a model that are no predictions."""
+    """The outputs of a model that are not predictions."""
     config: Any = getattr(model, "config", None)
     return [] if config is None else list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
 
 
 def logits_of(outputs: Any, ignore_keys: list[str], has_loss: bool) -> Any:
-    """Everything a model returned but its loss and what is not wanted; a tuple where that is several."""
+    """The outputs of a model without the loss and ignored ones; a tuple if there are several."""
     if isinstance(outputs, dict):
         found = tuple(v for k, v in outputs.items() if k not in ignore_keys and not (has_loss and k == "loss"))
     else:

@@ -1,6 +1,6 @@
-"""Facts that the Trainer needs about a model before it trains it, read from its class and its config.
+"""Properties of a model that the Trainer reads from its class and its config before training.
 
-Nothing here calls the model; what only a forward pass can tell is asked in ``models/patches/capabilities.py``.
+Nothing here calls the model. Properties that require a forward pass are in ``models/patches/capabilities.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_causal_lm(model: Any) -> bool:
 
 
 def takes_loss_arguments(model: Any) -> bool:
-    """Tell whether ``forward`` takes ``num_items_in_batch``: as the model says, or where it takes any keyword."""
+    """Whether ``forward`` accepts ``num_items_in_batch``: as declared by the model, or if it accepts any keyword."""
     base = base_model(model)
     parameters = inspect.signature(base.forward).parameters.values()
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -42,32 +42,33 @@ def takes_loss_arguments(model: Any) -> bool:
 
 
 def labels_of(model: Any, given: list[str] | None) -> list[str]:
-    """The arguments of ``forward`` that are labels, as given or as they are called."""
+    """The label arguments of ``forward``: as given, or found by their names."""
     return list(find_labels(type(base_model(model)))) if given is None else given
 
 
 def model_columns(model: Any, label_names: list[str]) -> list[str]:
-    """The columns of a data set that ``forward`` takes. Labels may be called label or label_ids: the default collator
-    renames them."""
+    """The dataset columns that ``forward`` accepts. Labels may be called label or label_ids, because the default
+    collator renames them.
+    """
     taken = inspect.signature(base_model(model).forward).parameters
     return [*taken, *dict.fromkeys(["label", "label_ids", *label_names])]
 
 
 def loss_shifts_labels(model: Any) -> bool:
-    """Tell whether position t of the logits is held against label t + 1, so that the first label is never learned."""
+    """Whether position t of the logits predicts label t + 1, so that the first label has no loss."""
     base = base_model(model)
     is_shifted = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
     return is_shifted and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
 
 
 def waits_for_its_device(model: Any, args: TrainingArguments) -> bool:
-    """Tell whether it is not moved when the Trainer is made: it lies on several devices, or its dtype comes first."""
+    """Whether it is not moved when the Trainer is created: it is on several devices, or its dtype is changed first."""
     is_split = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     return bool(is_split or args.fp16_full_eval or args.bf16_full_eval)
 
 
 def smoother_of(model: Any, factor: float) -> Any:
-    """transformers' label smoother; None where the factor is 0, or the model has several labels to a row."""
+    """transformers' label smoother; None if the factor is 0, or for multi-label classification."""
     if not factor:
         return None
     if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
@@ -82,7 +83,7 @@ def smoother_of(model: Any, factor: float) -> Any:
 
 
 def has_virtual_tokens(model: Any) -> bool:
-    """Tell whether a learned prompt stands before the ids (prompt tuning, p-tuning); a prefix stands in the cache."""
+    """Whether virtual tokens precede the ids (prompt tuning, p-tuning). A prefix is stored in the cache instead."""
     config = getattr(model, "active_peft_config", None) if is_peft_model(model) else None
     return bool(config is not None and config.is_prompt_learning and config.peft_type != "PREFIX_TUNING")
 

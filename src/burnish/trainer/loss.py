@@ -1,13 +1,15 @@
-"""The Trainer's loss: what a model or a script computes, made into a part of the step's mean.
+"""The Trainer's loss: combines the loss of a model or a script into the mean of the step.
 
-The rule is the loop's: a sum over items, divided by the items of the whole step. burnish's own losses are sums until
-the backward pass. A model gives a mean over its micro-batch, which ``Trainer._loss`` multiplies by its items.
+As in the loop, a loss is a sum over items that is divided by the number of items of the whole step. burnish's own
+losses are sums until the backward pass. A model returns a mean over its micro-batch, which ``Trainer._loss`` multiplies
+by its number of items.
 
-A script that overrides ``compute_loss`` or ``training_step``, or gives a ``compute_loss_func``, works with means, as in
-transformers. ``compute_loss`` gets ``num_items_in_batch``, the items of that micro-batch, so that a loss divided by it
-and a plain mean are the same number; ``training_step`` gives it the micro-batch's share of the step. So accumulation,
-ragged batches and processes never change the gradient, whoever computed the loss. A subclass that sets
-``loss_is_scaled_for_ga = True`` divides by itself: it gets the items of the whole step, and its loss is used as it is.
+Scripts that override ``compute_loss`` or ``training_step``, or pass ``compute_loss_func``, use means, as in
+transformers. ``compute_loss`` gets ``num_items_in_batch``, the number of items of the micro-batch, so a sum divided by
+it equals a plain mean. ``training_step`` multiplies it by the micro-batch's share of the step. So gradient
+accumulation, batches of different sizes and the number of processes never change the gradient. A subclass with
+``loss_is_scaled_for_ga = True`` divides by itself: it gets the number of items of the whole step, and its loss is used
+unchanged.
 """
 
 # B sequences, T tokens per sequence
@@ -34,23 +36,23 @@ from burnish.trainer.inspection import base_model, is_causal_lm
 
 @dataclass
 class StepUnderWay:
-    """The step whose micro-batches are trained on.
+    """The current step.
 
     Args:
-        weight: () its items, over all its micro-batches and processes; None outside of a step.
-        sums: metrics of the micro-batch under way, as ``Loss.sums`` has them; ``compute_loss`` may add to it.
+        weight: () number of items over all its micro-batches and processes; None outside of a step.
+        sums: metrics of the current micro-batch, as in ``Loss.sums``; ``compute_loss`` may add to it.
     """
 
     weight: Tensor | None = None
     sums: dict[str, Metric] = field(default_factory=dict)
 
     def share(self, weight: Tensor) -> Tensor:
-        """() of the step's mean, for a micro-batch of ``weight`` () items; outside of a step it is the whole."""
+        """() the share of a micro-batch with ``weight`` () items in the step's mean; 1 outside of a step."""
         return torch.ones_like(weight) if self.weight is None else weight / self.weight
 
 
 def without_weight(loss: Loss) -> Loss:
-    """The loss and metrics of a padding batch, which count nothing; the graph stays, so that ranks can sync."""
+    """Loss and metrics of a padding batch, multiplied by 0. The graph is kept so that ranks can sync gradients."""
     sums = {
         name: Sum(each.total * 0, each.count * 0, each.reduction) if isinstance(each, Sum) else each * 0
         for name, each in loss.sums.items()
@@ -59,10 +61,12 @@ def without_weight(loss: Loss) -> Loss:
 
 
 def num_items_of(inputs: Batch, shifts_labels: bool, device: torch.device) -> Tensor:
-    """() the items of a micro-batch that share the step's mean: its labels, or its rows where it has none.
+    """() number of items of a micro-batch: its labels, or its rows if it has none.
 
     Args:
-        shifts_labels: whether the first label of a row is never learned.
+        inputs: the micro-batch.
+        shifts_labels: whether the first label of a row has no loss.
+        device: device of the result.
     """
     named = named_in(inputs)
     labels = named.get("shift_labels", named.get("labels"))
@@ -75,7 +79,8 @@ def num_items_of(inputs: Batch, shifts_labels: bool, device: torch.device) -> Te
 
 
 def without_gradient(value: Tensor, device: torch.device) -> Tensor:
-    """() the loss that a ``training_step`` gave. ValueError where it lies on another kind of device than the run's."""
+    """() the detached loss returned by ``training_step``. ValueError if it is on another type of device than the
+    run."""
     if value.device.type != device.type:
         raise ValueError(
             f"Calculated loss must be on the original device: {device} but device in use is {value.device}"
@@ -84,7 +89,7 @@ def without_gradient(value: Tensor, device: torch.device) -> Tensor:
 
 
 def loss_of(outputs: Any, inputs: Any) -> Any:
-    """The loss among a model's outputs."""
+    """The loss in a model's outputs."""
     if not isinstance(outputs, dict):
         return outputs[0]
     if "loss" not in outputs:
@@ -105,10 +110,10 @@ def refuse_empty(inputs: Any, columns: Sequence[str] | None) -> None:
 
 @contextmanager
 def explaining_ids(model: nn.Module, inputs: Any) -> Iterator[None]:
-    """Say in the block which ids or labels are beyond the model's, where torch says only that an index is.
+    """Context that explains an IndexError of torch: which ids or labels exceed the model's vocabulary.
 
     Raises:
-        UserError: where ids or labels are; the error itself, where it is of another kind.
+        UserError: for ids or labels that are too large. Other errors are passed on.
     """
     try:
         yield
@@ -133,7 +138,7 @@ def _largest(ids: Any) -> int:
 
 
 def refuse_no_loss(loss: Any) -> None:
-    """Refuse what a ``compute_loss`` or ``compute_loss_func`` returned, where that is no tensor. Raises UserError."""
+    """Raise UserError if ``compute_loss`` or ``compute_loss_func`` did not return a tensor."""
     if not isinstance(loss, Tensor):
         what = f"The loss must be a scalar tensor with a gradient. Received: {type(loss).__name__}."
         remedy = "The outputs passed to compute_loss_func contain no loss: compute it from logits and labels."
@@ -141,7 +146,7 @@ def refuse_no_loss(loss: Any) -> None:
 
 
 def accepting(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``method``, called without the argument ``name`` where it was written before there was one."""
+    """``method``, called without the argument ``name`` if its signature does not have it (older overrides)."""
     function = getattr(method, "__func__", method)
     return method if _has_parameter(function, name) else functools.partial(_without, method, name)
 

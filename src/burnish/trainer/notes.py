@@ -1,4 +1,4 @@
-"""Warnings of the Trainer classes, from the first process of a run only, since all processes would print the same."""
+"""Warnings of the Trainer classes, issued by the main process only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OURS = str(Path(__file__).parents[1])
 
 
 def warn(message: str, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
-    """``warnings.warn``, with the same ``stacklevel`` as there."""
+    """``warnings.warn`` with the same meaning of ``stacklevel``."""
     if is_main_process():
         warnings.warn(message, category, stacklevel=stacklevel + 1)
 
@@ -24,5 +24,5 @@ def _is_for_a_person(record: logging.LogRecord) -> bool:
     return is_main_process() or not record.pathname.startswith(_OURS)
 
 
-# A script may set the level of this logger for its own processes; burnish's warnings go through it.
+# A script may set the level of this logger for its own processes. burnish's warnings use it as well.
 transformers_logging.get_logger("transformers.trainer").addFilter(cast(Any, _is_for_a_person))

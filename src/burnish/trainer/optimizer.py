@@ -1,7 +1,7 @@
 """The Trainer's optimizer.
 
-It is burnish's (``optim/``), by transformers' names and to its values. Where a script says which class it is, or a
-subclass overrides a part of transformers' way to an optimizer, it is made that way.
+It is burnish's (``optim/``), with transformers' names and values. If a script selects its class, or a subclass
+overrides a part of transformers' procedure, that procedure is used.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from burnish.optim.builtin import parameter_groups
 
 
 def optimizer_of(kind: Any, arguments: dict[str, Any], model: nn.Module, groups: Any) -> Any:
-    """An optimizer of a class, or of a factory that makes it from the whole model.
+    """Create an optimizer from a class, or from a factory that takes the whole model.
 
     Args:
-        groups: the parameters; GaLore, LOMO and layer-wise optimizers bring their own among ``arguments``.
+        kind: the class or factory.
+        arguments: its arguments. GaLore, LOMO and layer-wise optimizers include their parameters here.
+        model: the model, for factories.
+        groups: the parameter groups, unless they are in ``arguments``.
     """
     if not isinstance(kind, type) or not issubclass(kind, Optimizer):
-        made = kind()  # a factory, or a class that looks like one
+        made = kind()  # a factory
         return made(model, **arguments) if callable(made) else made
     arguments = dict(arguments)
     for instead in ("params", "model", "optimizer_dict"):
@@ -31,7 +34,7 @@ def optimizer_of(kind: Any, arguments: dict[str, Any], model: nn.Module, groups:
 
 
 def two_groups(model: nn.Module, decaying: Iterable[str], weight_decay: float) -> list[dict[str, Any]]:
-    """The trainable parameters that decay, and the others."""
+    """The trainable parameters with weight decay, and those without."""
     names = set(decaying)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
@@ -41,7 +44,7 @@ def two_groups(model: nn.Module, decaying: Iterable[str], weight_decay: float) -
 
 
 def decaying_names(model: nn.Module) -> list[str]:
-    """The parameters that weight decay applies to: no biases, no norms."""
+    """Names of the parameters with weight decay: all except biases and norms."""
     names = {id(p): name for name, p in model.named_parameters()}
     return [names[id(p)] for p in parameter_groups(model.named_parameters(), model, 1.0)[0]["params"]]
 
@@ -54,7 +57,7 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def group_with(optimizer: Any, parameter: Any) -> Any:
-    """The group that holds ``parameter``, or the parameters of all groups."""
+    """The group that contains ``parameter``; by default the parameters of all groups."""
     groups = groups_of(optimizer)
     holding = (group for group in groups if any(parameter is other for other in group["params"]))
     return next(holding, [group["params"] for group in groups])

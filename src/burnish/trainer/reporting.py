@@ -1,4 +1,4 @@
-"""The Trainer's log lines before a training or an evaluation, and the count of its rows and tokens."""
+"""Log lines of the Trainer before training and evaluation, and the count of rows and tokens."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from burnish.loop.types import Batch
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.data.in_step import named_in
 
-logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
 
 class Count:
-    """Rows and tokens of a batch.
+    """Counts rows and tokens of a batch.
 
     Args:
         how: "no", "all" or "non_padding" tokens.
-        main_input: the name of the ids in a batch.
-        padding: the id of padding, where there is one.
+        main_input: name of the ids in a batch.
+        padding: id of the padding token, or None.
     """
 
     def __init__(self, how: str, main_input: str, padding: int | None) -> None:
@@ -35,7 +35,7 @@ class Count:
         return rows, self._without_padding(batch, ids) if self.how == "non_padding" else ids.numel()
 
     def _without_padding(self, batch: Batch, ids: torch.Tensor) -> int:
-        """Tokens by the mask, or by the id of padding; where neither is known all of them, which is said once."""
+        """Count tokens by the mask, or by the padding id. Without either all tokens are counted, with one warning."""
         if "attention_mask" in batch:
             return num_tokens(batch)
         if self.padding is not None:

@@ -1,7 +1,6 @@
-"""Hyperparameter search: a run per trial, each from a fresh model, judged by its last evaluation. Through Optuna.
+"""Hyperparameter search with Optuna: one run per trial, each with a new model, rated by its last evaluation.
 
-In: ``model_init``, a function from a trial to argument values. Out: transformers' ``BestRun``. Refuses the backends
-that burnish does not have, by name.
+In: ``model_init``, a function from a trial to argument values. Out: transformers' ``BestRun``. Refuses other backends.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ if TYPE_CHECKING:
     from burnish.trainer.arguments.training import TrainingArguments
 
 
-logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
 
 @dataclass
 class Search:
-    """A search under way.
+    """A running search.
 
     Args:
         space: trial -> values of arguments.
-        compute_objective: the metrics of an evaluation -> what is made small or large.
-        name_of: trial -> the name of its folder and its run.
+        compute_objective: metrics of an evaluation -> value to minimize or maximize.
+        name_of: trial -> name of its folder and its run.
     """
 
     space: Callable[[Any], dict[str, Any]]
     compute_objective: Callable[[dict[str, float]], Any]
     name_of: Callable[[Any], str] | None = None
-    objective: Any = None  # of the trial under way
+    objective: Any = None  # of the current trial
 
     def take_values(self, trial: Any, args: TrainingArguments) -> None:
-        """The values of ``trial`` into the arguments, each in the type that it had."""
+        """Set the arguments to the values of ``trial``, converted to their previous types."""
         for name, value in self.space(trial).items():
             if not hasattr(args, name):
                 logger.warning(
@@ -52,7 +51,7 @@ class Search:
         logger.info(f"Trial: {trial.params}")
 
     def report(self, trial: Any, step: int, metrics: dict[str, float], give_up: Callable[[], None]) -> None:
-        """An evaluation's objective to the trial, which may be given up for it: then ``give_up`` is called first."""
+        """Report the objective of an evaluation. If the trial is pruned, call ``give_up`` and raise."""
         self.objective = self.compute_objective(dict(metrics))
         import optuna
 
@@ -66,10 +65,14 @@ class Search:
         self, train: Callable[[Any], Any], evaluate: Callable[[], dict[str, float]], n_trials: int,
         direction: str | list[str], given: dict[str, Any],
     ) -> BestRun | list[BestRun]:  # fmt: skip
-        """The best of ``n_trials`` trials, of several objectives all that are not beaten.
+        """The best of ``n_trials`` trials; for several objectives all Pareto-optimal ones.
 
         Args:
-            given: of ``optuna.create_study`` and, as timeout, n_jobs and gc_after_trial, of ``optimize``.
+            train: runs a trial.
+            evaluate: evaluates it.
+            n_trials: number of trials.
+            direction: "minimize" or "maximize", per objective.
+            given: arguments of ``optuna.create_study`` and, as timeout, n_jobs and gc_after_trial, of ``optimize``.
         """
         import optuna
 
@@ -92,7 +95,7 @@ class Search:
 
 
 def check_backend(backend: Any, model_init: Any) -> HPSearchBackend:
-    """The backend by that name; Optuna where none is named. Raises where it is another, or is not installed."""
+    """The backend of that name. Default: Optuna. Raises if it is another one, or not installed."""
     chosen = HPSearchBackend("optuna" if backend is None else backend)
     if chosen != HPSearchBackend.OPTUNA:
         raise ValueError(f'backend="{chosen.value}" is not supported. Use backend="optuna".')
@@ -106,7 +109,7 @@ def check_backend(backend: Any, model_init: Any) -> HPSearchBackend:
 
 
 def fresh_model(model_init: Callable[..., Any], trial: Any) -> Any:
-    """A model from ``model_init``, which may take the trial."""
+    """A new model from ``model_init``, which may take the trial as argument."""
     arguments = number_of_arguments(model_init)
     if arguments > 1:
         raise RuntimeError("model_init should have 0 or 1 argument.")

@@ -1,10 +1,10 @@
 """``Seq2SeqTrainer`` and ``Seq2SeqTrainingArguments``: evaluation and prediction with generated text.
 
-With ``predict_with_generate`` the predictions of a set are the token ids that the model generates from its inputs,
-instead of logits; ``eval_loss`` is still that of the labels. Everything else is the ``Trainer``'s.
+With ``predict_with_generate`` the predictions of a set are generated token ids instead of logits. ``eval_loss`` is
+still that of the labels. Everything else is the same as in ``Trainer``.
 
-In: the arguments of generation, from the call, else from ``generation_max_length`` and ``generation_num_beams``, else
-from the model's ``generation_config``. Out: ids padded with the tokenizer's padding. Refuses a generation config that
+In: arguments of generation: from the call, else from ``generation_max_length`` and ``generation_num_beams``, else from
+the model's ``generation_config``. Out: ids padded with the tokenizer's padding token. Refuses a generation config that
 transformers could not save with the model.
 """
 
@@ -32,9 +32,9 @@ from burnish.trainer.data.generation import Writing, writing_of, written
 from burnish.trainer.trainer import Trainer
 
 _AHEAD = 16
-"""Batches that are answered at once."""
+"""Number of batches that are generated at once."""
 USUAL_MAX_LENGTH = 20
-"""``max_length`` of a generation config that names none (transformers, ``GenerationConfig``)."""
+"""Default ``max_length`` of generation configs (transformers, ``GenerationConfig``)."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ for_argument_parser(Seq2SeqTrainingArguments)
 
 
 class Seq2SeqTrainer(Trainer):
-    """A ``Trainer`` whose ``evaluate`` and ``predict`` can generate, and take arguments of ``model.generate``."""
+    """A ``Trainer`` whose ``evaluate`` and ``predict`` can generate, with arguments of ``model.generate``."""
 
     args: Seq2SeqTrainingArguments
     arguments_class = Seq2SeqTrainingArguments
@@ -77,16 +77,16 @@ class Seq2SeqTrainer(Trainer):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
-        self._written: dict[int, Tensor] = {}  # by the identity of a batch, the answers that were made ahead
+        self._written: dict[int, Tensor] = {}  # id() of a batch -> generated ids, created ahead
         if self.args.generation_config is not None:
             self.model.generation_config = self.load_generation_config(self.args.generation_config)
 
     @staticmethod
     def load_generation_config(gen_config_arg: str | Path | GenerationConfig) -> GenerationConfig:
-        """A copy of the config, or the config of the file, folder or model of that name.
+        """A copy of the config, or the config of a file, folder or model.
 
         Raises:
-            UserError: where its parts contradict each other: saving it with the model would fail after the training.
+            UserError: if it is inconsistent, because saving it with the model would fail after training.
         """
         if isinstance(gen_config_arg, GenerationConfig):
             config = deepcopy(gen_config_arg)
@@ -104,7 +104,8 @@ class Seq2SeqTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
         **gen_kwargs: Any,
     ) -> dict[str, float]:  # fmt: skip
-        """Evaluate like the ``Trainer``. ``gen_kwargs``: arguments of ``model.generate``, for every set of a dict."""
+        """Evaluate like ``Trainer``. ``gen_kwargs`` are arguments of ``model.generate``, used for all sets of a
+        dict."""
         with self._generating(gen_kwargs):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -112,7 +113,7 @@ class Seq2SeqTrainer(Trainer):
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> PredictionOutput:  # fmt: skip
-        """Predict like the ``Trainer``. ``gen_kwargs``: arguments of ``model.generate``."""
+        """Predict like ``Trainer``. ``gen_kwargs`` are arguments of ``model.generate``."""
         with self._generating(gen_kwargs):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
@@ -127,7 +128,7 @@ class Seq2SeqTrainer(Trainer):
             self._gen_kwargs = before
 
     def _with_usual(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the call, and the two that ``args`` may set."""
+        """The arguments of the call, with the defaults that ``args`` may set."""
         args, kwargs = self.args, {name: value for name, value in given.items() if value is not None}
         if args.generation_max_length is not None and not {"max_length", "max_new_tokens"} & set(kwargs):
             kwargs["max_length"] = args.generation_max_length
@@ -142,8 +143,8 @@ class Seq2SeqTrainer(Trainer):
         """Compute loss, predictions and labels of a batch, without gradients.
 
         Returns:
-            () the mean loss or None; (B, T) the ids that were generated, with those of the prompt where the model is
-            a decoder alone; (B, T) the labels or None.
+            () the mean loss or None; (B, T) the generated ids, including the prompt for decoder-only models; (B, T) the
+            labels or None.
         """
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -158,7 +159,8 @@ class Seq2SeqTrainer(Trainer):
         return loss, self._padded(ids), None if labels is None else self._padded(labels)
 
     def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:
-        """The batches of an evaluation; where seats can, the answers of several are made at once (``written.py``)."""
+        """Yield the batches of an evaluation. If slots support it, several batches are generated at once
+        (``generation.py``)."""
         batches, how = iter(dataloader), None if only_loss else self._writing()
         while how is not None and (some := list(islice(batches, _AHEAD))):
             ids = written(self.model, [self._prepare_inputs(one) for one in some], how, self.args.eval_batch_size)
@@ -170,7 +172,7 @@ class Seq2SeqTrainer(Trainer):
         yield from batches
 
     def _writing(self) -> Writing | None:
-        """The way of writing over seats in this evaluation; None where ``generate`` writes."""
+        """Settings for generation with slots in this evaluation; None if ``model.generate`` is used."""
         is_ours = type(self).prediction_step is Seq2SeqTrainer.prediction_step
         is_whole = self._engine.world_size == 1 and not self._engine.is_sharded
         if not (is_ours and is_whole and self.args.predict_with_generate):
@@ -178,7 +180,7 @@ class Seq2SeqTrainer(Trainer):
         return writing_of(self.model, self._with_usual(self._gen_kwargs or {}))
 
     def _generate(self, inputs: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Generate (B, T) ids. The inputs of the decoder are left out where the collator made them from the labels."""
+        """Generate (B, T) ids. Decoder inputs are omitted if the collator created them from the labels."""
         given = {name: value for name, value in inputs.items() if name != "labels"}
         labels, begun = inputs.get("labels"), given.get("decoder_input_ids")
         if labels is not None and begun is not None and labels.shape == begun.shape:
@@ -188,7 +190,7 @@ class Seq2SeqTrainer(Trainer):
         return ids
 
     def _padded(self, ids: Tensor) -> Tensor:
-        """Pad (B, T) to the longest output that the model's config allows, so that all batches have one width."""
+        """Pad (B, T) to the maximum length that the model's config allows, so that all batches have the same width."""
         config: Any = self.model.generation_config
         longest = [config.max_length or USUAL_MAX_LENGTH, (config.max_new_tokens or 0) + 1]
         width = next((width for width in longest if width > ids.shape[-1]), ids.shape[-1])
@@ -196,7 +198,7 @@ class Seq2SeqTrainer(Trainer):
         return torch.nn.functional.pad(ids, (0, missing), value=self._padding_id()) if missing else ids
 
     def _padding_id(self) -> int:
-        """The tokenizer's padding, else its end, else the model's padding."""
+        """The tokenizer's padding token, else its EOS token, else the model's padding token."""
         tokenizer, config = self.processing_class, getattr(self.model, "config", None)
         found = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
         found.append(getattr(config, "pad_token_id", None))

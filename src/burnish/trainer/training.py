@@ -1,7 +1,7 @@
-"""Pieces of ``Trainer.train``: the model made ready, the steps, the checkpoint to go on from.
+"""Parts of ``Trainer.train``: preparing the model, number of steps, and the checkpoint to resume from.
 
-Nothing of what training *is* happens here (``loop/loop.py``), and nothing knows the ``Trainer``: each function is given
-what it needs.
+The training loop is in ``loop/loop.py``. The functions here do not depend on ``Trainer``; each takes the arguments that
+it needs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from burnish.utils.files import only_writer
 from burnish.utils.patching import Reason, record, restore
 
 WATCHED = Reason("module", "its outputs are checked (debug)")
-logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
 
 @contextmanager
@@ -49,10 +49,14 @@ def made_ready(
     model: nn.Module, args: TrainingArguments, accelerator: EngineAccelerator, processing_class: Any,
     noise: float | None,
 ) -> Iterator[None]:  # fmt: skip
-    """Changes that are made to a model for the time of its training.
+    """Context with the changes of a model that apply during its training.
 
     Args:
-        noise: the strength of NEFTune; None for none.
+        model: the model.
+        args: the arguments of the Trainer.
+        accelerator: the Trainer's accelerator.
+        processing_class: tokenizer or processor.
+        noise: noise scale of NEFTune; None: disabled.
     """
     device = accelerator.device
     if args.use_liger_kernel:
@@ -66,7 +70,7 @@ def made_ready(
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         record(model, lambda: DebugUnderflowOverflow(model), WATCHED)
     made = [] if noise is None else record(model, lambda: activate_neftune(model, noise, accelerator), NOISE)
-    # A compiler fuses by itself. On a CPU only adapters gain: for rows of 86 tokens no time is spared otherwise.
+    # A compiler fuses operations itself. On a CPU only adapters benefit: with rows of 86 tokens nothing else is faster.
     if not args.torch_compile and (device.type != "cpu" or any(map(holds_factors, model.modules()))):
         made += patch_forwards(model, args)
     say_compute_dtype(model, accelerator.engine.dtype, device)
@@ -77,7 +81,7 @@ def made_ready(
 
 
 def say_compute_dtype(model: nn.Module, autocast: torch.dtype | None, device: torch.device) -> None:
-    """Log the compute dtype; warn where this processor emulates it, since a script's own weights keep their dtype."""
+    """Log the compute dtype. Warns if this processor emulates it, because a script's own weights keep their dtype."""
     of_weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     compute = autocast or of_weights
     logger.info(compute_sentence(compute, of_weights, device))
@@ -87,10 +91,13 @@ def say_compute_dtype(model: nn.Module, autocast: torch.dtype | None, device: to
 
 
 def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int, inner_steps: int = 1) -> StepPlan:
-    """Steps and epochs, counted in micro-batches of this rank. The last step of an epoch may be incomplete.
+    """Number of steps and epochs, computed from this rank's micro-batches. The last step of an epoch may be incomplete.
 
     Args:
-        inner_steps: steps that are trained on the rows of a step batch (``Objective.inner_steps``).
+        loader: the training loader.
+        args: the arguments of the Trainer.
+        accumulation: micro-batches per step.
+        inner_steps: optimizer steps per step batch (``Objective.inner_steps``).
     """
     batches = num_batches(loader)
     if not batches and args.max_steps <= 0:
@@ -105,13 +112,13 @@ def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int, inn
 
 
 def plan_of(values: tuple[int, int, int, int, int, int | None, int], loader: Any, accumulation: int) -> StepPlan:
-    """The plan that ``Trainer.set_initial_training_values`` gives. Args: values: as ``loaders.numbers_of_training``."""
+    """The plan for the result of ``Trainer.set_initial_training_values`` (see ``loaders.numbers_of_training``)."""
     num_train_epochs, steps_per_epoch, *_, max_steps = values
     return StepPlan(num_batches(loader) or None, accumulation, steps_per_epoch, max_steps, num_train_epochs)
 
 
 def check_spikes(args: TrainingArguments, loader: Any) -> None:
-    """Raise UserError if a run is to go back after spikes, and the rows of a step are not known."""
+    """Raise UserError if the run rolls back after spikes and the rows of a step are not known."""
     if args.on_spike == "go_back" and order_in(loader) is None:
         raise UserError(
             '"on_spike": "go_back" requires a map-style train_dataset and the Trainer\'s own data loader.',
@@ -120,7 +127,7 @@ def check_spikes(args: TrainingArguments, loader: Any) -> None:
 
 
 def trainer_fingerprints(args: TrainingArguments, plan: StepPlan, rows_per_step: int) -> dict[str, Any]:
-    """Fingerprints of all that the run depends on, for the sentences at a resume."""
+    """Fingerprints of everything that the run depends on, for messages when it resumes."""
     return {
         "learning_rate": args.learning_rate, "max_steps": plan.max_steps, "rows_per_step": rows_per_step,
         "seed": args.seed, "data_seed": args.data_seed, "steps_per_epoch": plan.steps_per_epoch,
@@ -130,7 +137,7 @@ def trainer_fingerprints(args: TrainingArguments, plan: StepPlan, rows_per_step:
 
 @contextmanager
 def writing_alone(folder: str, args: TrainingArguments) -> Iterator[None]:
-    """No two runs write checkpoints into one folder."""
+    """Context that prevents two runs from writing checkpoints to the same folder."""
     if args.save_strategy == "no" or not args.should_save:
         yield
         return
@@ -140,8 +147,9 @@ def writing_alone(folder: str, args: TrainingArguments) -> Iterator[None]:
 
 @contextmanager
 def answering_signals(trainer: Any, args: TrainingArguments, engine: Engine) -> Iterator[None]:
-    """Answer Ctrl-C and SIGTERM with a checkpoint after the step, and then with KeyboardInterrupt. Signals that a
-    script handles are left to it, and so are all of them where no checkpoints are to be saved."""
+    """After Ctrl-C or SIGTERM, save a checkpoint after the current step and raise KeyboardInterrupt. Signals with a
+    script's own handler are not changed. Without checkpoints all signals keep their behavior.
+    """
 
     def on_any(asked: bool) -> bool:
         return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
@@ -171,7 +179,7 @@ def say_that_it_is_empty(state: TrainerState) -> None:
 
 
 def checkpoint_asked_for(asked: str | bool | None, folder: str, args: TrainingArguments) -> Path | None:
-    """The checkpoint that a script asks for, or the newest whole one in ``folder`` where it asks for any."""
+    """The requested checkpoint, or the latest valid one in ``folder``. None to start from scratch."""
     goes_on = asked is None and args.resume in ("auto", "must")
     if asked is True or goes_on:
         found = get_last_checkpoint(folder) if Path(folder).is_dir() else None
@@ -190,7 +198,7 @@ def checkpoint_asked_for(asked: str | bool | None, folder: str, args: TrainingAr
 
 
 def _newest_whole(found: Path, args: TrainingArguments) -> Path:
-    """``found``, or where it is damaged the newest checkpoint beside it that is whole, and a word on the others."""
+    """``found``, or if it is damaged the latest valid checkpoint next to it. Logs the skipped ones."""
     if is_foreign(found):
         return found
     whole, skipped = checkpoint.Checkpoints(found.parent).newest()
@@ -202,7 +210,7 @@ def _newest_whole(found: Path, args: TrainingArguments) -> Path:
 
 
 def differences(before: TrainerState, args: TrainingArguments) -> list[str]:
-    """Sentences on arguments that differ from the checkpoint's. The arguments are followed."""
+    """Sentences about arguments that differ from the checkpoint's. The arguments take precedence."""
     names = ("logging_steps", "eval_steps", "save_steps")
     now = {name: value for name in names if (value := getattr(args, name)) is not None and value >= 1}
     pairs = [(name, value, getattr(before, name)) for name, value in now.items()]
@@ -215,7 +223,7 @@ def differences(before: TrainerState, args: TrainingArguments) -> list[str]:
 
 
 def restore_callbacks(handler: FaceHandler, states: dict[str, Any]) -> None:
-    """Callbacks and control go on with their state."""
+    """Restore the state of callbacks and control."""
     here = {type(callback).__name__ for callback in handler.callbacks} | {"TrainerControl"}
     lost = [name for name in states if name not in here]
     if lost:
@@ -226,7 +234,7 @@ def restore_callbacks(handler: FaceHandler, states: dict[str, Any]) -> None:
 
 
 def take_old_keywords(kwargs: dict[str, Any], resume_from_checkpoint: str | bool | None) -> str | bool | None:
-    """``model_path``, the name that ``resume_from_checkpoint`` had. TypeError for any other keyword."""
+    """Take ``model_path``, the earlier name of ``resume_from_checkpoint``. Raises TypeError for other keywords."""
     if "model_path" in kwargs:
         notes.warn("`model_path` is now `resume_from_checkpoint`.", FutureWarning, stacklevel=3)
         resume_from_checkpoint = kwargs.pop("model_path")

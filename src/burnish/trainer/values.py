@@ -1,7 +1,6 @@
-"""Types that a ``Trainer`` gives to a script and takes from it: transformers' own.
+"""Types that a ``Trainer`` passes to scripts and accepts from them: those of transformers.
 
-They are the same classes, so that a metric function, a callback or an ``isinstance`` written for one works for the
-other.
+They are the same classes, so that metric functions, callbacks and ``isinstance`` checks work with both libraries.
 """
 
 from transformers.data.data_collator import (

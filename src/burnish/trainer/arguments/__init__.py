@@ -1,3 +1,3 @@
-"""``TrainingArguments``. In: transformers' arguments, those of today and of former versions. Out: one checked object,
-which is also the loop's options. Begin with ``training.py``.
+"""``TrainingArguments``. In: transformers' arguments of current and earlier versions. Out: one validated object, which
+is also the options object of the loop. Begin with ``training.py``.
 """

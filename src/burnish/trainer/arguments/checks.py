@@ -1,7 +1,7 @@
-"""Checks and notes of ``TrainingArguments``, in the words that scripts and tests expect.
+"""Checks and notes of ``TrainingArguments``, with the messages that scripts and tests expect.
 
-In: an instance on its way through ``__post_init__``. Raises ``ValueError`` at the first thing that is wrong, as
-transformers does; whole step counts become ``int``.
+In: an instance during ``__post_init__``. Raises ``ValueError`` for the first problem, as transformers does. Integral
+step counts are converted to ``int``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from burnish.parallel.options import engine_notes
 from burnish.trainer import notes
 from burnish.trainer.arguments.fields import Fields
 
-LARGE = 1_000_000  # shares are compared as whole numbers of millionths
+LARGE = 1_000_000  # fractions are compared as integers in millionths
 
 
 def check_arguments(args: Fields) -> None:
@@ -44,7 +44,7 @@ def check_arguments(args: Fields) -> None:
 
 
 def check_numbers(args: Fields) -> None:
-    """Refuse numbers that make no sense for a run. Raises ValueError at the first."""
+    """Raise ValueError for the first number that is out of bounds."""
     for name, spec in args.declared.items():
         value = getattr(args, name)
         if not isinstance(value, int | float) or isinstance(value, bool) or (value <= 0 and _asks_for_none(args, name)):
@@ -56,7 +56,7 @@ def check_numbers(args: Fields) -> None:
 
 
 def _asks_for_none(args: Fields, name: str) -> bool:
-    """Return whether 0 or less is allowed here and means "none": no limit, no clipping, never; or is not read."""
+    """Whether 0 or less is allowed and means "disabled" (no limit, no clipping, never), or is not used."""
     if name in ("logging_steps", "eval_steps"):
         return bool(getattr(args, name.replace("steps", "strategy")) != "steps")
     if name == "num_train_epochs":
@@ -84,7 +84,7 @@ def _check_intervals(args: Fields) -> None:
 
 
 def _check_best_model(args: Fields) -> None:
-    """Check that the best weights will be on the disk when they are loaded."""
+    """Check that the best checkpoint will have been saved when it is loaded."""
     if not args.load_best_model_at_end or args.save_strategy == "best":
         return
     if args.eval_strategy != args.save_strategy:
@@ -95,7 +95,7 @@ def _check_best_model(args: Fields) -> None:
         )
     if args.eval_strategy != "steps":
         return
-    save, evaluation = args.save_steps, cast(float, args.eval_steps)  # _check_intervals saw to it
+    save, evaluation = args.save_steps, cast(float, args.eval_steps)  # _check_intervals has checked them
     if (save < 1) != (evaluation < 1):
         raise ValueError(
             "--load_best_model_at_end requires the saving steps to be a multiple of the evaluation steps, which cannot "
@@ -109,7 +109,7 @@ def _check_best_model(args: Fields) -> None:
 
 
 def say_what_has_no_effect(args: Fields) -> None:
-    """Warn once of each argument that is given and has no effect, or leaves the run without one."""
+    """Warn once about each argument that has no effect, or that makes training ineffective."""
     for text in _hollow(args):
         notes.warn(text, UserWarning, stacklevel=5)
     for name, (usual, reason) in _NO_EFFECT.items():
@@ -119,7 +119,7 @@ def say_what_has_no_effect(args: Fields) -> None:
         notes.warn(note, UserWarning, stacklevel=5)
     usual = AcceleratorConfig().to_dict() | {"gradient_accumulation_kwargs": None}
     given = cast(AcceleratorConfig, args.accelerator_config).to_dict() | {"gradient_accumulation_kwargs": None}
-    # transformers takes use_configured_state out of a configuration that it has seen.
+    # transformers removes use_configured_state from a configuration that it has processed.
     idle = [name for name in usual if given.get(name, usual[name]) != usual[name]]
     if idle:
         notes.warn(
@@ -130,7 +130,7 @@ def say_what_has_no_effect(args: Fields) -> None:
 
 
 def _hollow(args: Fields) -> list[str]:
-    """Sentences on numbers with which a run trains nothing, or not as a reader would think."""
+    """Sentences about values with which a run trains nothing, or has an unexpected meaning."""
     found = []
     if args.learning_rate == 0:
         found.append("`learning_rate` is 0: weights will not change.")

@@ -1,7 +1,8 @@
-"""Earlier names of ``TrainingArguments`` that scripts still use: each is replaced by today's, with one warning.
+"""Earlier names of ``TrainingArguments`` that scripts still use. Each is replaced with the current name, with one
+warning.
 
-In: the keyword arguments of a call. Out: the same under today's names. An unknown name is left alone, so that the
-constructor refuses it as Python does.
+In: the keyword arguments of a call. Out: the same under current names. Unknown names are kept, so that the constructor
+refuses them as usual.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ RENAMED = {
     "push_to_hub_model_id": "hub_model_id",
     "push_to_hub_token": "hub_token",
 }
-"""Old name -> today's name."""
+"""Earlier name -> current name."""
 
 WITHOUT_EFFECT = {**EARLIER, "push_to_hub_organization": "set the organization in hub_model_id."}
-"""Old name -> the reason why it has no effect."""
+"""Earlier name -> the reason why it has no effect."""
 
 FLAGS = {today: [f"--{old}" for old in RENAMED if RENAMED[old] == today] for today in RENAMED.values()}
-"""Today's name -> the flags of a command line that mean it, from earlier versions."""
+"""Current name -> the command-line flags of earlier versions with the same meaning."""
 
 
 def former_value(args: Any, name: str) -> Any:
-    """The value that a script gets when it reads an old name.
+    """The value of an argument under an earlier name.
 
     Raises:
-        AttributeError: where it was never one.
+        AttributeError: if there never was such a name.
     """
     if name in RENAMED:
         return getattr(args, RENAMED[name])
@@ -45,7 +46,7 @@ def former_value(args: Any, name: str) -> Any:
 
 
 def todays_names(given: Arguments) -> Arguments:
-    """Return ``given`` under today's names, with a warning for each old one."""
+    """Return ``given`` under current names, with a warning for each earlier name."""
     arguments = dict(given)
     for name in list(arguments):
         if name in RENAMED:
@@ -68,9 +69,9 @@ def _warn(message: str) -> None:
 
 
 def _warmup_ratio(value: float, arguments: Arguments) -> str:
-    if not 0 <= value <= 1:  # as `warmup_steps` it would be a number of steps
+    if not 0 <= value <= 1:  # as `warmup_steps` it would be a count
         raise ValueError(f"`warmup_ratio` must be in [0, 1]. Received: {value}.")
-    if value == 1 and not arguments.get("warmup_steps"):  # which would be one step
+    if value == 1 and not arguments.get("warmup_steps"):  # `warmup_steps=1` would be one step
         arguments["warmup_ratio"] = value
         return "`warmup_steps` with a number below 1 or the total number of steps (used in this run)"
     arguments["warmup_steps"] = arguments.get("warmup_steps") or value
@@ -94,4 +95,5 @@ _MEANING: dict[str, tuple[str, Callable[[Any, Any], Any], str]] = {
         "the environment variable TENSORBOARD_LOGGING_DIR",
     ),
 }  # fmt: skip
-"""Old name -> today's name, (old value, value under today's name) -> today's value, and how it is written now."""
+"""Earlier name -> current name, (earlier value, value under the current name) -> current value, and the current
+notation."""

@@ -1,4 +1,4 @@
-"""The ``set_*`` methods of ``TrainingArguments``: groups of arguments that are often given together.
+"""The ``set_*`` methods of ``TrainingArguments``, which set groups of related arguments.
 
 Each returns the arguments, so that calls can be chained: ``args.set_training(1e-4).set_logging(steps=10)``.
 """
@@ -15,7 +15,7 @@ from burnish.trainer.arguments.fields import Fields
 
 
 class Setters:
-    """Setters with the names, defaults and effects of transformers'."""
+    """Setters with the names, defaults and effects of those in transformers."""
 
     def _set(self, **values: Any) -> Any:
         for name, value in values.items():

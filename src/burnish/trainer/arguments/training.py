@@ -1,10 +1,10 @@
-"""``TrainingArguments``: every field of transformers' class, by its name, type and default.
+"""``TrainingArguments``: every field of transformers' class, with its name, type and default.
 
-The fields that burnish's components read are inherited from their option groups; the others, and those whose default
-or type differs, are declared here. The instance is the options object of the run: the loop, the stream, the optimizer
-receive it as it is. Names of older versions are accepted with one warning (``old_names.py``).
+The fields of burnish's components are inherited from their option groups. The others, and those with another default or
+type, are declared in ``fields.py``. The instance is the options object of the run for the loop, the stream and the
+optimizer. Names of earlier versions are accepted with one warning (``old_names.py``).
 
-Refuses what transformers refuses, in its words, because scripts and tests look for them (``checks.py``).
+Raises the same errors as transformers, with the same messages, because scripts and tests expect them (``checks.py``).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from burnish.trainer.arguments.values import (
     trackers_of,
 )
 
-logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
 
 class AcceptsOldNames(type):
-    """Replaces old names by today's before any ``__init__`` runs, including that of a user's own subclass."""
+    """Replaces earlier names before any ``__init__`` runs, including that of a user's subclass."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         by_position = _by_position(cls.__name__, args)
@@ -75,7 +75,7 @@ class AcceptsOldNames(type):
 
 
 def _by_position(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Positional arguments beyond ``output_dir``, by their names in the order of transformers' class."""
+    """Positional arguments after ``output_dir``, by their names in the order of transformers' class."""
     if len(args) < 2:
         return {}
     from transformers import TrainingArguments as Original
@@ -90,9 +90,9 @@ def _by_position(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
 class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
     """The arguments of a ``Trainer``, as in transformers 5, and burnish's own.
 
-    Beyond transformers': ``on_non_finite`` (treatment of a step whose loss or gradient is not finite), ``on_spike`` and
-    ``spike_ratio`` (go back and leave its rows out), ``needed_tokens_only``, ``save_in_background``,
-    ``save_hf_format``, ``resume``, ``resume_despite_changes``.
+    In addition to transformers: ``on_non_finite`` (what to do after a step with a non-finite loss or gradient),
+    ``on_spike`` and ``spike_ratio`` (roll back and exclude the rows of the step), ``needed_tokens_only``,
+    ``save_in_background``, ``save_hf_format``, ``resume``, ``resume_despite_changes``.
     """
 
     def __post_init__(self) -> None:
@@ -118,13 +118,13 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
         if self.use_cpu:
             self.dataloader_pin_memory = False
         self.fsdp = self.fsdp or None
-        raise_if(check_engine(cast(Any, self)))  # some of its types are wider
+        raise_if(check_engine(cast(Any, self)))  # some of its types are wider than those of the engine
         say_what_has_no_effect(self)
 
-    if not TYPE_CHECKING:  # to whom every name would be one
+    if not TYPE_CHECKING:  # a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Return values under the names of earlier versions; Python calls it for missing attributes only."""
+            """Values under names of earlier versions. Python only calls this for missing attributes."""
             return former_value(self, name)
 
     def _read_json_texts(self) -> None:
@@ -134,7 +134,7 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
                 setattr(self, name, dictionary_of(name, value))
 
     def _mirror_activation_checkpointing(self) -> None:
-        """Keep the two names of one argument equal, so that both can be read."""
+        """Keep the two names of an argument equal, so that both can be read."""
         pairs = [("gradient_checkpointing", "activation_checkpointing"),
                  ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")]  # fmt: skip
         for old, new in pairs:
@@ -146,21 +146,21 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
             self.activation_checkpointing = self.gradient_checkpointing = False
 
     def _take_enums(self) -> None:
-        """Convert names to transformers' enumerations, which are strings too."""
+        """Convert strings to transformers' enumerations, which are strings as well."""
         self.eval_strategy = IntervalStrategy(self.eval_strategy)
         self.logging_strategy = IntervalStrategy(self.logging_strategy)
         self.save_strategy = SaveStrategy(self.save_strategy)
         self.hub_strategy = HubStrategy(self.hub_strategy)
         self.lr_scheduler_type = SchedulerType(self.lr_scheduler_type)
         if not isinstance(self.optim, OptimizerNames):
-            OPTIMIZERS.get(self.optim)  # refuses a name that there is not
-            if self.optim in [name.value for name in OptimizerNames]:  # the others are burnish's own
+            OPTIMIZERS.get(self.optim)  # raises for an unknown name
+            if self.optim in [name.value for name in OptimizerNames]:  # others are burnish's own
                 self.optim = OptimizerNames(self.optim)
         if not isinstance(self.debug, list):
             self.debug = [DebugOption(name) for name in (self.debug or "").split()]
 
     def _derive(self) -> None:
-        """Set arguments that follow from others."""
+        """Set arguments that depend on others."""
         if self.eval_strategy != IntervalStrategy.NO:
             self.do_eval = True
         if self.eval_strategy == IntervalStrategy.STEPS and not self.eval_steps and self.logging_steps > 0:
@@ -172,7 +172,7 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
         self.report_to = trackers_of(self.report_to)
 
-    # --- what follows from the arguments ------------------------------------------------------------------------------
+    # --- derived values -----------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
         lines = [f"{name}={value},\n" for name, value in sorted(self.to_dict().items())]
@@ -182,7 +182,7 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
 
     @property
     def train_batch_size(self) -> int:
-        """Rows of a micro-batch in this process; a process has one device."""
+        """Number of rows of a micro-batch in this process. A process has one device."""
         return int(self.per_device_train_batch_size)
 
     @property
@@ -195,7 +195,7 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
 
     @property
     def n_gpu(self) -> int:
-        """1 on an accelerator, 0 on a CPU: with several GPUs there is a process for each, never one for all."""
+        """1 on an accelerator, 0 on a CPU. With several GPUs each has its own process."""
         return 0 if self.device.type == "cpu" else 1
 
     @property
@@ -222,7 +222,7 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
 
     @property
     def distributed_state(self) -> SimpleNamespace:
-        """The processes of the run, with the attributes of accelerate's ``PartialState``; read only."""
+        """The processes of the run, with the attributes of accelerate's ``PartialState``. Read-only."""
         rank, local_rank, world_size = self.process_index, self.local_process_index, self.world_size
         return SimpleNamespace(
             num_processes=world_size, process_index=rank, local_process_index=local_rank, device=self.device,
@@ -241,8 +241,8 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
     def should_save(self) -> bool:
         return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
 
-    # Further attributes that transformers' own Trainer reads, because the callbacks of W&B and DVCLive make such a
-    # Trainer with these arguments to save the model (WANDB_LOG_MODEL).
+    # Further attributes that transformers' own Trainer reads. The callbacks of W&B and DVCLive create such a Trainer
+    # with these arguments to save the model (WANDB_LOG_MODEL).
     deepspeed_plugin = None
     fsdp_plugin_args = None
 
@@ -252,11 +252,11 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """None leaves it to the Trainer; a subclass may return true or false."""
+        """None leaves the choice to the Trainer; a subclass may return true or false."""
         return None
 
     def get_process_log_level(self) -> int:
-        """The level for this process: that of ``log_level`` or ``log_level_replica``, "passive" for the present one."""
+        """The log level of this process: ``log_level`` or ``log_level_replica``; "passive" keeps the current level."""
         level = logging.get_log_levels_dict() | {"passive": logging.get_verbosity()}
         return int(level[self.log_level if self.should_log else self.log_level_replica])
 
@@ -265,7 +265,7 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Run the ``with`` block first in the main process, so that the others find its results in a cache."""
+        """Run the ``with`` block in the main process first, so that the others find its results in a cache."""
         if self.world_size == 1 or not torch.distributed.is_initialized():
             yield
             return
@@ -281,7 +281,7 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
     # --- as data ------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Every argument as plain data; the value of a token is left out."""
+        """Every argument as plain data. Values of tokens are omitted."""
         return {
             field.name: f"<{field.name.upper()}>" if field.name.endswith("_token") else plain(getattr(self, field.name))
             for field in dataclasses.fields(self)
@@ -292,7 +292,7 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Every argument as a number or a text, because some trackers store nothing else."""
+        """Every argument as a number or a string, because some trackers store nothing else."""
         values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         return {k: v if type(v) in (bool, int, float, str, torch.Tensor) else str(v) for k, v in values.items()}
 
@@ -315,11 +315,12 @@ _MAY_STAND_ALONE = ("activation_checkpointing", "gradient_checkpointing", "fsdp"
 
 
 def for_argument_parser(cls: Any) -> None:
-    """Reduce each field's metadata to the keys that transformers' ``HfArgumentParser`` passes to argparse. The
-    declarations stay in ``cls.declared``."""
+    """Reduce each field's metadata to the keys that transformers' ``HfArgumentParser`` passes to argparse. The full
+    declarations are kept in ``cls.declared``.
+    """
     declared = dict(getattr(cls, "declared", {}))
     for name, field in list(cls.__dataclass_fields__.items()):
-        if "unit" not in field.metadata:  # done already, in the class that declares it
+        if "unit" not in field.metadata:  # already done in the class that declares it
             continue
         declared[name] = specs(cls)[name]
         own, choices = copy.copy(field), field.metadata["choices"]

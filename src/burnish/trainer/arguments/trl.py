@@ -1,6 +1,6 @@
-"""Arguments that the trainers of TRL have in common, by TRL's names and defaults, on burnish's ``TrainingArguments``.
+"""Arguments that TRL's trainers share, with TRL's names and defaults, based on burnish's ``TrainingArguments``.
 
-Refuses what TRL refuses, in words that scripts and tests know. Names of older versions are accepted with one warning.
+Raises the same errors as TRL, with messages that scripts and tests expect. Earlier names are accepted with one warning.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from burnish.trainer.arguments.values import dictionary_of
 
 
 class _AcceptsOldNames(AcceptsOldNames):
-    """Replaces old names by today's before any ``__init__`` runs, and refuses those that have no equal today."""
+    """Replaces earlier names before any ``__init__`` runs, and refuses those without a current equivalent."""
 
-    renamed: Mapping[str, str] = {}  # older name of a field -> today's name
+    renamed: Mapping[str, str] = {}  # earlier name of a field -> current name
     without_effect: Mapping[str, str] = {}  # earlier field -> the reason why it has no effect
-    refused: Mapping[str, str] = {}  # earlier field -> what to write instead
+    refused: Mapping[str, str] = {}  # earlier field -> the remedy
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         for name in [name for name in kwargs if name in cls.renamed]:
@@ -40,7 +40,7 @@ class _AcceptsOldNames(AcceptsOldNames):
 
 @dataclass
 class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
-    """Fields that every config of TRL has besides ``TrainingArguments``."""
+    """Fields of all TRL configs in addition to ``TrainingArguments``."""
 
     # --- defaults that differ from those of TrainingArguments
     logging_steps: float = option(
@@ -81,12 +81,12 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
     activation_offloading: bool = option(False, "Offload activations to CPU memory until the backward pass.")
 
     def __post_init__(self) -> None:
-        if self.activation_checkpointing is None:  # said here, so that the default of the old name is no warning
+        if self.activation_checkpointing is None:  # set here, so that the default of the earlier name gives no warning
             self.activation_checkpointing = self.gradient_checkpointing
         if self.activation_checkpointing_kwargs is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         if self.bf16 is None:
-            kind = device_of(self).type  # if emulated, it would cost time and precision
+            kind = device_of(self).type  # emulated bfloat16 would cost time and precision
             is_fast = torch.cuda.is_bf16_supported() if kind == "cuda" else kind != "cpu" or has_fast_bfloat16()
             self.bf16 = not self.fp16 and is_fast
         if isinstance(multiple := self.pad_to_multiple_of, str):
@@ -113,7 +113,8 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
         notes.warn(message, FutureWarning, stacklevel=7)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every argument as plain data. eos and pad are no secrets, although their names end as a secret's do."""
+        """Every argument as plain data, including eos_token and pad_token, which are not secrets despite their
+        suffix."""
         return {**super().to_dict(), "eos_token": self.eos_token, "pad_token": self.pad_token}
 
 

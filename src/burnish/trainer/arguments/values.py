@@ -1,7 +1,7 @@
-"""Values of ``TrainingArguments``: converted from what is given to typed values, and back to plain data.
+"""Convert values of ``TrainingArguments`` to their types, and back to plain data.
 
-In: names, lists, JSON with quoted numbers, enumerations of transformers. Out: values for the components, and data that
-a file or a tracker can store. Refuses, as transformers does, a class in the place of accelerate's settings.
+In: strings, lists, JSON with quoted numbers, enumerations of transformers. Out: typed values for the components, and
+data that a file or a tracker can store. Like transformers, refuses a class in place of accelerate's settings.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from burnish.trainer.arguments.fields import Fields
 
 
 def take_numbers(args: Fields) -> None:
-    """Convert numbers and truth values to the types of their fields: YAML gives 1e-4 as a text, 1e3 steps are a
-    thousand, and "False" is false, though Python takes each text for true.
+    """Convert numbers and booleans to the types of their fields: YAML reads 1e-4 as text, 1e3 steps are 1000, and
+    "False" is false, although Python treats a non-empty string as true.
 
     Raises:
-        ValueError: where an integer field was given a fraction, or a text is no number, or neither true nor false.
+        ValueError: if an integer field has a fraction, or if text is not a number or boolean.
     """
     for name, spec in args.declared.items():
         value, kinds = getattr(args, name), members(spec.type)
@@ -43,11 +43,11 @@ def take_numbers(args: Fields) -> None:
 HELD_ELSEWHERE = {
     "trackio_static_space_id", "optim", "lr_scheduler_type", "packing_strategy", "loss_type", "truncation_mode",
 }  # fmt: skip
-"""Options whose values are not all words, or that a trainer holds against its choices in TRL's own sentences."""
+"""Options that also accept other values, or that a trainer checks itself with TRL's messages."""
 
 
 def refuse_other_words(args: Fields) -> None:
-    """Raise ValueError for a word that is none of its option's choices, which would be read as another one later."""
+    """Raise ValueError for a value that is not among its option's choices."""
     for name, spec in args.declared.items():
         choices, value = spec.choices or [], getattr(args, name)
         word = value.value if isinstance(value, Enum) else value
@@ -58,7 +58,7 @@ def refuse_other_words(args: Fields) -> None:
 
 
 def plain_options(args: Any) -> Any:
-    """A view of ``args`` in which enumerations are plain strings, for look-ups in registries."""
+    """A view of ``args`` in which enumerations are plain strings, for lookups in registries."""
     view = copy.copy(args)
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
@@ -81,13 +81,13 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
-    if hasattr(value, "to_dict"):  # a quantization config among model_init_kwargs
+    if hasattr(value, "to_dict"):  # a quantization config in model_init_kwargs
         return value.to_dict()
     return value.to_json() if hasattr(value, "to_json") else value
 
 
 def trackers_of(report_to: Any) -> list[str]:
-    """The trackers by name. Kubeflow's is chosen by the platform itself, with an environment variable."""
+    """Names of the trackers. Kubeflow's is selected by the platform itself, with an environment variable."""
     names = _asked_trackers(report_to)
     asks = bool(os.environ.get("KUBEFLOW_TRAINER_SERVER_URL"))
     return [*names, "kubeflow"] if asks and "kubeflow" not in names else names
@@ -118,7 +118,7 @@ def dictionary_of(name: str, text: str) -> Any:
     """Parse a dictionary from the command line: ``'{"num_cycles": 2}'``.
 
     Raises:
-        ValueError: where it is no JSON, or gives a key twice.
+        ValueError: if it is not JSON, or has a duplicate key.
     """
     try:
         return _with_numbers(json.loads(text, object_pairs_hook=each_key_once))
@@ -129,7 +129,7 @@ def dictionary_of(name: str, text: str) -> Any:
 
 
 def _with_numbers(value: Any) -> Any:
-    """Convert quoted numbers and booleans in JSON, as command lines give them."""
+    """Convert quoted numbers and booleans in JSON from a command line."""
     if isinstance(value, dict):
         return {name: _with_numbers(item) for name, item in value.items()}
     return literal(value) if isinstance(value, str) else value
