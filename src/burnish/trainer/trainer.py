@@ -1,8 +1,8 @@
-"""``Trainer``, with the constructor, methods and behavior of transformers' class, on burnish's loop.
+"""``Trainer``, with the constructor, methods and behavior of transformers' class, based on burnish's loop.
 
-Nothing is inherited from transformers, and nothing of what training *is* happens here: a method says what a run is made
-of, and a function of the file that it names does the work. In the order below: the constructor, callbacks, training,
-loss, evaluation, data, optimizer, files, words, hub, search.
+It does not inherit from transformers. A method collects the components of a run, and functions of other modules do the
+work. Order of the methods: constructor, callbacks, training, loss, evaluation, data, optimizer, files, logs, hub,
+search.
 """
 
 from __future__ import annotations
@@ -75,26 +75,26 @@ from burnish.trainer.loss import (
 )
 from burnish.trainer.trl.sft.loss import mean_of_padding_free, sum_of_padding_free
 
-logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
 
 class Trainer:
     """Train and evaluate a model: any ``nn.Module`` that returns a loss.
 
     Args:
-        model: the model, or give ``model_init``.
+        model: the model; or pass ``model_init``.
         args: ``TrainingArguments``, burnish's or transformers'.
-        data_collator: rows -> batch; by the processing class if not given.
+        data_collator: rows -> batch. Default: depends on the processing class.
         train_dataset, eval_dataset: ``datasets.Dataset``, torch ``Dataset`` or ``IterableDataset`` (with
             ``max_steps``), lists of rows; ``eval_dataset`` may be a dict of them.
-        processing_class: tokenizer or processor, saved with the model; ``tokenizer=`` is its older name.
-        model_init: makes the model anew for every ``train()``; may take a trial.
+        processing_class: tokenizer or processor, saved with the model; ``tokenizer=`` is its earlier name.
+        model_init: creates a new model for every ``train()``; may take a trial.
         compute_loss_func: (outputs, labels, num_items_in_batch=) -> loss.
         compute_metrics: ``EvalPrediction`` -> metrics.
-        callbacks: beside the usual ones; transformers' and burnish's.
-        optimizers: (optimizer, schedule) instead of those that the arguments describe.
+        callbacks: in addition to the default ones; transformers' and burnish's.
+        optimizers: (optimizer, scheduler) instead of those that the arguments select.
         optimizer_cls_and_kwargs: the optimizer's class and arguments.
-        preprocess_logits_for_metrics: (logits, labels) -> what is kept of the logits.
+        preprocess_logits_for_metrics: (logits, labels) -> the logits to keep.
 
     A subclass may override, and the run goes by it: ``compute_loss``, ``training_step``, ``prediction_step``,
     ``evaluation_loop``, ``evaluate``, ``predict``, ``get_train_dataloader``, ``get_eval_dataloader``,
@@ -107,13 +107,13 @@ class Trainer:
     """
 
     arguments_class: type[TrainingArguments] = TrainingArguments
-    """Options that transformers' arguments become, by their names."""
+    """The config class that transformers' arguments are converted to, by their names."""
 
     card_stage, card_title = "training", ""
     """Name of the training in the model card."""
 
     loss_is_scaled_for_ga: bool | None = None
-    """True where ``compute_loss`` divides by the items of the whole step itself; see ``loss.py``."""
+    """True if ``compute_loss`` divides by the number of items of the whole step itself; see ``loss.py``."""
 
     def __init__(
         self, model: nn.Module | None = None, args: object = None,
@@ -165,26 +165,26 @@ class Trainer:
         self._memory_tracker.stop_and_update_metrics()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make ``accelerator``. An override calls this one, and may change what it has made."""
+        """Create ``accelerator``. An override calls this method, and may change its result."""
         self._engine = create_engine(plain_options(self.args))
         self.accelerator = EngineAccelerator(
             self._engine, self.args.mixed_precision, self.args.accelerator_config, self.log, self._save_now
         )
 
     def _validate_args(self) -> None:
-        """Raise for arguments that contradict each other, in transformers' words."""
+        """Raise for arguments that contradict each other, with transformers' messages."""
         given.check_sets(self.args, self.train_dataset, self.eval_dataset, self.compute_metrics)
         given.check_optimizers((self.optimizer, self.lr_scheduler), self.optimizer_cls_and_kwargs, self.model_init)
 
     def _take_model(self) -> None:
-        """Move the model to its device, and read what is to be known about it."""
+        """Move the model to its device, and inspect it."""
         args, model = self.args, self.model
         validate_quantization_for_training(model)
         asked = args.place_model_on_device
         self.place_model_on_device = not inspection.waits_for_its_device(model, args) if asked is None else asked
         if self.place_model_on_device and not getattr(model, "is_quantized", False):
             self._move_model_to_device(model, self._engine.device)
-        self.model_wrapped = model  # as the engine prepared it, once it has
+        self.model_wrapped = model  # replaced by the engine's prepared model
         self.model_accepts_loss_kwargs = inspection.takes_loss_arguments(model)
         self.label_names = inspection.labels_of(model, args.label_names)
         self.can_return_loss = can_return_loss(type(inspection.base_model(model)))
@@ -200,10 +200,10 @@ class Trainer:
         self.control = TrainerControl()
         self.is_in_train = False
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        self._train_batch_size: int = self.args.train_batch_size  # which auto_find_batch_size may halve
+        self._train_batch_size: int = self.args.train_batch_size  # auto_find_batch_size may halve it
         self._step = StepUnderWay()
-        self._given_items: Any = None  # of the step under way, as get_batch_samples of a script counts them
-        self._loop: TrainerLoop | None = None  # of the train() under way, or the last one
+        self._given_items: Any = None  # number of items of the current step, as counted by a script's get_batch_samples
+        self._loop: TrainerLoop | None = None  # of the current or last train()
         self._signature_columns: list[str] | None = None
         self._created_lr_scheduler = False
         self._eval_dataloaders: dict[str, Any] = {}
@@ -216,11 +216,11 @@ class Trainer:
     # --- callbacks ----------------------------------------------------------------------------------------------------
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback: an object, or a class, of which one is made."""
+        """Add a callback object, or an instance of a class."""
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback, or the first of a class, and return it; None where there is none."""
+        """Remove a callback object, or the first one of a class, and return it. None if there is none."""
         return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
@@ -230,7 +230,7 @@ class Trainer:
         self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **details)
 
     def end(self) -> None:
-        """Leave the group of processes, at the very end of a script."""
+        """Leave the process group, at the very end of a script."""
         self.accelerator.end_training()
 
     # --- training: training.py, loop.py, loop/loop.py ---------------------------------------------------------
@@ -242,9 +242,9 @@ class Trainer:
         """Train from the start, or from a checkpoint.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder; True for the newest in ``output_dir``.
-            trial: of a hyperparameter search.
-            ignore_keys_for_eval: outputs of the model that evaluations leave out.
+            resume_from_checkpoint: a checkpoint folder; True: the latest in ``output_dir``.
+            trial: a trial of a hyperparameter search.
+            ignore_keys_for_eval: outputs of the model that evaluations ignore.
         """
         resume_from_checkpoint = training.take_old_keywords(kwargs, resume_from_checkpoint)
         self._memory_tracker.start()
@@ -266,10 +266,10 @@ class Trainer:
         return output
 
     def _write_at_the_end(self) -> None:
-        """Write what belongs beside a trained model: here nothing, a subclass may have a card."""
+        """Write files in addition to the trained model. Does nothing here; subclasses may write a model card."""
 
     def _begin(self, trial: Any) -> None:
-        """A fresh model, optimizer and schedule where there is a ``model_init``; the values of a trial."""
+        """Create a new model, optimizer and scheduler if there is a ``model_init``, and apply the values of a trial."""
         if self.model_init is not None:
             set_seed(self.args.seed, self.args.full_determinism)
             self.model = self.call_model_init(trial)
@@ -281,7 +281,7 @@ class Trainer:
             self.model.to(self._engine.device)
 
     def _attempts(self, folder: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
-        """One attempt after another, with half the micro-batch each time that memory runs out."""
+        """Run attempts with half the micro-batch size each time that memory runs out."""
         if folder is not None:
             self._train_batch_size = load_state(folder).train_batch_size or self._train_batch_size
         before = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
@@ -317,24 +317,25 @@ class Trainer:
 
     @property
     def _accumulation(self) -> int:
-        """Micro-batches of a step: more where they were made smaller, so that its rows stay the same."""
+        """Micro-batches per step. More of them if the micro-batch size was reduced, so that the rows per step stay
+        the same."""
         rows: int = self.args.train_batch_size * self.args.gradient_accumulation_steps
         return -(-rows // self._train_batch_size)
 
     _inner_steps = 1
-    """Steps that are trained on the rows of a step batch (``Objective.inner_steps``)."""
+    """Optimizer steps per step batch (``Objective.inner_steps``)."""
 
     @property
     def _rows_per_step(self) -> int:
         return self._train_batch_size * self._accumulation * self._engine.world_size
 
     def _make_loop(self, ignore_keys: list[str] | None) -> TrainerLoop:
-        """The loop at step 0, with every part made in the order in which each needs the one before it."""
+        """The loop at step 0. Components are created in the order of their dependencies."""
         args, engine, handler, loader = self.args, self._engine, self.callback_handler, self.get_train_dataloader()
         plan = training.plan_of(self.set_initial_training_values(args, loader), loader, self._accumulation)
         training.check_spikes(args, loader)
         if not self._overrides("compute_loss"):
-            self._fitted()  # the model is asked here, and not inside of the first step
+            self._fitted()  # probe the model here rather than inside the first step
         objective = self._objective()
         handler.args, handler.control, handler.parts["train_dataloader"] = args, self.control, loader
         weights, stream = files.TrainerModel(self.model), self._stream(loader, plan)
@@ -359,7 +360,7 @@ class Trainer:
         return self._loop
 
     def _module(self) -> nn.Module:
-        """The module that trains."""
+        """The module that is trained."""
         module: nn.Module = self.model
         return module
 
@@ -377,7 +378,7 @@ class Trainer:
         )  # fmt: skip
 
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
-        """A batch that counts nothing, for a rank that has run out of rows."""
+        """A batch without items, for a rank that has no more rows."""
         return PaddingBatch(batch)
 
     _counter: type[reporting.Count] = reporting.Count
@@ -397,20 +398,21 @@ class Trainer:
 
     @property
     def loss_is_scripted(self) -> bool:
-        """Whether a script computes the loss: then it is a mean on its way to the backward pass."""
+        """Whether a script computes the loss. It is then a mean until the backward pass."""
         if self.compute_loss_func is not None or self.loss_is_scaled_for_ga:
             return True
         return any(map(self._overrides, self._loss_methods))
 
     _loss_methods: tuple[str, ...] = ("compute_loss", "training_step", "get_batch_samples")
-    """Methods by which a script computes the loss, or says what it is divided by."""
+    """Methods with which a script computes the loss or its divisor."""
 
     def _overrides(self, name: str) -> bool:
-        """Whether a script has overridden a method, by a subclass or on this object."""
+        """Whether a script has overridden a method, in a subclass or on this object."""
         return name in vars(self) or not getattr(type(self), name).__module__.startswith("burnish.")
 
     def _loss(self, model: nn.Module, inputs: Any) -> Loss:
-        """The loss of a micro-batch, a sum over its items: without logits, or the model's own mean times its items."""
+        """The loss of a micro-batch as a sum over its items: without logits, or the model's own mean times its
+        items."""
         flat = None if self.label_smoother is not None or not has_plain_loss(self.model) else self._flat(inputs)
         if flat is not None and (head := self._fitted().head) is not None:
             return Loss(sum_of_padding_free(model, flat, head))
@@ -423,10 +425,13 @@ class Trainer:
         """Forward and backward of one micro-batch.
 
         Args:
-            num_items_in_batch: () the items of the whole step, where the loss is a mean over labels.
+            model: the model.
+            inputs: the micro-batch.
+            num_items_in_batch: () number of items of the whole step, if the loss is a mean over labels.
+
         Returns:
-            () what the micro-batch adds to the loss of the step, detached. An override goes backward by itself
-            (``self.accelerator.backward``); both its gradient and what it returns are used as they are.
+            () the contribution of the micro-batch to the loss of the step, detached. An override runs the backward pass
+            itself (``self.accelerator.backward``); its gradient and its return value are used unchanged.
         """
         model.train()
         set_optimizer_mode(self.optimizer, is_training=True)
@@ -442,7 +447,7 @@ class Trainer:
             loss = accepting(self.compute_loss, "num_items_in_batch")(model, inputs, num_items_in_batch=items)
         refuse_no_loss(loss)
         self._empty_cache_if_due()
-        loss = loss * (share * self._engine.world_size)  # the engine averages over processes; a sum is wanted
+        loss = loss * (share * self._engine.world_size)  # the engine averages over processes, but a sum is needed
         self.accelerator.backward(loss)
         detached: Tensor = loss.detach()
         return detached
@@ -455,10 +460,14 @@ class Trainer:
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean loss of a micro-batch: the model's own, smoothed, or ``compute_loss_func``'s.
+        """The mean loss of a micro-batch: the model's own, with label smoothing, or from ``compute_loss_func``.
 
         Args:
-            num_items_in_batch: () the labels of this micro-batch, which models and functions divide their sum by.
+            model: the model.
+            inputs: the micro-batch.
+            return_outputs: whether to return the model's outputs as well.
+            num_items_in_batch: () number of labels of this micro-batch, by which models and functions divide their sum.
+
         Returns:
             () the loss, or (loss, outputs).
         """
@@ -473,7 +482,7 @@ class Trainer:
         if self.compute_loss_func is not None:
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
         elif labels is not None:
-            # Before transformers 5.16 it counts the labels by itself.
+            # Before transformers 5.16 it counts the labels itself.
             smoothed = accepting(self.label_smoother.__call__, "num_items_in_batch")
             shifts = inspection.is_causal_lm(self.accelerator.unwrap_model(model))
             loss = smoothed(outputs, labels, shift_labels=shifts, num_items_in_batch=num_items_in_batch)
@@ -482,7 +491,7 @@ class Trainer:
         return (loss, outputs) if return_outputs else loss
 
     def _fitted(self) -> Capabilities:
-        """Findings about the model's forward pass, of which it is asked once."""
+        """Results of the probes of the model's forward pass, which run once."""
         if self._asked is None or self._asked.model is not self.model:
             asked = self._ask()
             self._asked = replace(asked, head=None, shares_prefixes=False) if self._engine.frees_weights else asked
@@ -493,31 +502,31 @@ class Trainer:
 
     @property
     def _leaves_tokens_out(self) -> bool:
-        """Tell whether tokens that no loss depends on are to be left out: as asked, and else on a CPU."""
+        """Whether tokens without influence on a loss are skipped: as set by the arguments; by default on a CPU."""
         wanted = self.args.needed_tokens_only
         is_usual = self._engine.device.type == "cpu" and not self.args.torch_compile
         return bool(is_usual if wanted is None else wanted) and self.neftune_noise_alpha is None
 
     def _flat(self, inputs: Batch) -> Batch | None:
-        """The micro-batch without padding and without tokens that no loss depends on; None where it has to stay."""
+        """The micro-batch without padding and unneeded tokens. None if this is not supported."""
         return shared_prefixes_of(inputs) if self._fitted().shares_prefixes else None
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass."""
+        """Context for a forward pass."""
         return self.autocast_smart_context_manager()
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
-        """The autocast of the run. Args: cache_enabled: without effect."""
+        """The autocast of the run. ``cache_enabled`` has no effect."""
         return self._engine.precision()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """The batch on the device. Override it to change what the model is given."""
+        """Move the batch to the device. Override it to change the inputs of the model."""
         inputs = self._prepare_input(inputs)
         refuse_empty(inputs, self._signature_columns)
         return inputs
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move the model, or another one of a script, such as the teacher of a distillation."""
+        """Move the model, or another model of a script, such as the teacher of a distillation."""
         model.to(device)
 
     def _prepare_input(self, data: Any) -> Any:
@@ -527,11 +536,11 @@ class Trainer:
         )
 
     def _num_items(self, inputs: Batch) -> Tensor:
-        """() the items of a micro-batch that share the step's mean."""
+        """() number of items of a micro-batch."""
         return num_items_of(inputs, inspection.loss_shifts_labels(self.model), self._engine.device)
 
     def _items(self, inputs: Batch, num_items: Tensor) -> Tensor | None:
-        """() ``num_items_in_batch``: at least 1, so that a micro-batch without labels adds 0 and not 0/0."""
+        """() ``num_items_in_batch``: at least 1, so that a micro-batch without labels adds 0 rather than 0/0."""
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         return num_items.clamp(min=1) if counts and isinstance(named_in(inputs).get("labels"), Tensor) else None
 
@@ -549,10 +558,10 @@ class Trainer:
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate on a set, on one set after the other where there is a dict of them; log; tell the callbacks.
+        """Evaluate on a set, or on each set of a dict, log the metrics and call the callbacks.
 
         Returns:
-            the metrics, each name beginning with ``metric_key_prefix``, and the epoch.
+            The metrics, with names that start with ``metric_key_prefix``, and the epoch.
         """
         is_own = eval_dataset is None
         dataset = self.eval_dataset if is_own else eval_dataset
@@ -574,7 +583,7 @@ class Trainer:
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Predictions for a set, its labels where it has some, and metrics where it has labels."""
+        """Predictions for a set, with labels and metrics if the set has labels."""
         self._memory_tracker.start()
         loader = self.get_test_dataloader(test_dataset)
         output = self._measured(loader, "Prediction", None, ignore_keys, metric_key_prefix)
@@ -585,7 +594,7 @@ class Trainer:
     def _measured(
         self, loader: Any, description: str, only_loss: bool | None, ignore_keys: list[str] | None, prefix: str
     ) -> EvalLoopOutput:
-        """``evaluation_loop``, and the time that it took."""
+        """Run ``evaluation_loop`` and add its runtime to the metrics."""
         started, at_once = time.time(), self.args.eval_batch_size * self._engine.world_size
         output = self.evaluation_loop(loader, description, only_loss, ignore_keys, prefix)
         num_rows = cast(int, output.num_samples)
@@ -596,7 +605,7 @@ class Trainer:
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
-        """Go through a loader once. Shared by ``evaluate`` and ``predict``; works without labels too."""
+        """Iterate over a loader once. Used by ``evaluate`` and ``predict``; labels are optional."""
         args = self.args
         only_loss = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         model = self._model_for_evaluation()
@@ -617,16 +626,16 @@ class Trainer:
         return gathered.output(dataloader, metric_key_prefix)
 
     def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:
-        """The batches of an evaluation; a subclass may see several before the first of them is predicted."""
+        """The batches of an evaluation. A subclass may process several of them ahead."""
         yield from dataloader
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Predict one batch, without gradients.
+        """Predict one batch without gradients.
 
         Returns:
-            () the mean loss or None, the logits or None, the labels or None; tuples where there are several.
+            () the mean loss or None, the logits or None, the labels or None; tuples if there are several.
         """
         has_loss = evaluation.has_loss(inputs, self.label_names, self.can_return_loss)
         inputs = self._prepare_inputs(inputs)
@@ -648,7 +657,7 @@ class Trainer:
         return loss, evaluation.logits_of(outputs, ignored, has_loss), labels
 
     def _model_for_evaluation(self) -> nn.Module:
-        """The model without dropout; in half precision where that is asked for, outside of training only."""
+        """The model in evaluation mode, outside of training also in half precision if requested."""
         model, dtype = self.model_wrapped, full_eval_dtype(self.args)
         if not self.is_in_train and dtype is not None:
             model = model.to(dtype=dtype, device=self._engine.device)
@@ -661,7 +670,7 @@ class Trainer:
     # --- data: loaders.py, stream.py ----------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """Batches of the training set. Override it to give your own; they are used as they come."""
+        """Batches of the training set. Override it to return your own loader, which is used unchanged."""
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         return self._get_dataloader(
@@ -669,7 +678,7 @@ class Trainer:
         )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Batches of an evaluation set: the one given, the one of that name, or the Trainer's own."""
+        """Batches of an evaluation set: the given one, the one of that name, or the Trainer's own."""
         if eval_dataset is None and self.eval_dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
         key = eval_dataset if isinstance(eval_dataset, str) else "eval"
@@ -702,13 +711,13 @@ class Trainer:
         return loaders.make_loader(dataset, collate, batch_size, self.args, self._engine, sampler, is_training)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """The order of training; a subclass may give another sampler."""
+        """The sampler for training. A subclass may return another one."""
         dataset = self.train_dataset if train_dataset is None else train_dataset
         strategy = self.args.train_sampling_strategy
         return self._order(dataset, strategy, self._train_batch_size, self._accumulation)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        """An evaluation set's own order, or by length where training goes by length."""
+        """The sampler for an evaluation set: sequential, or by length if training is."""
         by_length = self.args.train_sampling_strategy == "group_by_length"
         strategy = "group_by_length" if by_length else "sequential"
         return self._order(eval_dataset, strategy, self.args.eval_batch_size, 1)
@@ -719,17 +728,17 @@ class Trainer:
         )
 
     def num_examples(self, dataloader: Any) -> int:
-        """Rows of a loader's set; where it cannot say, batches times the micro-batch."""
+        """Number of rows of a loader's set; if unknown, its batches times the batch size."""
         return loaders.num_rows_of(dataloader, self.args.per_device_train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Rows of a step, over its micro-batches and all processes."""
+        """Number of rows per step, over its micro-batches and all processes."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self._engine.world_size)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any
     ) -> tuple[int, int, int, int, int, int, int]:
-        """The numbers of a training over ``dataloader`` (``loaders.numbers_of_training``), by which it goes."""
+        """The numbers of steps and rows of a training over ``dataloader`` (``loaders.numbers_of_training``)."""
         plan = training.steps_of_loader(dataloader, self.args, self._accumulation, self._inner_steps)
         rows = self.get_total_train_batch_size(args)
         return loaders.numbers_of_training(dataloader, plan, args, rows, self.num_examples)
@@ -737,10 +746,10 @@ class Trainer:
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The micro-batches of a step, and () the labels in them over all processes; None where there are none.
+        """The micro-batches of a step, and () the number of their labels over all processes, or None without labels.
 
-        An override may take others of the iterator, or count otherwise: the loss of a model or a function that takes
-        ``num_items_in_batch`` is divided by what it returns.
+        An override may take other batches from the iterator, or count differently: a loss that uses
+        ``num_items_in_batch`` is divided by the returned number.
         """
         samples = list(islice(epoch_iterator, num_batches))
         if not samples or not isinstance(named_in(samples[0]).get("labels"), Tensor):
@@ -750,7 +759,7 @@ class Trainer:
         )
 
     def _samples(self, batches: Iterator[Any], num_batches: int) -> list[Any]:
-        """The micro-batches of the next step, as an override of ``get_batch_samples`` takes them."""
+        """The micro-batches of the next step, using an override of ``get_batch_samples``."""
         samples, self._given_items = self.get_batch_samples(batches, num_batches, self._engine.device)
         return samples
 
@@ -759,14 +768,14 @@ class Trainer:
             self._signature_columns = inspection.model_columns(self.model, self.label_names)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """A ``datasets.Dataset`` without the columns that the model does not take. ValueError where none is left."""
+        """A ``datasets.Dataset`` without the columns that the model does not accept. ValueError if none is left."""
         if not self.args.remove_unused_columns:
             return dataset
         self._set_signature_columns_if_needed()
         return loaders.without_unused(dataset, self._signature_columns or [], type(self.model).__name__, description)
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
-        """A collator that drops, row by row, what the model does not take."""
+        """A collator that drops the columns that the model does not accept from each row."""
         if not self.args.remove_unused_columns:
             return data_collator
         self._set_signature_columns_if_needed()
@@ -776,12 +785,12 @@ class Trainer:
     # --- optimizer and schedule: optimizer.py, optim/ -----------------------------------------------------------------
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make both. Override it, or either of the two it calls."""
+        """Create optimizer and scheduler. Override it, or one of the two methods that it calls."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps, self.optimizer)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Make the optimizer, unless there is one."""
+        """Create the optimizer, unless it exists."""
         if self.optimizer is not None:
             return self.optimizer
         model = self.model if model is None else model
@@ -794,26 +803,26 @@ class Trainer:
         return self.optimizer
 
     def _chooses_itself(self) -> bool:
-        """Tell whether a subclass says which optimizer there is, or what decays."""
+        """Whether a subclass selects the optimizer or the parameters with weight decay."""
         names = ("get_optimizer_cls_and_kwargs", "get_decay_parameter_names")
         return any(getattr(type(self), name) is not getattr(Trainer, name) for name in names)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The parameters that weight decay applies to: no biases, no norms."""
+        """Names of the parameters with weight decay: all except biases and norms."""
         return optimizer.decaying_names(model)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """The class behind ``args.optim`` and its arguments, from transformers' table."""
+        """The class selected by ``args.optim`` and its arguments, from transformers' table."""
         from transformers import Trainer as Theirs
 
         kind, arguments = Theirs.get_optimizer_cls_and_kwargs(cast(Any, args), cast(Any, model))
         return kind, arguments
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make the schedule, unless there is one."""
+        """Create the scheduler, unless it exists."""
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             peak = optimizer.defaults.get("lr", self.args.learning_rate)
@@ -827,7 +836,7 @@ class Trainer:
 
     @property
     def current_flos(self) -> float:
-        """Floating-point operations of the run so far."""
+        """Number of floating-point operations of the run up to now."""
         return float(self.state.total_flos)
 
     def get_num_trainable_parameters(self) -> int:
@@ -837,13 +846,13 @@ class Trainer:
         return [group["lr"] for group in optimizer.groups_of(self.optimizer)]
 
     def get_optimizer_group(self, param: Any = None) -> Any:
-        """The group that holds ``param``, or the parameters of all groups."""
+        """The group that contains ``param``; by default the parameters of all groups."""
         return optimizer.group_with(self.optimizer, param)
 
     # --- files: files.py ----------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write model, configuration and tokenizer, for ``from_pretrained``. The first process alone writes."""
+        """Save model, configuration and tokenizer for ``from_pretrained``. Only the main process writes."""
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -859,11 +868,11 @@ class Trainer:
 
     @property
     def _companion(self) -> Any:
-        """Tokenizer or processor, which is saved with the model."""
+        """The tokenizer or processor that is saved with the model."""
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write ``checkpoint-<step>`` with everything that the run needs to continue."""
+        """Save ``checkpoint-<step>`` with everything that the run needs to resume."""
         assert self._loop is not None
         self.store_flos()
         folder = self._loop.write_checkpoint()
@@ -880,7 +889,7 @@ class Trainer:
         return str(self._loop.checkpoints.path(self.state.global_step))
 
     def _write_extras(self, folder: Path) -> None:
-        """Write the files that make a checkpoint loadable elsewhere; ``Checkpoints`` writes its weights."""
+        """Write the files with which other libraries can load a checkpoint. ``Checkpoints`` writes its weights."""
         if type(self).save_model is not Trainer.save_model or type(self)._save is not Trainer._save:
             self.save_model(str(folder), _internal_call=True)
             return
@@ -890,19 +899,20 @@ class Trainer:
             write_transformers_files(folder, self.optimizer, self.lr_scheduler)
 
     def _get_output_dir(self, trial: Any = None) -> str:
-        """``output_dir``, or the folder of a trial below it."""
+        """``output_dir``, or the subfolder of a trial."""
         if trial is None or self._search is None:
             return str(self.args.output_dir)
         name_of = self._search.name_of or (lambda trial: f"run-{getattr(trial, 'number', trial)}")
         return str(Path(self.args.output_dir) / name_of(trial))
 
-    # --- words: reporting.py, report/results.py -----------------------------------------------------------------------
+    # --- logs: reporting.py, report/results.py ------------------------------------------------------------------------
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Append ``logs`` to ``state.log_history``, and tell every callback. Override it to add or change values.
+        """Append ``logs`` to ``state.log_history`` and call every callback. Override it to add or change values.
 
         Args:
-            start_time: of the training under way, for tokens per second where tokens are counted.
+            logs: the values.
+            start_time: start time of training, to add tokens per second if tokens are counted.
         """
         logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
@@ -914,11 +924,11 @@ class Trainer:
         self._tell("on_log", logs=logs)
 
     def _finalize_training(self, summary: dict[str, Any]) -> None:
-        """Add the memory to the summary. transformers' tracker knows the stage by the name of its caller."""
+        """Add memory metrics to the summary. transformers' tracker determines the stage from the name of its caller."""
         self._memory_tracker.stop_and_update_metrics(summary)
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The same metrics as a person reads them: memory in MB, runtimes as clock times, operations in GF."""
+        """The metrics in readable form: memory in MB, runtimes as h:mm:ss, operations in GF."""
         return dict(metrics_format(metrics))
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
@@ -927,18 +937,18 @@ class Trainer:
             print(results.format_metrics(split, metrics))
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write ``<split>_results.json`` and, where ``combined``, ``all_results.json``."""
+        """Write ``<split>_results.json`` and, if ``combined``, ``all_results.json``."""
         if self.is_world_process_zero():
             results.save_metrics(split, metrics, self.args.output_dir, combined)
 
     def save_state(self) -> None:
-        """Write ``trainer_state.json`` into ``output_dir``."""
+        """Write ``trainer_state.json`` to ``output_dir``."""
         if self.is_world_process_zero():
             results.save_state(self.state, self.args.output_dir)
 
     @property
     def deepspeed(self) -> Any:
-        """DeepSpeed's own engine around the model, once it trains; None where DeepSpeed is not asked for."""
+        """DeepSpeed's own engine around the model during training; None without DeepSpeed."""
         return getattr(self._engine, "runner", None)
 
     @property
@@ -956,14 +966,15 @@ class Trainer:
         return bool(self.args.process_index == 0)
 
     def store_flos(self) -> None:
-        """Called before a checkpoint and at the end. ``state.total_flos`` is kept as the run goes: nothing to add."""
+        """Called before a checkpoint and at the end. Does nothing, because ``state.total_flos`` is always up to
+        date."""
 
     def create_model_card(
         self, language: str | None = None, license: str | None = None, tags: Any = None, model_name: str | None = None,
         finetuned_from: str | None = None, tasks: Any = None, dataset_tags: Any = None, dataset: Any = None,
         dataset_args: Any = None,
     ) -> None:  # fmt: skip
-        """Write ``README.md`` into ``output_dir``, in the hub's form."""
+        """Write ``README.md`` to ``output_dir``, in the format of the hub."""
         said = {"language": language, "license": license, "tags": tags, "model_name": model_name,
                 "finetuned_from": finetuned_from, "tasks": tasks, "dataset_tags": dataset_tags, "dataset": dataset,
                 "dataset_args": dataset_args}  # fmt: skip
@@ -981,18 +992,22 @@ class Trainer:
         self._hub.repository = name
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository ``hub_model_id``, or find it."""
+        """Create the repository ``hub_model_id``, or use the existing one."""
         self._hub.make_repository(self.args, token, private)
 
     def push_to_hub(
         self, commit_message: str = "End of training", blocking: bool = True, token: str | None = None,
         revision: str | None = None, private: bool | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Save the model, write its card, upload ``output_dir``.
+        """Save the model, write its card and upload ``output_dir``.
 
         Args:
-            private: of a repository that is made now; ``hub_private_repo`` if not given.
-            kwargs: the card's.
+            commit_message: message of the commit.
+            blocking: whether to wait for the upload.
+            token: access token of the hub.
+            revision: branch to push to.
+            private: whether a new repository is private. Default: ``hub_private_repo``.
+            kwargs: arguments of the model card.
         """
         if self.hub_model_id is None:
             self.init_hf_repo(token, private)
@@ -1025,11 +1040,14 @@ class Trainer:
         """The best of ``n_trials`` runs.
 
         Args:
-            hp_space: trial -> values of arguments; learning rate, epochs, seed and batch size if not given.
-            compute_objective: the metrics of an evaluation -> what is made small or large; the loss, or the sum of the
-                metrics where there are some.
+            hp_space: trial -> values of arguments. Default: learning rate, epochs, seed and batch size.
+            compute_objective: metrics of an evaluation -> value to minimize or maximize. Default: the sum of the
+                metrics, or the loss if there are none.
+            n_trials: number of trials.
             direction: "minimize" or "maximize", or one for each of several objectives.
-            kwargs: of ``optuna.create_study`` and, as timeout, n_jobs and gc_after_trial, of ``optimize``.
+            backend: "optuna".
+            hp_name: trial -> name of the run.
+            kwargs: arguments of ``optuna.create_study`` and, as timeout, n_jobs and gc_after_trial, of ``optimize``.
         """
         self.hp_search_backend = search.check_backend(backend, self.model_init)
         self._search = search.Search(
@@ -1041,12 +1059,12 @@ class Trainer:
             self._search = self.hp_search_backend = None
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """A fresh model from ``model_init``, which may take the trial."""
+        """A new model from ``model_init``, which may take the trial as argument."""
         assert self.model_init is not None
         return search.fresh_model(self.model_init, trial)
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """Put the values of this trial into the arguments."""
+        """Set the arguments to the values of this trial."""
         self._trial = trial
         if self._search is not None and trial is not None:
             self._search.take_values(trial, self.args)
@@ -1059,7 +1077,7 @@ class Trainer:
             state.trial_params = getattr(self._trial, "params", self._trial)
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """Report an evaluation's objective to the trial, which may be given up for it."""
+        """Report the objective of an evaluation to the search, which may prune the trial."""
         if self._search is not None and trial is not None:
             self._search.report(trial, step, metrics, give_up=lambda: self._tell("on_train_end"))
 
@@ -1068,9 +1086,9 @@ class Trainer:
 
 
 class TrainerLoop(Loop):
-    """The loop of a ``Trainer``, which calls the trainer's methods where a script may override them.
+    """The loop of a ``Trainer``, which calls the trainer's methods that a script may override.
 
-    microstep    ``training_step``, if a script computes the loss; else the loop's own
+    microstep    ``training_step`` if a script computes the loss, else the loop's own
     loss         ``_prepare_inputs``, then the objective, within ``compute_loss_context_manager``
     evaluate     ``evaluate``
     record       ``log``
@@ -1078,9 +1096,10 @@ class TrainerLoop(Loop):
     load         also checkpoints of transformers
 
     Args:
-        plan: the steps of the run. accumulation: micro-batches of a step.
-        ignore_keys: outputs of the model that evaluations leave out.
-        parts: the other arguments of ``Loop``.
+        plan: number of steps of the run.
+        accumulation: micro-batches per step.
+        ignore_keys: outputs of the model that evaluations ignore.
+        parts: other arguments of ``Loop``.
     """
 
     def __init__(
@@ -1091,7 +1110,7 @@ class TrainerLoop(Loop):
         self.started_s = time.time()
 
     def microstep(self, batch: Batch, num_items: Tensor, is_last: bool) -> Loss:
-        """The loop's microstep; or ``training_step``, a mean, if a script computes the loss."""
+        """The loop's microstep, or ``training_step`` (a mean) if a script computes the loss."""
         trainer = self.trainer
         self.state.total_flos += float(trainer.floating_point_ops(batch))
         with explaining_ids(trainer.model, batch):
@@ -1107,9 +1126,9 @@ class TrainerLoop(Loop):
         return Loss(without_gradient(value, self.engine.device) * (num_items / self.engine.world_size), sums)
 
     def loss(self, batch: Batch) -> Loss:
-        """The objective's loss of the inputs that the trainer prepares. A padding batch counts nothing."""
+        """The objective's loss for the inputs that the trainer prepares. A padding batch has the weight 0."""
         trainer = self.trainer
-        self.set_training_mode(True)  # a callback may have evaluated
+        self.set_training_mode(True)  # a callback may have run an evaluation
         inputs = trainer._prepare_inputs(batch)
         with trainer.compute_loss_context_manager():
             loss = self.objective.loss(self.model, inputs)
@@ -1117,7 +1136,7 @@ class TrainerLoop(Loop):
         return without_weight(loss) if isinstance(batch, PaddingBatch) else loss
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate as ``Trainer.evaluate`` does, which logs each set and tells the callbacks."""
+        """Evaluate with ``Trainer.evaluate``, which logs each set and calls the callbacks."""
         metrics = self.trainer.evaluate(ignore_keys=self.ignore_keys)
         self.trainer._report_to_hp_search(self.trainer._trial, self.state.global_step, metrics)
         return metrics
@@ -1126,7 +1145,7 @@ class TrainerLoop(Loop):
         return self.trainer._get_learning_rate()
 
     def record(self, values: dict[str, Any]) -> None:
-        """Pass ``values`` to ``Trainer.log``; with the start of the training, for the tokens per second of a step."""
+        """Pass ``values`` to ``Trainer.log``; logs of steps with the start time of training, for tokens per second."""
         if "skipped_steps" in values:
             logger.warning(skipped_sentence(values["skipped_steps"], self.state.global_step))
         if "loss" in values:
@@ -1135,7 +1154,7 @@ class TrainerLoop(Loop):
             self.trainer.log(values)
 
     def summary(self, unlogged: Mapping[str, float]) -> dict[str, float]:
-        """The loop's summary, with the metrics of steps that were not logged, as TRL's, and the memory."""
+        """The loop's summary, with the metrics of unlogged steps (as in TRL) and memory metrics."""
         metrics = {name: value for name, value in unlogged.items() if name not in ("loss", "grad_norm")}
         self.trainer.store_flos()
         values = {**super().summary(unlogged), **metrics}
@@ -1147,7 +1166,7 @@ class TrainerLoop(Loop):
         self.callbacks.fire("on_save")
 
     def load(self, folder: Path) -> None:
-        """Continue from a checkpoint of burnish or of transformers. The arguments are followed where they differ."""
+        """Load a checkpoint of burnish or transformers. Arguments take precedence over its values."""
         with keeping_plan(self.state):
             if is_foreign(folder):
                 notes = load_foreign(folder, self, self.trainer.model, self.plan.steps_per_epoch, self.accumulation)
@@ -1169,7 +1188,7 @@ class TrainerLoop(Loop):
 
 
 class TrainerObjective(Objective):
-    """The loss that a ``Trainer`` or its model computes, as the loop's objective."""
+    """The loss of a ``Trainer`` or its model as an objective of the loop."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

@@ -1,6 +1,6 @@
 # ruff: noqa: RUF036  HfArgumentParser reads unions from left to right
-"""The fields of ``TrainingArguments``: those of burnish's components from their option groups; the others, and those
-whose default or type differs, declared here with transformers' name, type and default."""
+"""The fields of ``TrainingArguments``. Fields of burnish's components are inherited from their option groups. The
+others, and those with another default or type, are declared here with transformers' name, type and default."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from burnish.optim.low_rank import LowRankOptions
     from burnish.optim.muon import MuonOptions
 
-if TYPE_CHECKING:  # it does not see into a union; a test holds the two against each other
+if TYPE_CHECKING:  # type checkers cannot evaluate a union; a test compares both
 
     @dataclass
     class Groups(
@@ -50,13 +50,13 @@ _LEVELS = (*logging.get_log_levels_dict(), "passive")
 
 @dataclass
 class Fields(Groups):
-    """Every argument, without what follows from it."""
+    """All arguments, without derived values."""
 
-    if TYPE_CHECKING:  # as they are after __post_init__
+    if TYPE_CHECKING:  # types after __post_init__
         output_dir: str = ""
     declared: ClassVar[dict[str, Any]] = {}
 
-    # --- defaults that differ from burnish's own, because a script that only changes its import expects them
+    # --- defaults that differ from burnish's own, for scripts that only change their import
     resume: str = option("never", "Whether train() resumes from output_dir on its own: auto, never or must.")
     resume_from_checkpoint: str | None = option(
         None, "Not used by the Trainer; a script may pass it to train(resume_from_checkpoint=...)."
@@ -85,7 +85,7 @@ class Fields(Groups):
     lr_scheduler_kwargs: dict | str | None = option(  # type: ignore[type-arg, assignment]
         None, "Arguments of the learning rate schedule, such as num_cycles or min_lr."
     )
-    default_optim = "adamw_torch_fused"  # no field: scripts read it from the class
+    default_optim = "adamw_torch_fused"  # not a field; scripts read it from the class
     optim: OptimizerNames | str = option(default_optim, "Optimizer, by transformers' names.")
     logging_strategy: IntervalStrategy | str = option("steps", "When to log.")
     eval_strategy: IntervalStrategy | str = option("no", "When to evaluate.")
@@ -111,7 +111,7 @@ class Fields(Groups):
     )
     accelerator_config: dict | str | None = option(None, "Settings of accelerate, or a JSON file with them.")  # type: ignore[type-arg]
 
-    # --- bounds that differ: scripts use 0 for a run that learns nothing, or has no step
+    # --- bounds that differ: scripts use 0 to train nothing or to run no steps
     learning_rate: float = option(5e-5, "Peak learning rate.", ge=0, lt=math.inf)
     num_train_epochs: float = option(3.0, "Number of training epochs.", unit="epochs", ge=0, lt=math.inf)
 

@@ -1,1 +1,1 @@
-"""Data of the ``Trainer``: loaders, streams with a cursor, and generation over an evaluation set."""
+"""Data of the ``Trainer``: loaders, streams with a cursor, and generation for evaluation."""

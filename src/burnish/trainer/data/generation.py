@@ -1,11 +1,11 @@
-"""Answers of a whole stretch of an evaluation at once, over slots, beside ``model.generate`` batch by batch.
+"""Generate responses for several batches of an evaluation at once with slots, instead of ``model.generate`` per batch.
 
-In:  a model, what ``generate`` would be told, batches as a collator made them. Out: per batch the ids that ``generate``
-would give. Seats are refilled as soon as an answer ends, so that no batch waits for its longest.
+In:  a model, the arguments of ``generate``, collated batches. Out: for each batch the ids that ``generate`` would
+return. Slots are refilled as soon as a response ends, so no batch waits for its longest response.
 
-Refuses (the caller takes ``generate``): encoders with decoders, draws, beams and what else slots do not do
-(``app.predict.is_plain``), inputs beside ids and their mask, prompts that are not padded on the left, models that keep
-what they read in their own way, and where the configuration leaves the length to ``generate``.
+Not supported (the caller uses ``generate`` then): encoder-decoder models, sampling, beams and other features that slots
+lack (``is_plain``), inputs besides ids and mask, prompts without left padding, models with a custom cache, and configs
+in which ``generate`` determines the length.
 """
 
 # B rows of a batch, T tokens of the padded prompt, N new tokens of the longest answer
@@ -32,12 +32,12 @@ _INPUTS = {"input_ids", "attention_mask", "labels"}
 
 @dataclass(frozen=True)
 class Writing:
-    """Settings that all answers of an evaluation share.
+    """Settings of all responses of an evaluation.
 
     Args:
-        longest: the longest answer, or None where ``max_length`` counts the padded prompt too.
-        stops: tokens that end an answer.
-        padding: what stands behind an answer that is shorter than the longest of its batch.
+        longest: maximum length of a response; None if ``max_length`` includes the padded prompt.
+        stops: tokens that end a response.
+        padding: token after a response that is shorter than the longest of its batch.
     """
 
     longest: int | None
@@ -48,7 +48,7 @@ class Writing:
 
 
 def writing_of(model: Any, kwargs: Mapping[str, Any]) -> Writing | None:
-    """The settings of ``model.generate(**kwargs)``; None where slots do not write so."""
+    """The settings of ``model.generate(**kwargs)``. None if slots do not support them."""
     if not isinstance(model, GenerationMixin) or type(model).generate is not GenerationMixin.generate:
         return None
     if "generate" in vars(model) or cast(Any, model).config.is_encoder_decoder:
@@ -58,18 +58,19 @@ def writing_of(model: Any, kwargs: Mapping[str, Any]) -> Writing | None:
     usual = kwargs.get("max_length") is None and config.max_length in (None, GenerationConfig().max_length, 20)
     if is_foreign or config.do_sample or not is_plain(config) or (config.max_new_tokens is None and usual):
         return None
-    if (config.repetition_penalty or 1.0) != 1.0:  # generate counts the padding of a prompt as said
+    if (config.repetition_penalty or 1.0) != 1.0:  # generate counts the padding of a prompt as repetitions
         return None
     found = config.eos_token_id
     stops = () if found is None else tuple(found) if isinstance(found, list | tuple) else (found,)
     padding = config.pad_token_id if config.pad_token_id is not None else next(iter(stops), None)
     if padding is None:
-        padding = 0  # no answer ends early
+        padding = 0  # no response ends early
     return Writing(config.max_new_tokens, config.max_length, config.min_new_tokens or 0, stops, padding)
 
 
 def written(model: Any, batches: Sequence[Mapping[str, Any]], how: Writing, slots: int) -> list[Tensor] | None:
-    """Per batch (B, T + N) ids: the padded prompts and their answers; None where slots do not answer."""
+    """Per batch (B, T + N) ids: the padded prompts and their responses. None if slots do not support the model or
+    batches."""
     asks = [_asks(batch, how) for batch in batches]
     if any(one is None for one in asks):
         return None

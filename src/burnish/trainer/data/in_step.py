@@ -1,7 +1,7 @@
-"""Training and evaluation by several processes with different numbers of batches.
+"""Iterate over batches on several processes that have different numbers of batches.
 
-In: the batches of this rank. Out: the same number on every rank, because a forward pass may need all ranks (with
-sharded weights) and gathering always does. A rank that has run out is lent a batch, which does not count.
+In: the batches of this rank. Out: the same number on every rank, because forward passes (with sharded weights) and
+gathering are collective operations. A rank without further batches gets a padding batch, which does not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from burnish.loop.protocols import Engine
 
 
 def in_step(batches: Iterable[Any], engine: Engine) -> Iterator[tuple[Any, bool]]:
-    """Yield (batch, whether it is this rank's own and counts). No batch is drawn before it is asked for."""
+    """Yield (batch, whether it is this rank's own and counts). Batches are only drawn on demand."""
     iterator, lent, is_there = iter(batches), None, True
     while True:
         batch = next(iterator, None) if is_there else None
@@ -25,14 +25,14 @@ def in_step(batches: Iterable[Any], engine: Engine) -> Iterator[tuple[Any, bool]
         num_ranks = engine.sum(torch.tensor(float(is_there), device=engine.device))
         if not num_ranks > 0:
             return
-        if lent is None and num_ranks < engine.world_size:  # fewer rows than ranks: a rank never had a batch of its own
+        if lent is None and num_ranks < engine.world_size:  # fewer rows than ranks: a rank never had its own batch
             lent = next(one for one in engine.gather_objects(batch) if one is not None)
         lent = batch if is_there else lent
         yield lent, is_there
 
 
 def with_last(batches: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool, bool]]:
-    """Yield what ``in_step`` yields, and whether all ranks are at their last batch."""
+    """Yield the items of ``in_step`` with a third value: whether all ranks are at their last batch."""
     current = next(batches, None)
     while current is not None:
         following = next(batches, None)
@@ -41,17 +41,20 @@ def with_last(batches: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool, 
 
 
 def each_tensor(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Change the tensors in a value, also those in tuples, lists and mappings; each stays of its class.
+    """Apply ``change`` to the tensors in a value, including those in tuples, lists and mappings, whose classes are
+    kept.
 
     Args:
-        other: changes what is none of these.
+        value: a tensor, container or other value.
+        change: applied to tensors.
+        other: applied to all other values.
     """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
         items = [each_tensor(item, change, other) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, MutableMapping):  # a copy, because its class may take other arguments than a dict
+    if isinstance(value, MutableMapping):  # a copy, because its class may have another constructor than dict
         changed = copy.copy(value)
         for name, item in value.items():
             changed[name] = each_tensor(item, change, other)
@@ -62,7 +65,7 @@ def each_tensor(value: Any, change: Callable[[Tensor], Any], other: Callable[[An
 
 
 def named_in(batch: Any) -> Mapping[str, Any]:
-    """The values of a batch that have names; none where a collator of a script made a tuple or an object of its own."""
+    """The named values of a batch; empty if a script's collator returns a tuple or custom object."""
     return batch if isinstance(batch, Mapping) else {}
 
 

@@ -1,8 +1,8 @@
-"""The Trainer's data: loaders for training, evaluation and prediction, and the columns that the model takes.
+"""The Trainer's data: loaders for training, evaluation and prediction, and the columns that the model accepts.
 
-The order of training rows is a function of (seed, epoch) alone, and is that of transformers for the same ``data_seed``
-or ``seed``. A script's own loader (``accelerator.prepare(DataLoader(...))``), the same in every process, is divided
-between processes, so that each row goes to one; a single process keeps it.
+The order of training rows only depends on (seed, epoch), and equals that of transformers for the same ``data_seed`` or
+``seed``. A script's own loader (``accelerator.prepare(DataLoader(...))``), the same in every process, is divided
+between processes, so that each row goes to one of them. A single process uses it unchanged.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from burnish.loop.schedule import StepPlan
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.data.stream import DealtBatches, DealtRows, EpochOrder, is_dealt
 
-logger = logging.get_logger("transformers.trainer")  # so that the verbosity a script sets for it holds here too
+logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
 
 class TrainerLoader(DataLoader[Any]):
-    """torch's loader, with the property that accelerate's adds."""
+    """torch's loader with the additional property of accelerate's."""
 
     world_size = 1
 
     @property
     def total_batch_size(self) -> int:
-        """Rows of a batch over all processes."""
+        """Number of rows of a batch over all processes."""
         return (self.batch_size or 0) * self.world_size
 
 
@@ -41,7 +41,7 @@ def make_loader(
     dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, args: TrainingArguments, engine: Engine,
     sampler: Any = None, is_training: bool = False,
 ) -> TrainerLoader:  # fmt: skip
-    """Batches of a set. A set without length is shared out among the processes as it comes."""
+    """A loader for a set. A set without length is divided between the processes while it is read."""
     parameters: dict[str, Any] = {
         "batch_size": batch_size, "collate_fn": collate, "num_workers": args.dataloader_num_workers,
         "pin_memory": args.dataloader_pin_memory and engine.device.type != "cpu",
@@ -66,10 +66,16 @@ def order_of_rows(
     dataset: Any, strategy: str, batch_size: int, accumulation: int, args: TrainingArguments, engine: Engine,
     tokenizer: Any,
 ) -> EpochOrder | None:  # fmt: skip
-    """The order in which this rank goes through a set; None where the set has no length.
+    """The order in which this rank reads a set. None if the set has no length.
 
     Args:
+        dataset: the set.
         strategy: "random", "sequential" or "group_by_length".
+        batch_size: rows per micro-batch.
+        accumulation: micro-batches per step.
+        args: the arguments of the Trainer.
+        engine: for rank and world size.
+        tokenizer: names the column to measure for "group_by_length".
     """
     if dataset is None or not has_length(dataset):
         return None
@@ -85,7 +91,7 @@ def order_of_rows(
 
 
 def row_lengths(dataset: Any, column: str, tokenizer: Any) -> list[int]:
-    """Tokens of each row: the column that holds them, or counted."""
+    """Number of tokens of each row: from the column that has them, or counted."""
     if is_datasets_set(dataset) and column in dataset.column_names:
         return list(dataset[column])
     names = getattr(tokenizer, "model_input_names", None) or ["input_ids"]
@@ -98,7 +104,7 @@ def row_lengths(dataset: Any, column: str, tokenizer: Any) -> list[int]:
 
 
 def num_rows_of(loader: Any, batch_size: int) -> int:
-    """Rows of a loader's set; where it cannot say, batches times ``batch_size``."""
+    """Number of rows of a loader's set; if unknown, its batches times ``batch_size``."""
     try:
         dataset: Any = loader.dataset
         is_split = isinstance(dataset, IterableDatasetShard | DealtRows)
@@ -110,8 +116,9 @@ def num_rows_of(loader: Any, batch_size: int) -> int:
 def numbers_of_training(
     loader: Any, plan: StepPlan, args: TrainingArguments, rows_per_step: int, num_rows: Callable[[Any], int]
 ) -> tuple[int, int, int, int, int, int, int]:
-    """transformers' seven: epochs begun, steps of an epoch, rows, rows of the whole training, rows of a step,
-    micro-batches of an epoch, steps of the whole training."""
+    """transformers' tuple: epochs (rounded up), steps per epoch, rows, rows of the whole training, rows per step,
+    micro-batches per epoch, steps of the whole training.
+    """
     if not has_length(loader):
         rows, batches = plan.max_steps * rows_per_step, plan.max_steps * args.gradient_accumulation_steps
         return sys.maxsize, plan.max_steps, rows, rows, rows_per_step, batches, plan.max_steps
@@ -127,7 +134,9 @@ def dealt_to(loader: DataLoader[Any], engine: Engine, seed: int) -> DataLoader[A
     """The loader of this process.
 
     Args:
-        seed: of a random order; the same in every process.
+        loader: the script's loader.
+        engine: for rank and world size.
+        seed: seed of a random order; the same in every process.
     """
     if engine.world_size == 1 or is_dealt(loader) or isinstance(loader.dataset, DealtRows):
         return loader
@@ -137,7 +146,7 @@ def dealt_to(loader: DataLoader[Any], engine: Engine, seed: int) -> DataLoader[A
 
 
 def _as_it_was(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The settings of a loader, without its rows and their order."""
+    """The settings of a loader, without its dataset and sampler."""
     names = (
         "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
         "prefetch_factor", "persistent_workers", "in_order",
@@ -160,14 +169,14 @@ def _rows_of(loader: DataLoader[Any], engine: Engine, seed: int) -> dict[str, An
 
 
 _ORDERS = {RandomSampler: "random", SequentialSampler: "sequential"}
-"""torch's samplers whose order can be computed without them; of others, every process takes its share of batches."""
+"""torch's samplers whose order can be recomputed. For others, every process takes its share of batches."""
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
 def without_unused(dataset: Any, taken: list[str], model_name: str, description: str | None) -> Any:
-    """A ``datasets.Dataset`` without the columns that the model does not take. ValueError where none is left."""
+    """A ``datasets.Dataset`` without the columns that the model does not accept. ValueError if none is left."""
     ignored = [name for name in dataset.column_names if name not in taken]
     if ignored:
         logger.info(f"Columns of the {description} set ignored by {model_name}.forward: {', '.join(ignored)}.")
@@ -181,13 +190,13 @@ def without_unused(dataset: Any, taken: list[str], model_name: str, description:
 
 
 def collator_without_unused(collate: Any, taken: list[str], model_name: str, description: str | None) -> Any:
-    """A collator that drops, row by row, what the model does not take."""
+    """A collator that drops the columns that the model does not accept from each row."""
     return RemoveColumnsCollator(
         data_collator=collate, signature_columns=taken, logger=logger, description=description, model_name=model_name
     )
 
 
 def is_datasets_set(dataset: Any) -> bool:
-    """Tell whether it is a ``datasets.Dataset``; the library is not loaded to find out."""
+    """Whether it is a ``datasets.Dataset``. Does not import the library."""
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(dataset, datasets.Dataset)

@@ -1,12 +1,11 @@
-"""The loss of a padded micro-batch, from the tokens on which it depends.
+"""The loss of a padded micro-batch, computed only from tokens that it depends on.
 
-In: a causal language model, and a batch as a collator of transformers or TRL makes it: rows side by side, filled up
-with padding on the right. Out: the same tokens padding-free (``data.batches.batching.collate_prefix_sharing``), for a
-forward pass whose loss is the same up to the order of summation; or nothing, where model or batch are not known to
-allow it. Then the batch goes to the model as it is.
+In: a causal language model, and a batch of transformers' or TRL's collators: rows with padding on the right. Out: the
+same tokens as a padding-free batch (``data.batches.batching.collate_prefix_sharing``), whose loss is the same up to the
+order of summation; or None if model or batch are not known to support it. The batch is then used unchanged.
 
-The script that made the batch never sees the flat one: a loader gives what its collator made, and who wants the model's
-outputs gets those of the padded batch.
+The padding-free batch is internal: loaders return the collator's batch, and scripts that request the model's outputs
+get those of the padded batch.
 """
 
 # B rows, T tokens in a row, N learned positions
@@ -32,8 +31,9 @@ _KNOWN = {"input_ids", "attention_mask", "labels", "target_positions"}
 
 
 def shared_prefixes_of(batch: Mapping[str, Any]) -> Batch | None:
-    """The flat batch; None where the padded one has more than tokens, mask and labels, or its padding is not at the end
-    of each row and unlearned."""
+    """The padding-free batch. None if the batch has more than ids, mask and labels, or if its padding is not at the end
+    of each row and without labels.
+    """
     if not batch.keys() <= _KNOWN or not {"input_ids", "labels"} <= batch.keys():
         return None
     ids, labels = batch["input_ids"], batch["labels"]
@@ -56,12 +56,12 @@ def shared_prefixes_of(batch: Mapping[str, Any]) -> Batch | None:
 
 
 def fit_prefix_sharing(model: nn.Module, is_wanted: bool, needs_head: bool = False) -> Capabilities:
-    """Ask ``model`` whether its micro-batches may lie flat with some of their tokens left out, and how it makes its
-    logits.
+    """Probe whether micro-batches of ``model`` may be padding-free with unneeded tokens skipped, and find its head.
 
     Args:
-        is_wanted: whether they are to.
-        needs_head: whether the head is of use where they may not.
+        model: the model.
+        is_wanted: whether this is requested.
+        needs_head: whether the head is needed in any case.
     """
     may = is_wanted and may_lie_flat(model)
     return find_capabilities(
@@ -70,8 +70,9 @@ def fit_prefix_sharing(model: nn.Module, is_wanted: bool, needs_head: bool = Fal
 
 
 def may_lie_flat(model: nn.Module) -> bool:
-    """Tell whether nothing in the configs of model and adapter speaks against it: no learned prompt, no loss over all
-    tokens, no attention that was asked for by name."""
+    """Whether the configs of model and adapter allow it: no prompt learning, no loss over all tokens, no attention that
+    was selected explicitly.
+    """
     adapters = getattr(model, "peft_config", {})
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
         return False
@@ -81,8 +82,9 @@ def may_lie_flat(model: nn.Module) -> bool:
 
 
 def has_plain_loss(model: nn.Module) -> bool:
-    """Tell whether the loss that ``model`` gives is the cross entropy of the next token and nothing besides: a causal
-    language model of transformers itself, of which nobody changed or watches the forward pass."""
+    """Whether the model's loss is the plain cross entropy of the next token: an unmodified causal language model of
+    transformers, whose forward pass has no hooks.
+    """
     inner = causal_lm(model)
     is_theirs = type(inner).__module__.startswith("transformers.models.") and is_causal_lm(inner)
     return (

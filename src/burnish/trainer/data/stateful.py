@@ -1,8 +1,8 @@
-"""Streams of rows that know where they stand: an ``IterableDataset`` of ``datasets``, a script's own set, a loader.
+"""Data streams with a state: an ``IterableDataset`` of ``datasets``, a script's own set, or a loader.
 
-In: the loader of a training. Out: the object whose ``state_dict`` goes into a checkpoint, so that a resumed run does
-not read again what it has used; or None. None too where the state would not lead to the same rows: a shuffle buffer of
-``datasets`` is not part of it, nor is what worker processes have read. Then rows are read from the begin of the epoch.
+In: the training loader. Out: the object whose ``state_dict`` is saved in checkpoints, so that a resumed run does not
+read used rows again; or None. Also None if the state would not reproduce the rows: it does not include a shuffle buffer
+of ``datasets``, nor the position of worker processes. Rows are then read from the beginning of the epoch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from burnish.trainer import notes
 
 
 def stream_with_state(loader: Any, world_size: int) -> Stateful | None:
-    """The loader itself, or else its set, if it says where it stands. With several processes, only a set that every one
-    of them reads from its begin (``DealtRows``), because the first process writes the state for all."""
+    """The loader, or else its set, if it has a state. With several processes only a set that each of them reads from
+    the beginning (``DealtRows``), because the first process saves the state for all.
+    """
     if world_size == 1 and _has_state(loader):
         return loader  # type: ignore[no-any-return]
     dataset = getattr(loader, "dataset", None)
@@ -32,7 +33,7 @@ def stream_with_state(loader: Any, world_size: int) -> Stateful | None:
 
 
 def loader_state(stream: Stateful) -> Any:
-    """Its state; None, and a warning, where that is no data."""
+    """Its state. None, with a warning, if it cannot be saved."""
     try:
         state = stream.state_dict()
         split(state, copy=False)
@@ -49,7 +50,7 @@ def _has_state(stream: Any) -> bool:
 
 
 def _inner(dataset: Any) -> Iterator[Any]:
-    """The stages of an ``IterableDataset`` of ``datasets``, the last one first; nothing of any other set."""
+    """The stages of an ``IterableDataset`` of ``datasets``, last one first. Empty for other sets."""
     waiting = [getattr(dataset, "_ex_iterable", None)]
     while waiting:
         stage = waiting.pop()
@@ -59,6 +60,6 @@ def _inner(dataset: Any) -> Iterator[Any]:
 
 
 def _forgets(stage: Any) -> bool:
-    """Tell whether rows that a stage holds back are not in its state (``IterableDataset.state_dict``, datasets 5.2)."""
+    """Whether a stage buffers rows outside of its state (``IterableDataset.state_dict``, datasets 5.2)."""
     reads_tables = getattr(getattr(stage, "formatting", None), "is_table", False)
     return type(stage).__name__ == "BufferShuffledExamplesIterable" or (reads_tables and hasattr(stage, "function"))

@@ -1,11 +1,11 @@
-"""The step batches of an epoch from any loader, with a cursor that resumes.
+"""The step batches of an epoch from any loader, with a cursor for resuming.
 
-``EpochOrder`` is the sampler of the Trainer's own loaders: the order is a function of (seed, epoch), and it can start
-anywhere, so that a resumed run reads no row twice. A loader of the user is iterated as it is. On resume it goes on
-from its own state, if it has one (``stateful.py``); else the batches that were used are skipped, with the generator in
-its state at the begin of the epoch.
+``EpochOrder`` is the sampler of the Trainer's own loaders. The order is a function of (seed, epoch) and can start at
+any position, so a resumed run reads no row twice. A user's loader is iterated unchanged. After a resume it continues
+from its own state, if it has one (``stateful.py``). Otherwise the used batches are skipped, after resetting the
+generator to its state at the beginning of the epoch.
 
-Position is counted in micro-batches of this rank: every rank has the same number in an epoch.
+The position is counted in micro-batches of this rank. Every rank has the same number of them per epoch.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class EpochOrder(Sampler[int]):
     """The items of this rank in the order of their use.
 
     Args:
-        num_items: in the data set, over all ranks.
-        cut: the division of a step; ``drop_last`` leaves out items that do not fill a micro-batch of every rank.
-        seed: of the order; ``strategy`` and ``lengths`` as in ``data.batches.stream.order_of``.
-        keys: all items of a step -> what the set is asked for in place of each (``keys_of_step`` of a set).
+        num_items: number of items in the dataset, over all ranks.
+        cut: how a step is divided; ``drop_last`` excludes items that do not fill a micro-batch of every rank.
+        seed: seed of the order; ``strategy`` and ``lengths`` as in ``data.batches.stream.order_of``.
+        keys: all items of a step -> the key with which the dataset is indexed for each (``keys_of_step`` of a dataset).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EpochOrder(Sampler[int]):
         self.num_items, self.cut, self.seed, self.keys = num_items, cut, seed, keys
         self.strategy, self.lengths = strategy, lengths
         self.epoch = 0
-        self.start = 0  # micro-batches of the epoch to skip
+        self.start = 0  # number of micro-batches of the epoch to skip
         self.left_out: list[tuple[int, int, list[int]]] = []
         """(epoch, place in its order, items): no step takes these items from there on, and others move up."""
 
@@ -51,18 +51,18 @@ class EpochOrder(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Items of this rank in a whole epoch."""
+        """Number of items of this rank in a whole epoch."""
         return len(self._mine(range(self._used(self.num_items))))
 
     def __iter__(self) -> Iterator[Any]:
         order, start = self.of_epoch(self.epoch), self.start
         self.start = 0
-        self.epoch += 1  # for a user's own loader around this one, which does not set the epoch
+        self.epoch += 1  # for a user's own loader with this sampler, which does not set the epoch
         mine = self._mine(order)[start * self.cut.batch_size :]
         return iter(mine) if self.keys is None else self._keyed(order, mine)
 
     def _keyed(self, order: Sequence[int], mine: Sequence[int]) -> Iterator[Any]:
-        """The keys of this rank's items, of which each is known from all items of its step."""
+        """The keys of this rank's items. Each key is computed from all items of its step."""
         per_step = self.across * self.cut.accumulation
         step_of = {item: place // per_step for place, item in enumerate(order)}
         for step, items in groupby(mine, key=step_of.__getitem__):
@@ -70,7 +70,7 @@ class EpochOrder(Sampler[int]):
             yield from (keys[item] for item in items)
 
     def of_epoch(self, epoch: int) -> list[int]:
-        """The items of all ranks."""
+        """The items of all ranks in an epoch, in order."""
         per_step = self.cut.batch_size * self.cut.accumulation
         order = order_of(self.num_items, self.seed, epoch, self.strategy, self.lengths, per_step)
         for since, place, items in self.left_out:
@@ -79,12 +79,12 @@ class EpochOrder(Sampler[int]):
         return order[: self._used(len(order))]
 
     def num_batches(self, epoch: int = 0) -> int:
-        """Micro-batches of this rank in an epoch; every rank has as many."""
+        """Number of micro-batches of this rank in an epoch; the same on every rank."""
         return -(-(len(self.of_epoch(epoch)) if self.left_out else self._used(self.num_items)) // self.across)
 
     @property
     def across(self) -> int:
-        """Items of a micro-batch of all ranks."""
+        """Number of items of a micro-batch over all ranks."""
         return self.cut.batch_size * self.cut.world_size
 
     def _used(self, num_items: int) -> int:
@@ -95,9 +95,9 @@ class EpochOrder(Sampler[int]):
 
 
 class DealtBatches(Sampler[list[int]]):
-    """This rank's batches of a script's own batch sampler: every ``world_size``-th of them.
+    """This rank's batches of a script's own batch sampler: every ``world_size``-th batch.
 
-    Every rank iterates all of ``batches``, which must therefore have the same order everywhere.
+    Every rank iterates over all ``batches``, which must therefore have the same order everywhere.
     """
 
     def __init__(self, batches: Iterable[list[int]], world_size: int, rank: int) -> None:
@@ -121,11 +121,11 @@ class DealtBatches(Sampler[list[int]]):
 
 
 class DealtRows(IterableDataset[Any]):
-    """This rank's rows of a set without a length, divided as by ``EpochOrder``; each row goes to one rank."""
+    """This rank's rows of a set without length, divided as in ``EpochOrder``; each row goes to one rank."""
 
     def __init__(self, dataset: Any, batch_size: int, world_size: int, rank: int) -> None:
         self.dataset, self.batch_size, self.world_size, self.rank = dataset, batch_size, world_size, rank
-        self.number = self.start = self.skipped = 0  # rows read; where to read on; rows before this one were used
+        self.number = self.start = self.skipped = 0  # rows read; row to continue from; rows before this one are used
 
     def __iter__(self) -> Iterator[Any]:
         (first, skipped), self.start, self.skipped = (self.start, self.skipped), 0, 0
@@ -135,7 +135,7 @@ class DealtRows(IterableDataset[Any]):
                 yield row
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the first rank: others go on from it too, and pass over rows of steps that are done."""
+        """The state of rank 0. Other ranks load it as well and skip rows of completed steps."""
         return {"number": self.number, "dataset": self.dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -149,22 +149,23 @@ class DealtRows(IterableDataset[Any]):
 
 
 class PaddingBatch(dict[str, Any]):
-    """A batch for a rank that has run out of rows before the others, because all ranks must sync gradients. It has 0
-    items, whatever its loss."""
+    """A batch without items, for a rank that has no more rows while the others do, because all ranks must sync
+    gradients.
+    """
 
 
 class LoaderStream(StepBatchLoader):
     """The step batches of a loader.
 
     Args:
-        loader: gives batches; may have a length, or none.
-        accumulation: micro-batches of a step.
-        total: micro-batches in an epoch: ``len(loader)``, or for an endless one those of the whole run.
+        loader: yields batches; may have a length or not.
+        accumulation: micro-batches per step.
+        total: micro-batches per epoch: ``len(loader)``; without a length, those of the whole run.
         count: batch -> (rows, tokens) for the meter.
-        on_empty: called where an epoch of a loader without length has no batch at all.
-        engine: of a run of several processes.
-        pad: makes a batch one that has no items.
-        take: (batches, number) -> the micro-batches of a step; by default the next ones.
+        on_empty: called if an epoch of a loader without length has no batches.
+        engine: for runs with several processes.
+        pad: converts a batch to one without items.
+        take: (batches, number) -> the micro-batches of a step. Default: the next ones.
     """
 
     def __init__(
@@ -177,10 +178,10 @@ class LoaderStream(StepBatchLoader):
         self.take = take or (lambda batches, number: list(islice(batches, number)))
         self.loader, self.accumulation, self.total, self.count = loader, accumulation, total, count
         self.on_empty, self.pad = on_empty, pad
-        self.drawn = 0  # micro-batches taken from the loader
+        self.drawn = 0  # number of micro-batches read from the loader
         self.generator_at_start: Tensor | None = None
         self.source = stream_with_state(loader, 1 if engine is None else engine.world_size)
-        self.source_state: Any = None  # where it stood at ``position``, until it is read on from there
+        self.source_state: Any = None  # state of the source at ``position``, until reading continues from there
 
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the step batches from the cursor to the end of the epoch."""
@@ -216,13 +217,13 @@ class LoaderStream(StepBatchLoader):
 
     @property
     def length(self) -> int:
-        """Micro-batches of this epoch, without the items that are left out of it."""
+        """Number of micro-batches of this epoch, without excluded items."""
         order = order_in(self.loader)
         return order.num_batches(self.epoch) if order is not None and order.left_out else self.total
 
     def leave_out(self, items: Sequence[int]) -> None:
         order = order_in(self.loader)
-        assert order is not None  # a run with another loader does not go back
+        assert order is not None  # runs with other loaders do not roll back
         order.left_out.append((self.epoch, self.position * order.across, list(items)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,15 +239,15 @@ class LoaderStream(StepBatchLoader):
         super().load_state_dict(state)
         self.generator_at_start, self.source_state = state.get("generator"), state.get("source")
         order, left_out = order_in(self.loader), [tuple(entry) for entry in state.get("left_out", ())]
-        if order is not None and len(left_out) > len(order.left_out):  # a run that goes back knows those since too
+        if order is not None and len(left_out) > len(order.left_out):  # a run that rolls back knows later ones, too
             order.left_out = left_out
 
     def _batches(self) -> Iterator[Batch]:
-        """The loader's batches from the cursor on.
+        """Yield the loader's batches from the cursor on.
 
-        Making an iterator draws from the global generator (torch's loaders take the seed of their workers from it, and
-        ``RandomSampler`` its order). When an epoch is resumed, the generator is set to its state at the begin of the
-        epoch for that, and set back, so that dropout after a resume is the same as without it.
+        Creating an iterator draws from the global generator (torch's loaders draw the seed of their workers from it,
+        and ``RandomSampler`` its order). When an epoch is resumed, the generator is set to its state at the beginning
+        of the epoch for this, and restored afterwards, so that dropout is the same as without the interruption.
         """
         set_epoch(self.loader, self.epoch)
         order = order_in(self.loader)
@@ -271,7 +272,7 @@ class LoaderStream(StepBatchLoader):
         return self._filled(rest)
 
     def _go_on(self) -> bool:
-        """Put the loader or its set where it stood; false where it has to be read from its start."""
+        """Restore the state of the loader or its set. False if it has to be read from the beginning."""
         state, self.source_state = self.source_state, None
         if state is None or self.source is None:
             return False
@@ -280,13 +281,13 @@ class LoaderStream(StepBatchLoader):
         return True
 
     def _in_step(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches of a loader without a length, the same number on every rank."""
+        """The batches of a loader without length, the same number on every rank."""
         if self.engine is None or self.engine.world_size == 1 or num_batches(self.loader) is not None:
             return batches
         return (batch if is_own else self.pad(batch) for batch, is_own in in_step(batches, self.engine))
 
     def _filled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield ``batches``, and padding batches where this rank has none of the last rows of an epoch."""
+        """Yield ``batches``, and padding batches if this rank has none of the last rows of an epoch."""
         made, last = self.position, None
         for last in batches:
             made += 1
@@ -298,9 +299,9 @@ class LoaderStream(StepBatchLoader):
 
 
 class Taken(Sequence[int]):
-    """The rows of a step, over all ranks, by their place in the set; none where a loader of a script's own deals them.
+    """The rows of a step over all ranks, by their index in the set. Empty for a script's own loader.
 
-    They are computed when somebody asks, which is after a step that went wrong.
+    They are computed on demand, which happens after a failed step.
     """
 
     def __init__(self, order: EpochOrder | None, epoch: int, first: int, end: int) -> None:
@@ -319,13 +320,14 @@ class Taken(Sequence[int]):
 
 
 def is_dealt(loader: Any) -> bool:
-    """Return whether burnish divides the rows of ``loader`` between ranks, so that each knows the number of
-    micro-batches."""
+    """Whether burnish divides the rows of ``loader`` between ranks, so that each rank knows its number of
+    micro-batches.
+    """
     return order_in(loader) is not None or isinstance(getattr(loader, "batch_sampler", None), DealtBatches)
 
 
 def order_in(loader: Any) -> EpochOrder | None:
-    """The ``EpochOrder`` of a loader, if it is one of the Trainer's own."""
+    """The ``EpochOrder`` of one of the Trainer's own loaders; None for others."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, EpochOrder) else None
 
@@ -343,7 +345,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def num_batches(loader: Any) -> int | None:
-    """Micro-batches of this rank in an epoch; None where the loader does not know."""
+    """Number of micro-batches of this rank in an epoch; None if unknown."""
     order = order_in(loader)
     if order is not None:
         return order.num_batches()

@@ -1,1 +1,1 @@
-"""Files of the ``Trainer``: models, checkpoints of transformers, model cards, the hub."""
+"""Files of the ``Trainer``: models, checkpoints in transformers' format, model cards, the hub."""

@@ -1,7 +1,7 @@
-"""The model card of the Trainer classes: what was trained, on what, how, with what result, and how it is loaded.
+"""The model card of the Trainer classes: model, data, training, results, and how to load it.
 
-In: a trainer and what a script says of its model. Out: ``README.md`` under the header that transformers makes for the
-hub, with the sections of burnish's own card. Nothing is said that is not known, and no folder of this machine is named.
+In: a trainer, and a script's information about its model. Out: ``README.md`` with the metadata that transformers
+creates for the hub, and the sections of burnish's own card. It contains known facts only and no local paths.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ _SAYS_NOTHING = {
     "resume_from_checkpoint", "dataloader_pin_memory", "activation_checkpointing",
     "trackio_space_id", "project", "do_train", "do_eval", "do_predict",
 }  # fmt: skip
-"""Arguments that are about the machine or the log, not about the model."""
+"""Arguments that concern the machine or logging, not the model."""
 
 
 _MADE = ("input_ids", "attention_mask", "labels", "completion_mask", "assistant_masks", "seq_lengths")
 
 
 def write_trainer_card(trainer: Any, folder: Path, given: Mapping[str, Any]) -> None:
-    """Write ``README.md`` into ``folder``.
+    """Write ``README.md`` to ``folder``.
 
     Args:
-        given: of ``create_model_card``: language, license, tags, model_name, finetuned_from, dataset, ...
+        trainer: the trainer.
+        folder: the destination.
+        given: arguments of ``create_model_card``: language, license, tags, model_name, finetuned_from, dataset, ...
     """
     found = TrainingSummary.from_trainer(trainer, **given)
-    if found.dataset == [None]:  # a set that was made in memory has no name
+    if found.dataset == [None]:  # a dataset that was created in memory has no name
         found.dataset = found.dataset_tags = found.dataset_args = found.dataset_metadata = None
     write_card(folder, _facts(trainer, found), ModelCard(found.to_model_card()).data)
 
@@ -69,7 +71,7 @@ def _facts(trainer: Any, found: TrainingSummary) -> CardFacts:
 
 
 def _loader(model: Any) -> str:
-    """The class that loads the model; "" for one of a script's own."""
+    """The class that loads the model; "" for a script's own class."""
     if inspection.is_causal_lm(model):
         return "AutoModelForCausalLM"
     is_theirs = isinstance(model, PreTrainedModel) and type(model).__module__.startswith("transformers.")
@@ -77,14 +79,14 @@ def _loader(model: Any) -> str:
 
 
 def _arguments(args: TrainingArguments) -> dict[str, Any]:
-    """The arguments that are not at their default."""
+    """The arguments that differ from their defaults."""
     values = {name: getattr(args, name) for name in args.declared if name not in _SAYS_NOTHING and "hub" not in name}
     told = {n: plain(v) for n, v in values.items() if v is not None and plain(v) != plain(args.declared[n].default)}
     return {name: value for name, value in told.items() if isinstance(value, str | int | float | list) and value != []}
 
 
 def _adapter(adapters: Mapping[str, Any]) -> dict[str, Any]:
-    """Rank, strength and places of LoRA's factors, as far as an adapter has them."""
+    """Rank, alpha, dropout and target modules of LoRA adapters, if they have them."""
     names = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
     found: dict[str, Any] = {}
     for config in adapters.values():
@@ -94,7 +96,7 @@ def _adapter(adapters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(trainer: Any) -> list[str]:
-    """A sentence for each set: rows, and the columns that a script gave."""
+    """A sentence for each dataset: number of rows, and columns."""
     evals = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     sets = {"Training set": trainer.train_dataset, **{f"Evaluation set {n}".rstrip(): s for n, s in evals.items()}}
     return [f"{name}: {_size(rows)}." for name, rows in sets.items() if rows is not None]

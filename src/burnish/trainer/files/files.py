@@ -1,9 +1,9 @@
-"""The Trainer's files: the model for others to load, and checkpoints for this run to go on from.
+"""The Trainer's files: the saved model, and checkpoints from which a run resumes.
 
-A checkpoint is the loop's (``checkpoint/checkpoint.py``): written whole or not at all, and without a pickle. It holds
+A checkpoint is the loop's (``checkpoint/checkpoint.py``): always complete, and without pickle files. It contains
 ``model.safetensors`` or ``adapter_model.safetensors``, ``config.json``, the tokenizer and ``trainer_state.json``, so
-``from_pretrained`` reads it. ``save_hf_format`` adds the files from which transformers' own Trainer goes on
-(``foreign.py``, which also reads its checkpoints).
+``from_pretrained`` can load it. ``save_hf_format`` adds the files from which transformers' own Trainer resumes
+(``transformers_checkpoints.py``, which also reads its checkpoints).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class TrainerModel:
         if self.adapter:
             self.adapter.load_state(self.model, state)
         elif type(self.model).load_state_dict is not nn.Module.load_state_dict:
-            self.model.load_state_dict(dict(state), strict=False)  # the model's own way
+            self.model.load_state_dict(dict(state), strict=False)  # the model's own method
         else:
             load_whole_state(self.model, state)
 
 
 def write_model(model: Any, folder: Path, state_dict: dict[str, Any] | None) -> None:
-    """The weights and the config, for ``from_pretrained``; the weights alone of a model that has no such method."""
+    """Save weights and config for ``from_pretrained``. Only the weights if the model has no ``save_pretrained``."""
     folder.mkdir(parents=True, exist_ok=True)
     if is_peft_model(model):
         name_base(model)
@@ -63,7 +63,7 @@ def write_model(model: Any, folder: Path, state_dict: dict[str, Any] | None) -> 
 
 
 def write_gathered(model: Any, folder: Path, whole: Any, writes: bool) -> None:
-    """The same of a model of which each process holds a part; all of them call this, and the first one writes."""
+    """Save a model with sharded weights. A collective operation; rank 0 writes."""
     folder.mkdir(parents=True, exist_ok=True)
     if is_peft_model(model):
         name_base(model)
@@ -77,7 +77,7 @@ def write_gathered(model: Any, folder: Path, whole: Any, writes: bool) -> None:
 
 
 def write_configs(model: Any, folder: Path) -> None:
-    """Files that make the weights of a checkpoint, which are a part of it, loadable elsewhere."""
+    """Write the config files with which other libraries can load the weights of a checkpoint."""
     if is_peft_model(model):
         name_base(model)
         model.save_pretrained(str(folder))
@@ -88,7 +88,7 @@ def write_configs(model: Any, folder: Path) -> None:
 
 
 def write_tokenizer_and_arguments(folder: Path, companion: Any, args: TrainingArguments) -> None:
-    """Tokenizer or processor, and the arguments. The arguments are JSON: nothing is pickled."""
+    """Save tokenizer or processor, and the arguments as JSON."""
     if hasattr(companion, "save_pretrained"):
         companion.save_pretrained(str(folder))
     text = json.dumps(args.to_dict(), indent=2, default=str)
@@ -96,7 +96,7 @@ def write_tokenizer_and_arguments(folder: Path, companion: Any, args: TrainingAr
 
 
 def keep_only(checkpoints: Checkpoints, name: str) -> None:
-    """Remove all checkpoints but the one of that name."""
+    """Remove all checkpoints except the one of that name."""
     for path in checkpoints.all():
         if path.name != name:
             shutil.rmtree(path)

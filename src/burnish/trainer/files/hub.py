@@ -1,4 +1,4 @@
-"""The Trainer and the hub: a repository is made when training is set up, and filled when the model is saved."""
+"""Upload the Trainer's models to the hub. The repository is created when training is set up."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from burnish.trainer.arguments.training import TrainingArguments
 
 _ONLY_TO_CONTINUE = ("optimizer", "scheduler", "rng_state", "stream", "meter", "manifest")
-"""Files of a checkpoint that only the run itself needs."""
+"""Files of a checkpoint that are only needed to resume."""
 
 
 class Hub:
-    """A repository on the hub, through huggingface_hub, and the uploads to it that nobody waits for."""
+    """A repository on the hub, accessed with huggingface_hub, and background uploads to it."""
 
     def __init__(self) -> None:
         self.repository: str | None = None
@@ -21,13 +21,13 @@ class Hub:
 
     @cached_property
     def _api(self) -> Any:
-        """One for all uploads: those that nobody waits for are made one after another."""
+        """One client for all uploads, so that background uploads run one after another."""
         from huggingface_hub import HfApi
 
         return HfApi()
 
     def make_repository(self, args: TrainingArguments, token: str | None, private: bool | None) -> None:
-        """Make the repository ``hub_model_id``, or find it."""
+        """Create the repository ``hub_model_id``, or use the existing one."""
         if args.process_index != 0:
             return
         from huggingface_hub import create_repo
@@ -50,15 +50,15 @@ class Hub:
         )  # fmt: skip
 
     def is_due(self, args: TrainingArguments) -> bool:
-        """Tell whether a checkpoint is to be pushed now; a push that goes on is not joined by another."""
+        """Whether a checkpoint should be pushed now. By default not while another push is running."""
         asks = args.hub_strategy != "end" and args.process_index == 0
         return asks and (args.hub_always_push or all(upload.done() for upload in self.uploads))
 
     def push_checkpoint(self, folder: str, message: str, args: TrainingArguments) -> None:
-        """As ``hub_strategy`` says, without waiting.
+        """Push a checkpoint in the background, according to ``hub_strategy``.
 
-        The model goes to the top of the repository. A checkpoint goes into a folder of its own, with all that a run
-        needs to go on from it.
+        The model is uploaded to the root of the repository. A checkpoint is uploaded to a separate folder, with
+        everything needed to resume from it.
         """
         without = [f"{part}*" for part in _ONLY_TO_CONTINUE]
         self.uploads.append(self.upload(folder, message, args, blocking=False, ignore=without))
@@ -67,6 +67,6 @@ class Hub:
             self.uploads.append(self.upload(folder, message, args, blocking=False, into=into))
 
     def wait(self) -> None:
-        """Wait for the uploads, and raise what went wrong with one."""
+        """Wait for the uploads, and raise the exception of a failed one."""
         while self.uploads:
             self.uploads.pop(0).result()

@@ -1,7 +1,7 @@
-"""Checkpoints of transformers' own Trainer: reading them, and writing them if asked for.
+"""Read checkpoints of transformers' own Trainer, and write them if requested.
 
-Reads ``optimizer.pt``, ``scheduler.pt``, ``rng_state.pth`` with ``weights_only=True``: a file that holds code is
-refused by torch. The position in the data follows from ``global_step``, as transformers derives it.
+Reads ``optimizer.pt``, ``scheduler.pt``, ``rng_state.pth`` with ``weights_only=True``, so torch refuses files that
+contain code. The position in the data is derived from ``global_step``, as in transformers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from burnish.utils.tensor_files import read_header
 
 
 def is_foreign(folder: Path) -> bool:
-    """Return whether another program wrote this checkpoint; burnish's have a manifest and a cursor."""
+    """Whether another program wrote this checkpoint. burnish's have a manifest and a cursor."""
     return not (folder / "manifest.json").is_file() and not (folder / "stream.json").is_file()
 
 
 def load_foreign(folder: Path, loop: Loop, model: nn.Module, steps_per_epoch: int, accumulation: int) -> list[str]:
-    """Continue from a checkpoint of transformers.
+    """Load a checkpoint of transformers.
 
     Returns:
-        sentences on parts that were missing and start from the beginning.
+        Sentences about missing parts, which start from the beginning.
+
     Raises:
-        FileNotFoundError: where there is no trainer_state.json.
-        UserError: where there are no weights.
+        FileNotFoundError: if there is no trainer_state.json.
+        UserError: if there are no weights.
     """
     load_foreign_weights(folder, model)
     loop.state.load_state_dict(load_state(folder).state_dict())
@@ -62,7 +63,7 @@ def load_foreign_weights(folder: Path, model: Any) -> None:
         )
     state = {name: tensor for file in files if read_header(file) for name, tensor in load_file(file).items()}
     own = whole_state(model)
-    # A tied weight may have been written under its other name.
+    # A tied weight may have been saved under its other name.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in state and name not in own:
             first = next(key for key, value in own.items() if value.data_ptr() == tensor.data_ptr())
@@ -83,7 +84,7 @@ def _load_generators(folder: Path, rank: int, world_size: int) -> None:
     import numpy
     from transformers.trainer_pt_utils import safe_globals
 
-    with safe_globals():  # numpy's own array types, which a generator's state is made of
+    with safe_globals():  # numpy's array types, which the state of a generator consists of
         state = torch.load(path, weights_only=True)
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
@@ -97,7 +98,7 @@ def _load_generators(folder: Path, rank: int, world_size: int) -> None:
 
 
 def write_transformers_files(folder: Path, optimizer: Any, scheduler: Any) -> None:
-    """Write ``optimizer.pt``, ``scheduler.pt`` and ``rng_state.pth``, in transformers' layout."""
+    """Write ``optimizer.pt``, ``scheduler.pt`` and ``rng_state.pth`` in transformers' format."""
     import random
 
     import numpy

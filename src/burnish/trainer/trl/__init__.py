@@ -1,1 +1,1 @@
-"""TRL's trainers on burnish's ``Trainer``: supervised fine-tuning and preference optimization."""
+"""TRL's trainers, based on burnish's ``Trainer``: supervised fine-tuning and preference optimization."""

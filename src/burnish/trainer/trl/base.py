@@ -1,4 +1,4 @@
-"""``TrlTrainer``: what TRL's trainers do beyond transformers': a card after training, tokens in the log."""
+"""``TrlTrainer``: what TRL's trainers add to transformers': a model card after training, tokens in the log."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from burnish.trainer.trainer import Trainer
 
 
 class TrlTrainer(Trainer):
-    """Base of the trainers that speak TRL.
+    """Base class of TRL's trainers.
 
     Attributes:
-        router_aux_loss_coef: weight of the loss that balances a mixture of experts.
-        aux_loss_enabled: whether the model gives that loss, and it counts.
-        _metrics: "train" or "eval" -> name -> values that a script has added; the next log has their mean.
+        router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
+        aux_loss_enabled: whether the model returns that loss and it is used.
+        _metrics: "train" or "eval" -> name -> values added by a script; the next log has their mean.
     """
 
     router_aux_loss_coef = 0.0
@@ -27,13 +27,14 @@ class TrlTrainer(Trainer):
         super().__init__(*args, **given)
 
     def _set_router(self, model: Any, asked: float | None) -> None:
-        """Take the loss of a router into account by default, as TRL does, whatever the model's config asks for.
+        """Enable the loss of a router by default, as in TRL, independent of the model's config.
 
         Args:
-            asked: its weight; None takes the model's own.
+            model: the model.
+            asked: weight of the loss; None: the model's own.
 
         Raises:
-            ValueError: where a weight is given, and the model has no such loss.
+            ValueError: if a weight is given and the model has no such loss.
         """
         config = model.config.get_text_config()
         self.router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
@@ -45,14 +46,14 @@ class TrlTrainer(Trainer):
         self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0
 
     def _write_at_the_end(self) -> None:
-        """Write the model's card, where anything is saved."""
+        """Write the model card, unless nothing is saved."""
         if self.args.save_strategy != "no":
             self.create_model_card()
 
     def create_model_card(  # type: ignore[override]
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **more: Any
     ) -> None:
-        """Write ``README.md`` into ``output_dir``; TRL's arguments, and those of the Trainer's by their names."""
+        """Write ``README.md`` to ``output_dir``. Accepts TRL's arguments, and those of ``Trainer`` by name."""
         given = {"model_name": model_name, "dataset": dataset_name, "tags": tags, **more}
         super().create_model_card(**{name: value for name, value in given.items() if value is not None})
 

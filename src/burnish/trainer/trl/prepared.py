@@ -1,8 +1,8 @@
-"""Sets of the ``datasets`` library -> the same with rows of token ids, for the trainers of TRL's names.
+"""Convert datasets of the ``datasets`` library to rows of token ids, for TRL's trainers.
 
 In: a ``Dataset`` or ``IterableDataset``, the layout of its records, and a function that encodes examples (of an
-objective or of a template). Out: the set with the columns of the rows. A ``Dataset`` goes through the cache of encoded
-rows; a stream is encoded while it is read, in small batches. Warned of, by number: records that are dropped or odd.
+objective or template). Out: the dataset with the columns of the rows. A ``Dataset`` uses the cache of encoded rows; a
+stream is encoded on the fly, in small batches. Warns of dropped or unusual records, with their numbers.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ logger = logging.get_logger("transformers.trainer")
 
 Columns = dict[str, list[Any]]
 AT_ONCE = 100
-"""Records of a stream that are encoded together: enough for the tokenizer's threads, few to read again on resume."""
+"""Number of records of a stream that are encoded together: enough for the tokenizer's threads, few to repeat on
+resume."""
 
 
 @dataclass
 class EncodeRecords:
-    """Records -> rows by TRL's columns, None where a record gives none.
+    """Encodes records to rows with TRL's columns; None for records without a row.
 
     Args:
-        encode: an objective's or a template's. columns: row -> TRL's columns. names: of those columns.
-        fingerprint: of everything in ``encode`` that rows depend on; None where that is not known.
+        encode: an objective's or a template's function.
+        columns: row -> TRL's columns.
+        names: names of these columns.
+        fingerprint: depends on everything in ``encode`` that affects rows; None if that is not known.
         formatting: a script's function, record -> text.
     """
 
@@ -62,7 +65,7 @@ class EncodeRecords:
         return [None if row is None else self.columns(row) for row in made]
 
     def warn(self, stats: DataStats, name: str) -> None:
-        """Warn once of every kind of record that is dropped, or that a script can hardly mean."""
+        """Warn once about each kind of record that is dropped or unusual."""
         for reason, count in stats:
             if reason not in self.warned and reason.kind != "truncated":
                 self.warned.add(reason)
@@ -75,19 +78,24 @@ def prepared(
     dataset: Any, name: str, encode: EncodeRecords, args: TrlArguments, keep: Sequence[str] = (),
     splits_pairs: bool = False,
 ) -> Any:  # fmt: skip
-    """The set with the columns of its rows.
+    """The dataset with the columns of its rows.
 
     Args:
-        keep: columns of the set that stay. splits_pairs: see ``TrlRecords``.
+        dataset: the raw dataset.
+        name: its name in messages.
+        encode: encodes records.
+        args: the config.
+        keep: columns of the dataset that are kept.
+        splits_pairs: see ``TrlRecords``.
 
     Raises:
-        UserError: where no row is left.
+        UserError: if no row is left.
     """
     if not is_datasets_set(dataset):
         stream, at_once = EncodeStream(encode, name, keep, splits_pairs), TrlRecords.BLOCK if splits_pairs else AT_ONCE
         drop = column_names(dataset)
         return dataset.map(stream, batched=True, with_indices=True, batch_size=at_once, remove_columns=drop)
-    datasets = sys.modules["datasets"]  # whoever made the set has loaded it
+    datasets = sys.modules["datasets"]  # already imported by the code that created the dataset
     dataset, stats, options = dataset.with_format(None), DataStats(), None
     if encode.fingerprint is not None:
         options = DataOptions(preprocessing_num_workers=args.dataset_num_proc)
@@ -112,7 +120,7 @@ def prepared(
 
 @dataclass
 class EncodeStream:
-    """The same for ``IterableDataset.map``: columns and indices of a batch -> columns of its rows."""
+    """Encodes a batch of ``IterableDataset.map``: columns and indices -> columns of rows."""
 
     encode: EncodeRecords
     name: str
@@ -138,7 +146,7 @@ def _as_list(values: Any) -> Any:
 
 
 def hashable_by_class(tokenizer: Any) -> bool:
-    """Return whether a tokenizer's class is transformers' own, so that its settings say what it does."""
+    """Whether a tokenizer's class belongs to transformers, so that its settings determine its behavior."""
     return type(tokenizer).__module__.startswith("transformers.")
 
 
@@ -150,7 +158,7 @@ def first_row(dataset: Any) -> dict[str, Any]:
 
 
 def column_names(dataset: Any) -> list[str]:
-    """The names of the columns; for a streamed set, from its first row if necessary."""
+    """The names of the columns; for a streamed dataset taken from its first row if necessary."""
     names = dataset.column_names
     return list(names) if names is not None else list(first_row(dataset))
 

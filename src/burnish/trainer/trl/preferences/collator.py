@@ -1,8 +1,9 @@
-"""``data_collator`` under the trainers of this room: TRL's padded batch, and rows of objectives made of it.
+"""``data_collator`` of the preference trainers: TRL's padded batch, and its conversion to rows of objectives.
 
-TRL's batch: ``input_ids``, ``attention_mask``, ``completion_mask``, the chosen answers before the rejected ones; of
-verdicts ``label``, and the same under ``KL_``; of scores ``margin``. ``Padded`` makes one for who asks a trainer for
-its collator, and for methods of a script; ``rows_of_padded`` takes the padding off, so that no step depends on it.
+TRL's batch: ``input_ids``, ``attention_mask``, ``completion_mask``, with the chosen responses before the rejected ones;
+for KTO ``label``, and the same with the prefix ``KL_``; for reward models ``margin``. ``Padded`` creates it for scripts
+that use a trainer's collator, and for overridden methods. ``rows_of_padded`` removes the padding, so that no step
+depends on it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from burnish.loop.types import IGNORE_INDEX, Row
 
 @dataclass
 class Padded:
-    """Args: row_of: a row of a set -> that of an objective. kind: pairs, verdicts or scores. pad_id: of the batch."""
+    """Creates TRL's batch. ``row_of`` converts a dataset row to one of an objective; ``kind``: pairs, verdicts or
+    scores."""
 
     row_of: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     kind: str
@@ -52,8 +54,8 @@ class Padded:
 
 @dataclass
 class PaddedBySide(Padded):
-    """The batch of TRL's ORPO and CPO: ``chosen_input_ids``, ``chosen_attention_mask``, ``chosen_labels``, the same of
-    ``rejected_``, and ``prompt_`` without labels, padded on the left."""
+    """The batch of TRL's ORPO and CPO: ``chosen_input_ids``, ``chosen_attention_mask``, ``chosen_labels``, the same for
+    ``rejected_``, and ``prompt_`` without labels, left-padded."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = {}
@@ -74,10 +76,11 @@ def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
     """The rows of objectives in a padded batch, without its padding.
 
     Args:
+        batch: TRL's padded batch.
         kind: pairs, verdicts or scores.
 
     Raises:
-        ValueError: where a name is missing.
+        ValueError: if a key is missing.
     """
     if "chosen_input_ids" in batch:
         sides = [_labeled(batch, side) for side in ("chosen", "rejected")]
@@ -102,11 +105,11 @@ def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
 
 
 REFERENCE = {"chosen": "ref_chosen_logps", "rejected": "ref_rejected_logps", "": "ref_logps", "kl": "ref_KL_logps"}
-"""What the reference says of an answer, as TRL's padded batches have it."""
+"""Side -> key of its reference log-probabilities in TRL's padded batches."""
 
 
 def column_of(side: str) -> str:
-    """burnish's column of the same number."""
+    """burnish's column of the same values."""
     return f"reference_{side}_logps" if side else "reference_logps"
 
 
@@ -132,7 +135,7 @@ def _labeled(batch: Mapping[str, Any], side: str) -> list[tuple[list[int], list[
 
 
 def _sequences(batch: Mapping[str, Any], prefix: str) -> list[tuple[list[int], list[int]]]:
-    """Ids and labels of each sequence, without padding; without a mask of answers everything is learned."""
+    """Ids and labels of each sequence, without padding. Without a completion mask all tokens are trained."""
     ids: Tensor = batch[f"{prefix}input_ids"]
     real = batch.get(f"{prefix}attention_mask")
     learned = batch.get(f"{prefix}completion_mask")

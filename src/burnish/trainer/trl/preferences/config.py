@@ -1,8 +1,8 @@
-"""``DPOConfig``, ``KTOConfig``, ``RewardConfig``, ``ORPOConfig``, ``CPOConfig``: TRL's fields by name, type and
-default, each a name of one of burnish's options (``losses/preference_options.py``, ``kto.py``, ``reward.py``).
+"""``DPOConfig``, ``KTOConfig``, ``RewardConfig``, ``ORPOConfig``, ``CPOConfig``: TRL's fields with name, type and
+default, each mapped to an option of burnish (``losses/preference_options.py``, ``kto.py``, ``reward.py``).
 
-Out: the config, and the options as the objectives read them. Refused, in the names that the script uses: what those
-refuse, and names of earlier versions that mean nothing any more, with what to write instead.
+Out: the config, and the options for the objectives. Errors contain the script's names of fields. Fields of earlier
+versions without meaning are refused with a remedy.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from burnish.utils.patching import PatchOptions
 
 @dataclass
 class Choices(PairOptions, KtoOptions, RewardOptions, PreferenceOptions, ReferenceOptions, PatchOptions, LmOptions):
-    """The options that objectives and references read, in burnish's words."""
+    """The options of objectives and references, under burnish's names."""
 
     gradient_checkpointing: bool = False
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
 
 
-_NOT_READ = ("label_smoothing_factor", "neftune_noise_alpha")  # a mean over all labels; and the Trainer's own affair
+_NOT_READ = ("label_smoothing_factor", "neftune_noise_alpha")  # a mean over all labels; handled by the Trainer
 _TOGETHER = "prompt and completion are truncated together, to max_length."
 
 
 @dataclass
 class PreferenceConfig(TrlArguments):
-    """Fields that the configs of this room have in common."""
+    """Fields shared by the preference configs."""
 
     without_effect: ClassVar[Mapping[str, str]] = {
         "max_prompt_length": _TOGETHER,
@@ -67,7 +67,7 @@ class PreferenceConfig(TrlArguments):
         "generate_during_eval": "Use Seq2SeqTrainer, or burnish predict.",
         "padding_value": "Set tokenizer.pad_token.",
     }  # fmt: skip
-    led: ClassVar[Mapping[str, str]] = {}  # field -> the option of burnish that it is, where that has no such alias
+    led: ClassVar[Mapping[str, str]] = {}  # field -> burnish's option, if it has no such alias
 
     learning_rate: float = option(1e-6, "Peak learning rate.", ge=0, lt=math.inf)
     disable_dropout: bool = option(True, "Disable dropout in preference training, including LoRA dropout.")
@@ -85,10 +85,10 @@ class PreferenceConfig(TrlArguments):
         self.choices()
 
     def choices(self) -> Choices:
-        """The options that objectives and references read.
+        """The options for objectives and references.
 
         Raises:
-            UserError: with all that is wrong with them.
+            UserError: with all problems.
         """
         known = {word for spec in specs(Choices).values() for word in (spec.name, *spec.aliases)} - {*_NOT_READ}
         today = {name: self.led.get(name, name) for name in self.__dataclass_fields__}
@@ -98,11 +98,11 @@ class PreferenceConfig(TrlArguments):
         return made
 
     def notes(self) -> list[str]:
-        """Sentences on what has no effect, or is hardly meant."""
+        """Notes on options without effect, or with a probably unintended value."""
         return []
 
     def _given(self, name: str) -> Any:
-        """The value of a field, as burnish's option has it."""
+        """The value of a field in the form of burnish's option."""
         value = getattr(self, name)
         return getattr(value, "value", value)
 
@@ -113,7 +113,7 @@ class PreferenceConfig(TrlArguments):
         return [replace(one, what=self._words(one.what), remedy=self._words(one.remedy)) for one in problems]
 
     def _words(self, sentence: str) -> str:
-        """``sentence`` with the names of fields in place of burnish's."""
+        """``sentence`` with the names of fields instead of burnish's."""
         names = {spec.name: word for spec in specs(Choices).values() for word in spec.aliases
                  if word in self.__dataclass_fields__} | {name: word for word, name in self.led.items()}  # fmt: skip
         names |= {"stage: kto": "a KTOTrainer", "stage: sft": "an SFTTrainer"}
@@ -225,7 +225,8 @@ def _without(names: Mapping[str, str], *fields: str) -> dict[str, str]:
 
 @dataclass
 class WithoutReference(PreferenceConfig):
-    """Fields of TRL's ORPO and CPO, for its command lines; a value that would ask for something is refused."""
+    """Fields of TRL's ORPO and CPO for its command lines. Values that would enable an unsupported feature are
+    refused."""
 
     without_effect: ClassVar[Mapping[str, str]] = _without(
         PreferenceConfig.without_effect, "max_completion_length", "is_encoder_decoder"
@@ -252,7 +253,7 @@ class WithoutReference(PreferenceConfig):
 
 @dataclass
 class ORPOConfig(WithoutReference):
-    """The arguments of an ``ORPOTrainer``. What is learned of a chosen answer is the answer, not its prompt."""
+    """The arguments of an ``ORPOTrainer``. Only the response of a chosen example is trained, not its prompt."""
 
     refused: ClassVar[Mapping[str, str]] = _without(WithoutReference.refused, "padding_value")
 
@@ -266,7 +267,7 @@ class ORPOConfig(WithoutReference):
 
 
 _CPO = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}
-"""TRL's name of a loss without a reference -> burnish's."""
+"""TRL's name of a loss without a reference -> burnish's name."""
 
 
 @dataclass
@@ -285,7 +286,7 @@ class CPOConfig(WithoutReference):
     alpha: float = option(0.0, "Alpha of AlphaPO. 0: off.")
 
     def __post_init__(self) -> None:
-        if self.loss_type == "alphapo":  # as TRL writes it
+        if self.loss_type == "alphapo":  # as in TRL
             self.loss_type, self.cpo_alpha = "simpo", 0.0
         super().__post_init__()
 

@@ -1,7 +1,7 @@
-"""An objective of ``objectives`` as a ``Trainer`` runs it: fitted to the model, with its reference.
+"""Adapt an objective of ``losses`` to a ``Trainer``: fit it to the model, and create its reference.
 
-In: an objective, a model, the reference that a script gives or none. Out: the collate function, the reference, the
-batches of an evaluation with the numbers of the reference.
+In: an objective, a model, the script's reference or None. Out: the collate function, the reference, the batches of an
+evaluation with reference log-probabilities.
 """
 
 # P pairs or records in a micro-batch, S sequences, H hidden size
@@ -51,17 +51,18 @@ logger = logging.get_logger("transformers.trainer")
 
 
 def padding_batch(batch: Batch) -> PaddingBatch:
-    """A batch that counts nothing, also where batches of a step depend on each other."""
+    """A batch with weight 0, also if the batches of a step depend on each other."""
     kl = {"kl": padding_batch(batch["kl"])} if "kl" in batch else {}
     return PaddingBatch({**batch, **kl, "items": torch.zeros_like(batch["items"])})
 
 
 class ReadyBatches:
-    """The batches of an evaluation, with what the reference says of them, the same number on every rank.
+    """The batches of an evaluation with reference log-probabilities, the same number on every rank.
 
     Args:
-        loader: of this rank. ready: ``Objective.iter_eval`` of the module and the engine.
-        pad: makes a batch that was lent by another rank one that counts nothing.
+        loader: this rank's loader.
+        ready: ``Objective.iter_eval`` with module and engine.
+        pad: converts a batch to one with weight 0, for ranks without further batches.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class ReadyBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.ready(_InStep(self.loader, self.engine, self.pad)):
-            # Its rows are counted by the first tensor; a padded batch of TRL's stays as it is.
+            # Its rows are counted by the first tensor; a padded batch of TRL is not changed.
             yield {"items": batch["items"], **batch} if "items" in batch else batch
 
 
 class _InStep:
-    """A loader that may be iterated several times, in step with the other ranks."""
+    """A loader that can be iterated several times, with the same number of batches on all ranks."""
 
     def __init__(self, loader: Any, engine: Engine, pad: Callable[[Batch], Batch]) -> None:
         self.loader, self.engine, self.pad = loader, engine, pad
@@ -97,13 +98,16 @@ class _InStep:
 def fitted(
     model: Any, second: Any, args: TrlArguments, pad: int, leaves_tokens_out: bool, scores: bool
 ) -> tuple[Capabilities, Collate]:
-    """Ask the model, and choose the function that makes its micro-batches: flat where the model, and the reference that
-    reads the same, keep neighbours apart, else padded.
+    """Probe the model, and select the collate function: padding-free if the model, and a reference with the same
+    inputs, separate adjacent sequences; else padded.
 
     Args:
-        second: the reference, where it is a model of its own.
-        pad: the token for padding.
-        leaves_tokens_out: whether tokens on which nothing depends are left out, where that is possible.
+        model: the model.
+        second: the reference, if it is a separate model.
+        args: the config.
+        pad: id of the padding token.
+        leaves_tokens_out: whether tokens without influence on a loss are skipped, if possible.
+        scores: whether the model is a sequence classifier.
     """
     may, asked = may_lie_flat(model), _AllHidden(model) if scores else model
     found = find_capabilities(
@@ -124,7 +128,7 @@ def fitted(
 
 
 class _AllHidden(nn.Module):
-    """A sequence classifier that is asked for the hidden states of all its tokens, as a probe wants them."""
+    """Wraps a sequence classifier to return the hidden states of all tokens, for probes."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -138,7 +142,7 @@ class _AllHidden(nn.Module):
 
 
 class Score(nn.Module):
-    """The score of a sequence classifier, asked as a ``ValueHead`` is. Args: model: has it as ``score``."""
+    """The score layer ``model.score`` of a sequence classifier, with the interface of ``ValueHead``."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -167,10 +171,15 @@ class Score(nn.Module):
 def reference_for(
     objective: AnswersObjective, options: ReferenceOptions, model: Any, ref_model: Any, peft_config: Any, engine: Engine
 ) -> Reference | None:
-    """The policy's counterpart: ``ref_model``, the model without its new adapter, or the weights at the start.
+    """The reference: ``ref_model``, the model without its new adapter, or the weights at the start of training.
 
     Args:
-        peft_config: of an adapter that is new; None where there is none, or it is continued.
+        objective: the objective.
+        options: options of the reference.
+        model: the policy.
+        ref_model: a separate reference model, or None.
+        peft_config: config of a new adapter; None if there is none, or it is continued.
+        engine: the engine.
     """
     if not objective.needs_reference:
         return None
@@ -198,8 +207,9 @@ def _following(start: StartOfRun | SecondModel, options: ReferenceOptions) -> Fo
 
 
 def _begins_as_nothing(peft_config: Any) -> bool:
-    """Return whether the model computes the same with the new adapter and without: not with a learned prompt, nor where
-    the adapter takes a part of the weights (PiSSA)."""
+    """Whether the model computes the same with and without the new adapter. Not with prompt learning, nor if the
+    adapter is initialized from the weights (PiSSA).
+    """
     return not peft_config.is_prompt_learning and getattr(peft_config, "init_lora_weights", True) in (True, "gaussian")
 
 
@@ -207,14 +217,19 @@ def with_numbers(
     dataset: Any, rows_of: Callable[[list[Any]], list[Row]], objective: AnswersObjective, module: nn.Module,
     engine: Engine, size: int, ask: Callable[[Any], dict[str, list[float]]] | None = None,
 ) -> Any:  # fmt: skip
-    """A set with what the objective's reference says of each row; as it is where that lies there already.
+    """A dataset with the reference's log-probabilities of each row. Returned unchanged if it already has them.
 
     Args:
-        rows_of: rows of the set -> the objective's. module: the policy's. size: rows that are asked about at a time.
-        ask: a set -> its columns, where a script answers.
+        dataset: the dataset.
+        rows_of: rows of the dataset -> rows of the objective.
+        objective: the objective.
+        module: the objective's module of the policy.
+        engine: the engine.
+        size: batch size.
+        ask: dataset -> the columns, if a script computes them.
 
     Raises:
-        UserError: of a streamed set, and of one that comes when the reference is there no more.
+        UserError: for a streamed dataset, and if the reference does not exist any more.
     """
     if not is_datasets_set(dataset):
         what = "`precompute_ref_log_probs` is not supported with IterableDataset."

@@ -1,8 +1,8 @@
-"""Raw sets -> rows, as TRL makes them: prompts, and answers of which one is preferred or each has a label.
+"""Convert raw datasets to rows as in TRL: prompts with responses that are chosen, rejected or labelled.
 
 In: a ``datasets.Dataset`` or ``IterableDataset`` of texts or conversations: ``prompt``, ``chosen``, ``rejected``; the
-same without ``prompt``, which is then what both begin with; ``prompt``, ``completion``, ``label``; or token ids. Out:
-the same set with TRL's columns (``prompt_ids``, ``chosen_ids``, ...), truncated to ``max_length``.
+same without ``prompt``, which is then the common prefix of both; ``prompt``, ``completion``, ``label``; or token ids.
+Out: the same dataset with TRL's columns (``prompt_ids``, ``chosen_ids``, ...), truncated to ``max_length``.
 
     records -> examples -> rows of the objective (``prepared.py``) -> TRL's columns -> rows of the objective, when used
 """
@@ -37,11 +37,12 @@ NAMES: Mapping[Kind, tuple[str, ...]] = {
     "verdicts": ("prompt_ids", "completion_ids", "label", KL_IDS),
     "scores": ("chosen_ids", "rejected_ids", "margin"),
 }
-"""The columns of prepared sets, by the kind of their records."""
+"""The columns of prepared datasets, by kind of records."""
 
 
 def template_of(args: PreferenceConfig, tokenizer: Any, kind: Kind, family: Family | None = None) -> PlainTemplate:
-    """TRL's rules: prompts keep start or end, answers keep their start; rows to be scored are never truncated."""
+    """TRL's truncation: prompts keep their start or end, responses their start. Rows for scoring are never
+    truncated."""
     mode = "keep_end_of_prompt" if args.truncation_mode == "keep_end" else "keep_start"
     options = PlainOptions(args.max_length, mode, on_too_long="drop" if kind == "scores" else "truncate")
     return PlainTemplate(options, tokenizer, family)
@@ -51,10 +52,10 @@ def preference_rows(
     dataset: Any, name: str, args: PreferenceConfig, kind: Kind, encode: Callable[..., Sequence[Row | None]],
     template: PlainTemplate,
 ) -> Any:  # fmt: skip
-    """The set with TRL's columns. Args: encode: of the objective that learns from it.
+    """The dataset with TRL's columns. ``encode`` is that of the objective.
 
     Raises:
-        UserError: with all records that break their format, unless they are dropped; where no row is left.
+        UserError: for all records with an invalid format, unless they are dropped; if no row is left.
     """
     refuse_transform(dataset)
     dataset = dataset if template.family is None else with_encoded_images(dataset)
@@ -84,7 +85,7 @@ def _verdict_columns(row: Row) -> dict[str, Any]:
 
 
 def _images(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The images of a row, if it has any; the prompt that another answer follows has the same ones."""
+    """The images of a row, if it has any. The prompt of the mismatched response has the same images."""
     return {name: row[name] for name in ("images", "kl_images") if row.get(name)}
 
 
@@ -103,9 +104,12 @@ def _begin(labels: Sequence[int]) -> int:
 
 
 def with_kl_answers(rows: Any, name: str) -> Any:
-    """Each verdict with another record's answer: that of the one before it whose answer is another; the first look back
-    to the last. Depends on the set alone, not on batches or order (KTO's baseline). In a streamed set they look back
-    within runs of ``WINDOW`` records."""
+    """Add to each labelled response that of another record: the previous one with a different response, wrapping
+    around.
+
+    Only depends on the dataset, not on batches or order (KTO's baseline). In a streamed dataset records are matched
+    within blocks of ``WINDOW`` records.
+    """
     if not is_datasets_set(rows):
         return rows.map(_looking_back, batched=True, batch_size=WINDOW)
     if any(rows["KL_completion_ids"]):
@@ -123,7 +127,7 @@ def with_kl_answers(rows: Any, name: str) -> Any:
 
 
 WINDOW = 1000
-"""Records of a stream that are looked at together."""
+"""Number of records of a stream that are matched together."""
 
 
 def _looking_back(columns: Columns) -> Columns:
@@ -135,8 +139,9 @@ def _looking_back(columns: Columns) -> Columns:
 
 
 class VerdictsOfSteps:
-    """Verdicts of which each takes its other answer from its own step (``kl_pairing="group"``): a key names the row,
-    and the row whose answer it takes."""
+    """Labelled responses whose mismatched responses come from the same step (``kl_pairing="group"``). A key consists of
+    the row and the row with the mismatched response.
+    """
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -145,7 +150,7 @@ class VerdictsOfSteps:
         return len(self.rows)
 
     def keys_of_step(self, chosen: Sequence[int]) -> Mapping[int, Key]:
-        """The key of each row of a step. Args: chosen: all of them, on all ranks, in order."""
+        """The key of each row of a step. ``chosen`` are all rows of the step over all ranks, in order."""
         return keys_of(chosen, self.rows[list(chosen)]["completion_ids"])
 
     def __getitem__(self, key: Key | int) -> dict[str, Any]:
@@ -156,8 +161,9 @@ class VerdictsOfSteps:
 
 
 def pair_texts(record: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
-    """``prompt``, ``chosen`` and ``rejected`` as texts, rendered where they are messages. Without a prompt it is what
-    both answers begin with."""
+    """``prompt``, ``chosen`` and ``rejected`` as texts; messages are rendered. Without a prompt it is the common prefix
+    of both responses.
+    """
     chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
     if prompt is None:
         pairs = enumerate(zip(chosen, rejected, strict=False))
@@ -175,15 +181,15 @@ def pair_texts(record: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
 
 
 def pair_row(row: Mapping[str, Any]) -> Row:
-    """The two sequences of a pair; one that is scored has no prompt."""
-    if "chosen_labels" in row:  # as ``tokenize_row`` of a script gives them
+    """The two sequences of a pair. A sequence for scoring has no prompt."""
+    if "chosen_labels" in row:  # from a script's ``tokenize_row``
         return {name: row[name] for name in PAIR_COLUMNS} | {"margin": 0.0}
     sides = {**_sequence(row, "chosen"), **_sequence(row, "rejected"), "margin": row.get("margin", 0.0)}
     return sides | _images(row)
 
 
 def verdict_row(row: Mapping[str, Any], limit: int | None) -> Row:
-    """An answer with its verdict, and the same prompt with another answer, which is cut as its own was."""
+    """A labelled response, and the same prompt with a mismatched response, truncated as its own was."""
     prompt, answer, other = row["prompt_ids"], row["completion_ids"], row["KL_completion_ids"]
     other = other if limit is None else other[: limit - len(prompt)]
     unlearned = [IGNORE_INDEX] * len(prompt)
@@ -195,7 +201,7 @@ def verdict_row(row: Mapping[str, Any], limit: int | None) -> Row:
 
 
 class ObjectiveRows(RowSet[Row]):
-    """The rows of a set as objectives take them, each made when it is used."""
+    """The rows of a dataset in the form of objectives, created on access."""
 
     def __init__(self, dataset: Any, row_of: Callable[[Mapping[str, Any]], Row]) -> None:
         self.dataset, self.row_of = dataset, row_of

@@ -1,9 +1,9 @@
-"""Training by methods of a script, as TRL calls them: its padded batches, and the model itself.
+"""Training with a script's overridden methods, called as in TRL: with padded batches and the model itself.
 
-Where a subclass overrides ``compute_loss`` or another method that is handed a batch or a model, the loader gives TRL's
-padded batches and the engine wraps the model alone. What burnish's objective needs of the whole step (the numbers of
-the reference, KTO's baseline, ranks) is computed as without the override, and travels with the padded batch, so that
-an override that calls the original changes nothing.
+If a subclass overrides ``compute_loss`` or another method with a batch or model as argument, the loader yields TRL's
+padded batches, and the engine wraps the bare model. Values that depend on the whole step (reference log-probabilities,
+KTO's baseline, ranks) are computed as without the override, and are attached to the padded batch. So an override that
+only calls the original method changes nothing.
 """
 
 # P pairs or records in a micro-batch, S sequences
@@ -30,10 +30,11 @@ from burnish.trainer.trl.preferences.objective import padding_batch
 
 @dataclass
 class PreferenceOutput(ModelOutput):
-    """What ``compute_loss(..., return_outputs=True)`` gives beside the loss. TRL: the model's output.
+    """Outputs of ``compute_loss(..., return_outputs=True)``. In TRL: the model's output.
 
     Args:
-        logits: (S, T, V), the chosen answers before the rejected ones. rewards: of burnish, in the order of its rows.
+        logits: (S, T, V), the chosen responses before the rejected ones.
+        rewards: burnish's rewards, in the order of its rows.
     """
 
     logits: Tensor | None = None
@@ -41,7 +42,7 @@ class PreferenceOutput(ModelOutput):
 
 
 class ScriptedBatch(dict[str, Any]):
-    """TRL's padded batch, and the same micro-batch as the objective reads it. Args: ready: the latter."""
+    """TRL's padded batch. ``ready`` is the same micro-batch in the form of the objective."""
 
     def __init__(self, values: Mapping[str, Any], ready: Batch) -> None:
         super().__init__(values)
@@ -50,7 +51,7 @@ class ScriptedBatch(dict[str, Any]):
 
     @property
     def is_as_made(self) -> bool:
-        """Whether the tensors are the ones that ``ready`` was made of, and none was written to."""
+        """Whether the tensors are those from which ``ready`` was created, without changes."""
         now = dict(tensors_in(self))
         return now.keys() == self._versions.keys() and all(
             now[name] is value and value._version == version for name, (value, version) in self._versions.items()
@@ -62,11 +63,12 @@ def tensors_in(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 class Scripted(Objective):
-    """An objective over padded batches and the model itself.
+    """An objective over padded batches and the bare model.
 
     Args:
-        objective: the trainer's. rows_of: a padded batch -> the objective's rows.
-        over: a model -> the objective's module around it.
+        objective: the trainer's objective.
+        rows_of: padded batch -> the objective's rows.
+        over: model -> the objective's module around it.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Scripted(Objective):
         self.objective.setup(self.over(module))
 
     def collated(self, batch: Mapping[str, Any]) -> Batch:
-        """The objective's micro-batch of a padded one, without what depends on its whole step."""
+        """The objective's micro-batch of a padded one, without values that depend on the whole step."""
         made: Batch = self.objective.collate(self.rows_of(batch))
         return padding_batch(made) if isinstance(batch, PaddingBatch) else made
 
@@ -98,7 +100,8 @@ class Scripted(Objective):
             yield ScriptedBatch(seen.padded.popleft(), ready)
 
     def ready(self, module: nn.Module, batch: Batch, engine: Engine) -> Batch:
-        """The objective's micro-batch of a padded one: as it was prepared, or anew where a script has changed it."""
+        """The objective's micro-batch of a padded one: the prepared one, or a new one if a script has changed the
+        batch."""
         if isinstance(batch, ScriptedBatch) and batch.is_as_made:
             return batch.ready
         (made,) = self.objective.prepare_step(self.over(module), [engine.to_device(self.collated(batch))], engine)
@@ -111,7 +114,7 @@ class Scripted(Objective):
         return num_items
 
     def loss_of(self, module: nn.Module, batch: Batch, ready: Batch) -> Loss:
-        """The loss of a padded batch, a sum over its items. Args: ready: as ``ready`` gives it."""
+        """The loss of a padded batch, a sum over its items. ``ready`` is the result of ``self.ready``."""
         over = self.over(module)
         if isinstance(over, PaddedScores):
             ready = {**ready, "padded": {name: batch[name] for name in ("input_ids", "attention_mask")}}
@@ -128,7 +131,8 @@ class Scripted(Objective):
 
 @dataclass
 class _Seen:
-    """The objective's batches of a loader, which may be gone through twice. ``padded``: those of the last time."""
+    """The objective's batches of a loader, which can be iterated twice. ``padded``: the batches of the last
+    iteration."""
 
     batches: Iterable[Batch]
     collated: Callable[[Batch], Batch]
@@ -145,7 +149,7 @@ class _Seen:
 
 
 class PaddedScores(nn.Module):
-    """The scores that a wrapped sequence classifier gives itself. Args: model: as the engine wrapped it."""
+    """The scores computed by a sequence classifier itself. ``model`` is wrapped by the engine."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -161,8 +165,10 @@ def module_over(made: nn.Module, bare: nn.Module, model: nn.Module) -> nn.Module
     """The objective's module around ``model``.
 
     Args:
-        made: the one around ``bare``, which serves where no engine has wrapped the model. A wrapper has to be called
-            itself, so that gradients are synced: logits are made, and scores are read from the model's output.
+        made: the module around ``bare``, used if no engine has wrapped the model. A wrapper has to be called itself to
+            sync gradients; logits are computed then, and scores are taken from the model's output.
+        bare: the model without wrappers.
+        model: the model passed to a method.
     """
     if model is bare:
         made.training = model.training
@@ -175,11 +181,13 @@ def module_over(made: nn.Module, bare: nn.Module, model: nn.Module) -> nn.Module
 def get_batch_logps(
     logits: Tensor, labels: Tensor, average_log_prob: bool = False, is_encoder_decoder: bool = False
 ) -> Tensor:
-    """(S,) log-probabilities of the labels, summed over each sequence or their mean.
+    """(S,) log-probabilities of the labels, summed over each sequence, or their mean.
 
     Args:
-        logits: (S, T, V). labels: (S, T), ``IGNORE_INDEX`` where nothing is learned.
-        is_encoder_decoder: whether position t predicts label t, not t + 1.
+        logits: (S, T, V).
+        labels: (S, T), ``IGNORE_INDEX`` at positions without loss.
+        average_log_prob: whether to return means.
+        is_encoder_decoder: whether position t predicts label t rather than t + 1.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -196,8 +204,8 @@ def get_batch_logps(
 def concatenated_inputs(
     batch: Mapping[str, Any], is_encoder_decoder: bool = False, padding_value: int = 0, device: Any = None
 ) -> dict[str, Tensor]:
-    """(2P, T) ``concatenated_input_ids``, ``concatenated_attention_mask``, ``concatenated_labels``: the chosen answers
-    before the rejected ones."""
+    """(2P, T) ``concatenated_input_ids``, ``concatenated_attention_mask``, ``concatenated_labels``: the chosen
+    responses before the rejected ones."""
     fillers, found = {"input_ids": padding_value, "attention_mask": 0, "labels": IGNORE_INDEX}, {}
     for name, filler in fillers.items():
         sides = [batch[f"{side}_{name}"] for side in ("chosen", "rejected")]
@@ -208,7 +216,7 @@ def concatenated_inputs(
 
 
 def model_inputs_of(batch: Mapping[str, Any], padding_value: int) -> dict[str, Tensor]:
-    """``input_ids`` and ``attention_mask`` of all answers of a padded batch."""
+    """``input_ids`` and ``attention_mask`` of all responses of a padded batch."""
     laid, prefix = batch, ""
     if "chosen_input_ids" in batch:
         laid, prefix = concatenated_inputs(batch, padding_value=padding_value), "concatenated_"

@@ -1,8 +1,8 @@
-"""``DPOTrainer``, ``KTOTrainer``, ``RewardTrainer``, with the constructors and behavior of TRL's classes, on burnish's
-``Trainer`` and objectives. ``ORPOTrainer`` and ``CPOTrainer`` are in ``without_reference.py``.
+"""``DPOTrainer``, ``KTOTrainer``, ``RewardTrainer``, with the constructors and behavior of TRL's classes, based on
+burnish's ``Trainer`` and objectives. ``ORPOTrainer`` and ``CPOTrainer`` are in ``without_reference.py``.
 
-In: a model or its name, a config, data sets of preferences. Out: the trained model. What becomes of the data is in
-``rows.py``; the losses are in ``objectives``; ``objective.py`` fits them to the model.
+In: a model or its name, a config, preference datasets. Out: the trained model. Data is prepared in ``rows.py``; the
+losses are in ``losses``; ``objective.py`` fits them to the model.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ logger = logging.get_logger("transformers.trainer")
 
 
 class CountPreferences(Count):
-    """Pairs or records, and their tokens, which are counted always."""
+    """Counts pairs or records, and always their tokens."""
 
     def __call__(self, batch: Batch) -> tuple[int, int]:
         if "items" in batch:
@@ -100,32 +100,33 @@ class CountPreferences(Count):
 
 
 class PreferenceTrainer(TrlTrainer):
-    """The common part of the trainers of this room.
+    """Base class of the preference trainers.
 
     Args:
-        model: the model, a peft model, or the name or folder of one.
-        ref_model: a model of its own, or its name, with which the policy is compared; by default what training starts
-            from: the model without a new adapter, or else a copy of the weights that train.
-        args: the config of this trainer, or ``TrainingArguments`` with the rest at its defaults.
-        data_collator: makes TRL's padded batch of rows, whose padding is taken off again (``collator.py``).
+        model: the model, a peft model, or a name or folder.
+        ref_model: a separate reference model or its name. Default: the model at the start of training, either without
+            its new adapter or as a copy of the trained weights.
+        args: the config of this trainer, or ``TrainingArguments`` and defaults for the rest.
+        data_collator: creates TRL's padded batch from rows; its padding is removed again (``collator.py``).
         train_dataset, eval_dataset: ``datasets.Dataset`` or ``IterableDataset``; the latter may be a dict of them.
-        processing_class: the tokenizer; by default what lies with the model.
-        compute_metrics: gets the rewards of pairs (P, 2), the chosen one first, with labels 0; of verdicts the rewards
-            (P,), with the verdicts.
-        peft_config: a config of the peft library; the adapter is trained and the model frozen.
+        processing_class: the tokenizer. Default: the model's.
+        compute_metrics: gets the rewards of pairs (P, 2), chosen first, with labels 0; for KTO the rewards (P,) with
+            their labels.
+        peft_config: a config of the peft library. The adapter is trained and the model frozen.
 
-    A subclass that overrides a method of TRL's that is handed a batch or the model (``compute_loss``,
-    ``prediction_step``, ``_compute_loss``, ``get_batch_loss_metrics``, ...) gets TRL's padded batch and the model
-    itself (``scripted.py``).
-    Logged beside the loss, each a mean over its own items of all micro-batches since the last log: ``rewards/*``,
-    ``logps/*``, ``logits/*``, ``entropy``, ``mean_token_accuracy``, ``num_tokens``, ``kl``; scores of a reward model.
+    A subclass that overrides a method of TRL with a batch or the model as argument (``compute_loss``,
+    ``prediction_step``, ``_compute_loss``, ``get_batch_loss_metrics``, ...) gets TRL's padded batch and the bare model
+    (``scripted.py``).
+
+    Logged with the loss, each as a mean over its own items since the last log: ``rewards/*``, ``logps/*``,
+    ``logits/*``, ``entropy``, ``mean_token_accuracy``, ``num_tokens``, ``kl``; scores of a reward model.
     """
 
     args: PreferenceConfig
     config_class: ClassVar[type[PreferenceConfig]]
     objective_class: ClassVar[Callable[..., Any]]
     tag: ClassVar[str]
-    kind: ClassVar[Kind] = "pairs"  # of its records
+    kind: ClassVar[Kind] = "pairs"  # kind of its records
     _counter = CountPreferences
     padding_class: ClassVar[type[Padded]] = Padded
     _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
@@ -149,7 +150,7 @@ class PreferenceTrainer(TrlTrainer):
             what = "`quantization_config` has no effect on a model that is already instantiated."
             raise UserError(what, remedy="Pass the model's name or folder as `model`, or remove `quantization_config`.")
         check_sft_sets(train_dataset)
-        set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
+        set_seed(args.seed, args.full_determinism)  # an adapter's weights are initialized when it is attached
         scores = self.objective_class is RewardObjective
         model, processing_class, added = ready_model(model, args, processing_class, quantization_config, scores)
         tokenizer = inner_tokenizer(processing_class)
@@ -166,7 +167,7 @@ class PreferenceTrainer(TrlTrainer):
         if hasattr(model, "peft_config"):
             finish_peft(model, args)
         choices = args.choices()
-        if isinstance(args, WithReference):  # ORPO and CPO go by the model's config alone, in TRL too
+        if isinstance(args, WithReference):  # ORPO and CPO only use the model's config, in TRL as well
             self._set_router(model, args.router_aux_loss_coef)
             choices.router_aux_loss_coef = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         for note in args.notes():
@@ -194,7 +195,7 @@ class PreferenceTrainer(TrlTrainer):
 
     @property
     def _tag_names(self) -> list[str]:
-        """Tags of the model's page; TRL's trainers have this name for theirs."""
+        """Tags of the model card; TRL's trainers use this name."""
         return ["burnish", self.tag]
 
     def _take_old_names(self, processing_class: Any, old: dict[str, Any]) -> Any:
@@ -225,8 +226,9 @@ class PreferenceTrainer(TrlTrainer):
 
     @property
     def ref_model(self) -> Any:
-        """The reference as a model: the one that was given, or the weights that training began with; None where it is
-        the model without its adapter, or its numbers lie beside the rows."""
+        """The reference as a model: the given one, or the weights at the start of training. None if the reference is
+        the model without its adapter, or its values are precomputed.
+        """
         if self._second_model is not None or is_peft_model(self.model):
             return self._second_model
         reference = self.objective.reference if self._needs_reference else None
@@ -234,7 +236,7 @@ class PreferenceTrainer(TrlTrainer):
         return start.as_model(self.model) if isinstance(start, StartOfRun) else None
 
     def _second(self, ref_model: Any, args: PreferenceConfig) -> Any:
-        """The reference, where it is a model of its own."""
+        """The reference, if it is a separate model."""
         if not self._needs_reference:
             return None
         second = load_named_model(ref_model, args, None) if isinstance(ref_model, str) else ref_model
@@ -260,7 +262,7 @@ class PreferenceTrainer(TrlTrainer):
             )
         self._asked = replace(found, model=model)
         self.model_wrapped = self._made = objective.module(model)
-        self.aux_loss_enabled = bool(getattr(objective, "aux_coefficient", 0.0))  # a score has no router's loss
+        self.aux_loss_enabled = bool(getattr(objective, "aux_coefficient", 0.0))  # reward models have no router loss
 
     def _objective(self) -> Objective:
         objective: Objective = self._scripted if self._is_scripted else self.objective
@@ -277,7 +279,7 @@ class PreferenceTrainer(TrlTrainer):
 
     @property
     def _is_scripted(self) -> bool:
-        """Whether a script overrides a method that is handed a batch or a model."""
+        """Whether a script overrides a method with a batch or a model as argument."""
         return bool(self._overridden)
 
     @property
@@ -294,11 +296,11 @@ class PreferenceTrainer(TrlTrainer):
         return Scripted(self.objective, partial(rows_of_padded, kind=self.kind), self._over)
 
     def _over(self, model: nn.Module) -> nn.Module:
-        """The objective's module around the model that a method is handed."""
+        """The objective's module around the model that is passed to a method."""
         return module_over(self._made, self.model, model)
 
     def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
-        """As ``compute_loss``, of a padded batch."""
+        """``compute_loss`` for a padded batch."""
         ready = self._scripted.ready(model, inputs, self._engine)
         return self._mean_loss(self._scripted.loss_of(model, inputs, ready), model, ready, inputs, return_outputs)
 
@@ -318,7 +320,7 @@ class PreferenceTrainer(TrlTrainer):
         return loss, PreferenceOutput(logits=logits, rewards=found.outputs)
 
     def _inspect(self, args: PreferenceConfig) -> None:
-        """Remarks on the rows of the training set."""
+        """Print notes on the rows of the training set."""
 
     @property
     def precompute_ref_logps(self) -> bool:
@@ -326,7 +328,7 @@ class PreferenceTrainer(TrlTrainer):
         return self._asks_beforehand
 
     def _ask_beforehand(self) -> None:
-        """Put what the reference says of every row beside it, and let a reference go that takes memory."""
+        """Precompute the reference's log-probabilities of every row, and free a reference that takes memory."""
         evals = self.eval_dataset
         self.train_dataset = self._completed(self.train_dataset, "train")
         if isinstance(evals, dict):
@@ -341,12 +343,13 @@ class PreferenceTrainer(TrlTrainer):
         return self._precompute_ref_logps(dataset, name, size)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """A set with what the reference says of each row. Raises: as ``with_numbers``."""
+        """A dataset with the reference's log-probabilities of each row. Raises the errors of ``with_numbers``."""
         ask = partial(self._answers_of_script, batch_size) if self._overrides("compute_ref_log_probs") else None
         return with_numbers(dataset, self._rows_of, self.objective, self._made, self._engine, batch_size, ask)
 
     def _answers_of_script(self, batch_size: int, dataset: Any) -> dict[str, list[float]]:
-        """The columns of a set by ``compute_ref_log_probs`` of a script. Every process asks about all rows."""
+        """The columns of a dataset computed by a script's ``compute_ref_log_probs``. Every process computes all
+        rows."""
         model, columns = self.ref_model or self.model, [column_of(side) for side in _SIDES[self.kind]]
         found: dict[str, list[float]] = {name: [] for name in columns}
         for start in range(0, len(dataset), batch_size):
@@ -358,10 +361,12 @@ class PreferenceTrainer(TrlTrainer):
         return {name: values for name, values in found.items() if values}
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> tuple[Tensor | None, ...]:
-        """(P,) log-probabilities of the reference: of chosen and rejected answers, or of answers and KTO's others.
+        """(P,) log-probabilities of the reference: for chosen and rejected responses, or for responses and KTO's
+        mismatched ones.
 
         Args:
-            model: the reference, or the model that trains. inputs: TRL's padded batch.
+            model: the reference, or the trained model.
+            inputs: TRL's padded batch.
         """
         columns = self.objective.reference_columns(self._made, rows_of_padded(inputs, self.kind), self._engine)
         found = (columns.get(column_of(side)) for side in _SIDES[self.kind])
@@ -370,7 +375,7 @@ class PreferenceTrainer(TrlTrainer):
     # --- data ---------------------------------------------------------------------------------------------------------
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        """A set with TRL's columns (``rows.py``). An override may map it before, or give such columns itself."""
+        """A dataset with TRL's columns (``rows.py``). An override may map it before, or return such columns itself."""
         return preference_rows(dataset, dataset_name, args, self.kind, self.objective.encode, self.objective.template)
 
     def _prepared_evals(self, evals: Any, processing_class: Any, args: PreferenceConfig) -> Any:
@@ -379,7 +384,7 @@ class PreferenceTrainer(TrlTrainer):
         return None if evals is None else self._prepare_dataset(evals, processing_class, args, "eval")
 
     def _ready_evals(self, dataset: Any) -> Any:
-        """A set that a script hands in, prepared as the constructor prepares its own."""
+        """A dataset passed by a script, prepared like those of the constructor."""
         dataset = self._prepared_evals(dataset, self.processing_class, self.args)
         return self._completed(dataset, "eval") if self._asks_beforehand else dataset
 
@@ -392,14 +397,14 @@ class PreferenceTrainer(TrlTrainer):
         return batch
 
     def _padded(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """TRL's batch, with what the reference says of its rows where that is known."""
+        """TRL's batch, with reference log-probabilities of its rows if they are precomputed."""
         known = {side: column_of(side) for side in REFERENCE if column_of(side) in rows[0]}
         numbers = {REFERENCE[side]: torch.tensor([row[name] for row in rows]) for side, name in known.items()}
         own = [{name: row[name] for name in row if name not in known.values()} for row in rows]
         return {**self.data_collator(own), **numbers}
 
     def _rows_of(self, rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-        """Rows of the objective, by ``data_collator`` where a script has given one."""
+        """Rows of the objective, converted by a script's ``data_collator`` if there is one."""
         if isinstance(self.data_collator, Padded):
             return [self._row_of(row) for row in rows]
         return rows_of_padded(self.data_collator(list(rows)), self.kind)
@@ -424,8 +429,9 @@ class PreferenceTrainer(TrlTrainer):
         """() the mean loss of a micro-batch over its pairs or records, or (loss, outputs).
 
         Args:
-            model: the model itself. inputs: TRL's padded batch. Where no method is overridden, the objective's module
-                and a batch that its ``prepare_step`` has seen.
+            model: the bare model.
+            inputs: TRL's padded batch. If no method is overridden: the objective's module, and a batch from its
+                ``prepare_step``.
         """
         if "items" in inputs:
             return self._mean_loss(self.objective.loss(model, inputs), model, inputs, inputs, return_outputs)
@@ -440,7 +446,7 @@ class PreferenceTrainer(TrlTrainer):
         if prediction_loss_only:
             return loss.detach(), None, None
         rewards = getattr(outputs, "rewards", outputs)
-        if not isinstance(rewards, Tensor):  # of a script's own
+        if not isinstance(rewards, Tensor):  # a script's own value
             logits = getattr(outputs, "logits", None)
             return loss.detach(), logits, None if logits is None else inputs.get("input_ids")
         ready = inputs.ready if isinstance(inputs, ScriptedBatch) else inputs
@@ -450,9 +456,9 @@ class PreferenceTrainer(TrlTrainer):
         return loss.detach(), rewards.squeeze(-1), labels
 
     def train(self, *given: Any, **named: Any) -> TrainOutput:
-        """As ``TrlTrainer.train``."""
+        """Train as in ``TrlTrainer.train``."""
         if isinstance(self.objective, AnswersObjective) and isinstance(self.objective.reference, AsItIs):
-            self.objective.reference = None  # from here on the policy is not what it was
+            self.objective.reference = None  # the policy changes from here on
         return super().train(*given, **named)
 
     # --- evaluation and logs ------------------------------------------------------------------------------------------
@@ -460,13 +466,13 @@ class PreferenceTrainer(TrlTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """As the Trainer's; a set that is handed in is prepared as the constructor prepares its own."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # of a dict each comes here by itself
+        """Evaluate as in ``Trainer``. A dataset passed here is prepared like those of the constructor."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # the sets of a dict come separately
             eval_dataset = self._ready_evals(eval_dataset)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
-        """The rewards of a set, and its metrics."""
+        """The rewards of a dataset, and its metrics."""
         test_dataset = self._ready_evals(test_dataset)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
@@ -493,7 +499,7 @@ class PreferenceTrainer(TrlTrainer):
 
 
 class DPOTrainer(PreferenceTrainer):
-    """Learn from pairs of answers, the better one named, compared with a reference (DPO and its relatives)."""
+    """Trains on pairs of chosen and rejected responses, compared with a reference (DPO and related losses)."""
 
     args: DPOConfig
     config_class = DPOConfig
@@ -514,12 +520,12 @@ class DPOTrainer(PreferenceTrainer):
         return self._compute_loss(model, inputs, return_outputs)
 
     def _compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
-        """What ``compute_loss`` returns, as in TRL."""
+        """The result of ``compute_loss``, as in TRL."""
         return super()._loss_of_padded(model, inputs, return_outputs)
 
 
 class KTOTrainer(PreferenceTrainer):
-    """Learn from single answers, each with a label that is true for a desirable one; a set of pairs is split."""
+    """Trains on single responses with a label that is true for desirable ones. A dataset of pairs is split."""
 
     args: KTOConfig
     config_class = KTOConfig
@@ -543,14 +549,14 @@ class KTOTrainer(PreferenceTrainer):
         return self._compute_loss(model, inputs, return_outputs)
 
     def _compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
-        """What ``compute_loss`` returns, as in TRL."""
+        """The result of ``compute_loss``, as in TRL."""
         if not (self.calculate_KL and self._overrides("_compute_kl_logps")):
             return super()._loss_of_padded(model, inputs, return_outputs)
         ready = {**self._scripted.ready(model, inputs, self._engine), "baseline": self._baseline_of(model, inputs)}
         return self._mean_loss(self._scripted.loss_of(model, inputs, ready), model, ready, inputs, return_outputs)
 
     def _baseline_of(self, model: nn.Module, inputs: Any) -> Tensor:
-        """() KTO's baseline by ``_compute_kl_logps`` of a script: a mean over the micro-batch, as in TRL."""
+        """() KTO's baseline from a script's ``_compute_kl_logps``: a mean over the micro-batch, as in TRL."""
         policy, known = self._compute_kl_logps(model, inputs), REFERENCE["kl"]
         if known in inputs:
             of_reference = inputs[known]
@@ -561,7 +567,7 @@ class KTOTrainer(PreferenceTrainer):
         return self.accelerator.gather_for_metrics(ratio).mean().clamp(min=0)  # type: ignore[no-any-return]
 
     def _compute_kl_logps(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
-        """(P,) log-probabilities of the other answers of a padded batch, without a gradient."""
+        """(P,) log-probabilities of the mismatched responses of a padded batch, without gradient."""
         if not self.calculate_KL:
             return None
         labels = batch["KL_input_ids"].masked_fill(batch["KL_completion_mask"] == 0, IGNORE_INDEX)
@@ -570,7 +576,7 @@ class KTOTrainer(PreferenceTrainer):
             return get_batch_logps(model(**given).logits[:, -labels.shape[1] :], labels)
 
     def get_train_dataloader(self) -> Any:
-        """Batches of the training set, whose other answers are those of their step where ``kl_pairing`` says so."""
+        """Batches of the training set. With ``kl_pairing="group"`` mismatched responses come from the same step."""
         if self.train_dataset is None or self.args.kl_pairing != "group" or not self.objective.has_baseline:
             return super().get_train_dataloader()
         if not is_datasets_set(self.train_dataset):
@@ -583,7 +589,7 @@ class KTOTrainer(PreferenceTrainer):
 
     def _inspect(self, args: PreferenceConfig) -> None:
         if not hasattr(self.train_dataset, "__len__") or len(self.train_dataset) == 1:
-            return  # a stream; one record is a trial
+            return  # a streamed dataset, or a trial with one record
         rows: Any = [{"tag": label} for label in self.train_dataset["label"]]
         try:
             remarks = self.objective.inspect(rows, self._rows_per_step)
@@ -594,7 +600,7 @@ class KTOTrainer(PreferenceTrainer):
 
 
 class RewardTrainer(PreferenceTrainer):
-    """Learn a score per answer from pairs: a sequence classifier with one label, read at the last token of a row."""
+    """Trains a score per response on pairs: a sequence classifier with one label, read at the last token of a row."""
 
     args: RewardConfig
     config_class = RewardConfig
@@ -614,9 +620,10 @@ class RewardTrainer(PreferenceTrainer):
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
 
     def _pad_token(self, args: PreferenceConfig) -> str | None:
-        """A token that ends no answer: transformers reads the score before the first padding token of a row."""
+        """A token that does not end responses, because transformers reads the score before the first padding token
+        of a row."""
         return str(self._tokenizer.convert_ids_to_tokens(pad_of_classifier(self._tokenizer)))
 
 
 _SIDES: Mapping[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "verdicts": ("", "kl"), "scores": ()}
-"""Answers of a row that a reference is asked about."""
+"""Responses of a row for which the reference is evaluated."""

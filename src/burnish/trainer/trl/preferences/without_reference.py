@@ -1,7 +1,7 @@
 """``ORPOTrainer`` and ``CPOTrainer``, with the constructors and behavior of TRL's classes.
 
-Their methods (``tokenize_row``, ``concatenated_forward``, ``odds_ratio_loss``, ...) are called where a script overrides
-one of them; else burnish's objective computes the same. In: TRL's batch (``PaddedBySide``) and the model itself.
+Their methods (``tokenize_row``, ``concatenated_forward``, ``odds_ratio_loss``, ...) are called if a script overrides
+one of them; otherwise burnish's objective computes the same. In: TRL's batch (``PaddedBySide``) and the bare model.
 """
 
 # P pairs in a micro-batch, T tokens, V vocabulary
@@ -32,18 +32,18 @@ PAIR_METHODS = (
 
 
 class ORPOTrainer(PreferenceTrainer):
-    """Learn chosen answers, and by their odds to prefer them, without a reference (ORPO)."""
+    """Trains on chosen responses with an odds-ratio preference term, without a reference (ORPO)."""
 
     args: ORPOConfig
     config_class: ClassVar[type[PreferenceConfig]] = ORPOConfig
     objective_class = PairObjective
     padding_class = PaddedBySide
     tag = "orpo"
-    _pair_methods: ClassVar[tuple[str, ...]] = (*PAIR_METHODS, "odds_ratio_loss")  # by which the loss is computed then
+    _pair_methods: ClassVar[tuple[str, ...]] = (*PAIR_METHODS, "odds_ratio_loss")  # called if one is overridden
     _loss_methods = (*PreferenceTrainer._loss_methods, *_pair_methods)
 
     is_encoder_decoder = False
-    _is_rendered = False  # whether texts come of a chat template
+    _is_rendered = False  # whether texts were rendered by a chat template
     get_batch_logps = staticmethod(get_batch_logps)
     concatenated_inputs = staticmethod(concatenated_inputs)
 
@@ -59,13 +59,13 @@ class ORPOTrainer(PreferenceTrainer):
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         if not (self._overrides("tokenize_row") or self._overrides("build_tokenized_answer")):
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        self.args, self.processing_class = args, processing_class  # which tokenize_row reads
+        self.args, self.processing_class = args, processing_class  # used by tokenize_row
         self._is_rendered = not isinstance(first_row(dataset)["chosen"], str)
         texts = dataset.map(partial(pair_texts, tokenizer=self._tokenizer))
         return texts.map(self.tokenize_row, remove_columns=column_names(texts))
 
     def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
-        """By TRL's methods where a script overrides one of them."""
+        """Use TRL's methods if a script overrides one of them."""
         if not any(map(self._overrides, self._pair_methods)):
             return super()._loss_of_padded(model, inputs, return_outputs)
         train_eval = "train" if model.training else "eval"
@@ -76,9 +76,9 @@ class ORPOTrainer(PreferenceTrainer):
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def build_tokenized_answer(self, prompt: str, answer: str) -> dict[str, list[int]]:
-        """Ids of a prompt and of the answer behind it, cut where the prompt's own ids end.
+        """Ids of a prompt and of the following response, split at the end of the prompt's own ids.
 
-        Where the last token of the prompt merges with the answer, that token belongs to the answer.
+        If the last token of the prompt merges with the response, that token belongs to the response.
         """
         ids = self.processing_class(prompt + answer, add_special_tokens=False)["input_ids"]
         own = self.processing_class(prompt, add_special_tokens=False)["input_ids"]
@@ -89,10 +89,11 @@ class ORPOTrainer(PreferenceTrainer):
         }
 
     def tokenize_row(self, feature: Mapping[str, Any], model: Any = None) -> dict[str, list[int]]:
-        """Ids, masks and labels of a pair. A chat template ends answers itself; others get the end token.
+        """Ids, masks and labels of a pair. Adds the EOS token, unless a chat template has rendered the texts.
 
         Args:
             feature: texts ``prompt``, ``chosen``, ``rejected``.
+            model: not used; part of TRL's interface.
         """
         begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
         row: dict[str, list[int]] = {}
@@ -111,11 +112,11 @@ class ORPOTrainer(PreferenceTrainer):
     # --- loss ---------------------------------------------------------------------------------------------------------
 
     def concatenated_forward(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, ...]:
-        """One forward pass over both answers of each pair.
+        """One forward pass over both responses of each pair.
 
         Returns:
-            (P,) log-probabilities of the chosen answers, and of the rejected; (P, T, V) logits of both; () the negative
-            log-likelihood that the loss has beside; of a mixture of experts () the loss of its router.
+            (P,) log-probabilities of the chosen responses, and of the rejected ones; (P, T, V) logits of both; () the
+            negative log-likelihood that is added to the loss; for a mixture of experts () the loss of its router.
         """
         laid = self.concatenated_inputs(batch, self.is_encoder_decoder, self.padding_value, self.accelerator.device)
         labels, more = laid["concatenated_labels"], {"output_router_logits": True} if self.aux_loss_enabled else {}
@@ -129,7 +130,7 @@ class ORPOTrainer(PreferenceTrainer):
         return (*both, outputs.aux_loss) if self.aux_loss_enabled else both
 
     def _nll(self, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """() of chosen answers, for the loss: the mean over pairs of each one's mean."""
+        """() negative log-likelihood of chosen responses for the loss: the mean over pairs of each one's mean."""
         return -get_batch_logps(logits, labels, average_log_prob=True).mean()
 
     def odds_ratio_loss(self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor) -> tuple[Tensor, ...]:
@@ -141,7 +142,7 @@ class ORPOTrainer(PreferenceTrainer):
 
     @staticmethod
     def _pairs(chosen: Tensor, rejected: Tensor) -> Pairs:
-        """Log-probabilities that may be means already."""
+        """Pairs from log-probabilities, which may already be means."""
         both = [Side(logps, torch.zeros_like(logps), torch.ones_like(logps)) for logps in (chosen, rejected)]
         return Pairs(both[0], both[1])
 
@@ -151,7 +152,7 @@ class ORPOTrainer(PreferenceTrainer):
     def get_batch_loss_metrics(
         self, model: nn.Module, batch: Mapping[str, Any], train_eval: str = "train"
     ) -> tuple[Tensor, dict[str, float]]:
-        """() the loss of a micro-batch, and its metrics by name; those of an evaluation begin with ``eval_``."""
+        """() the loss of a micro-batch, and its metrics by name, with the prefix ``eval_`` in evaluation."""
         chosen, rejected, *logits, nll = (found := self.concatenated_forward(model, batch))[:5]
         loss, rewards, more = self._mean(chosen, rejected, nll)
         more |= {
@@ -167,18 +168,18 @@ class ORPOTrainer(PreferenceTrainer):
         return loss, {f"{prefix}{name}": gather(value.detach().float()).mean().item() for name, value in more.items()}
 
     def _mean(self, chosen: Tensor, rejected: Tensor, nll: Tensor) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        """() the mean loss, (P,) rewards of both answers, further metrics."""
+        """() the mean loss, (P,) rewards of both responses, further metrics."""
         losses, *rewards, ratio, odds = self.odds_ratio_loss(chosen, rejected)
         return nll - losses.mean(), rewards, {"log_odds_ratio": ratio, "log_odds_chosen": odds}
 
     def store_metrics(self, metrics: Mapping[str, float], train_eval: str = "train") -> None:
-        """Keep metrics of a micro-batch for the next log, which has their means."""
+        """Store metrics of a micro-batch for the next log, which has their means."""
         for name, value in metrics.items():
             self._metrics[train_eval][name].append(value)
 
 
 class CPOTrainer(ORPOTrainer):
-    """Learn to prefer chosen answers without a reference (CPO, SimPO, AlphaPO)."""
+    """Trains preferences without a reference (CPO, SimPO, AlphaPO)."""
 
     args: CPOConfig  # type: ignore[assignment]
     config_class: ClassVar[type[PreferenceConfig]] = CPOConfig
@@ -197,7 +198,8 @@ class CPOTrainer(ORPOTrainer):
         return losses.mean() + self.cpo_alpha * nll, rewards, {}
 
     def _nll(self, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """() the mean over the tokens of the chosen answers: of the step, where its number is known."""
+        """() the mean over the tokens of the chosen responses; over those of the whole step if their number is
+        known."""
         logps, learned = get_batch_logps(logits, labels), (labels[:, 1:] != IGNORE_INDEX).sum()
         ready = batch.ready if isinstance(batch, ScriptedBatch) else {}
         share = ready.get("pairs_per_token", len(labels) / learned.clamp(min=1))
@@ -205,6 +207,6 @@ class CPOTrainer(ORPOTrainer):
         return nll
 
     def cpo_loss(self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor) -> tuple[Tensor, ...]:
-        """(P,) the loss without the likelihood of the chosen answers, (P,) rewards of both answers."""
+        """(P,) the loss without the likelihood of the chosen responses, (P,) rewards of both responses."""
         pairs, (loss,) = self._pairs(policy_chosen_logps, policy_rejected_logps), self.objective.losses
         return loss.of(pairs, self.objective.shape), *self._rewards(pairs)

@@ -1,3 +1,3 @@
-"""``SFTTrainer`` and ``SFTConfig``. In: a data set in any of TRL's forms, a model or its name. Out: rows with labels,
-and TRL's loss and metrics. Begin with ``trainer.py``; ``rows.py`` makes rows of a raw set.
+"""``SFTTrainer`` and ``SFTConfig``. In: a dataset in any of TRL's formats, a model or its name. Out: rows with labels,
+and TRL's loss and metrics. Begin with ``trainer.py``; ``rows.py`` creates rows from a raw dataset.
 """

@@ -1,4 +1,4 @@
-"""Checks of ``SFTTrainer``, in TRL's words where scripts look for them, and the older names that it accepts."""
+"""Checks of ``SFTTrainer``, with TRL's messages where scripts expect them, and the earlier names that it accepts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _OLD_ARGUMENTS = {
     "eval_packing": "eval_packing", "dataset_num_proc": "dataset_num_proc", "dataset_kwargs": "dataset_kwargs",
     "model_init_kwargs": "model_init_kwargs", "neftune_noise_alpha": "neftune_noise_alpha",
 }  # fmt: skip
-"""Earlier argument of the constructor -> today's field of ``SFTConfig``."""
+"""Earlier argument of the constructor -> current field of ``SFTConfig``."""
 
 _OLD_WITHOUT_EFFECT = ("dataset_batch_size", "num_of_sequences", "chars_per_token")
 
 
 def with_old_arguments(args: SFTConfig, processing_class: Any, old: dict[str, Any]) -> tuple[SFTConfig, Any]:
-    """Put old arguments of the constructor into the fields that replaced them; one warning names them all."""
+    """Move earlier constructor arguments to the fields that replaced them, with one warning for all."""
     unknown = [name for name in old if name not in (*_OLD_ARGUMENTS, *_OLD_WITHOUT_EFFECT, "tokenizer")]
     if unknown:
         raise TypeError(f"SFTTrainer.__init__() got an unexpected keyword argument {unknown[0]!r}")
@@ -64,7 +64,7 @@ def check_sft_sets(train_dataset: Any) -> None:
 def check_objective(
     args: SFTConfig, sample: dict[str, Any], data_collator: Any, compute_loss_func: Any, formatting_func: Any
 ) -> None:
-    """Refuse arguments that contradict each other or the data."""
+    """Raise for arguments that contradict each other or the data."""
     is_flat = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
     if is_flat and data_collator is not None:
         raise ValueError("Passing a custom data collator is not supported when using padding-free.")
@@ -98,7 +98,7 @@ def check_objective(
 
 
 def learns_completions(args: SFTConfig, sample: dict[str, Any]) -> bool:
-    """Return whether only completions are learned: as asked, by default where rows have a prompt and a completion."""
+    """Whether only completions are trained: as set; by default if rows have a prompt and a completion."""
     if args.completion_only_loss is None:
         return "prompt" in sample and "completion" in sample
     return args.completion_only_loss

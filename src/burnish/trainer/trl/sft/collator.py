@@ -1,7 +1,7 @@
-"""Rows -> micro-batch, like TRL's ``DataCollatorForLanguageModeling``: padded or padding-free.
+"""Collate rows like TRL's ``DataCollatorForLanguageModeling``: padded or padding-free.
 
-In: rows with ``input_ids``, ``labels`` where some tokens are not learned, and ``seq_lengths`` where a row is a pack.
-Out: a batch on the CPU. ``data/batches/batching.py`` does the work; here are the names and the extras of the original.
+In: rows with ``input_ids``, ``labels`` if some tokens have no loss, and ``seq_lengths`` if a row is a pack. Out: a
+batch on the CPU. Based on ``data/batches/batching.py``, with the names and extra keys of the original.
 """
 
 # T tokens, S sequences in a padding-free row
@@ -22,15 +22,15 @@ from burnish.loop.types import IGNORE_INDEX, Batch, Row
 
 @dataclass
 class DataCollatorForLanguageModeling:
-    """Rows of token ids -> tensors.
+    """Converts rows of token ids to tensors.
 
     Args:
-        pad_token_id: the token for padding.
-        padding_free: concatenate all sequences to one row; positions restart with each.
-        return_position_ids: return ``position_ids`` with padded rows too.
-        pad_to_multiple_of: the width is rounded up to a multiple of it.
-        return_tensors: "pt", the only one there is.
-        takes_packs_apart: pad each sequence of a pack by itself, for a model that cannot keep sequences apart.
+        pad_token_id: id of the padding token.
+        padding_free: concatenate all sequences to one row; positions restart at each.
+        return_position_ids: whether padded batches also have ``position_ids``.
+        pad_to_multiple_of: round the width up to a multiple.
+        return_tensors: only "pt" is supported.
+        takes_packs_apart: pad each sequence of a pack separately, for models that cannot separate sequences.
     """
 
     pad_token_id: int
@@ -58,13 +58,14 @@ class DataCollatorForLanguageModeling:
 
     @staticmethod
     def get_position_ids_from_packed_seq_lengths(batch_seq_lengths: list[list[int]]) -> list[Tensor]:
-        """(T,) for each pack, from 0 in each of its sequences."""
+        """(T,) for each pack; positions start from 0 in each sequence."""
         return [torch.cat([torch.arange(length) for length in lengths]) for lengths in batch_seq_lengths]
 
     def _flat(self, rows: list[Row]) -> Batch:
-        """Make one row (1, T), with ``seq_idx`` (1, T) int32, the number of each token's sequence.
+        """Create one row (1, T), with ``seq_idx`` (1, T) int32, the index of each token's sequence.
 
-        Padding to a multiple, at the end, is a sequence of its own for each token, which attends to nothing else.
+        When padding to a multiple, each padding token at the end is a sequence of its own, which only attends to
+        itself.
         """
         batch = collate_padding_free(rows)
         padding = -batch["input_ids"].shape[1] % (self.pad_to_multiple_of or 1)
@@ -80,7 +81,7 @@ class DataCollatorForLanguageModeling:
 
 
 def _row(example: Any) -> Row:
-    """Convert to plain lists; without labels everything is learned."""
+    """Convert to plain lists. Without labels all tokens are trained."""
     ids = _plain(example["input_ids"])
     row: Row = {"input_ids": ids, "labels": _plain(example["labels"]) if "labels" in example else list(ids)}
     if example.get("seq_lengths") is not None:

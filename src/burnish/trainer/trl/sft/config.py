@@ -1,4 +1,4 @@
-"""``SFTConfig``: every field of TRL's class, by its name, type and default."""
+"""``SFTConfig``: every field of TRL's class, with its name, type and default."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SFTConfig(TrlArguments):
     )
     eval_packing: bool | None = option(None, "Packing of the evaluation set. Default: same as packing.")
 
-    # --- what is learned
+    # --- trained tokens
     completion_only_loss: bool | None = option(
         None, "Compute the loss on completions only. Default: true for datasets with prompts."
     )

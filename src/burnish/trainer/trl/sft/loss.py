@@ -1,5 +1,5 @@
-"""The sums of ``objectives.targets`` from a model that is called as it is, wrapped or adapted: the hidden states are
-taken on their way to its head, which is handed no positions, so that no logits are made.
+"""Compute the sums of ``losses.targets`` while calling the model itself, wrapped or adapted. The inputs of the head are
+captured, and the head gets an empty input, so no logits are computed.
 """
 
 # B rows, T tokens in a row, N learned positions, H hidden size, V vocabulary
@@ -22,15 +22,20 @@ _CAUGHT = Reason("head", "the loss is computed from hidden states, without logit
 def sums_without_logits(
     model: nn.Module, inputs: Batch, targets: Targets, width: int, head: Head, rules: TokenLoss
 ) -> tuple[TokenSums, Any]:
-    """The sums, and the model's output, whose logits are empty.
+    """The sums, and the model's output with empty logits.
 
-    The hidden states are caught by a hook of the head rather than by a call of the backbone: the wrapper of an engine
-    has to see the forward pass, and a learned prompt is put in by the peft model around it.
+    The hidden states are captured by a hook of the head rather than by calling the backbone, because an engine's
+    wrapper must run the forward pass, and a peft wrapper inserts virtual tokens.
 
     Args:
-        width: of the labels, which belong to the last so many positions: a learned prompt may stand before them.
+        model: the model.
+        inputs: its inputs.
+        targets: the target positions.
+        width: width of the labels, which belong to the last positions; virtual tokens may precede them.
+        head: the model's head.
+        rules: what is computed for each token.
     """
-    caught: list[Tensor] = []  # (B, T, H) what the model hands to its head
+    caught: list[Tensor] = []  # (B, T, H) input of the head
 
     def catch(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         caught.append(given[0])
@@ -43,20 +48,20 @@ def sums_without_logits(
 
 
 def flat_inputs(batch: Batch) -> tuple[Batch, Targets, int]:
-    """Inputs, targets and width, as ``sums_without_logits`` takes them, of a flat batch (``data.batches.batching``)."""
+    """Inputs, targets and width for ``sums_without_logits``, from a padding-free batch (``data.batches.batching``)."""
     inputs = {name: value for name, value in batch.items() if name not in {"labels", "target_positions", "num_tokens"}}
     targets = Targets.of(batch["labels"], batch["target_positions"])
     return {**inputs, "use_cache": False}, targets, batch["labels"].shape[1]
 
 
 def sum_of_padding_free(model: nn.Module, batch: Batch, head: Head) -> Tensor:
-    """() the sum of the plain loss of a flat batch over its learned tokens."""
+    """() the sum of the plain loss of a padding-free batch over its trained tokens."""
     sums, _ = sums_without_logits(model, *flat_inputs(batch), head, TokenLoss(softcap=head.softcap))
     return sums.total
 
 
 def mean_of_padding_free(model: nn.Module, batch: Batch, head: Head, num_items: Any = None) -> Tensor:
-    """() the plain mean loss of a flat batch over ``num_items`` (), its learned tokens where that is None."""
+    """() the plain loss of a padding-free batch divided by ``num_items`` (); default: its number of trained tokens."""
     items = batch["labels"][:, 1:].ne(IGNORE_INDEX).sum() if num_items is None else num_items
     mean: Tensor = sum_of_padding_free(model, batch, head) / items
     return mean

@@ -1,7 +1,7 @@
-"""Raw sets -> rows: the preparation of a data set by ``SFTTrainer``.
+"""Prepare raw datasets for ``SFTTrainer``: convert them to rows.
 
 In: a ``datasets.Dataset`` or ``IterableDataset`` of texts, prompts with completions, conversations, or token ids. Out:
-the same set with ``input_ids`` and ``labels``, truncated to ``max_length``, or packed.
+the same dataset with ``input_ids`` and ``labels``, truncated to ``max_length``, or packed.
 
     formatting_func -> records -> examples -> rows (``prepared.py``) -> packs -> shuffle
 """
@@ -44,14 +44,14 @@ _MASKS = ("completion_mask", "assistant_masks")
 
 @dataclass
 class Preparation:
-    """The preparation of sets; the same for the training set and all evaluation sets.
+    """Prepares the training set and all evaluation sets in the same way.
 
     Args:
-        tokenizer: with its eos token and chat template set.
+        tokenizer: with its EOS token and chat template set.
         args: ``SFTConfig``.
         completion_only: train completions only.
-        formatting_func: row -> text, in place of the row's own columns.
-        family: of a vision model, where the sets hold images.
+        formatting_func: row -> text, used instead of the row's columns.
+        family: family of a vision model, if the datasets contain images.
     """
 
     tokenizer: Any
@@ -74,7 +74,7 @@ class Preparation:
             logger.warning(note)
 
     def __call__(self, dataset: Any, name: str, packing: bool) -> Any:
-        """Prepare a set. One that holds token ids keeps them; one of packs stays as it is."""
+        """Prepare a dataset. Token ids and packs are kept."""
         refuse_transform(dataset)
         self._check(packing)
         dataset = dataset if self.family is None else with_encoded_images(dataset)
@@ -112,7 +112,7 @@ class Preparation:
         )  # fmt: skip
 
     def _kept(self, columns: list[str]) -> list[str]:
-        """The script's columns, which a collator of its own may read."""
+        """The script's columns, which its own collator may read."""
         if self.formatting_func is not None or self.family is not None:
             return []
         return [c for c in columns if c not in (*_ROWS, *_MASKS)]
@@ -136,7 +136,7 @@ class Preparation:
         assert limit is not None
         if drop := [column for column in column_names(dataset) if column not in _ROWS]:
             dataset = dataset.remove_columns(drop)
-        kept = limit if strategy == "bfd" else None  # of a row
+        kept = limit if strategy == "bfd" else None  # number of tokens kept of a row
         if is_datasets_set(dataset) and not any(learns_something(row["labels"][:kept]) for row in dataset):
             raise UserError(f"No examples of the {name} dataset are left to train on. Increase `max_length`.")
         if self.args.shuffle_dataset:
@@ -151,7 +151,7 @@ class Preparation:
 
 @dataclass
 class Formatting:
-    """A script's function, record -> text; or a batch of one -> a list of one text, as in earlier versions of TRL."""
+    """A script's function, record -> text; or, as in earlier versions of TRL, batch -> list of texts."""
 
     function: Callable[[Any], Any]
     takes_batches: bool = False
@@ -165,7 +165,7 @@ class Formatting:
 
 
 def formats_batches(function: Callable[[Any], Any], row: Any) -> bool:
-    """Tell whether a ``formatting_func`` takes a batch and returns its texts: a row is nothing to it, a batch is."""
+    """Whether a ``formatting_func`` takes a batch and returns its texts, tested with a row and with a batch of one."""
     if isinstance(_returned(function, row), str):
         return False
     found = _returned(function, _in_batch(row))
@@ -175,7 +175,7 @@ def formats_batches(function: Callable[[Any], Any], row: Any) -> bool:
 def _returned(function: Callable[[Any], Any], given: Any) -> Any:
     try:
         return function(given)
-    except Exception:  # a script's own, of any kind; it is raised when the set is made
+    except Exception:  # any error of a script's function; it is raised when the dataset is prepared
         return None
 
 
@@ -185,9 +185,9 @@ def _in_batch(row: Any) -> dict[str, list[Any]]:
 
 @dataclass
 class Pack:
-    """Rows -> packs, for ``Dataset.map``. A row that is longer than a pack is truncated (bfd) or split (bfd_split).
-    "wrapped" concatenates all rows, and its blocks have no borders of documents: within them documents attend to each
-    other, as in TRL."""
+    """Packs rows, for ``Dataset.map``. A row that is longer than a pack is truncated (bfd) or split (bfd_split).
+    "wrapped" concatenates all rows to blocks without document boundaries, in which documents attend to each other, as
+    in TRL."""
 
     limit: int
     strategy: str

@@ -1,7 +1,7 @@
-"""Preparation of what a trainer of TRL is handed: arguments, model, tokenizer, adapter.
+"""Prepare the constructor arguments of TRL's trainers: config, model, tokenizer, adapter.
 
-In: what the constructor was given. Out: its config, a model, a tokenizer that agrees with it on eos and pad, and the
-adapter around the model. Refused, in TRL's words: what does not fit together.
+Out: the config, a model, a tokenizer with the same EOS and padding tokens as the model, and the adapter attached to the
+model. Raises TRL's errors for inconsistent arguments.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Config = TypeVar("Config", bound=TrlArguments)
 
 
 def own_config(kind: type[Config], args: Any, model: Any) -> Config:
-    """burnish's config of this kind: as given, or from other arguments by their names."""
+    """burnish's config of this kind: as given, or converted from other arguments by their names."""
     if isinstance(args, kind):
         return args
     if args is None:
@@ -54,12 +54,17 @@ def model_id(model: Any) -> str:
 def ready_model(
     model: Any, args: TrlArguments, processing_class: Any, quantization_config: Any, scores: bool = False
 ) -> tuple[Any, Any, list[int]]:
-    """The model and what encodes for it, loaded where they are not there yet, with eos and chat template as asked.
+    """The model and its processing class, loaded if necessary, with the requested EOS token and chat template.
 
     Args:
-        scores: whether a sequence classifier with one label is wanted, rather than a language model.
+        model: a model, or its name or folder.
+        args: the config.
+        processing_class: tokenizer or processor; None: the model's.
+        quantization_config: for a model given by name.
+        scores: whether the model is a sequence classifier with one label rather than a language model.
+
     Returns:
-        model, tokenizer or processor, and the ids of tokens that came with a chat template.
+        Model, tokenizer or processor, and the ids of tokens that were added by a chat template.
     """
     if isinstance(model, str):
         model = load_named_model(model, args, quantization_config, scores)
@@ -74,7 +79,7 @@ def ready_model(
         )
     if processing_class is None:
         processing_class = load_processing_class(model, args)
-    inner_tokenizer(processing_class)  # refuses what is none
+    inner_tokenizer(processing_class)  # raises for other types
     if args.eos_token is not None:
         set_eos(model, processing_class, args.eos_token)
     path = args.chat_template_path
@@ -82,7 +87,7 @@ def ready_model(
 
 
 def load_named_model(name: str, args: TrlArguments, quantization_config: Any, scores: bool = False) -> Any:
-    """The model of that name or folder, in the class that its config names, in float32 unless told otherwise."""
+    """The model of that name or folder, in the class that its config specifies, in float32 by default."""
     given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     if quantization_config is not None:
         if "quantization_config" in given:
@@ -124,17 +129,17 @@ def _dtype(asked: Any) -> Any:
 
 
 def load_processing_class(model: Any, args: TrlArguments) -> Any:
-    """The tokenizer or processor that lies with the model."""
+    """The tokenizer or processor of the model's folder."""
     given = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
     more = {"revision": given.get("revision"), "trust_remote_code": args.trust_remote_code}
     if getattr(model.config, "vision_config", None) is None:
         return AutoProcessor.from_pretrained(model_id(model), **more)
-    # The composed processor of most vision models needs torchvision; burnish takes its image processor alone.
+    # The combined processor of most vision models requires torchvision; burnish uses its image processor only.
     return AutoTokenizer.from_pretrained(model_id(model), **more)
 
 
 def inner_tokenizer(processing_class: Any) -> Any:
-    """The tokenizer itself, or the one inside a processor."""
+    """The tokenizer, or the one inside a processor."""
     if isinstance(processing_class, ProcessorMixin):
         return processing_class.tokenizer
     if isinstance(processing_class, PreTrainedTokenizerBase):
@@ -143,7 +148,7 @@ def inner_tokenizer(processing_class: Any) -> Any:
 
 
 def set_eos(model: Any, processing_class: Any, eos_token: str) -> None:
-    """Make ``eos_token`` the one that ends a text, for the tokenizer, the model and its generations."""
+    """Set ``eos_token`` as the EOS token of the tokenizer, the model and its generation config."""
     tokenizer = inner_tokenizer(processing_class)
     _check_in_vocabulary("eos_token", eos_token, processing_class, tokenizer, "an EOS token")
     tokenizer.eos_token = eos_token
@@ -156,8 +161,9 @@ def set_eos(model: Any, processing_class: Any, eos_token: str) -> None:
 
 
 def set_pad(model: Any, processing_class: Any, pad_token: str | None) -> int:
-    """Agree on the token that fills up rows: the one asked for, the tokenizer's own, or eos. Labels are masked by
-    position, so a text that ends in eos still learns it."""
+    """Set the same padding token in tokenizer and model: the requested one, the tokenizer's own, or EOS. Labels are
+    masked by position, so a text that ends with EOS is still trained on it.
+    """
     tokenizer = inner_tokenizer(processing_class)
     pad_token = pad_token or tokenizer.pad_token or tokenizer.eos_token
     _check_in_vocabulary("pad_token", pad_token, processing_class, tokenizer, "a padding token")
@@ -178,10 +184,10 @@ def _check_in_vocabulary(option: str, token: str | None, processing_class: Any, 
 
 
 def take_chat_template(model: Any, processing_class: Any, path: str) -> list[int]:
-    """The chat template of a Jinja file, or of another tokenizer with its tokens.
+    """Load the chat template of a Jinja file, or of another tokenizer with its tokens.
 
     Returns:
-        the ids of tokens that were added to the vocabulary; the embeddings have grown with them.
+        The ids of tokens that were added to the vocabulary. The embeddings are resized accordingly.
     """
     if path.endswith((".jinja", ".j2")):
         if not Path(path).is_file():
@@ -198,7 +204,7 @@ def take_chat_template(model: Any, processing_class: Any, path: str) -> list[int
     if model.can_generate():
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
-    # Each row of the embedding gets a token, as in TRL, so that tokenizer and model agree on the size.
+    # Each row of the embedding gets a token, as in TRL, so that tokenizer and model have the same size.
     free = iter(range(sys.maxsize))
     while len(tokenizer) < model.get_input_embeddings().weight.shape[0]:
         tokenizer.add_tokens(f"<extra_id_{next(free)}>")
@@ -206,8 +212,8 @@ def take_chat_template(model: Any, processing_class: Any, path: str) -> list[int
 
 
 def attach_peft(model: Any, peft_config: Any, added_tokens: list[int]) -> Any:
-    """The model with the adapter that ``peft_config`` describes."""
-    peft = sys.modules.get("peft")  # whoever made a config of peft's has loaded it
+    """Attach the adapter that ``peft_config`` describes."""
+    peft = sys.modules.get("peft")  # already imported by the code that created a peft config
     if peft is None or not isinstance(peft_config, peft.PeftConfig):
         raise TypeError(
             "`peft_config` must be a `peft.PeftConfig` instance (e.g. `peft.LoraConfig`), got "
@@ -228,7 +234,7 @@ def attach_peft(model: Any, peft_config: Any, added_tokens: list[int]) -> Any:
 
 
 def _train_added_tokens(peft_config: Any, added_tokens: list[int]) -> None:
-    """Train the rows that were added to the vocabulary: as they are read, and as they are written."""
+    """Train the added rows of the vocabulary, in the embedding and in the head."""
     by_layer = dict(peft_config.trainable_token_indices or {})
     peft_config.trainable_token_indices = {
         **by_layer, "embed_tokens": [*by_layer.get("embed_tokens", []), *added_tokens]
@@ -243,7 +249,7 @@ def _train_added_tokens(peft_config: Any, added_tokens: list[int]) -> None:
 
 
 def finish_peft(model: Any, args: TrlArguments) -> None:
-    """Prepare an adapted model: gradients through checkpointed layers, and the dtype of its adapter."""
+    """Prepare a model with an adapter: gradients through checkpointed layers, and the dtype of the adapter."""
     head: Any = model.get_output_embeddings()
     if hasattr(head, "base_layer"):
         raise ValueError(
@@ -254,8 +260,8 @@ def finish_peft(model: Any, args: TrlArguments) -> None:
     if args.gradient_checkpointing:
         model.enable_input_require_grads()
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        # As in QLoRA's paper (section 3, https://arxiv.org/abs/2305.14314). A magnitude of DoRA moves by less than
-        # bfloat16 can show, and stays.
+        # As in the QLoRA paper (section 3, https://arxiv.org/abs/2305.14314). DoRA's magnitudes change by less than
+        # bfloat16 can represent, so they are not converted.
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(supported_dtype(torch.bfloat16, parameter.device))

@@ -1,8 +1,7 @@
-"""``SFTTrainer``, with the constructor and behavior of TRL's class, on burnish's ``Trainer``.
+"""``SFTTrainer``, with the constructor and behavior of TRL's class, based on burnish's ``Trainer``.
 
-In: a model or its name, arguments, data sets of texts, prompts with completions, conversations or token ids. Out: the
-trained model. What is done to the data is in ``rows.py``, the loss in ``loss.py``, what the constructor is handed in
-``setup.py``.
+In: a model or its name, arguments, datasets of texts, prompts with completions, conversations or token ids. Out: the
+trained model. The data is prepared in ``rows.py``, constructor arguments in ``setup.py``; ``loss.py`` has the loss.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ logger = logging.get_logger("transformers.trainer")
 
 
 class CountAlways(Count):
-    """Rows and tokens; tokens are counted always, without padding unless all were asked for."""
+    """Counts rows, and always tokens; by default without padding."""
 
     def __call__(self, batch: Batch) -> tuple[int, int]:
         rows, tokens = super().__call__(batch)
@@ -57,23 +56,23 @@ class CountAlways(Count):
 
 
 class SFTTrainer(TrlTrainer):
-    """Fine-tune a causal language model on examples of what it should write.
+    """Fine-tune a causal language model on examples.
 
     Args:
-        model: the model, a peft model, or the name or folder of one.
-        args: ``SFTConfig``, or ``TrainingArguments`` with the rest at its defaults.
-        data_collator: rows -> batch; ``DataCollatorForLanguageModeling`` if not given.
+        model: the model, a peft model, or a name or folder.
+        args: ``SFTConfig``, or ``TrainingArguments`` and defaults for the rest.
+        data_collator: rows -> batch. Default: ``DataCollatorForLanguageModeling``.
         train_dataset, eval_dataset: ``datasets.Dataset`` or ``IterableDataset`` with ``text``, ``messages``,
             ``conversations``, ``prompt`` and ``completion``, or ``input_ids``; ``eval_dataset`` may be a dict of them.
-        processing_class: the tokenizer, or a processor that has one; by default what lies with the model.
-        quantization_config: for a model that is given by name.
-        peft_config: a config of the peft library; the adapter is trained and the model frozen.
+        processing_class: the tokenizer, or a processor with one. Default: the model's.
+        quantization_config: for a model given by name.
+        peft_config: a config of the peft library. The adapter is trained and the model frozen.
         formatting_func: row -> text.
-        old: names of earlier versions, each accepted with a warning: ``tokenizer``, ``max_seq_length``,
+        old: arguments of earlier versions, each accepted with a warning: ``tokenizer``, ``max_seq_length``,
             ``dataset_text_field``, ``packing``, ...
 
-    Logged beside the loss: ``num_tokens`` (attended tokens so far, kept in checkpoints), ``mean_token_accuracy`` and
-    ``entropy`` (means over learned tokens), ``aux_loss`` of a mixture of experts.
+    Logged with the loss: ``num_tokens`` (number of attended tokens of the run, saved in checkpoints),
+    ``mean_token_accuracy`` and ``entropy`` (means over trained tokens), ``aux_loss`` of a mixture of experts.
     """
 
     args: SFTConfig
@@ -92,7 +91,7 @@ class SFTTrainer(TrlTrainer):
         args = own_config(SFTConfig, args, model)
         args, processing_class = with_old_arguments(args, processing_class, old)
         check_sft_sets(train_dataset)
-        set_seed(args.seed, args.full_determinism)  # an adapter's weights are drawn when it is attached
+        set_seed(args.seed, args.full_determinism)  # an adapter's weights are initialized when it is attached
         model, processing_class, added = ready_model(model, args, processing_class, quantization_config)
         sample = first_row(train_dataset)
         self.family = family_for(model, processing_class, inner_tokenizer(processing_class), sample)
@@ -135,7 +134,7 @@ class SFTTrainer(TrlTrainer):
             tag(["burnish", "sft"])
 
     def _own_collator(self, model: Any, processing_class: Any, args: SFTConfig) -> DataCollatorForLanguageModeling:
-        """Flat where that was asked for and the model keeps neighbours apart; else padded, packs taken apart."""
+        """Padding-free if requested and supported by the model; else padded, with packs split into sequences."""
         pad = set_pad(model, processing_class, args.pad_token)
         multiple: Any = args.pad_to_multiple_of
         if not self.padding_free:
@@ -151,7 +150,7 @@ class SFTTrainer(TrlTrainer):
     def _set_router(self, model: Any, asked: float | None) -> None:
         super()._set_router(model, asked)
         config = model.config.get_text_config()
-        if hasattr(config, "router_aux_loss_coef"):  # the model's own loss goes by them
+        if hasattr(config, "router_aux_loss_coef"):  # the model's own loss uses these values
             config.output_router_logits = self.aux_loss_enabled
             config.router_aux_loss_coef = self.router_aux_loss_coef
 
@@ -160,7 +159,8 @@ class SFTTrainer(TrlTrainer):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
-        """A set of token ids with labels (``rows.py``). An override may map it before, or give such rows itself."""
+        """A dataset of token ids with labels (``rows.py``). An override may map it before, or return such rows
+        itself."""
         return self._prepare(dataset, dataset_name, packing)
 
     def _prepared_evals(self, evals: Any, processing_class: Any, args: SFTConfig) -> Any:
@@ -171,7 +171,8 @@ class SFTTrainer(TrlTrainer):
         return None if evals is None else self._prepare_dataset(evals, *more, "eval")
 
     def _refuse_masks_without_labels(self, datasets: dict[str, Any], collator: Any) -> None:
-        """Masks are made labels when a set is prepared; a set that is not would be learned whole."""
+        """Raise for masks without labels. Masks are converted to labels during preparation; without it all tokens
+        would be trained."""
         if not (self._skip_prepare_dataset and isinstance(collator, DataCollatorForLanguageModeling)):
             return
         for name, dataset in datasets.items():
@@ -188,8 +189,9 @@ class SFTTrainer(TrlTrainer):
             self._signature_columns = ["input_ids", "labels", "seq_lengths", "images"]
 
     def _get_dataloader(self, *given: Any, **more: Any) -> Any:
-        """For a GPU, and where nothing of a subclass stands between loader and loss, batches say which positions are
-        learned: to look for them there would be a wait for the device."""
+        """On a GPU the collator adds the target positions, because finding them there would wait for the device. Not if
+        a subclass overrides a method between loader and loss.
+        """
         loader = super()._get_dataloader(*given, **more)
         if self._engine.device.type == "cpu":
             return loader
@@ -204,7 +206,7 @@ class SFTTrainer(TrlTrainer):
     # --- loss ---------------------------------------------------------------------------------------------------------
 
     def _loss(self, model: nn.Module, inputs: Any) -> Loss:
-        """The loss of a micro-batch, a sum over its learned tokens, and its metrics."""
+        """The loss of a micro-batch, a sum over its trained tokens, and its metrics."""
         sums, targets, aux, _ = self._sums(model, inputs, needs_logits=False)
         num_items = self._num_items(inputs)
         total = sums.total if aux is None else sums.total + self.router_aux_loss_coef * aux * num_items
@@ -213,12 +215,16 @@ class SFTTrainer(TrlTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean loss of a micro-batch over its learned tokens, for evaluations and for scripts.
+        """The mean loss of a micro-batch over its trained tokens, for evaluations and scripts.
 
         Args:
-            num_items_in_batch: () the number the sum is divided by; the learned tokens of the batch if not given.
+            model: the model.
+            inputs: the micro-batch.
+            return_outputs: whether to return the outputs, including logits.
+            num_items_in_batch: () divisor of the sum. Default: number of trained tokens of the batch.
+
         Returns:
-            () the loss, or (loss, outputs), outputs with logits.
+            () the loss, or (loss, outputs).
         """
         needs_logits = return_outputs or self.compute_loss_func is not None
         sums, num_targets, aux, outputs = self._sums(model, inputs, needs_logits)
@@ -238,14 +244,14 @@ class SFTTrainer(TrlTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _sums(self, model: nn.Module, inputs: Any, needs_logits: bool) -> tuple[TokenSums, Tensor, Tensor | None, Any]:
-        """Sums over the learned tokens of a micro-batch.
+        """Sums over the trained tokens of a micro-batch.
 
         Returns:
-            the sums, () the number of learned tokens, () the router's loss if it counts, the model's output.
+            The sums, () the number of trained tokens, () the router's loss if it is used, the model's output.
         """
         given = {**inputs, "use_cache": False}
         labels, positions = given.pop("labels"), given.pop("target_positions", None)
-        if has_virtual_tokens(self.model):  # the last of them predicts the first id
+        if has_virtual_tokens(self.model):  # the last virtual token predicts the first id
             labels, positions = F.pad(labels, (1, 0), value=IGNORE_INDEX), None
         if self.aux_loss_enabled:
             given["output_router_logits"] = True
@@ -272,11 +278,14 @@ class SFTTrainer(TrlTrainer):
     def _measured_in(
         self, sums: TokenSums, num_targets: Tensor, aux: Tensor | None, num_items: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Sums over the learned tokens, for the log.
+        """Sums over the trained tokens, for the log.
 
         Args:
-            num_items: () what the loop counts the batch for, which is a little more for models whose first labels
-                transformers counts too; the sums are scaled to it. None in an evaluation.
+            sums: sums of loss and metrics.
+            num_targets: () number of trained tokens.
+            aux: () the router's loss, or None.
+            num_items: () the loop's number of items of the batch, which is slightly larger for models whose first
+                labels transformers counts as well; the sums are scaled to it. None in evaluation.
         """
         found = {"mean_token_accuracy": sums.correct, "entropy": sums.entropy}
         if aux is not None:
@@ -289,7 +298,7 @@ class SFTTrainer(TrlTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Logits are made only where somebody looks at them."""
+        """Predict one batch. Logits are only computed if they are used."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             if prediction_loss_only:
@@ -302,13 +311,13 @@ class SFTTrainer(TrlTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """As the Trainer's; a set that is handed in is prepared as the constructor prepares its own."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # of a dict each comes here by itself
+        """Evaluate as in ``Trainer``. A dataset passed here is prepared like those of the constructor."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):  # the sets of a dict come separately
             eval_dataset = self._handed_in(eval_dataset)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
-        """As the Trainer's, of a set that is prepared as the constructor prepares its own."""
+        """Predict as in ``Trainer``, for a dataset that is prepared like those of the constructor."""
         return super().predict(self._handed_in(test_dataset), ignore_keys, metric_key_prefix)
 
     def _handed_in(self, dataset: Any) -> Any:
@@ -336,7 +345,7 @@ class SFTTrainer(TrlTrainer):
 
 @dataclass
 class WithLearned:
-    """A collator whose batches say which positions are learned, found while they are on the CPU."""
+    """A collator that adds the target positions to batches while they are on the CPU."""
 
     collate: Callable[[list[Any]], Any]
 
