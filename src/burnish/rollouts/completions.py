@@ -118,7 +118,8 @@ class SlotSource(CompletionSource):
     def complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
-        with self.merging():
+        # Outside of the passes: what autocast has cast to bfloat16 once serves all tokens, and is freed behind the block.
+        with self.merging(), self.precision():
             while (found := self._completed(prompts, keys, limits)) is None:
                 pass
         return found
