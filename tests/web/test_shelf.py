@@ -114,9 +114,11 @@ def test_completions_are_shown_by_step_and_record_the_newest_first(page, root) -
         {"step": step, "record": record, "sample": sample, "completion": f"{step} {record}", "rewards": {"a": 1}}
         for step in (5, 10) for record in (3, 4) for sample in (0, 1)
     ]  # fmt: skip
+    rows.append({"step": 15, "record": 5, "sample": 0, "completion": "", "rewards": {"a": None}})
     (root / "saves/first/completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 15')
     found = completions(root / "saves/first")
-    assert (found["steps"], found["records"], found["rows"]) == ([10, 5], ["4", "3"], [])
+    records = [{"name": "5", "steps": [15]}, *({"name": name, "steps": [10, 5]} for name in "43")]
+    assert (found["steps"], found["records"], found["rows"]) == ([15, 10, 5], records, [])
     shown = page.get(f"/api/runs/{page.id_of('first')}/completions?step=10&record=3")["rows"]
     assert [(one["completion"], one["sample"]) for one in shown] == [("10 3", 0), ("10 3", 1)]
     assert page.get(f"/api/runs/{page.id_of('trl')}/completions")["steps"] == []

@@ -20,14 +20,20 @@ def completions(folder: Path, step: int | None = None, record: str | None = None
     """Steps, records, and the rows of ``step`` (the newest by default) and ``record``.
 
     Returns:
-        ``{"steps": [120, 115], "records": ["17"], "rows": [...]}``; rows only where they were asked for.
+        ``{"steps": [120, 115], "records": [{"name": "17", "steps": [120, 115]}], "rows": [...]}``: records with the
+        steps that have them, the newest first; rows only where they were asked for.
     """
     rows = [row for row in tail_lines(folder / COMPLETIONS, _TAIL_BYTES) if isinstance(row.get("step"), int)]
     steps = sorted({row["step"] for row in rows}, reverse=True)
-    records = list(dict.fromkeys(str(row.get("record")) for row in reversed(rows)))
+    records: dict[str, list[int]] = {}
+    for row in reversed(rows):
+        of_record = records.setdefault(str(row.get("record")), [])
+        if row["step"] not in of_record:
+            of_record.append(row["step"])
+    named = [{"name": name, "steps": some} for name, some in records.items()]
     wanted = [
         {name: row.get(name) for name in _SHOWN}
         for row in rows
         if row["step"] == step and (record is None or str(row.get("record")) == record)
     ]
-    return {"steps": steps[:1000], "records": records[:1000], "rows": wanted[:_MOST_ROWS]}
+    return {"steps": steps[:1000], "records": named[:1000], "rows": wanted[:_MOST_ROWS]}

@@ -7,9 +7,8 @@ import { language, t } from "./words.js";
 
 /** @param {any} row */
 function completion(row) {
-  const total = Object.values(row.rewards ?? {}).reduce((/** @type {number} */ sum, value) => sum + Number(value), 0);
   const reward = Object.entries(row.rewards ?? {}).map(([name, value]) =>
-    el("span", { class: "tag" }, `${visible(name)} ${short(value, language)}`),
+    el("span", { class: "tag" }, `${visible(name)} ${value === null ? "–" : short(value, language)}`),
   );
   const kind = row.advantage > 0 ? "good" : row.advantage < 0 ? "low" : "";
   return el(
@@ -18,7 +17,7 @@ function completion(row) {
     el(
       "div",
       { class: "row" },
-      el("b", {}, `${t("reward")} ${short(total, language)}`),
+      reward,
       el("span", { class: kind }, `${t("advantage")} ${short(row.advantage, language)}`),
       el(
         "small",
@@ -26,7 +25,6 @@ function completion(row) {
         t("tokens_count", { count: row.tokens ?? "–" }),
         row.ended === false ? ` · ${t("cut_off")}` : "",
       ),
-      reward,
     ),
     el("pre", {}, visible(row.completion ?? "")),
   );
@@ -55,9 +53,24 @@ export async function showCompletions(place, id) {
         values.map((value) => el("option", { value, selected: value === chosen }, value)),
       ),
     );
-  const record = choose(t("record"), found.records, found.records[0], "");
-  const step = choose(t("step"), found.steps, found.steps[0], ""),
-    other = choose(t("beside_step"), found.steps, "", t("none"));
+  // Each prompt is in few steps: a record that was there twice comes first, with its last and its first step.
+  /** @type {{name: string, steps: number[]}[]} */
+  const records = found.records;
+  const names = records.map((one) => one.name);
+  const first = records.find((one) => one.steps.length > 1) ?? records[0];
+  const record = choose(t("record"), names, first.name, "");
+  const step = choose(t("step"), [], "", ""),
+    other = choose(t("beside_step"), [], "", t("none"));
+  const select = (/** @type {any} */ label) => label.querySelector("select");
+  function chooseSteps() {
+    const steps = records.find((one) => one.name === select(record).value)?.steps ?? [];
+    const options = () => steps.map((value) => el("option", { value }, value));
+    select(step).replaceChildren(...options());
+    select(other).replaceChildren(el("option", { value: "" }, t("none")), ...options());
+    if (steps.length > 1) select(other).value = steps.at(-1);
+  }
+  select(record).addEventListener("change", chooseSteps, { capture: true });
+  chooseSteps();
   const order = el(
     "label",
     {},
@@ -71,10 +84,10 @@ export async function showCompletions(place, id) {
     ),
   );
   const shown = el("div");
-  place.replaceChildren(el("div", { class: "row controls" }, step, other, record, order), shown);
-  const of = (/** @type {any} */ label) => label.querySelector("select").value;
+  place.replaceChildren(el("div", { class: "row controls" }, record, step, other, order), shown);
+  const of = (/** @type {any} */ label) => select(label).value;
   async function show() {
-    const steps = [of(step), of(other)].filter(Boolean);
+    const steps = [of(other), of(step)].filter(Boolean);
     const columns = await Promise.all(
       steps.map((one) => get(`api/runs/${id}/completions?step=${one}&record=${encodeURIComponent(of(record))}`)),
     );

@@ -27,7 +27,6 @@ from burnish.models.dropout import switch_off_dropout
 from burnish.models.load import context_length
 from burnish.parallel.single import set_seed
 from burnish.rollouts.completions import SlotSource
-from burnish.rollouts.journal import CompletionsCallback
 from burnish.rollouts.objective import LeaveOneOutObjective, RolloutObjective
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
@@ -41,6 +40,7 @@ from burnish.trainer.trl.base import TrlTrainer
 from burnish.trainer.trl.preferences.objective import fitted, padding_batch, reference_for
 from burnish.trainer.trl.rollouts.config import GRPOConfig, RLOOConfig, RolloutConfig
 from burnish.trainer.trl.rollouts.prompts import PromptRows, PromptTemplate, prompt_rows
+from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback
 from burnish.trainer.trl.rollouts.tools import (
     Environments,
     ScriptSource,
@@ -145,7 +145,7 @@ class RolloutTrainer(TrlTrainer):
         )  # fmt: skip
         self.add_callback(self.objective.times)
         if args.log_completions:
-            seen = CompletionsCallback(choices, Path(args.output_dir))
+            seen = CompletionTablesCallback(choices, Path(args.output_dir))
             self.objective.on_generation = seen.add
             self.add_callback(seen)
         self._prompts = self._rows_of(train_dataset, "train")

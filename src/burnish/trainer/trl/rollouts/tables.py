@@ -1,0 +1,30 @@
+"""Completions as TRL's trainers keep them: a Parquet file for each log, beside burnish's ``completions.jsonl``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow
+from pyarrow import parquet
+
+from burnish.loop.state import TrainerControl, TrainerState
+from burnish.rollouts.journal import CompletionsCallback
+
+
+class CompletionTablesCallback(CompletionsCallback):
+    """Writes ``completions/completions_00010.parquet``: step, prompt, completion, a column per reward function, the
+    columns of ``log_extra``, and advantage, for the generation that a log ends with."""
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        lines = self.newest if "loss" in (logs or {}) and state.is_world_process_zero else []
+        super().on_log(args, state, control, logs, **kwargs)
+        if not lines or self.path is None:
+            return
+        rows = [
+            {"step": state.global_step, "prompt": line["prompt"], "completion": line["completion"],
+             **line["rewards"], **line["extra"], "advantage": line["advantage"]}
+            for line in lines
+        ]  # fmt: skip
+        folder = self.path.parent / "completions"
+        folder.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"completions_{state.global_step:05d}.parquet")
