@@ -118,7 +118,7 @@ class SlotSource(CompletionSource):
     def complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
-        # Outside of the passes: what autocast has cast to bfloat16 once serves all tokens, and is freed behind the block.
+        # Autocast keeps what it has cast until its outermost context ends: weights are cast once for all tokens.
         with self.merging(), self.precision():
             while (found := self._completed(prompts, keys, limits)) is None:
                 pass
