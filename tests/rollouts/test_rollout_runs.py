@@ -207,7 +207,8 @@ def test_explain_says_what_is_drawn_and_what_it_takes(tmp_path, capsys):
     parts = [
         "4 prompts per generation", "x 4 = 16 for 4 steps, each trained on 2 times", "at most 12 per completion",
         "short (my_rewards.py, line 2), weight 1", "dapo sets rl_loss_type: dapo, epsilon_high: 0.28",
-        "keys and values of 16 completions", "one pass of the policy", "= effective batch size 8",
+        "all tokens of the completions", "keys and values of 16 completions", "one pass of the policy",
+        "= effective batch size 8",
     ]  # fmt: skip
     for part in parts:
         assert part in said, part

@@ -31,6 +31,7 @@ from burnish.parallel.options import device_of
 from burnish.parallel.precision import loaded_dtype
 from burnish.report.pace import counted
 from burnish.report.progress import counted_epochs
+from burnish.rollouts.options import draws_completions
 from burnish.run.build import wants_padding_free, wants_prefix_sharing
 from burnish.run.callbacks import listeners_of
 from burnish.run.plan.checks import evaluates, trains
@@ -114,7 +115,8 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
         known = f"{sum(lengths):,}; " if is_all else ""
         among = "" if is_all else f" (of a sample of {len(rows):,}; the rest is encoded during training)"
         lines.append(Line("tokens", f"{known}mean {mean:.1f} per {kind}, maximum {max(lengths):,}{among}"))
-        lines.append(Line("trained" if is_trained else "measured", _labelled_share(rows)))
+        share = "all tokens of the completions" if draws_completions(options.stage) else _labelled_share(rows)
+        lines.append(Line("trained" if is_trained else "measured", share))
         lines += image_lines(list(islice(rows, LOOKED_AT)), prepared)
         if kind == "pack":
             full = f"{100 * mean / options.cutoff_len:.1f}%"

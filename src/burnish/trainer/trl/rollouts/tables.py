@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyarrow
-from pyarrow import parquet
+import pyarrow  # type: ignore[import-untyped, unused-ignore]
+from pyarrow import parquet  # type: ignore[import-untyped, unused-ignore]
 
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.rollouts.journal import CompletionsCallback
