@@ -1,6 +1,6 @@
 """Checks and notes on the options of a run, contributed by the components that declare the options.
 
-A component registers a function of the options, under any name, beside the options that it reads:
+A component registers a function of the options, under any name, next to the options that it reads:
 
     @check
     def check_engine(options: EngineOptions) -> list[Problem]: ...

@@ -1,6 +1,6 @@
 """Options: a dataclass field with help, choices, unit, bounds and aliases; groups of them; their union.
 
-Each component declares a small dataclass of options beside its code:
+Each component declares a small dataclass of options next to its code:
 
     @dataclass
     class ClipOptions:
@@ -8,7 +8,7 @@ Each component declares a small dataclass of options beside its code:
 
 The flat class of all options inherits from these groups, so every component receives the same object. Flags, YAML keys,
 validation, the web form, the tables of the documentation and ``explain`` are derived from the declaration. This module
-reads no files; ``app/`` does, and passes each value with its location.
+reads no files; ``run/plan`` does, and passes each value with its location.
 """
 
 from __future__ import annotations

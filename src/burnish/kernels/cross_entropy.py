@@ -15,7 +15,7 @@ https://arxiv.org/abs/1512.00567). The loss of each token may be multiplied by a
 probabilities (``loss_factors``), which is treated as a constant without gradient.
 """
 
-# N tokens that are learned, H hidden size, V vocabulary
+# N trained tokens, H hidden size, V vocabulary
 
 from __future__ import annotations
 

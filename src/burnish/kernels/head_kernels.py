@@ -9,7 +9,7 @@ In:  hidden states of target positions, the head, targets, and the name of a bac
 if some targets are ignored. By default it skips small gradients; this is disabled here, so that results do not change.
 """
 
-# N tokens that are learned, H hidden size, V vocabulary
+# N trained tokens, H hidden size, V vocabulary
 
 from __future__ import annotations
 

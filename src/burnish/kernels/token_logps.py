@@ -10,7 +10,7 @@ which each token has its own factor, so the chunks of logits are recomputed in t
 of three, and no additional memory. ``plain_token_logps`` computes the same from given logits.
 """
 
-# N tokens that are learned, H hidden size, V vocabulary
+# N trained tokens, H hidden size, V vocabulary
 
 from __future__ import annotations
 

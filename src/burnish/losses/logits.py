@@ -3,7 +3,7 @@
 Position t predicts token t + 1. The shift happens only in ``target_positions``.
 """
 
-# B rows, T tokens in a row, N learned positions, V vocabulary
+# B rows, T tokens in a row, N target positions, V vocabulary
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ tokens) and the reference's log-probabilities are computed once per step in ``pr
 pass.
 """
 
-# P pairs in a micro-batch, S = 2P sequences, N learned tokens
+# P pairs in a micro-batch, S = 2P sequences, N trained tokens
 
 from __future__ import annotations
 

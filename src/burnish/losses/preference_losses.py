@@ -334,7 +334,7 @@ def at_same_rank(values: Tensor, others: Tensor) -> Tensor:
     return found
 
 
-# --- single answers ---------------------------------------------------------------------------------------------------
+# --- single responses -------------------------------------------------------------------------------------------------
 
 
 def kto(ratio: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float, weights: tuple[float, float]) -> Tensor:

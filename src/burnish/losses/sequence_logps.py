@@ -5,7 +5,7 @@ of each sequence, with gradient. Only positions that predict a trained token pas
 (``kernels.token_logps``). Sequences are padding-free and share prefixes if model and run allow it.
 """
 
-# S sequences in a micro-batch, N learned tokens in it, T tokens, H hidden size, V vocabulary
+# S sequences in a micro-batch, N trained tokens in it, T tokens, H hidden size, V vocabulary
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Used by the objectives of the command line (``lm.py``) and by ``SFTTrainer`` (``trainer/trl/sft/loss.py``).
 """
 
-# B rows, T tokens in a row, N learned positions, H hidden size, V vocabulary
+# B rows, T tokens in a row, N target positions, H hidden size, V vocabulary
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ lack (``is_plain``), inputs besides ids and mask, prompts without left padding, 
 in which ``generate`` determines the length.
 """
 
-# B rows of a batch, T tokens of the padded prompt, N new tokens of the longest answer
+# B rows of a batch, T tokens of the padded prompt, N new tokens of the longest response
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ The padding-free batch is internal: loaders return the collator's batch, and scr
 get those of the padded batch.
 """
 
-# B rows, T tokens in a row, N learned positions
+# B rows, T tokens in a row, N target positions
 
 from __future__ import annotations
 

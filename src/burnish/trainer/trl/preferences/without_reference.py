@@ -134,7 +134,7 @@ class ORPOTrainer(PreferenceTrainer):
         return -get_batch_logps(logits, labels, average_log_prob=True).mean()
 
     def odds_ratio_loss(self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor) -> tuple[Tensor, ...]:
-        """(P,) β ln σ(log odds), (P,) rewards of both answers, () means of ln σ(log odds) and of the log odds."""
+        """(P,) β ln σ(log odds), (P,) rewards of both responses, () means of ln σ(log odds) and of the log odds."""
         pairs = self._pairs(policy_chosen_logps.float(), policy_rejected_logps.float())
         odds = log_odds(pairs)
         ratio = F.logsigmoid(odds)

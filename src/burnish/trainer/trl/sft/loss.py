@@ -2,7 +2,7 @@
 captured, and the head gets an empty input, so no logits are computed.
 """
 
-# B rows, T tokens in a row, N learned positions, H hidden size, V vocabulary
+# B rows, T tokens in a row, N target positions, H hidden size, V vocabulary
 
 from __future__ import annotations
 
