@@ -31,7 +31,7 @@ class GenerationOptions:
         False, "Generate responses for predictions instead of computing the loss of the reference responses."
     )
     do_sample: bool = option(True, "Sample tokens; false uses greedy decoding.")
-    temperature: float = option(0.95, "Sampling temperature.", gt=0)
+    temperature: float = option(0.95, "Sampling temperature.", ge=0)
     top_p: float = option(
         0.7, "Sample from the smallest set of most likely tokens whose probabilities sum up to this value.", gt=0, le=1
     )

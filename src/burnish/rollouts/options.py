@@ -153,6 +153,7 @@ class LossShapeChoices(Protocol):
     stage: str
     steps_per_generation: int | None
     sync_ref_model: bool
+    temperature: float
 
 
 class RolloutStageChoices(LossShapeChoices, Protocol):
@@ -165,12 +166,13 @@ class RolloutStageChoices(LossShapeChoices, Protocol):
     reward_model: str | None
     reward_weights: list[float] | None
     rl_preset: str | None
+    streaming: bool
 
 
 _OTHER_ENGINES = ("vllm", "sglang")
 _OF_ANSWERS = (
     "train_on_prompt", "mask_history", "neat_packing", "packing", "predict_with_generate", "precompute_ref_log_probs",
-    "max_tokens_per_batch", "streaming",
+    "max_tokens_per_batch",
 )  # fmt: skip
 _OF_RLOO = ("normalize_advantages", "reward_clip_range")
 _OF_GROUPS = (
@@ -196,7 +198,11 @@ def compares_completions(stage: str) -> bool:
 
 @check
 def check_rollouts(options: RolloutStageChoices) -> list[Problem]:
-    """Find what can be found without data. Empty under other stages."""
+    """Find what can be found without data. Under other stages only a temperature that samples nothing."""
+    if not compares_completions(options.stage) and options.temperature == 0:
+        what, remedy = '"temperature" must be greater than 0. Received: 0.', "Set do_sample: false for greedy decoding."
+        remedy = "Set a low temperature, such as 0.1." if draws_completions(options.stage) else remedy
+        return [Problem(what, remedy=remedy, option="temperature")]
     if not draws_completions(options.stage):
         return []
     of_groups = (
@@ -272,6 +278,9 @@ def _nearest(number: int, factor: int) -> str:
 
 def check_loss(options: LossShapeChoices) -> list[Problem]:
     found = []
+    if options.temperature == 0:
+        what = "temperature 0 gives equal completions of a prompt: nothing could be learned."
+        found.append(Problem(what, remedy="Leave temperature at 1.", option="temperature"))
     if options.stage != "rloo" and options.rl_loss_type == "cispo" and options.epsilon_high is None:
         what = "loss_type cispo needs epsilon_high, which is the largest ratio itself there."
         found.append(Problem(what, remedy="The paper uses epsilon_high: 5.0.", option=("rl_loss_type",)))
@@ -295,6 +304,10 @@ def _of_other_stages(options: RolloutStageChoices) -> list[Problem]:
         what = f'"infer_backend" {options.infer_backend} writes no completions for stage: {options.stage}.'
         remedy = "Completions are generated in this process, by the weights that train. Leave it out."
         found = [Problem(what, remedy=remedy, option="infer_backend")]
+    if options.streaming:
+        why = "random numbers depend on the number of a prompt in its data set."
+        what = f'"streaming" is not supported with stage: {options.stage}: {why}'
+        found.append(Problem(what, remedy="Remove it.", option="streaming"))
     return found + [
         Problem(f'"{name}" has no meaning under stage: {options.stage}: the model learns from its own completions.',
                 remedy="Leave it out.", option=name)

@@ -121,6 +121,9 @@ class FsdpEngine(ParallelEngine):
     def generating(self, model: nn.Module) -> Iterator[None]:
         """Context for generation with gathered weights on every rank, so that no rank waits for another's responses."""
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in sharded[:1]:
+            # Before the first step a layer would be called first here, and torch would take it for the root.
+            module._get_fsdp_state()._lazy_init()
         for module in sharded:
             module.unshard()
             module.set_reshard_after_forward(False, recurse=False)

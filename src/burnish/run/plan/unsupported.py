@@ -148,6 +148,22 @@ _family(
     "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
     "vllm_importance_sampling_cap",
 )  # fmt: skip
+_absent(
+    "It is an option of TRL's former PPOTrainer. Use per_device_train_batch_size, gradient_accumulation_steps, "
+    "ppo_buffer_size and max_steps.",
+    total_episodes=None,
+    num_mini_batches=None,
+    local_rollout_forward_batch_size=None,
+    num_sample_generations=None,
+    num_total_batches=None,
+    local_batch_size=None,
+    local_mini_batch_size=None,
+    mini_batch_size=None,
+)
+_absent("Completions end at the end tokens of the template.", stop_token=None, stop_token_id=None)
+_absent("The KL divergence is estimated by the difference of log-probabilities (k1).", kl_estimator=None)
+_absent("Set model_name_or_path to the policy, and reward_model to the reward model.", sft_model_path=None,
+        reward_model_path=None)  # fmt: skip
 _absent("Weights are always gathered while completions are written.", ds3_gather_for_generation=True)
 _absent("Upload the file after training: hf upload <name> completions.jsonl.", log_completions_hub_repo=None)
 _no_effect("log-probabilities are always computed in float32.", "cast_lm_head_to_fp32")

@@ -92,7 +92,7 @@ class RolloutConfig(TrlArguments):
         ge=1,
     )  # fmt: skip
     num_iterations: int = option(1, "Number of times that the completions of a generation are trained on.", ge=1)
-    temperature: float = option(1.0, "Sampling temperature.", gt=0)
+    temperature: float = option(1.0, "Sampling temperature.", ge=0)
     top_p: float = option(
         1.0, "Sample from the smallest set of most likely tokens whose probabilities sum up to this value.", gt=0, le=1
     )

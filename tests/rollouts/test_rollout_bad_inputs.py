@@ -1,0 +1,65 @@
+"""Bad options of rollouts, row by row, at both doors: what a YAML file says, and what a config of TRL's names says."""
+
+import pytest
+from test_rollout_options import planned
+
+from burnish import GRPOConfig, RLOOConfig
+from burnish.config.errors import UserError
+
+BOTH = [
+    ({"num_generations": 1}, "num_generations must be at least 2: completions of a prompt are compared. Received: 1."),
+    ({"temperature": 0}, "temperature 0 gives equal completions of a prompt: nothing could be learned."),
+    ({"temperature": -1}, '"temperature" must be at least 0. Received: -1'),
+    ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2},
+     "6 × 2 = 12 completions per generation are no multiple of num_generations 8.\n  Nearest: 8, 16."),
+    ({"loss_type": "cispo"}, "loss_type cispo needs epsilon_high, which is the largest ratio itself there."),
+    ({"loss_type": "grop"}, 'Received: "grop". Did you mean "grpo"?'),
+    ({"beta": -0.1}, '"beta" must be at least 0. Received: -0.1.'),
+    ({"epsilon": 1}, '"epsilon" must be greater than 0 and less than 1.'),
+    ({"delta": 1}, '"delta" must be greater than 1.'),
+    ({"top_entropy_quantile": 0}, '"top_entropy_quantile" must be greater than 0 and at most 1.'),
+    ({"entropy_coef_min": 2}, "entropy_coef_min 2 is above entropy_coef_max 1."),
+    ({"sync_ref_model": True}, "beta is 0: there is no reference model to update."),
+    ({"generation_batch_size": 16, "steps_per_generation": 4}, "set the same number"),
+    ({"top_p": 0}, '"top_p" must be greater than 0 and at most 1.'),
+    ({"eval_temperature": -1}, '"eval_temperature" must be at least 0.'),
+    ({"reward_timeout_s": 0}, '"reward_timeout_s" must be greater than 0'),
+    ({"num_iterations": 0}, '"num_iterations" must be at least 1'),
+    ({"drop_zero_variance_groups": "fill"}, '"drop_zero_variance_groups" must be one of'),
+    ({"scale_rewards": "groups"}, 'Did you mean "group"?'),
+]  # fmt: skip
+OF_YAML = [
+    ({"reward_funcs": None}, "stage: grpo needs a reward."),
+    ({"reward_weights": [1, 2]}, "reward_weights must have one weight for each reward. Received: 2 for 1."),
+    ({"packing": True}, '"packing" has no meaning under stage: grpo'),
+    ({"train_on_prompt": True}, '"train_on_prompt" has no meaning under stage: grpo'),
+    ({"mask_history": True}, '"mask_history" has no meaning under stage: grpo'),
+    ({"predict_with_generate": True}, '"predict_with_generate" has no meaning under stage: grpo'),
+    ({"streaming": True, "max_steps": 2}, '"streaming" is not supported with stage: grpo'),
+    ({"stage": "ppo", "temperature": 0}, '"temperature" must be greater than 0. Received: 0.'),
+    ({"stage": "ppo", "num_generations": 2}, '"num_generations" must be 1 with stage: ppo.'),
+    ({"stage": "sft", "reward_funcs": None, "temperature": 0}, "Set do_sample: false for greedy decoding."),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+]
+OF_CONFIGS = [
+    (GRPOConfig, {"use_vllm": True}, "Leave use_vllm and vllm_* out."),
+    (GRPOConfig, {"ds3_gather_for_generation": False}, '"ds3_gather_for_generation" must be true'),
+    (GRPOConfig, {"auto_find_batch_size": True}, "a generation must hold whole groups of completions"),
+    (GRPOConfig, {"generation_kwargs": {"top": 5}}, '"generation_kwargs" has no "top".'),
+    (RLOOConfig, {"reward_clip_range": [1.0, 0.0]}, "must be a lower and a higher bound"),
+    (RLOOConfig, {"num_generations": 1}, "num_generations must be at least 2"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), BOTH + OF_YAML)
+def test_a_yaml_file_is_refused_with_its_sentence(tmp_path, given, words):
+    with pytest.raises(UserError) as error:
+        planned(tmp_path, **given)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "given", "words"), [(GRPOConfig, *row) for row in BOTH] + OF_CONFIGS)
+def test_a_config_is_refused_with_its_sentence(tmp_path, kind, given, words):
+    with pytest.raises((UserError, ValueError)) as error:
+        kind(output_dir=str(tmp_path), use_cpu=True, report_to="none", **given)
+    assert words in str(error.value).replace("`", '"')
