@@ -97,3 +97,14 @@ def test_a_generation_is_dealt_anew_where_another_number_of_processes_resumes_in
     whole, parted = (weights_in(tmp_path / name) for name in ("whole", "part"))
     for name, weight in whole.items():
         assert torch.allclose(weight, parted[name], rtol=0, atol=1e-6), name
+
+
+def test_sharded_weights_draw_the_same_completions_and_move_alike(tmp_path):
+    here = str(tmp_path)
+    train(options(here, **ONE, max_steps=2, output_dir=f"{here}/one"))
+    in_two_processes(run_with, here, {**TWO, "max_steps": 2, "fsdp": "full_shard", "output_dir": f"{here}/two"})
+    lines = [lines_of(tmp_path / name) for name in ("one", "two")]
+    assert [line["completion"] for line in lines[0]] == [line["completion"] for line in lines[1]]
+    whole, sharded = (weights_in(tmp_path / name) for name in ("one", "two"))
+    for name, weight in whole.items():
+        assert torch.allclose(weight, sharded[name], rtol=0, atol=1e-6), name
