@@ -43,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
         eps: added to the mean square.
         offset: 1 if a weight of zero means no scaling (Gemma).
 
-        Returns:
+    Returns:
         (..., H) in autocast's dtype if enabled, else in the dtype of ``x``, or of the weight if that is wider.
     """
     dtype = next_dtype(x, torch.promote_types(x.dtype, weight.dtype) if not offset else x.dtype)
