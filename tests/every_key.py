@@ -308,6 +308,7 @@ SEEN: dict[str, Row] = {
 
 SHOWN_BY: dict[str, str] = {
     "crop_to_patches": "app/image_options: tiles_of_internvl_are_off_on_demand",
+    "image_do_pan_and_scan": "app/image_options: crops_of_gemma_are_added_on_demand",
     "freeze_language_model": "models/images: parts_that_cannot_be_chosen_are_refused",
     "freeze_multi_modal_projector": "models/images: full_training_trains_the_parts_that_are_not_frozen",
     "freeze_vision_tower": "models/images: full_training_trains_the_parts_that_are_not_frozen",

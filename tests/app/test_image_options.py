@@ -61,6 +61,13 @@ def test_tiles_of_internvl_are_off_on_demand(workplace):  # noqa: F811
     assert sum(one) < sum(usual)
 
 
+def test_crops_of_gemma_are_added_on_demand(workplace):  # noqa: F811
+    sizes = [
+        lengths(workplace, "gemma3", image_do_pan_and_scan=crops, image_min_pixels=589824) for crops in (False, True)
+    ]
+    assert sum(sizes[1]) > sum(sizes[0])
+
+
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
 def test_the_backend_of_torchvision_is_named_where_it_is_missing(workplace):  # noqa: F811
     with pytest.raises(UserError, match="image_backend: torchvision needs the library 'torchvision'"):

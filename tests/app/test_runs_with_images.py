@@ -8,12 +8,14 @@ import torch
 
 from burnish.adapters.base import ADAPTERS
 from burnish.cli import main
-from burnish.run.images.batches import check_processes
+from burnish.run.images.batches import RowCollator, check_processes
 from burnish.run.plan.options import RunOptions
 from runs import history, same_weights
 from seeing import golden, image_models
 
 TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "gemma3": "gemma3", "llava": "llava", "internvl": "intern_vl"}
+OTHERS = {"paligemma": "paligemma", "mllama": "mllama", "llava_onevision": None, "smolvlm": None}
+"""Families without golden rows of LLaMA-Factory, and the named templates that are for them."""
 RECORDS = ("one", "two", "turns", "text")
 
 
@@ -22,7 +24,7 @@ def workplace(tmp_path_factory):
     """A folder with models, images and data sets of answers, pairs and verdicts."""
     folder = tmp_path_factory.mktemp("images")
     models = image_models()
-    for family in TEMPLATES:
+    for family in (*TEMPLATES, *OTHERS):
         model, processor = models.build(family)
         model.save_pretrained(folder / family)
         models.save_processor(processor, folder / family)
@@ -58,13 +60,14 @@ def train(workplace, out, family="qwen2_5_vl", **changes):
     """A run; returns its folder."""
     folder = workplace / out
     options = {
-        "model_name_or_path": str(workplace / family), "template": TEMPLATES[family], "stage": "sft",
+        "model_name_or_path": str(workplace / family), "template": {**TEMPLATES, **OTHERS}[family], "stage": "sft",
         "finetuning_type": "full", "dataset_dir": str(workplace / "data"), "dataset": "answers", "cutoff_len": 512,
         "output_dir": str(folder), "overwrite_output_dir": "resume_from_checkpoint" not in changes,
         "max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3,
         "logging_steps": 1, "use_cpu": True, "save_strategy": "no", "plot_loss": False, "lr_scheduler_type": "constant",
         **changes,
     }  # fmt: skip
+    options = {name: value for name, value in options.items() if value is not None}
     given = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
     assert main(["train", *(f"{name}={value}" for name, value in given.items())]) == 0
     return folder
@@ -81,6 +84,38 @@ def test_the_first_loss_is_that_of_transformers(workplace, family):
     expected = sum(row["loss"] * row["items"] for row in chosen) / sum(row["items"] for row in chosen)
     found = losses(train(workplace, f"first-{family}", family, max_steps=1))
     assert found == [pytest.approx(expected, abs=1e-4)]
+
+
+@pytest.mark.parametrize("family", [*TEMPLATES, "llava_onevision", "smolvlm", "paligemma"])
+@pytest.mark.parametrize("options", [{}, {"finetuning_type": "lora", "stage": "dpo", "dataset": "pairs"}], ids=str)
+def test_rows_with_images_are_padding_free_in_a_run(workplace, monkeypatch, capsys, family, options):
+    shapes = []
+
+    def seen(self, rows, own=RowCollator.__call__):
+        batch = own(self, rows)
+        shapes.append(tuple(batch["input_ids"].shape))
+        return batch
+
+    monkeypatch.setattr(RowCollator, "__call__", seen)
+    train(workplace, "shapes", family, max_steps=1, **options)
+    assert [rows for rows, _ in shapes] == [1]
+    assert "padded" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_have_the_same_losses_however_a_step_is_cut(workplace, family):
+    one = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 4}
+    alone = losses(train(workplace, f"alone-{family}", family, **one))
+    assert alone[1] < alone[0]
+    if family == "mllama":
+        return
+    assert losses(train(workplace, f"flat-{family}", family)) == pytest.approx(alone, abs=2e-5)
+
+
+def test_a_model_whose_rows_cannot_be_kept_apart_is_given_one_at_a_time(workplace, capsys):
+    with pytest.raises(AssertionError):
+        train(workplace, "mllama-4", "mllama")
+    assert "Set per_device_train_batch_size: 1." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,10 @@ def prepare(plan: Plan) -> Prepared:
     sets = load_data(plan, stats)
     config = load_config(options, options.cutoff_len, notes)
     tokenizer = load_tokenizer(options, notes)
-    family = load_family(options, config, tokenizer, notes, options)
+    refused: list[UserError] = []
+    family = load_family(options, config, tokenizer, notes, options, refused)
     template = load_template(options, tokenizer, family=family)
+    template.images_refused = next(iter(refused), None)
     notes += fit_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()  # so that the saved tokenizer renders the trained text
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))

@@ -215,7 +215,9 @@ class PlainTemplate(ConversationEncoder):
         is_masked = self.options.assistant_only
         given = [
             replace(
-                self._in_parts(_conversation(one)), parts=[(size, True), WHOLE] if size else [WHOLE], marks=is_masked
+                self._in_parts(_conversation(marks.written(one))),
+                parts=[(size, True), WHOLE] if size else [WHOLE],
+                marks=is_masked,
             )
             for one, size in zip(examples, contexts, strict=True)
         ]
@@ -236,16 +238,17 @@ class PlainTemplate(ConversationEncoder):
         self, example: Example, one: Conversation, asked: str, whole: Rendering, marks: Marks
     ) -> tuple[int, Ids, Sequence[int] | None, Sequence[ImageFile]]:
         """Return the start of the response, the ids, the mask of trainable tokens, and the images among the tokens."""
-        text = whole.text
+        text, images = whole.text, images_in(example)
+        front = marks.front(len(images))
         if self.options.assistant_only:
             ids, mask = self._between(one, text, whole.spans if self._is_marked else self._answers_in(one).spans)
             begun = self.encoder.boundaries(text, [common_start(asked, text)])[0][0]
-            made = marks.expanded(ids, images_in(example), mask)
-            return made.moved(begun), made.ids, made.mask, made.images
+            made = marks.expanded(front + ids, images, [0] * len(front) + list(mask))
+            return made.moved(len(front) + begun), made.ids, made.mask, made.images
         at = common_start(asked, text)
         pieces = [self.encoder.encode([piece])[piece] if piece else array("i") for piece in (text[:at], text[at:])]
-        made = marks.expanded(pieces[0] + pieces[1], images_in(example))
-        return made.moved(len(pieces[0])), made.ids, None, made.images
+        made = marks.expanded(front + pieces[0] + pieces[1], images)
+        return made.moved(len(front) + len(pieces[0])), made.ids, None, made.images
 
     def _in_parts(self, conversation: Conversation) -> Conversation:
         """Return the messages with their contents as parts, as TRL passes them to the template of a vision model."""

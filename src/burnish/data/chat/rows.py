@@ -85,6 +85,7 @@ class Template(ConversationEncoder):
         self.name, self.form, self.options, self.spec = name, form, options, spec
         self.marks = None if form.family is None else Marks(form.family)
         self.notes: list[str] = []
+        self.images_refused: UserError | None = None  # why a vision model cannot be given images
 
     def prompt(self, example: Example) -> list[int]:
         """Return the ids up to the beginning of the next response. A final response in the example is ignored."""
@@ -95,10 +96,10 @@ class Template(ConversationEncoder):
         if self.marks is None:
             return {"input_ids": self.form.prompt(example)}
         example = cleaned(example)
-        ids = array("i", self.form.prompt(example))
+        ids = array("i", self.form.prompt(self.marks.written(example)))
         messages = example.messages[: -1 if example.messages[-1:] and example.messages[-1].role in ANSWERING else None]
         images = images_in(replace(example, messages=messages))
-        made = self.marks.expanded(ids, images)
+        made = self.marks.expanded(self.marks.front(len(images)) + ids, images)
         row: Row = {"input_ids": made.ids.tolist()}
         return row | {"images": images_column(made.images)} if images else row
 
@@ -143,7 +144,8 @@ class Template(ConversationEncoder):
         ends = Ends(self.end_ids(), closing if self.spec and not last_only else None)
         wanted = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
         examples = examples if self.marks is None else [cleaned(example) for example in examples]
-        found = form.turns(examples, stats) if examples else []
+        written = examples if self.marks is None else [self.marks.written(example) for example in examples]
+        found = form.turns(written, stats) if examples else []
         for example, turns in zip(examples, found, strict=True):
             turns = turns and self._seen(example, turns, stats)
             if turns is None:
@@ -160,8 +162,7 @@ class Template(ConversationEncoder):
         """Return the turns with image tokens inserted; None if an image cannot be used (counted in ``stats``)."""
         if self.marks is None:
             if images_in(example):
-                what = "the record holds images, and burnish cannot give them to this model."
-                raise UserError(what, example.place, remedy="Leave the column of images out, or use another model.")
+                self._refuse_images(example)
             return turns
         images = images_in(example)
         try:
@@ -172,6 +173,14 @@ class Template(ConversationEncoder):
         except BadImage as error:
             stats.add(dropped(str(error)), example)
             return None
+
+    def _refuse_images(self, example: Example) -> None:
+        what, remedy = "the record holds images, and this model reads text only.", "Leave the column of images out."
+        if self.images_refused is not None:
+            (problem, *_) = self.images_refused.problems
+            where = f"{problem.where}: " if problem.where else ""
+            what, remedy = f"the record holds images, which cannot be used: {where}{problem.what}", problem.remedy
+        raise UserError(what, example.place, remedy=remedy)
 
     def _shrunk(self, example: Example, turns: list[Turn], made: list[Turn], stats: DataStats) -> list[Turn]:
         """Shrink all images by the same factor until the row fits. Return the original turns if that is impossible."""

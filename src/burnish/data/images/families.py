@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from burnish.config.errors import UserError
-from burnish.data.images import grids, tiles  # noqa: F401 - their families register themselves
+from burnish.data.images import grids, other_families, tiles  # noqa: F401 - their families register themselves
 from burnish.data.images.family import FAMILIES, Checkpoint, Family
+from burnish.data.images.other_families import any_family
 
 
 def family_of(source: Checkpoint) -> Family:
     """The family of a checkpoint.
 
     Raises:
-        UserError: for a model type that no family covers, with those that are covered.
+        UserError: for a model type that no family covers, if its composed processor cannot be loaded.
     """
     name = family_name(source.config)
     if name not in FAMILIES:
-        raise UserError(
-            f"Models of type {name} cannot be trained on images yet.",
-            remedy=f"Model types: {', '.join(sorted(FAMILIES.names()))}.",
-        )
+        return any_family(source, sorted(FAMILIES.names()))
     return FAMILIES[name](source)
 
 

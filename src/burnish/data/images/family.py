@@ -45,6 +45,7 @@ class Checkpoint:
         tokenizer: with the control tokens.
         settings: ``processor_config.json`` as it is in the folder; empty where there is none.
         shrinks: images whose row is too long are made smaller (``image_fit``).
+        composed: the composed processor, for a model of no registered family.
     """
 
     config: Any
@@ -52,6 +53,7 @@ class Checkpoint:
     tokenizer: Any
     settings: Mapping[str, Any] = field(default_factory=dict)
     shrinks: bool = False
+    composed: Any = None
 
 
 class Family:
@@ -71,6 +73,8 @@ class Family:
     own = ""
     around: tuple[str, ...] = ()
     """Control tokens directly around the mark, which a truncated row keeps with their image."""
+    in_front = False
+    """Whether images stand before the text of the template, wherever the record has them."""
     squeezes = False
     """Whether LLaMA-Factory also raises a side below 28 pixels, and squeezes an image beyond ``MOST_ASPECT``."""
 
@@ -103,6 +107,10 @@ class Family:
 
     def _made(self, width: int, height: int) -> Ids:
         raise NotImplementedError
+
+    def before(self, image: ImageFile) -> str:
+        """The text that the image processor's own text puts before an image of this size, as if the record held it."""
+        return ""
 
     def of(self, image: ImageFile, num_images: int = 1) -> Ids:
         """The ids that replace the mark of an image. Args: num_images: in its row, itself included."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import BadImage, ImageFile
-from burnish.loop.types import IGNORE_INDEX, IMAGE, Example, Ids, Message
+from burnish.loop.types import IGNORE_INDEX, IMAGE, ContentPart, Example, Ids, Message
 
 if TYPE_CHECKING:
     from burnish.data.chat.labels import Segment, Turn
@@ -47,6 +47,29 @@ def _clean(message: Message) -> Message:
     return replace(message, content=tuple(parts))
 
 
+def with_parts(message: Message, parts: Sequence[ContentPart]) -> Message:
+    """The message with these parts, also as a chat template is given it."""
+    raw = message.raw
+    if raw is not None:
+        content = [{"type": "image"} if p.kind == "image" else {"type": "text", "text": p.value} for p in parts]
+        raw = {**raw, "content": content}
+    return replace(message, content=tuple(parts), raw=raw)
+
+
+def without_images(example: Example) -> Example:
+    """The example with the texts of its messages only."""
+    return replace(example, messages=tuple(replace(m, content=_text_of(m), raw=_raw_text(m)) for m in example.messages))
+
+
+def _text_of(message: Message) -> str:
+    return message.text.replace(IMAGE, "")
+
+
+def _raw_text(message: Message) -> Any:
+    is_in_parts = message.raw is not None and isinstance(message.raw.get("content"), list)
+    return {**message.raw, "content": _text_of(message)} if message.raw and is_in_parts else message.raw
+
+
 class Marks:
     """Replaces marks by the ids of a family."""
 
@@ -71,9 +94,42 @@ class Marks:
 
     def turns(self, turns: Sequence[Turn], images: Sequence[ImageFile]) -> list[Turn]:
         """Turns in which each mark is replaced, before they have labels."""
+        turns = self._with_front(turns, len(images))
         marks = iter(self.spans([token for segment in chain(*turns) for token in segment.ids], images))
         left = iter(images)
         return [(self._segment(before, marks, left), self._segment(after, marks, left)) for before, after in turns]
+
+    def written(self, example: Example) -> Example:
+        """What a template is given: without images where they stand before its text, and with the text before each."""
+        if self.family.in_front:
+            return without_images(example) if images_in(example) else example
+        if not any(self.family.before(image) for image in images_in(example)):
+            return example
+        return replace(example, messages=tuple(map(self._introduced, example.messages)))
+
+    def _introduced(self, message: Message) -> Message:
+        """A message with the family's text before each of its images."""
+        parts: list[ContentPart] = []
+        for part in message.parts:
+            said = self.family.before(part.value) if part.kind == "image" else ""
+            parts += [ContentPart("text", said), part] if said else [part]
+        return with_parts(message, parts) if message.images else message
+
+    def front(self, num_images: int) -> Ids:
+        """The marks that stand before the text of a template."""
+        return array("i", [self.family.mark_id] * (num_images * self.family.in_front))
+
+    def _with_front(self, turns: Sequence[Turn], num_images: int) -> Sequence[Turn]:
+        marks = self.front(num_images)
+        if not marks:
+            return turns
+        (first, answer), *others = turns
+        content = first.content
+
+        def flags() -> list[bool]:
+            return [False] * len(marks) + list(content())
+
+        return [(replace(first, ids=marks + first.ids, begin=first.begin + len(marks), content=flags), answer), *others]
 
     def _segment(self, segment: Segment, marks: Any, left: Any) -> Segment:
         places = [place for place, token in enumerate(segment.ids) if token == self.family.mark_id]

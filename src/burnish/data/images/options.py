@@ -41,6 +41,9 @@ class ImageOptions:
     crop_to_patches: bool | None = option(
         None, "Cut images into tiles (InternVL). Default: as the checkpoint's image processor has it."
     )
+    image_do_pan_and_scan: bool | None = option(
+        None, "Add crops of long images (Gemma 3). Default: as the checkpoint's image processor has it."
+    )
 
 
 class ImageChoices(Protocol):
@@ -52,6 +55,7 @@ class ImageChoices(Protocol):
     image_fit: Literal["keep", "shrink"]
     image_backend: Literal["pil", "torchvision"]
     crop_to_patches: bool | None
+    image_do_pan_and_scan: bool | None
 
 
 def backend_of(options: ImageChoices | None) -> str:
@@ -62,6 +66,14 @@ def shrinks_images(options: ImageChoices | None) -> bool:
     return options is not None and options.image_fit == "shrink"
 
 
+PAN_AND_SCAN = {
+    "pan_and_scan_min_crop_size": 256,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+"""Defaults of transformers' composed processor (models/gemma3/processing_gemma3.py); checkpoints have null."""
+
+
 def apply_image_options(processor: Any, config: Any, options: ImageChoices) -> list[str]:
     """Give an image processor the settings of the options.
 
@@ -69,11 +81,18 @@ def apply_image_options(processor: Any, config: Any, options: ImageChoices) -> l
         a sentence for each option that has no effect on this model.
     """
     notes = []
-    tiles = options.crop_to_patches
-    if tiles is not None and hasattr(processor, "crop_to_patches"):
-        processor.crop_to_patches = tiles
-    elif tiles is not None:
-        notes.append(f'"crop_to_patches" has no effect on {config.model_type}: it belongs to InternVL.')
+    of_families = (
+        ("crop_to_patches", "crop_to_patches", options.crop_to_patches, "InternVL"),
+        ("image_do_pan_and_scan", "do_pan_and_scan", options.image_do_pan_and_scan, "Gemma 3"),
+    )
+    for option_name, name, value, family in of_families:
+        if value is not None and hasattr(processor, name):
+            setattr(processor, name, value)
+            for setting, default in PAN_AND_SCAN.items() if name == "do_pan_and_scan" else ():
+                if getattr(processor, setting) is None:
+                    setattr(processor, setting, default)
+        elif value is not None:
+            notes.append(f'"{option_name}" has no effect on {config.model_type}: it belongs to {family}.')
     most = (processor.size or {}).get("longest_edge") if str(config.model_type).startswith(("qwen", "glm")) else None
     if most is not None and most < options.image_max_pixels != ImageOptions.image_max_pixels:
         notes.append(

@@ -12,6 +12,7 @@ from math import ceil, floor, sqrt
 from typing import Any
 
 from burnish.data.images.family import FAMILIES, Family, repeated
+from burnish.data.images.image_file import ImageFile
 from burnish.loop.types import Ids
 
 
@@ -110,6 +111,19 @@ class LlavaOnevision(LlavaNext):
         return repeated(self.placeholder_id, rows * columns + rows + self._per_tile - self._loss)
 
 
+@FAMILIES.register("paligemma", words=("<image>",))
+class PaliGemma(Llava):
+    """A fixed number of ``<image>`` before bos (processing_paligemma.py)."""
+
+    in_front = True
+
+    @cached_property
+    def _per_tile(self) -> int:
+        vision = self.source.config.vision_config
+        own = getattr(self.processor, "image_seq_length", None)
+        return int(own or (int(vision.image_size) // int(vision.patch_size)) ** 2)
+
+
 @FAMILIES.register("gemma3", words=("<start_of_image>", "<image_soft_token>"))
 class Gemma3(Family):
     """Blank lines around ``<start_of_image>``, a fixed number of placeholders, ``<end_of_image>``
@@ -120,8 +134,24 @@ class Gemma3(Family):
 
     def _made(self, width: int, height: int) -> Ids:
         count = int(self.setting("image_seq_length", self.source.config.mm_tokens_per_image))
-        begin, end = array("i", [self.mark_id]), array("i", [self.token_id("<end_of_image>")])
-        return begin + repeated(self.placeholder_id, count) + end
+        one = f"{self.mark}{self.placeholder * count}<end_of_image>"
+        crops = " ".join([f"\n\n{one}\n\n"] * self._num_crops(width, height)).removesuffix("\n\n")
+        return self.text_ids(f"{one}\n\n and here are some crops to help you see better {crops}" if crops else one)
+
+    def before(self, image: ImageFile) -> str:
+        return "Here is the original image " if self._num_crops(*self.given_sizes(image)[-1]) else ""
+
+    def _num_crops(self, width: int, height: int) -> int:
+        """Crops of pan and scan, beside the whole image (image_processing_pil_gemma3.py, ``pan_and_scan``)."""
+        processor = self.processor
+        longer, shorter = max(width, height), min(width, height)
+        if not processor.do_pan_and_scan or longer / shorter < processor.pan_and_scan_min_ratio_to_activate:
+            return 0
+        least = int(processor.pan_and_scan_min_crop_size)
+        crops = min(
+            max(2, min(longer // least, floor(longer / shorter + 0.5))), int(processor.pan_and_scan_max_num_crops)
+        )
+        return crops if min(ceil(longer / crops), shorter) >= least else 0
 
     def processed(self, width: int, height: int) -> tuple[int, int]:
         return int(self.processor.size["width"]), int(self.processor.size["height"])

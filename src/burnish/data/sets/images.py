@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from burnish.data.images.image_file import BadImage
+from burnish.data.images.in_rows import with_parts
 from burnish.data.images.sources import MissingImage, Sight
 from burnish.data.sets.records import BadRecord, Layout, Record, as_text, listed
 from burnish.data.stats import kept
@@ -182,15 +183,6 @@ def _filled(message: Message, left: Iterator[Any]) -> Message:
     for other in others:
         parts += [ContentPart("image", next(left)), ContentPart("text", other)]
     return with_parts(message, [part for part in parts if part.value != ""])
-
-
-def with_parts(message: Message, parts: Sequence[ContentPart]) -> Message:
-    """Return the message with these parts. Its raw form for chat templates is updated too."""
-    raw = message.raw
-    if raw is not None:
-        content = [{"type": "image"} if p.kind == "image" else {"type": "text", "text": p.value} for p in parts]
-        raw = {**raw, "content": content}
-    return replace(message, content=tuple(parts), raw=raw)
 
 
 def _before_first_user(messages: Sequence[Message], images: Sequence[Any]) -> list[Message]:

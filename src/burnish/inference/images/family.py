@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.images.families import family_of
-from burnish.data.images.family import Checkpoint, Family
+from burnish.data.images.families import family_name, family_of
+from burnish.data.images.family import FAMILIES, Checkpoint, Family
 from burnish.data.images.options import ImageChoices, apply_image_options, backend_of, shrinks_images
-from burnish.models.images.processor import load_image_processor
+from burnish.data.images.other_families import AnyFamily
+from burnish.models.images.processor import load_composed_processor, load_image_processor
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source
 from burnish.utils.json_files import read_object
@@ -17,13 +18,14 @@ from burnish.utils.json_files import read_object
 
 def load_family(
     options: ModelOptions, config: Any, tokenizer: Any, notes: list[str] | None = None,
-    images: ImageChoices | None = None,
+    images: ImageChoices | None = None, refused: list[UserError] | None = None,
 ) -> Family | None:  # fmt: skip
     """The family of the model, if it sees.
 
     Args:
         images: the options of images; by default all of them are at their defaults.
-        notes: gets the reason where images cannot be used; the model may be trained on text all the same.
+        notes: gets what the user should know.
+        refused: gets the reason where images cannot be used; the model may be trained on text all the same.
     """
     if getattr(config, "vision_config", None) is None:
         return None
@@ -34,8 +36,14 @@ def load_family(
         processor = load_image_processor(options, backend_of(images))
         if images is not None and notes is not None:
             notes += apply_image_options(processor, config, images)
-        return family_of(Checkpoint(config, processor, tokenizer, settings, shrinks_images(images)))
+        composed = None if family_name(config) in FAMILIES else load_composed_processor(options)
+        found = family_of(Checkpoint(config, processor, tokenizer, settings, shrinks_images(images), composed))
+        if isinstance(found, AnyFamily) and notes is not None:
+            notes.append(found.note)
+        return found
     except UserError as error:
         if notes is not None:
             notes.append(f"Images cannot be used: {error}")
+        if refused is not None:
+            refused.append(error)
         return None

@@ -56,6 +56,7 @@ class ImageLayout:
         both_ways: the tokens that see each other (``masks``), "" for none.
         first_position: the position of the first token.
         needs_row: whether features of an image depend on whether its row holds others too (LLaVA-OneVision).
+        crosses: text attends to images, which have no features in the place of tokens (Mllama).
     """
 
     placeholder: int
@@ -64,6 +65,7 @@ class ImageLayout:
     both_ways: str = ""
     first_position: int = 0
     needs_row: bool = False
+    crosses: bool = False
     model_type: str = ""
 
     @property
@@ -82,7 +84,7 @@ class ImageLayout:
         both_ways = SEES_BOTH_WAYS.get(config.model_type, "")
         return cls(
             placeholder, "mrope_section" in rope, merge, both_ways, int(config.model_type == "paligemma"),
-            config.model_type == "llava_onevision", config.model_type,
+            config.model_type == "llava_onevision", config.model_type == "mllama", config.model_type,
         )  # fmt: skip
 
 
@@ -114,14 +116,13 @@ class ImageCollator:
         rows = [{name: value for name, value in row.items() if name != "images"} for row in rows]
         if not any(placed) and not self.is_for_text:
             return self.collate(rows)
-        if self.layout.needs_row and any(len(of_row) > 1 for of_row in placed):
-            what = f"a row has several images, and {self.layout.model_type} is trained on one image per row only."
-            raise UserError(what, remedy="Leave out records with several images, or use another model.")
-        distinct = {image.identity: image for of_row in placed for image in of_row}
-        tensors = {identity: self.prepare(image) for identity, image in distinct.items()}
+        if self.layout.crosses and any(placed):
+            return self._crossed(rows, placed)
+        distinct = {self._key(image, of_row): image for of_row in sorted(placed, key=len) for image in of_row}
+        tensors = {key: self.prepare(image) for key, image in distinct.items()}
         counts = dict.fromkeys(distinct, 0)
         for row, of_row in zip(rows, placed, strict=True):
-            counts |= {image.identity: len(self._places(row, image)) for image in of_row}
+            counts |= {self._key(image, of_row): len(self._places(row, image)) for image in of_row}
         begins = dict(zip(distinct, accumulate(counts.values(), initial=0), strict=False))
         batch = self.seeing(
             [
@@ -130,11 +131,41 @@ class ImageCollator:
             ]
         )
         if distinct:
-            made = self.processor.joined(list(tensors.values()))
+            made = self.processor.joined(list(tensors.values())) | self._rows_of(distinct)
             batch |= {**made, "images": ImageFeatures(tuple(made), tuple(counts.values()))}
         else:
             del batch["image_features"]
         return self._with_positions(batch)
+
+    def _key(self, image: ImageOfRow, of_row: Sequence[ImageOfRow]) -> tuple[str, bool]:
+        """Equal for images with the same features."""
+        return image.identity, self.layout.needs_row and len(of_row) > 1
+
+    def _rows_of(self, distinct: Mapping[tuple[str, bool], Any]) -> dict[str, torch.Tensor]:
+        """LLaVA-OneVision's ``batch_num_images``: rows of one image each, then one row with all others. The model asks
+        only whether a row has several, so the last number is at least two."""
+        if not self.layout.needs_row:
+            return {}
+        several = sum(has_others for _, has_others in distinct)
+        counts = [1] * (len(distinct) - several) + [max(2, several)] * bool(several)
+        return {"batch_num_images": torch.tensor(counts)}
+
+    def _crossed(self, rows: Sequence[Row], placed: Sequence[Sequence[Any]]) -> Batch:
+        """One row whose text attends to its images (Mllama): from each image's mark on, up to the next image.
+
+        Source: transformers, models/mllama/processing_mllama.py (``get_cross_attention_token_mask``).
+        """
+        (row,), (images,) = rows, placed
+        batch = self.seeing([row])
+        made = self.processor.joined([self.prepare(image) for image in images])
+        length, tiles = len(row["input_ids"]), made["aspect_ratio_mask"].sum(-1)[0].tolist()
+        mask = torch.zeros(1, length, len(images), made["aspect_ratio_mask"].shape[-1], dtype=torch.long)
+        end = next_begin = length
+        for number, image in reversed(list(enumerate(images))):
+            end = end if next_begin == image.end else next_begin  # images beside each other are seen by the same text
+            mask[0, image.begin : end, number, : tiles[number]] = 1
+            next_begin = image.begin
+        return {**batch, **made, "cross_attention_mask": mask}
 
     def _places(self, row: Row, one: ImageOfRow) -> list[int]:
         """The places of the placeholders of an image."""
@@ -142,14 +173,14 @@ class ImageCollator:
         return [at for at in range(one.begin, one.end) if ids[at] == placeholder]
 
     def _columns(
-        self, number: int, row: Row, placed: Sequence[ImageOfRow], begins: Mapping[str, int],
-        tensors: Mapping[str, Tensors],
+        self, number: int, row: Row, placed: Sequence[ImageOfRow], begins: Mapping[tuple[str, bool], int],
+        tensors: Mapping[tuple[str, bool], Tensors],
     ) -> dict[str, list[int]]:  # fmt: skip
         """The columns of a row's tokens."""
         length = len(row["input_ids"])
         features = [0] * length
         for one in placed:
-            begin = begins[one.identity]
+            begin = begins[self._key(one, placed)]
             for count, place in enumerate(self._places(row, one), start=1):
                 features[place] = begin + count
         held = sum(token == self.layout.placeholder for token in row["input_ids"])
@@ -158,7 +189,7 @@ class ImageCollator:
             raise UserError(what, remedy="Encode the data again (overwrite_cache: true).")
         found = {"image_features": features, "content_hashes": features}
         if self.layout.has_grid_positions:
-            grids = [tensors[one.identity]["image_grid_thw"][0].tolist() for one in placed]
+            grids = [tensors[self._key(one, placed)]["image_grid_thw"][0].tolist() for one in placed]
             begins_of = [self._places(row, one) for one in placed]
             found |= dict(zip(ROPE_COLUMNS, grid_positions(length, begins_of, grids, self.layout.merge), strict=True))
         if self.layout.both_ways:

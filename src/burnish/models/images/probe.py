@@ -45,11 +45,11 @@ def keeps_images_apart(model: nn.Module, collator: ImageCollator) -> bool:
     Args:
         model: a vision model that was prepared (``features.make_seeing``).
     """
-    collator = _of_drawn(collator)
+    collator = of_drawn(collator)
     try:
         with asking(model) as ask:
-            rows = list(_rows(model, collator))
-            expected = [ask(**_on(model, _native(model, collator, row)))[0] for row in rows]
+            rows = list(drawn_rows(model, collator))
+            expected = [ask(**_on(model, native(model, collator, row)))[0] for row in rows]
             for changed in (None, *(number for number, row in enumerate(rows) if row["images"])):
                 others = [_negated(row) if number == changed else row for number, row in enumerate(rows)]
                 found = _by_row(ask(**_on(model, collator(others))), rows)
@@ -60,7 +60,7 @@ def keeps_images_apart(model: nn.Module, collator: ImageCollator) -> bool:
         return False
 
 
-def _of_drawn(collator: ImageCollator) -> ImageCollator:
+def of_drawn(collator: ImageCollator) -> ImageCollator:
     """The collator, for rows of the probe."""
     return ImageCollator(
         collator.collate, collator.seeing, collator.layout, collator.processor, lambda row: row.get("images", []),
@@ -68,7 +68,7 @@ def _of_drawn(collator: ImageCollator) -> ImageCollator:
     )  # fmt: skip
 
 
-def _rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
+def drawn_rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
     """Rows of random text with images between: two, one near the beginning, none."""
     from PIL import Image
 
@@ -77,24 +77,43 @@ def _rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
     for number, (width, height) in enumerate(_SIZES):
         pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
         image = Image.fromarray(pixels.numpy())
-        images.append((Drawn(f"drawn {number}", image), num_features(model, collator.processor.tensors(image))))
-    words = causal_lm(model).get_input_embeddings().weight.shape[0]
+        images.append(Drawn(f"drawn {number}", image))
+    words = _words(causal_lm(model))
     placeholder = collator.layout.placeholder
-    for parts in _ROWS if not collator.layout.needs_row else _ROWS[1:]:
+    for parts in _ROWS:
         ids: list[int] = []
         placed: list[Drawn] = []
+        num_images = sum(isinstance(part, str) for part in parts)
         for part in parts:
             if isinstance(part, str):
-                one, count = images[int(part)]
+                one = images[int(part)]
+                count = _num_tokens(model, collator, one, num_images)
                 placed.append(replace(one, begin=len(ids), end=len(ids) + count))
                 ids += [placeholder] * count
                 continue
-            drawn = torch.randint(words - 1, (part,), generator=generator).tolist()
-            ids += [token + (token >= placeholder) for token in drawn]  # every token but the placeholder
+            drawn = torch.randint(len(words), (part,), generator=generator).tolist()
+            ids += [words[number] for number in drawn]
         yield {"input_ids": ids, "labels": [IGNORE_INDEX] * (len(ids) - 1) + ids[-1:], "images": placed}
 
 
-def _native(model: nn.Module, collator: ImageCollator, row: Row) -> Batch:
+def _words(model: Any) -> list[int]:
+    """All tokens but those that the configuration names, such as placeholders of images and videos: transformers takes
+    positions from them."""
+    named = {value for name, value in model.config.to_dict().items() if name.endswith(("_token_id", "_token_index"))}
+    return sorted(set(range(model.get_input_embeddings().weight.shape[0])) - named)
+
+
+def _num_tokens(model: nn.Module, collator: ImageCollator, drawn: Drawn, num_images: int) -> int:
+    """Placeholders of an image. Args: num_images: of its row."""
+    if collator.layout.crosses:
+        return 1
+    tensors = collator.processor.tensors(drawn.image)
+    if collator.layout.needs_row:
+        tensors["batch_num_images"] = torch.tensor([num_images])
+    return num_features(model, tensors)
+
+
+def native(model: nn.Module, collator: ImageCollator, row: Row) -> Batch:
     """A row alone as transformers' own processors give it to the model: without positions or masks."""
     ids = torch.tensor([row["input_ids"]])
     is_image = (ids == collator.layout.placeholder).long()

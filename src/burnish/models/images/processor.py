@@ -32,6 +32,9 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 COMPANIONS = (*FILES, "video_preprocessor_config.json")
 """Files of a vision model, which an adapter or a merged model needs unchanged."""
 
+CROSSED = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+"""Tensors that Mllama takes, whose text attends to images: each of (1, images, ...)."""
+
 Tensors = Mapping[str, Tensor]
 
 
@@ -54,6 +57,8 @@ class ImageProcessor:
             UserError: where features of images cannot be asked of the model.
         """
         base = causal_lm(model).base_model
+        if getattr(base.config, "model_type", "") == "mllama":
+            return cls(processor, CROSSED)
         if not hasattr(base, "get_image_features"):
             name = type(causal_lm(model)).__name__
             what = f"{name} cannot be trained on images: it has no features that take the place of tokens."
@@ -68,11 +73,13 @@ class ImageProcessor:
     def joined(self, each: Sequence[Tensors]) -> dict[str, Tensor]:
         """The tensors of several images as one set, in their order.
 
-        Tiles that a model takes on the second axis (``pixel_attention_mask``, of (1, tiles, S, S)) are joined there.
+        Tiles that a model takes on the second axis (``pixel_attention_mask``, of (1, tiles, S, S)) are joined there,
+        and so are the images of a row of Mllama.
         Where images differ in size or in their number of tiles, the smaller ones are filled with zeros.
         """
-        has_tiles_second = "pixel_attention_mask" in each[0] and each[0]["pixel_attention_mask"].ndim == 4
-        return {name: _joined([one[name] for one in each], int(has_tiles_second)) for name in each[0]}
+        is_in_tiles = "pixel_attention_mask" in each[0] and each[0]["pixel_attention_mask"].ndim == 4
+        axis = int(is_in_tiles or "aspect_ratio_ids" in each[0])
+        return {name: _joined([one[name] for one in each], axis) for name in each[0]}
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -126,6 +133,18 @@ def load_image_processor(options: ModelOptions, backend: str = "pil", **settings
             else f"Download {' or '.join(FILES)} again."
         )
         raise UserError(what, where=source.name, remedy=remedy) from error
+
+
+def load_composed_processor(options: ModelOptions) -> Any:
+    """transformers' composed processor of the model; None where it cannot be loaded."""
+    from transformers import AutoProcessor
+
+    source = find_source(options.model_name_or_path, options)
+    try:
+        found = AutoProcessor.from_pretrained(source.name, **hub_arguments(options))
+    except (*UNUSABLE, ImportError):
+        return None
+    return found if hasattr(found, "image_processor") else None
 
 
 def copy_companions(config: Any, folder: Path) -> None:

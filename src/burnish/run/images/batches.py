@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from burnish.config.errors import Problem, UserError
+from burnish.config.options import raise_if
 from burnish.data.batches.batching import collate_padding_free, collator, sequences_of
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import images_of
@@ -82,6 +83,8 @@ def collator_of(
     """
     make_seeing(model)
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor)
+    if layout.crosses:
+        raise_if(_check_single_rows(options, model))
     prepared = _prepared(options, family, processor)
 
     def seeing(is_flat: bool, shares: bool = False) -> ImageCollator:
@@ -89,6 +92,11 @@ def collator_of(
         of_images = collate_padding_free if is_flat and layout.both_ways else text
         return ImageCollator(text, of_images, layout, processor, images_of, prepared)
 
+    if layout.crosses:
+        made = seeing(is_flat=False)
+        note = f"{type(model).__name__} mixes rows of one batch where they hold images, so each batch is one row."
+        capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False, notes=(note,))
+        return RowCollator(made, made.collate, prepared if isinstance(prepared, PreparedAhead) else None), capabilities
     may_be_flat = capabilities.is_padding_free or (bool(layout.both_ways) and options.padding_free)
     is_flat = may_be_flat and keeps_images_apart(model, seeing(is_flat=True))
     if not is_flat and not keeps_images_apart(model, seeing(is_flat=False)):
@@ -102,6 +110,23 @@ def collator_of(
         capabilities = replace(capabilities, is_padding_free=is_flat, shares_prefixes=shares, notes=notes)
     made = seeing(is_flat, capabilities.shares_prefixes)
     return RowCollator(made, made.collate, prepared if isinstance(prepared, PreparedAhead) else None), capabilities
+
+
+def _check_single_rows(options: RunOptions, model: Any) -> list[Problem]:
+    """Problems of a model whose rows with images influence each other in every batch of several."""
+    name = type(model).__name__
+    what = f"{name} mixes rows with images that are beside each other, also in padded batches."
+    problems = []
+    if options.stage != "sft":
+        why = f"A batch of stage {options.stage} has several rows for each example."
+        problems.append(Problem(what, why=why, remedy="Use stage sft, or a model of another family.", option="stage"))
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        if getattr(options, name) != 1:
+            problems.append(Problem(what, remedy=f"Set {name}: 1.", option=name))
+    for name in ("packing", "max_tokens_per_batch"):
+        if getattr(options, name, None):
+            problems.append(Problem(what, remedy=f"Leave {name} out.", option=name))
+    return problems
 
 
 def _prepared(options: RunOptions, family: Family, processor: ImageProcessor) -> Callable[[Any], Any]:

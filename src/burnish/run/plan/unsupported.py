@@ -185,7 +185,7 @@ _absent(
 )  # fmt: skip
 _no_effect(
     "burnish trains on text and images.",
-    "image_do_pan_and_scan video_max_pixels video_min_pixels image_resolution video_resolution video_fps video_maxlen "
+    "video_max_pixels video_min_pixels image_resolution video_resolution video_fps video_maxlen "
     "use_audio_in_video audio_sampling_rate",
 )
 

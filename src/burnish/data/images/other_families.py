@@ -1,0 +1,78 @@
+"""Families of one token per image (Mllama), and of any other model, whose composed processor is asked.
+
+Sources: transformers, models/mllama/processing_mllama.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.data.images.family import FAMILIES, Checkpoint, Family
+from burnish.loop.types import Ids
+
+
+@FAMILIES.register("mllama", words=("<|image|>",))
+class Mllama(Family):
+    """One ``<|image|>`` per image, which the text behind it attends to."""
+
+    mark = "<|image|>"
+
+    def patches(self, width: int, height: int) -> int:
+        vision = self.source.config.vision_config
+        per_tile = (int(vision.image_size) // int(vision.patch_size)) ** 2 + 1
+        return int(self.processor.max_image_tiles) * per_tile
+
+    def _made(self, width: int, height: int) -> Ids:
+        return array("i", [self.mark_id])
+
+
+class AnyFamily(Family):
+    """A model of which nothing is known: its composed processor is asked, once per size of images, with a blank image.
+
+    Args:
+        source: with ``composed``.
+    """
+
+    def __init__(self, source: Checkpoint) -> None:
+        config, tokenizer = source.config, source.tokenizer
+        names = ("image_token_id", "image_token_index")
+        found = next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
+        if found is None:
+            what = (
+                f"the configuration of {config.model_type} has no image_token_id, the token that stands for an image."
+            )
+            raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
+        self.placeholder = str(tokenizer.convert_ids_to_tokens(int(found)))
+        self.mark = str(getattr(source.composed, "image_token", None) or self.placeholder)
+        super().__init__(source)
+
+    def _made(self, width: int, height: int) -> Ids:
+        from PIL import Image
+
+        blank = Image.new("RGB", (width, height), "white")
+        made = self.source.composed(images=[blank], text=[self.mark], add_special_tokens=False)
+        return array("i", list(made["input_ids"][0]))
+
+    @property
+    def note(self) -> str:
+        """A sentence for the user on how images are written."""
+        return (
+            f"Models of type {self.model_type} have no rules of their own here: images are written as transformers' "
+            f"{type(self.source.composed).__name__} writes them, and a probe decides whether rows stay apart."
+        )
+
+
+def any_family(source: Checkpoint, known: Any) -> AnyFamily:
+    """The family of a model of another type than ``known``.
+
+    Raises:
+        UserError: where its composed processor cannot be loaded, or the model names no token for images.
+    """
+    if source.composed is None:
+        raise UserError(
+            f"Models of type {source.config.model_type} cannot be trained on images: their processor cannot be loaded.",
+            remedy=f"Model types that need none: {', '.join(known)}.",
+        )
+    return AnyFamily(source)

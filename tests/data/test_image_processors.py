@@ -1,0 +1,187 @@
+"""Rows with images are those that transformers' composed processors make of the same text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from burnish.config.errors import UserError
+from burnish.data.chat.choose import TemplateOptions, load_template
+from burnish.data.chat.plain import PlainOptions, PlainTemplate
+from burnish.data.chat.truncate import EncodingOptions
+from burnish.data.images.families import family_of
+from burnish.data.images.family import Checkpoint, Family
+from burnish.data.images.image_file import images_of, read_header
+from burnish.data.images.options import ImageOptions, apply_image_options
+from burnish.data.images.other_families import AnyFamily
+from burnish.data.stats import DataStats
+from burnish.loop.types import ContentPart, Example, Message
+from burnish.models.images.collator import ImageCollator, ImageLayout
+from burnish.models.images.features import make_seeing
+from burnish.models.images.probe import keeps_images_apart
+from burnish.models.images.processor import ImageProcessor
+from seeing import WAYS, image_models
+
+NAMES = ["p4_48x48.png", "p5_200x40.png", "p6_40x130.png"]
+
+
+class Options(TemplateOptions, EncodingOptions):
+    """The options of rows."""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    image_models().write_images(tmp_path, NAMES)
+    return tmp_path
+
+
+def parts(*pieces: Any) -> tuple[ContentPart, ...]:
+    return tuple(ContentPart("text" if isinstance(one, str) else "image", one) for one in pieces)
+
+
+def asked(folder, *pieces: str) -> Example:
+    """A question with images where a piece names a file, and its answer."""
+    content = [read_header(folder / one) if one in NAMES else one for one in pieces]
+    raw = [{"type": "image"} if one in NAMES else {"type": "text", "text": one} for one in pieces]
+    return Example(
+        messages=(
+            Message("user", parts(*content), raw={"role": "user", "content": raw}),
+            Message("assistant", "A shape.", raw={"role": "assistant", "content": "A shape."}),
+        ),
+        source="v.json", number=7,
+    )  # fmt: skip
+
+
+def images(example: Example) -> list[Any]:
+    return [image_models().image(image.path.rsplit("/", 1)[-1]) for image in example.messages[0].images]
+
+
+def family(config: Any, composed: Any, is_given: bool = False) -> Family:
+    composed.tokenizer.chat_template = composed.chat_template
+    return family_of(
+        Checkpoint(
+            config,
+            composed.image_processor,
+            composed.tokenizer,
+            composed.golden_config,
+            composed=composed if is_given else None,
+        )
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("text", ["Say this: ", "What is this?", ""])
+def test_pan_and_scan_of_gemma_writes_the_crops_as_its_processor_does(folder, name, text):
+    model, composed = image_models().FAMILIES["gemma3"]()
+    found = family(model.config, composed)
+    apply_image_options(composed.image_processor, model.config, ImageOptions(image_do_pan_and_scan=True))
+    composed.image_processor.pan_and_scan_min_crop_size = 20
+    example = asked(folder, text, name, "Well?")
+    (row,) = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found).encode([example], DataStats())
+    chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
+    made = composed(
+        text=chat, images=images(example), add_special_tokens=False, return_tensors="pt", do_pan_and_scan=True,
+        pan_and_scan_min_crop_size=20,
+    )  # fmt: skip
+    assert row["input_ids"] == made["input_ids"][0].tolist()
+    processor = ImageProcessor(composed.image_processor, ["pixel_values"])
+    (image,) = images_of(row)
+    assert torch.equal(processor.tensors(found.prepared(image))["pixel_values"], made["pixel_values"])
+    assert (len(made["pixel_values"]) > 1) == (name != NAMES[0])
+
+
+def test_images_of_paligemma_stand_before_its_text(folder):
+    model, composed = image_models().FAMILIES["paligemma"]()
+    found = family(model.config, composed)
+    template = load_template(_options(template="paligemma"), found.tokenizer, family=found)
+    example = asked(folder, "What ", NAMES[0], "is ", NAMES[1], "this?")
+    (row,) = template.encode([example], DataStats())
+    text = found.placeholder * 2 + "What is this?"
+    made = composed(text=text, images=[images(example)], suffix="A shape.")
+    assert row["input_ids"] == list(made["input_ids"][0])
+    assert row["labels"] == list(made["labels"][0])
+    assert [(one.begin, one.end) for one in images_of(row)] == [(0, 16), (16, 32)]
+    prompt = template.prompt_row(example)
+    assert prompt["input_ids"] == row["input_ids"][: len(prompt["input_ids"])]
+    assert prompt["images"] == row["images"]
+
+
+def _options(**values: Any) -> Any:
+    options = Options()
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+def test_the_text_of_mllama_attends_to_the_images_before_it(folder):
+    model, composed = image_models().build("mllama")
+    found = family(model.config, composed)
+    layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, composed.image_processor)
+    collate = ImageCollator(
+        WAYS["padded"], WAYS["padded"], layout, processor, images_of,
+        lambda image: processor.tensors(found.prepared(image)),
+    )  # fmt: skip
+    template = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found)
+    for pieces in ([NAMES[0], "What?"], ["See ", NAMES[0], NAMES[1], " and ", NAMES[2], "?"]):
+        example = asked(folder, *pieces)
+        (row,) = template.encode([example], DataStats())
+        chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
+        made = composed(text=chat, images=[images(example)], add_special_tokens=False, return_tensors="pt")
+        batch = collate([row])
+        assert row["input_ids"] == made["input_ids"][0].tolist()
+        for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"):
+            assert torch.equal(batch[name], made[name]), name
+
+
+def idefics2() -> tuple[Any, Any]:
+    """A model of a type that has no family, and its composed processor."""
+    models = image_models()
+    library, words = models.T, ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
+    tokenizer = models.tokenizer_of(*words, eos="<end_of_utterance>")
+    vision = {
+        "model_type": "idefics2_vision", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "image_size": 56, "patch_size": 14,
+    }  # fmt: skip
+    resampler = {
+        "hidden_size": 32, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4,
+        "resampler_head_dim": 8, "num_key_value_heads": 2,
+    }  # fmt: skip
+    config = library.Idefics2Config(
+        text_config=models.text_of(tokenizer, model_type="mistral", sliding_window=None), vision_config=vision,
+        perceiver_config=resampler, image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    options = {"size": {"longest_edge": 56, "shortest_edge": 28}, "do_image_splitting": False}
+    composed = models.composed(
+        "Idefics2Processor", image_processor=models.pil("Idefics2ImageProcessor", **options), tokenizer=tokenizer,
+        image_seq_len=4, chat_template=models.CHATML.replace("{I}", "<image>"),
+    )  # fmt: skip
+    return models.fill(library.Idefics2ForConditionalGeneration(config)), composed
+
+
+def test_a_model_without_a_family_is_written_by_its_own_processor(folder):
+    model, composed = idefics2()
+    found = family(model.config, composed, is_given=True)
+    assert isinstance(found, AnyFamily)
+    assert "Idefics2Processor writes them" in found.note
+    example = asked(folder, "What is ", NAMES[0], " and ", NAMES[2], " now?")
+    (row,) = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found).encode([example], DataStats())
+    chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
+    made = composed(text=chat, images=[images(example)], add_special_tokens=False)
+    assert row["input_ids"] == list(made["input_ids"][0])
+    make_seeing(model)
+    layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, composed.image_processor)
+    for way in ("flat", "padded"):
+        collate = ImageCollator(
+            WAYS[way], WAYS[way], layout, processor, lambda row: row.get("images", []),
+            lambda drawn: processor.tensors(drawn.image),
+        )  # fmt: skip
+        assert keeps_images_apart(model, collate)
+
+
+def test_a_model_without_a_family_and_a_processor_is_refused_with_those_that_need_none():
+    model, composed = idefics2()
+    with pytest.raises(UserError, match=r"(?s)type idefics2 cannot be trained on images.*llava.*qwen2_5_vl"):
+        family(model.config, composed)

@@ -1,0 +1,70 @@
+"""Every family of vision models: rows with images are as alone in transformers, flat or padded, in any order."""
+
+import itertools
+
+import pytest
+import torch
+from test_images import loss_of
+from torch.nn.functional import cross_entropy
+
+from burnish.loop.types import IGNORE_INDEX
+from burnish.models.images.probe import drawn_rows, keeps_images_apart, native, of_drawn
+from burnish.models.patches.capabilities import find_capabilities
+from seeing import seeing
+
+FLAT = [
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "llava_onevision", "gemma3", "gemma4",
+    "paligemma", "internvl", "smolvlm", "idefics3", "pixtral", "mistral3", "glm4v", "aya_vision",
+]  # fmt: skip
+PADDED = ["qwen3_5"]
+ORDERS = list(itertools.permutations(range(4)))[::6]
+"""Four orders of four rows."""
+
+
+@pytest.fixture(scope="module", params=[*FLAT, *PADDED])
+def family(request):
+    """A model with four rows, and the loss and the gradients that transformers gives each of them alone."""
+    found = seeing(request.param)
+    found.name, found.capabilities = request.param, find_capabilities(found.model, padding_free=True)
+    drawn = of_drawn(found.collator("padded"))
+    found.rows = [
+        _learned(row)
+        for row in [*drawn_rows(found.model, drawn), *itertools.islice(drawn_rows(found.model, drawn), 1, 2)]
+    ]
+    found.collator_of_drawn = found.collator
+    found.collator = lambda way: of_drawn(found.collator_of_drawn(way))
+    found.model.requires_grad_(True).zero_grad()
+    total = torch.zeros(())
+    for row in found.rows:
+        batch = native(found.model, drawn, row)
+        logits = found.model(**batch, use_cache=False).logits[0, :-1]
+        total = total + cross_entropy(logits, torch.tensor(row["labels"])[1:], reduction="sum")
+    count = sum(label != IGNORE_INDEX for row in found.rows for label in row["labels"][1:])
+    (total / count).backward()
+    found.loss = total.item() / count
+    found.gradients = {n: p.grad.clone() for n, p in found.model.named_parameters() if p.grad is not None}
+    return found
+
+
+def _learned(row):
+    """The row with its last text learned."""
+    last = max((image.end for image in row["images"]), default=4)
+    ids = row["input_ids"]
+    return {**row, "labels": [IGNORE_INDEX] * (last + 1) + ids[last + 1 :]}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", ["flat", "padded"])
+def test_losses_and_gradients_are_those_of_each_row_alone(family, way, order):
+    if way == "flat" and family.name in PADDED:
+        assert not keeps_images_apart(family.model, family.collator("flat"))
+        return
+    family.model.zero_grad()
+    loss = loss_of(family, way, [family.rows[number] for number in order])
+    loss.backward()
+    assert loss.item() == pytest.approx(family.loss, abs=1e-5)
+    largest = max(float(gradient.abs().max()) for gradient in family.gradients.values())
+    for name, parameter in family.model.named_parameters():
+        expected = family.gradients.get(name)
+        if expected is not None:
+            assert float((parameter.grad - expected).abs().max()) <= 1e-5 * largest, name
