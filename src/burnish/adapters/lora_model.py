@@ -404,6 +404,10 @@ def _no_target(model: nn.Module, name: str, linear: Sequence[str]) -> Problem:
     short = list(dict.fromkeys(path.split(".")[-1] for path in linear))
     others = [path for path, _ in model.named_modules() if path and _ends(path, name)]
     what = f"matches no linear layer of {type(model).__name__}"
+    if any(path in linear for path in others):
+        is_tower = "; those of that name are in a part that is frozen"
+        remedy = "Set freeze_vision_tower: false or freeze_multi_modal_projector: false to train them, or name others."
+        return Problem(f'lora_target "{name}" {what} that is trained{is_tower}.', remedy=remedy, option="lora_target")
     if others:
         what += f"; {others[0]} is a {type(model.get_submodule(others[0])).__name__}"
     guess = did_you_mean(name, short)

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 _LIBRARIES = (
     "torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "safetensors", "rich", "matplotlib",
-    "bitsandbytes", "deepspeed",
+    "bitsandbytes", "deepspeed", "torchvision",
 )  # fmt: skip
 PORTS = (7860, 8000)
 SLOWEST_S = 3.0
@@ -22,6 +22,7 @@ def environment() -> dict[str, str]:
     """Name -> version or description, in the order of printing. Imports torch to list devices."""
 
     from burnish import __version__
+    from burnish.models.torchvision import broken_torchvision
     from burnish.parallel.precision import cpu_instructions
 
     libraries = {name: found for name in _LIBRARIES if (found := _version_of(name))}
@@ -29,6 +30,7 @@ def environment() -> dict[str, str]:
         "burnish": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         **libraries,
+        **({"torchvision": f"broken: {broken.what}"} if (broken := broken_torchvision()) else {}),
         "processor": f"{os.cpu_count()} cores, {cpu_instructions()}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
         **_accelerators(),

@@ -31,6 +31,7 @@ from burnish.models.quantization.quantize import (
 )
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
+from burnish.models.torchvision import raise_if_torchvision_is_broken
 from burnish.utils.activity import Activity, doing
 from burnish.utils.json_files import read_object
 from burnish.utils.patching import Reason, patch
@@ -149,7 +150,8 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     try:
         with torch.device("meta"), quiet():
             model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    except UNUSABLE as error:
+    except (*UNUSABLE, ImportError) as error:
+        raise_if_torchvision_is_broken(error)
         raise UserError(
             f"no model can be created from its config: {said_by(error)}", config.name_or_path or ""
         ) from error

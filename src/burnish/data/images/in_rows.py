@@ -86,6 +86,8 @@ class Marks:
         places = [place for place, token in enumerate(ids) if token == self.family.mark_id]
         if len(places) != len(images):
             raise BadImage(f'the template writes "{self.family.mark}" {len(places)} times for {len(images)} images')
+        for image in images:
+            self.family.check(image)
         return [(place, self.family.of(one, len(images))) for place, one in zip(places, images, strict=True)]
 
     def expanded(self, ids: Ids, images: Sequence[ImageFile], mask: Sequence[int] | None = None) -> Expanded:

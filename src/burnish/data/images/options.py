@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
 from burnish.config.checks import check
-from burnish.config.errors import MissingExtraError, Problem
+from burnish.config.errors import MissingExtraError, Problem, UserError
 from burnish.config.options import option
 from burnish.data.images.sources import Sight
 
@@ -79,6 +79,8 @@ def apply_image_options(processor: Any, config: Any, options: ImageChoices) -> l
 
     Returns:
         a sentence for each option that has no effect on this model.
+    Raises:
+        UserError: for images of less than one patch.
     """
     notes = []
     of_families = (
@@ -93,6 +95,11 @@ def apply_image_options(processor: Any, config: Any, options: ImageChoices) -> l
                     setattr(processor, setting, default)
         elif value is not None:
             notes.append(f'"{option_name}" has no effect on {config.model_type}: it belongs to {family}.')
+    patch, merge = getattr(processor, "patch_size", None), getattr(processor, "merge_size", None)
+    least = (patch * merge) ** 2 if isinstance(patch, int) and isinstance(merge, int) else 0
+    if options.image_max_pixels < least:
+        what = f"image_max_pixels ({options.image_max_pixels}) gives no whole patch: at least {least} for this model."
+        raise UserError(what, remedy=f"Set image_max_pixels: {least} or more.", option="image_max_pixels")
     most = (processor.size or {}).get("longest_edge") if str(config.model_type).startswith(("qwen", "glm")) else None
     if most is not None and most < options.image_max_pixels != ImageOptions.image_max_pixels:
         notes.append(

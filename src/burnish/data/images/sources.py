@@ -13,9 +13,11 @@ import re
 from base64 import b64decode
 from binascii import Error
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from glob import escape
 from hashlib import sha256
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -29,7 +31,11 @@ _SHOWN = 60
 
 
 class MissingImage(BadImage):
-    """A file that is not there."""
+    """A file that is not there. Args: nearest: a file of the same name in a folder beside or below; None for none."""
+
+    def __init__(self, said: str, nearest: Path | None) -> None:
+        super().__init__(said)
+        self.nearest = nearest
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Sight:
     min_pixels: int | None = None
     max_pixels: int | None = None
     model_type: str = ""
+    _looked_for: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def image(self, value: Any, place: str, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageFile:
         """The image that a record names.
@@ -65,7 +72,7 @@ class Sight:
             raise BadImage(f"{named} {error}") from None
         except (FileNotFoundError, NotADirectoryError):
             looked = " and ".join(map(str, self.folders)) or str(Path.cwd())
-            raise MissingImage(f"{named} is not there. Looked in {looked}.") from None
+            raise MissingImage(f"{named} is not there. Looked in {looked}.", self._nearest(Path(path).name)) from None
         except (IsADirectoryError, PermissionError) as error:
             raise BadImage(f"{named} cannot be read: {error.strerror}.") from None
         if is_kept:  # its name says what is in it
@@ -80,6 +87,15 @@ class Sight:
             said = str(error)
             raise BadImage(said if said.startswith(place) else f"{place} {said}") from None
         return replace(found, min_pixels=self.min_pixels, max_pixels=max_pixels or self.max_pixels)
+
+    def _nearest(self, name: str) -> Path | None:
+        """A file of this name at most two folders below the folders, or below those that hold them; looked for once."""
+        if self._looked_for:
+            return None
+        self._looked_for.add(name)
+        places = [*self.folders, *(folder.parent for folder in self.folders)]
+        found = (one for place in places for inner in ("*", "*/*") for one in place.glob(f"{inner}/{escape(name)}"))
+        return next((one for one in islice(found, 1) if one.is_file()), None)
 
     def _path(self, value: Any, place: str) -> tuple[str, str, bool]:
         """The file of an image, how an error shows it, and whether it is kept in the cache."""

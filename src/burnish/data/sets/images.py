@@ -77,6 +77,8 @@ def _image(sight: Sight, source: Any, place: str, limits: Mapping[str, int] | No
         return sight.image(source, place, **(limits or {}))
     except MissingImage as error:
         remedy = "Set media_dir to the folder of the images."
+        if error.nearest is not None:
+            remedy = f"A file of that name is {error.nearest}; set media_dir to the folder of the images."
         raise BadRecord(str(error), remedy, reason="an image is not there", kind="an image is not there") from None
     except BadImage as error:
         raise BadRecord(str(error), reason="an image cannot be read") from None

@@ -26,6 +26,7 @@ from burnish.kernels.probe import causal_lm
 from burnish.models.load import said_by
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source, hub_arguments
+from burnish.models.torchvision import raise_if_torchvision_is_broken
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of an image processor: older ones, and those of transformers 5."""
@@ -125,6 +126,7 @@ def load_image_processor(options: ModelOptions, backend: str = "pil", **settings
     try:
         return AutoImageProcessor.from_pretrained(source.name, backend=backend, **settings, **hub_arguments(options))
     except (*UNUSABLE, ImportError) as error:
+        raise_if_torchvision_is_broken(error)
         what = f"its image processor cannot be loaded: {said_by(error)}"
         needs = "torchvision" in str(error).lower()
         remedy = (

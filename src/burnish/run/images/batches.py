@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from burnish.config.errors import Problem, UserError
@@ -20,10 +21,11 @@ from burnish.kernels.model_parts import part_at, parts_of
 from burnish.kernels.probe import Capabilities
 from burnish.loop.types import Batch, Row
 from burnish.models.images.ahead import PreparedAhead
-from burnish.models.images.collator import ImageCollator, ImageLayout
+from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare
 from burnish.models.images.features import make_seeing
 from burnish.models.images.probe import keeps_images_apart
-from burnish.models.images.processor import ImageProcessor
+from burnish.models.images.processor import ImageProcessor, Tensors
+from burnish.run.images.left_out import LeftOut
 from burnish.run.plan.options import RunOptions
 from burnish.run.prepare import Prepared
 
@@ -63,14 +65,17 @@ class RowCollator:
 
     ahead: RowsAhead | None
 
-    def __init__(self, images: ImageCollator, text: Collate, prepared: PreparedAhead | None) -> None:
-        self.images, self.text = images, text
-        self.ahead = None if prepared is None else prepared.rows
+    def __init__(self, images: ImageCollator, text: Collate, prepared: Prepare, left_out: LeftOut | None) -> None:
+        self.images, self.text, self.left_out = images, text, left_out
+        self.ahead = prepared.rows if isinstance(prepared, PreparedAhead) else None
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
         if not any("images" in row for row in rows) and not self.images.is_for_text:
             return self.text(rows)
-        return self.images([sequence for row in rows for sequence in sequences_of(row)])
+        sequences = [sequence for row in rows for sequence in sequences_of(row)]
+        if self.left_out is not None:
+            sequences = self.left_out.rows(sequences, self.images.prepare)
+        return self.images(sequences)
 
 
 def collator_of(
@@ -85,7 +90,8 @@ def collator_of(
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor)
     if layout.crosses:
         raise_if(_check_single_rows(options, model))
-    prepared = _prepared(options, family, processor)
+    left_out = _left_out(options, family, processor)
+    prepared = _prepared(options, left_out or partial(_tensors, family, processor))
 
     def seeing(is_flat: bool, shares: bool = False) -> ImageCollator:
         text = collator(options, pad_id, is_flat, shares)
@@ -96,7 +102,7 @@ def collator_of(
         made = seeing(is_flat=False)
         note = f"{type(model).__name__} mixes rows of one batch where they hold images, so each batch is one row."
         capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False, notes=(note,))
-        return RowCollator(made, made.collate, prepared if isinstance(prepared, PreparedAhead) else None), capabilities
+        return RowCollator(made, made.collate, prepared, left_out), capabilities
     may_be_flat = capabilities.is_padding_free or (bool(layout.both_ways) and options.padding_free)
     is_flat = may_be_flat and keeps_images_apart(model, seeing(is_flat=True))
     if not is_flat and not keeps_images_apart(model, seeing(is_flat=False)):
@@ -109,7 +115,7 @@ def collator_of(
         notes = () if is_flat else (note,)
         capabilities = replace(capabilities, is_padding_free=is_flat, shares_prefixes=shares, notes=notes)
     made = seeing(is_flat, capabilities.shares_prefixes)
-    return RowCollator(made, made.collate, prepared if isinstance(prepared, PreparedAhead) else None), capabilities
+    return RowCollator(made, made.collate, prepared, left_out), capabilities
 
 
 def _check_single_rows(options: RunOptions, model: Any) -> list[Problem]:
@@ -129,12 +135,25 @@ def _check_single_rows(options: RunOptions, model: Any) -> list[Problem]:
     return problems
 
 
-def _prepared(options: RunOptions, family: Family, processor: ImageProcessor) -> Callable[[Any], Any]:
+def _tensors(family: Family, processor: ImageProcessor, image: Any) -> Tensors:
+    return processor.tensors(family.prepared(image))
+
+
+def _left_out(options: RunOptions, family: Family, processor: ImageProcessor) -> LeftOut | None:
+    """What leaves rows with damaged images out, where that is asked for; preferences learn pairs, not labels."""
+    if options.on_bad_record != "drop" or options.stage != "sft":
+        return None
+
+    def blank(image: Any) -> Tensors:
+        from PIL import Image
+
+        return processor.tensors(Image.new("RGB", family.given_sizes(image)[-1], "white"))
+
+    return LeftOut(partial(_tensors, family, processor), blank)
+
+
+def _prepared(options: RunOptions, prepare: Prepare) -> Prepare:
     """image -> tensors; ahead, by threads, unless worker processes collate."""
-
-    def prepare(image: Any) -> Any:
-        return processor.tensors(family.prepared(image))
-
     if options.dataloader_num_workers:
         return prepare
     threads = max(1, min(8, (os.cpu_count() or 2) - 1))

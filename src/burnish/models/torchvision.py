@@ -1,0 +1,37 @@
+"""Whether the installed torchvision fits the installed torch: a broken one keeps transformers from loading models."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from burnish.config.errors import Problem, UserError
+
+
+def broken_torchvision() -> Problem | None:
+    """What is wrong with the installed torchvision; None where there is none, or it can be imported."""
+    if find_spec("torchvision") is None:
+        return None
+    try:
+        import torchvision  # type: ignore[import-not-found, unused-ignore] # noqa: F401
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return Problem(
+            f"torchvision {_version('torchvision')} does not fit torch {_version('torch')} ({said}).",
+            why="transformers cannot load many models beside it, text models included.",
+            remedy="Run: pip uninstall torchvision. burnish does not need it.",
+        )
+    return None
+
+
+def raise_if_torchvision_is_broken(error: BaseException) -> None:
+    """Raise UserError in place of ``error`` where a broken torchvision is the cause."""
+    if problem := broken_torchvision():
+        raise UserError(problem) from error
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "of an unknown version"

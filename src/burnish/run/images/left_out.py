@@ -1,0 +1,59 @@
+"""Rows whose images turn out to be damaged when they are decoded (``on_bad_record: drop``): they are not learned.
+
+In: what prepares an image. Out: the same, which gives a white image of the same size for a damaged one, so that the
+tokens of its row stay; and the rows with the labels of such rows removed. Each file is named once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.data.images.image_file import images_of
+from burnish.loop.types import IGNORE_INDEX, Row
+from burnish.report.console import warn
+
+
+class LeftOut:
+    """Prepares images.
+
+    Args:
+        prepare: an image -> its tensors; raises UserError for one that cannot be decoded.
+        blank: the same for a white image of its size.
+    """
+
+    def __init__(self, prepare: Callable[[Any], Any], blank: Callable[[Any], Any]) -> None:
+        self._prepare, self._blank, self._lock = prepare, blank, Lock()
+        self.damaged: dict[str, str] = {}
+
+    def __call__(self, image: Any) -> Any:
+        try:
+            return self._prepare(image)
+        except UserError as error:
+            self._note(image, error)
+            return self._blank(image)
+
+    def rows(self, rows: Sequence[Row], prepare: Callable[[Any], Any]) -> list[Row]:
+        """The rows, of which those with a damaged image have no labels. Args: prepare: may have prepared it ahead."""
+        for row in rows:
+            for image in images_of(row):
+                prepare(image)
+        return [self._unlearned(row) if self._has_damaged(row) else row for row in rows]
+
+    def _has_damaged(self, row: Row) -> bool:
+        return any(image.identity in self.damaged for image in images_of(row))
+
+    def _unlearned(self, row: Row) -> Row:
+        return {**row, "labels": [IGNORE_INDEX] * len(row["labels"])}
+
+    def _note(self, image: Any, error: UserError) -> None:
+        with self._lock:
+            is_new = image.identity not in self.damaged
+            self.damaged[image.identity] = str(error.problems[0].what)
+        if is_new:
+            warn(
+                f"{image.path}: {error.problems[0].what} Its row is left out of the step "
+                f"({len(self.damaged)} so far, on_bad_record: drop)."
+            )
