@@ -66,12 +66,16 @@ def shrinks_images(options: ImageChoices | None) -> bool:
     return options is not None and options.image_fit == "shrink"
 
 
-PAN_AND_SCAN = {
-    "pan_and_scan_min_crop_size": 256,
-    "pan_and_scan_max_num_crops": 4,
-    "pan_and_scan_min_ratio_to_activate": 1.2,
-}
-"""Defaults of transformers' composed processor (models/gemma3/processing_gemma3.py); checkpoints have null."""
+def _pan_and_scan(processor: Any, is_on: bool) -> None:
+    """Switch pan and scan; checkpoints have null for the rest, and transformers' composed processor these defaults
+    (models/gemma3/processing_gemma3.py)."""
+    processor.do_pan_and_scan = is_on
+    if processor.pan_and_scan_min_crop_size is None:
+        processor.pan_and_scan_min_crop_size = 256
+    if processor.pan_and_scan_max_num_crops is None:
+        processor.pan_and_scan_max_num_crops = 4
+    if processor.pan_and_scan_min_ratio_to_activate is None:
+        processor.pan_and_scan_min_ratio_to_activate = 1.2
 
 
 def apply_image_options(processor: Any, config: Any, options: ImageChoices) -> list[str]:
@@ -83,18 +87,15 @@ def apply_image_options(processor: Any, config: Any, options: ImageChoices) -> l
         UserError: for images of less than one patch.
     """
     notes = []
-    of_families = (
-        ("crop_to_patches", "crop_to_patches", options.crop_to_patches, "InternVL"),
-        ("image_do_pan_and_scan", "do_pan_and_scan", options.image_do_pan_and_scan, "Gemma 3"),
-    )
-    for option_name, name, value, family in of_families:
-        if value is not None and hasattr(processor, name):
-            setattr(processor, name, value)
-            for setting, default in PAN_AND_SCAN.items() if name == "do_pan_and_scan" else ():
-                if getattr(processor, setting) is None:
-                    setattr(processor, setting, default)
-        elif value is not None:
-            notes.append(f'"{option_name}" has no effect on {config.model_type}: it belongs to {family}.')
+    tiles, crops = options.crop_to_patches, options.image_do_pan_and_scan
+    if tiles is not None and hasattr(processor, "crop_to_patches"):
+        processor.crop_to_patches = tiles
+    elif tiles is not None:
+        notes.append(f'"crop_to_patches" has no effect on {config.model_type}: it belongs to InternVL.')
+    if crops is not None and hasattr(processor, "do_pan_and_scan"):
+        _pan_and_scan(processor, crops)
+    elif crops is not None:
+        notes.append(f'"image_do_pan_and_scan" has no effect on {config.model_type}: it belongs to Gemma 3.')
     patch, merge = getattr(processor, "patch_size", None), getattr(processor, "merge_size", None)
     least = (patch * merge) ** 2 if isinstance(patch, int) and isinstance(merge, int) else 0
     if options.image_max_pixels < least:
