@@ -14,7 +14,7 @@ from runs import history, same_weights
 from seeing import golden, image_models
 
 TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "gemma3": "gemma3", "llava": "llava", "internvl": "intern_vl"}
-OTHERS = {"paligemma": "paligemma", "mllama": "mllama", "llava_onevision": None, "smolvlm": None}
+OTHERS = {"paligemma": "paligemma", "mistral3": None, "mllama": "mllama", "llava_onevision": None, "smolvlm": None}
 """Families without golden rows of LLaMA-Factory, and the named templates that are for them."""
 RECORDS = ("one", "two", "turns", "text")
 

@@ -14,12 +14,11 @@ from burnish.data.chat.truncate import EncodingOptions
 from burnish.data.images.families import family_of
 from burnish.data.images.family import Checkpoint, Family
 from burnish.data.images.image_file import images_of, read_header
-from burnish.data.images.options import ImageOptions, apply_image_options
 from burnish.data.images.other_families import AnyFamily
 from burnish.data.stats import DataStats
 from burnish.loop.types import ContentPart, Example, Message
 from burnish.models.images.collator import ImageCollator, ImageLayout
-from burnish.models.images.features import make_seeing
+from burnish.models.images.features import make_seeing, num_features
 from burnish.models.images.probe import keeps_images_apart
 from burnish.models.images.processor import ImageProcessor
 from seeing import WAYS, image_models
@@ -58,26 +57,22 @@ def images(example: Example) -> list[Any]:
     return [image_models().image(image.path.rsplit("/", 1)[-1]) for image in example.messages[0].images]
 
 
-def family(config: Any, composed: Any, is_given: bool = False) -> Family:
+def family(config: Any, composed: Any, is_given: bool = False, pan_and_scan: bool | None = None) -> Family:
     composed.tokenizer.chat_template = composed.chat_template
-    return family_of(
-        Checkpoint(
-            config,
-            composed.image_processor,
-            composed.tokenizer,
-            composed.golden_config,
-            composed=composed if is_given else None,
-        )
+    given = composed if is_given else None
+    settings = composed.golden_config
+    found = Checkpoint(
+        config, composed.image_processor, composed.tokenizer, settings, composed=given, pan_and_scan=pan_and_scan
     )
+    return family_of(found)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("text", ["Say this: ", "What is this?", ""])
 def test_pan_and_scan_of_gemma_writes_the_crops_as_its_processor_does(folder, name, text):
     model, composed = image_models().FAMILIES["gemma3"]()
-    found = family(model.config, composed)
-    apply_image_options(composed.image_processor, model.config, ImageOptions(image_do_pan_and_scan=True))
     composed.image_processor.pan_and_scan_min_crop_size = 20
+    found = family(model.config, composed, pan_and_scan=True)
     example = asked(folder, text, name, "Well?")
     (row,) = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found).encode([example], DataStats())
     chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
@@ -86,7 +81,7 @@ def test_pan_and_scan_of_gemma_writes_the_crops_as_its_processor_does(folder, na
         pan_and_scan_min_crop_size=20,
     )  # fmt: skip
     assert row["input_ids"] == made["input_ids"][0].tolist()
-    processor = ImageProcessor(composed.image_processor, ["pixel_values"])
+    processor = ImageProcessor(composed.image_processor, ["pixel_values"], found.options)
     (image,) = images_of(row)
     assert torch.equal(processor.tensors(found.prepared(image))["pixel_values"], made["pixel_values"])
     assert (len(made["pixel_values"]) > 1) == (name != NAMES[0])
@@ -185,3 +180,13 @@ def test_a_model_without_a_family_and_a_processor_is_refused_with_those_that_nee
     model, composed = idefics2()
     with pytest.raises(UserError, match=r"(?s)type idefics2 cannot be trained on images.*llava.*qwen2_5_vl"):
         family(model.config, composed)
+
+
+@pytest.mark.parametrize("name", ["pixtral", "mistral3"])
+def test_images_of_pixtral_have_whole_placeholders(folder, name):
+    model, composed = image_models().build(name)
+    found = family(model.config, composed)
+    processor = ImageProcessor.of(model, composed.image_processor, found.options)
+    for image in map(read_header, map(folder.joinpath, NAMES)):
+        count = found.of(image).count(found.placeholder_id)
+        assert num_features(model, processor.tensors(found.prepared(image))) == count

@@ -22,7 +22,7 @@ def environment() -> dict[str, str]:
     """Name -> version or description, in the order of printing. Imports torch to list devices."""
 
     from burnish import __version__
-    from burnish.models.torchvision import broken_torchvision
+    from burnish.models.images.torchvision import broken_torchvision
     from burnish.parallel.precision import cpu_instructions
 
     libraries = {name: found for name in _LIBRARIES if (found := _version_of(name))}

@@ -22,6 +22,7 @@ from torch import nn
 from burnish.config.errors import UNUSABLE, Problem, UserError, few, shape_in_words
 from burnish.config.options import raise_if
 from burnish.models.attention_choice import asked_attention
+from burnish.models.images.torchvision import raise_if_torchvision_is_broken
 from burnish.models.options import ModelOptions
 from burnish.models.quantization.quantize import (
     keep_as_loaded,
@@ -31,7 +32,6 @@ from burnish.models.quantization.quantize import (
 )
 from burnish.models.quiet import quiet, refused_conversions
 from burnish.models.source import find_source, hub_arguments
-from burnish.models.torchvision import raise_if_torchvision_is_broken
 from burnish.utils.activity import Activity, doing
 from burnish.utils.json_files import read_object
 from burnish.utils.patching import Reason, patch

@@ -46,6 +46,7 @@ class Checkpoint:
         settings: ``processor_config.json`` as it is in the folder; empty where there is none.
         shrinks: images whose row is too long are made smaller (``image_fit``).
         composed: the composed processor, for a model of no registered family.
+        pan_and_scan: crops of long images are added (Gemma 3); None: as the image processor has it.
     """
 
     config: Any
@@ -54,6 +55,7 @@ class Checkpoint:
     settings: Mapping[str, Any] = field(default_factory=dict)
     shrinks: bool = False
     composed: Any = None
+    pan_and_scan: bool | None = None
 
 
 class Family:
@@ -164,6 +166,11 @@ class Family:
             pixels = pixels.resize(size)
         return pixels.convert("RGB")
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options of a call of the image processor, as the composed processor gives them."""
+        return {}
+
     # --- what the processor says --------------------------------------------------------------------------------------
 
     def setting(self, name: str, default: Any = None) -> Any:
@@ -179,7 +186,7 @@ class Family:
         """Changes whenever the tokens of an image would change, or its pixels."""
         settings = self.processor.to_dict()
         known = [type(self).__name__, type(self.processor).__name__, settings, dict(self.source.settings)]
-        return [*known, self.source.shrinks]
+        return [*known, self.source.shrinks, *self.options.items()]
 
     def check(self, image: ImageFile) -> None:
         """Raise BadImage for an image that the image processor refuses."""

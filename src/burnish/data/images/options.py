@@ -66,18 +66,6 @@ def shrinks_images(options: ImageChoices | None) -> bool:
     return options is not None and options.image_fit == "shrink"
 
 
-def _pan_and_scan(processor: Any, is_on: bool) -> None:
-    """Switch pan and scan; checkpoints have null for the rest, and transformers' composed processor these defaults
-    (models/gemma3/processing_gemma3.py)."""
-    processor.do_pan_and_scan = is_on
-    if processor.pan_and_scan_min_crop_size is None:
-        processor.pan_and_scan_min_crop_size = 256
-    if processor.pan_and_scan_max_num_crops is None:
-        processor.pan_and_scan_max_num_crops = 4
-    if processor.pan_and_scan_min_ratio_to_activate is None:
-        processor.pan_and_scan_min_ratio_to_activate = 1.2
-
-
 def apply_image_options(processor: Any, config: Any, options: ImageChoices) -> list[str]:
     """Give an image processor the settings of the options.
 
@@ -92,9 +80,7 @@ def apply_image_options(processor: Any, config: Any, options: ImageChoices) -> l
         processor.crop_to_patches = tiles
     elif tiles is not None:
         notes.append(f'"crop_to_patches" has no effect on {config.model_type}: it belongs to InternVL.')
-    if crops is not None and hasattr(processor, "do_pan_and_scan"):
-        _pan_and_scan(processor, crops)
-    elif crops is not None:
+    if crops is not None and not hasattr(processor, "do_pan_and_scan"):
         notes.append(f'"image_do_pan_and_scan" has no effect on {config.model_type}: it belongs to Gemma 3.')
     patch, merge = getattr(processor, "patch_size", None), getattr(processor, "merge_size", None)
     least = (patch * merge) ** 2 if isinstance(patch, int) and isinstance(merge, int) else 0

@@ -7,6 +7,7 @@ classes), with the settings of the checkpoint.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from functools import cached_property
 from math import ceil, floor, sqrt
 from typing import Any
@@ -141,16 +142,25 @@ class Gemma3(Family):
     def before(self, image: ImageFile) -> str:
         return "Here is the original image " if self._num_crops(*self.given_sizes(image)[-1]) else ""
 
+    @cached_property
+    def options(self) -> Mapping[str, Any]:
+        """Those of pan and scan; checkpoints have null, and the composed processor these defaults."""
+        asked = self.source.pan_and_scan
+        is_on = self.processor.do_pan_and_scan if asked is None else asked
+        return {
+            "do_pan_and_scan": bool(is_on),
+            "pan_and_scan_min_crop_size": self.processor.pan_and_scan_min_crop_size or 256,
+            "pan_and_scan_max_num_crops": self.processor.pan_and_scan_max_num_crops or 4,
+            "pan_and_scan_min_ratio_to_activate": self.processor.pan_and_scan_min_ratio_to_activate or 1.2,
+        }
+
     def _num_crops(self, width: int, height: int) -> int:
         """Crops of pan and scan, beside the whole image (image_processing_pil_gemma3.py, ``pan_and_scan``)."""
-        processor = self.processor
-        longer, shorter = max(width, height), min(width, height)
-        if not processor.do_pan_and_scan or longer / shorter < processor.pan_and_scan_min_ratio_to_activate:
+        options, longer, shorter = self.options, max(width, height), min(width, height)
+        if not options["do_pan_and_scan"] or longer / shorter < options["pan_and_scan_min_ratio_to_activate"]:
             return 0
-        least = int(processor.pan_and_scan_min_crop_size)
-        crops = min(
-            max(2, min(longer // least, floor(longer / shorter + 0.5))), int(processor.pan_and_scan_max_num_crops)
-        )
+        least, most = options["pan_and_scan_min_crop_size"], options["pan_and_scan_max_num_crops"]
+        crops = min(max(2, min(longer // least, floor(longer / shorter + 0.5))), most)
         return crops if min(ceil(longer / crops), shorter) >= least else 0
 
     def processed(self, width: int, height: int) -> tuple[int, int]:

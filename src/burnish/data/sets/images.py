@@ -78,7 +78,7 @@ def _image(sight: Sight, source: Any, place: str, limits: Mapping[str, int] | No
     except MissingImage as error:
         remedy = "Set media_dir to the folder of the images."
         if error.nearest is not None:
-            remedy = f"A file of that name is {error.nearest}; set media_dir to the folder of the images."
+            remedy = f"Set media_dir to the folder of the images; {error.nearest} has that name."
         raise BadRecord(str(error), remedy, reason="an image is not there", kind="an image is not there") from None
     except BadImage as error:
         raise BadRecord(str(error), reason="an image cannot be read") from None

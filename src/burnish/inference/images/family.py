@@ -37,7 +37,8 @@ def load_family(
         if images is not None and notes is not None:
             notes += apply_image_options(processor, config, images)
         composed = None if family_name(config) in FAMILIES else load_composed_processor(options)
-        found = family_of(Checkpoint(config, processor, tokenizer, settings, shrinks_images(images), composed))
+        crops = None if images is None else images.image_do_pan_and_scan
+        found = family_of(Checkpoint(config, processor, tokenizer, settings, shrinks_images(images), composed, crops))
         if isinstance(found, AnyFamily) and notes is not None:
             notes.append(found.note)
         return found

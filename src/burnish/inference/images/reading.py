@@ -35,7 +35,7 @@ class ImageReader:
     def __init__(self, model: nn.Module, family: Family, sight: Sight) -> None:
         self.family, self.sight = family, sight
         config: Any = model.config
-        processor, pads = ImageProcessor.of(model, family.processor), partial(collate_padded, pad_id=0)
+        processor, pads = ImageProcessor.of(model, family.processor, family.options), partial(collate_padded, pad_id=0)
         self._collator = ImageCollator(
             pads, pads, ImageLayout.of(config), processor, images_of,
             lambda image: processor.tensors(family.prepared(image)),

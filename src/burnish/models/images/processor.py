@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from burnish.config.errors import UNUSABLE, MissingExtraError, Problem, UserError
 from burnish.kernels.probe import causal_lm
+from burnish.models.images.torchvision import raise_if_torchvision_is_broken
 from burnish.models.load import said_by
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source, hub_arguments
-from burnish.models.torchvision import raise_if_torchvision_is_broken
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of an image processor: older ones, and those of transformers 5."""
@@ -45,30 +45,31 @@ class ImageProcessor:
     Args:
         processor: transformers' own.
         names: the tensors that the model's ``get_image_features`` takes.
+        options: of a call of the image processor.
     """
 
-    def __init__(self, processor: Any, names: Sequence[str]) -> None:
-        self.processor, self.names = processor, frozenset(names)
+    def __init__(self, processor: Any, names: Sequence[str], options: Mapping[str, Any] | None = None) -> None:
+        self.processor, self.names, self.options = processor, frozenset(names), options or {}
 
     @classmethod
-    def of(cls, model: nn.Module, processor: Any) -> ImageProcessor:
-        """The image processor for ``model``, which may be without weights.
+    def of(cls, model: nn.Module, processor: Any, options: Mapping[str, Any] | None = None) -> ImageProcessor:
+        """The image processor for ``model``, which may be without weights. Args: options: ``Family.options``.
 
         Raises:
             UserError: where features of images cannot be asked of the model.
         """
         base = causal_lm(model).base_model
         if getattr(base.config, "model_type", "") == "mllama":
-            return cls(processor, CROSSED)
+            return cls(processor, CROSSED, options)
         if not hasattr(base, "get_image_features"):
             name = type(causal_lm(model)).__name__
             what = f"{name} cannot be trained on images: it has no features that take the place of tokens."
             raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
-        return cls(processor, list(inspect.signature(base.get_image_features).parameters))
+        return cls(processor, list(inspect.signature(base.get_image_features).parameters), options)
 
     def tensors(self, image: Any) -> dict[str, Tensor]:
         """The tensors of one image, with a first axis of images, tiles or patches. Args: image: of Pillow."""
-        made = self.processor(images=[image], return_tensors="pt")
+        made = self.processor(images=[image], return_tensors="pt", **self.options)
         return {name: made[name] for name in made if name in self.names}
 
     def joined(self, each: Sequence[Tensors]) -> dict[str, Tensor]:

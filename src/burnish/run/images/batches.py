@@ -87,7 +87,7 @@ def collator_of(
         UserError: where rows with images influence each other even in padded batches.
     """
     make_seeing(model)
-    layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor)
+    layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor, family.options)
     if layout.crosses:
         raise_if(_check_single_rows(options, model))
     left_out = _left_out(options, family, processor)

@@ -105,7 +105,7 @@ class SeeingCollator:
     ) -> None:  # fmt: skip
         make_seeing(model)
         self.text, self.family = text, family
-        layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor)
+        layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor, family.options)
 
         def collator(flat: bool) -> ImageCollator:
             padded = partial(collate_padded, pad_id=pad_id, pad_to_multiple_of=multiple)
