@@ -60,7 +60,7 @@ def lengths(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figures
     rates = rate_of_products()
 
     def share(which: int) -> Value:
-        return lambda figures: 100 * of_limit(figures, facts, rates["bf16" in figures["name"]])[which]
+        return lambda figures: 100 * of_limit(figures, facts, rates["float32" not in figures["name"]])[which]
 
     for found in rounds:
         for name, figures in found.items():
