@@ -97,7 +97,7 @@ def unpacked(pack: dict[str, Tensor]) -> list[Scored]:
     samples, begin, first = [], 0, 0
     for prompt, length, advantage in zip(prompts, completions, pack["advantages"].tolist(), strict=True):
         middle, end, last = begin + prompt, begin + prompt + length, first + length
-        of_tokens = {name: values[first:last] for name, values in numbers.items()}
+        of_tokens: dict[str, Any] = {name: values[first:last] for name, values in numbers.items()}
         prompt_ids, completion_ids = ids[begin:middle], ids[middle:end]
         samples.append(
             Scored(0, 0, "", prompt_ids, completion_ids, mask[first:last], True, advantage=advantage, **of_tokens)
