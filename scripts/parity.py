@@ -350,7 +350,9 @@ def main(arguments: list[str]) -> None:
     if options.write:
         text = DOCUMENT.read_text(encoding="utf-8")
         before, rest = text.split(BEGIN)
-        versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}, on a CPU."
+        from parity_sft import processor
+
+        versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}; {processor()}."
         DOCUMENT.write_text(f"{before}{BEGIN}\n{made}\n\n{versions}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
 
 

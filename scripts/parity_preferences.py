@@ -24,7 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity_sft import NUM_STEPS, NUMBER, answer, gpt2, llama, lora, mixture, put_into, question, quiet, tokenizer
+from parity_sft import (
+    NUM_STEPS,
+    NUMBER,
+    answer,
+    gpt2,
+    llama,
+    lora,
+    mixture,
+    processor,
+    put_into,
+    question,
+    quiet,
+    tokenizer,
+)
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[1]
@@ -403,7 +416,7 @@ def main(arguments: list[str]) -> None:
                 subprocess.run([python, *words], env=environment, check=True)
             made = table(cases, Path(folder))
             both = (versions(interpreters[library]) for library in (peer, "burnish"))
-            tables[peer] = f"{'; burnish with '.join(both)}.\n\n{made}"
+            tables[peer] = f"{'; burnish with '.join(both)}; {processor()}.\n\n{made}"
             print(tables[peer], flush=True)
     for peer, made in tables.items() if writes else ():
         put_into(DOCUMENT, made, f"<!-- {peer}: made by scripts/parity_preferences.py -->")

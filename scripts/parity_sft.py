@@ -18,6 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,9 @@ def main(arguments: list[str]) -> None:
     quiet()
     lines = table(names)
     if writes:
-        said = f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}."
+        said = (
+            f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}; {processor()}."
+        )
         put_into(DOCUMENT, f"{said}\n\n" + "\n".join(lines), BEGIN)
 
 
@@ -272,6 +275,13 @@ def quiet() -> None:
     datasets.disable_progress_bars()
     datasets.disable_caching()
     torch.set_num_threads(1)
+
+
+def processor() -> str:
+    """The processor on which a table is made."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+    name: str = import_module("document").processor()
+    return name
 
 
 def put_into(document: Path, made: str, begin: str) -> None:

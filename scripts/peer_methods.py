@@ -20,6 +20,7 @@ import json
 import sys
 import textwrap
 from pathlib import Path
+from types import FunctionType
 
 FILE = Path(__file__).parents[1] / "src" / "burnish" / "trainer" / "peer_methods.json"
 PEERS = {
@@ -61,7 +62,8 @@ REASONS = {
         "_tool_call_loop", "_get_tool_suffix_ids",
     ),
     "The loss is `burnish/losses/rollouts`, over completions without padding. `compute_loss` is called.": (
-        "_compute_loss", "_get_per_token_logps_and_entropies", "get_high_entropy_mask",
+        "_compute_loss", "_get_per_token_logps_and_entropies", "get_gamma_weights", "get_high_entropy_mask",
+        "get_off_policy_mask",
     ),
     "An evaluation completes prompts; a reward function sees every column of a record.": (
         "prediction_step", "_remove_unused_columns",
@@ -92,7 +94,8 @@ def called_methods(kind: type) -> set[str]:
     for base in kind.__mro__:
         if base.__module__.split(".")[0] not in ("transformers", "trl"):
             continue
-        defined |= {name for name, value in vars(base).items() if inspect.isfunction(value)}
+        kinds = FunctionType | staticmethod | classmethod
+        defined |= {name for name, value in vars(base).items() if isinstance(value, kinds)}
         tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":

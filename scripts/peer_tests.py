@@ -253,15 +253,17 @@ def main(arguments: list[str]) -> str | None:
         return None
     if names:
         return "--write puts whole tables into the documents; leave the names out."
+    import transformers
     import trl
-    from parity_sft import put_into
+    from parity_sft import processor, put_into
 
     head = "| tests | run | pass on TRL | of these on burnish | on burnish alone |\n|---|---|---|---|---|"
     version = source.name.removeprefix("trl-")
     for document in dict.fromkeys(FILES.values()):
         lines = [line for trainer, (line, _) in found.items() if FILES[trainer] == document]
         missed = [f"`{name}`" for trainer, (_, lost) in found.items() if FILES[trainer] == document for name in lost]
-        said = f"Tests of TRL {version}, on TRL {trl.__version__}."
+        installed = f"TRL {trl.__version__}, transformers {transformers.__version__}"
+        said = f"Tests of TRL {version}, on {installed}; {processor()}."
         told = f"Pass on TRL alone: {', '.join(missed) or 'none'}."
         put_into(ROOT / "docs" / document, "\n".join([said, "", head, *lines, "", told]), BEGIN)
     return None

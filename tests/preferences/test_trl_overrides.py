@@ -218,6 +218,15 @@ def test_rows_that_a_script_tokenizes_are_the_ones_that_train(folder, tmp_path):
     assert all(map(math.isfinite, losses(trainer)))
 
 
+@pytest.mark.parametrize("kind", ["ORPOTrainer", "CPOTrainer"])
+def test_rows_that_a_script_has_tokenized_are_predicted_as_they_are(kind, folder, tmp_path):
+    rows = as_set(pairs(5))
+    mine = of(kind, noting("tokenize_row", False), folder, tmp_path, {"eval_dataset": rows})
+    expected = mine.evaluate()["eval_loss"]
+    assert mine.predict(mine.eval_dataset).metrics["test_loss"] == pytest.approx(expected)
+    assert mine.evaluate(mine.eval_dataset)["eval_loss"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_collator_of_a_script_meets_an_override(kind, folder, tmp_path):
     given = {"data_collator": KINDS[kind]}

@@ -59,6 +59,8 @@ class ORPOTrainer(PreferenceTrainer):
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         if not (self._overrides("tokenize_row") or self._overrides("build_tokenized_answer")):
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if "chosen_input_ids" in column_names(dataset):  # tokenized already, as ``trainer.eval_dataset`` is
+            return dataset
         self.args, self.processing_class = args, processing_class  # used by tokenize_row
         self._is_rendered = not isinstance(first_row(dataset)["chosen"], str)
         texts = dataset.map(partial(pair_texts, tokenizer=self._tokenizer))
