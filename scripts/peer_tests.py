@@ -261,7 +261,8 @@ def main(arguments: list[str]) -> str | None:
     version = source.name.removeprefix("trl-")
     for document in dict.fromkeys(FILES.values()):
         lines = [line for trainer, (line, _) in found.items() if FILES[trainer] == document]
-        missed = [f"`{name}`" for trainer, (_, lost) in found.items() if FILES[trainer] == document for name in lost]
+        names_lost = (name for trainer, (_, lost) in found.items() if FILES[trainer] == document for name in lost)
+        missed = [f"`{name}`" for name in dict.fromkeys(names_lost)]
         installed = f"TRL {trl.__version__}, transformers {transformers.__version__}"
         said = f"Tests of TRL {version}, on {installed}; {processor()}."
         told = f"Pass on TRL alone: {', '.join(missed) or 'none'}."

@@ -1,5 +1,6 @@
 """``GRPOTrainer`` and ``RLOOTrainer``: TRL's constructors, records, reward functions and names in the log."""
 
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -174,6 +175,14 @@ def test_what_is_missing_is_said_before_training(folder):
         trainer_of(folder, rewards=[])
     with pytest.raises(ValueError, match="Number of reward weights"):
         trainer_of(folder, reward_weights=[1.0, 2.0])
+
+
+def test_arguments_of_beam_search_have_no_effect_and_that_is_said(folder, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    given = {"do_sample": True, "top_k": 50, "length_penalty": -0.1, "num_beams": 1}
+    trainer = trainer_of(folder, generation_kwargs=given)
+    assert '"generation_kwargs.length_penalty" has no effect: completions are sampled' in caplog.text
+    assert trainer.objective.choices.top_k == 50
 
 
 @pytest.mark.parametrize("given", [object(), [None], [None] * 3])

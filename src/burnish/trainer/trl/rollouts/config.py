@@ -27,6 +27,10 @@ NO_VLLM = "Completions are generated in this process, by the weights that train.
 _OF_VLLM = "completions are generated in this process, by the weights that train."
 _NO_PADDING = "completions are not padded."
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OF_BEAMS = ("length_penalty", "early_stopping")
+"""Arguments of beam search in transformers, without effect on samples."""
+_WHY_BEAMS = "completions are sampled, not searched with beams"
+_USUAL = (("do_sample", True), ("num_beams", 1), ("use_cache", True))
 
 
 @dataclass
@@ -193,7 +197,7 @@ class RolloutConfig(TrlArguments):
     def _sampling(self) -> dict[str, Any]:
         """What ``generation_kwargs`` says."""
         given: Mapping[str, Any] = self.generation_kwargs or {}  # type: ignore[assignment]
-        given = {name: value for name, value in given.items() if (name, value) != ("do_sample", True)}
+        given = {name: value for name, value in given.items() if (name, value) not in _USUAL and name not in _OF_BEAMS}
         if unknown := [name for name in given if name not in _OF_SAMPLING]:
             what = f'"generation_kwargs" has no "{unknown[0]}".{did_you_mean(unknown[0], _OF_SAMPLING)}'
             remedy = f"Known: {', '.join(_OF_SAMPLING)}."
@@ -205,7 +209,12 @@ class RolloutConfig(TrlArguments):
         choices, words = self.choices(), {name: word for word, name in OPTION_NAMES.items()}
         changed = {one.name for one in fields(self) if one.init and getattr(self, one.name) != one.default}
         found = ((words.get(name, name), why) for name, why in without_effect(choices).items())
-        return [f'"{name}" has no effect: {why}.' for name, why in found if name in changed]
+        of_beams = [
+            (f"generation_kwargs.{name}", _WHY_BEAMS) for name in self.generation_kwargs or () if name in _OF_BEAMS
+        ]
+        return [
+            f'"{name}" has no effect: {why}.' for name, why in [*((n, w) for n, w in found if n in changed), *of_beams]
+        ]
 
 
 def _in_own_words(problem: Problem) -> Problem:
