@@ -96,6 +96,9 @@ def test_the_tokens_per_second_of_a_run_are_those_of_its_last_interval(tmp_path:
     ]
     (tmp_path / "trainer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_run(tmp_path).tokens_per_s == 300.0
+    rows[1]["step_seconds"] = 0.5  # half of the second was an evaluation
+    (tmp_path / "trainer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_run(tmp_path).tokens_per_s == 600.0
 
 
 def test_measures_of_preferences_and_rollouts_become_columns() -> None:

@@ -227,18 +227,22 @@ def _metrics(folder: Path, kind: RunKind) -> dict[str, float]:
     """The numbers of its results, without the names' prefix."""
     found = object_in(folder / f"{kind}_results.json")
     numbers = {name.removeprefix(f"{kind}_"): value for name, value in found.items() if _is_number(value)}
+    numbers.pop("epoch", None)  # of training that the command did not do
     return dict(list(numbers.items())[:12])
 
 
 def _rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Tokens per second between the last two rows, or ``throughput``, which counts from the start."""
+    """Tokens per second of the steps between the last two rows, or ``throughput``, which counts from the start."""
     if not rows:
         return None
     if len(rows) > 1:
-        tokens, seconds = (_number(rows[-1].get(name)) for name in ("total_tokens", "time"))
-        before, began = (_number(rows[-2].get(name)) for name in ("total_tokens", "time"))
-        if None not in (tokens, seconds, before, began) and seconds > began and tokens > before:  # type: ignore[operator]
-            return (tokens - before) / (seconds - began)  # type: ignore[operator]
+        names = ("total_tokens", "time", "current_steps")
+        tokens, now_s, step = (_number(rows[-1].get(name)) or 0.0 for name in names)
+        before, then_s, last = (_number(rows[-2].get(name)) or 0.0 for name in names)
+        step_s = _number(rows[-1].get("step_seconds"))  # without the evaluations between the rows
+        seconds = step_s * (step - last) if step_s else now_s - then_s
+        if before and seconds > 0 and tokens > before:
+            return (tokens - before) / seconds
     return _number(rows[-1].get("throughput"))
 
 
