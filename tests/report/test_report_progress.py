@@ -1,6 +1,7 @@
 """A run as a person sees it, in a terminal and elsewhere."""
 
 import io
+import logging
 import os
 import pty
 import re
@@ -370,3 +371,8 @@ def test_a_loss_that_grows_without_bound_is_warned_of_once(losses, warns, capsys
         state.global_step = step
         callback.on_log(None, state, TrainerControl(), logs={"loss": float(loss)})
     assert "".join(capsys.readouterr()).count("the training diverges") == warns
+
+
+def test_a_missing_optional_kernel_of_bitsandbytes_is_no_first_line_of_a_run() -> None:
+    """bitsandbytes warns of it on import, which peft does for every model."""
+    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)

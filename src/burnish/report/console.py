@@ -243,6 +243,9 @@ _LIBRARIES = {
     "accelerate": "",
 }
 """Library -> environment variable that sets its log level on import and overrides its logger."""
+# On import, also by peft for a model that is not quantized, bitsandbytes (0.50) warns that the optional library
+# kernels is not installed.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 class _OwnNotes(logging.Handler):
