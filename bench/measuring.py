@@ -96,7 +96,7 @@ class Bench:
         if words[0].startswith("train"):
             words.append(f"seed={seed}")
         told = {"BENCH_STARTED_S": str(begin), "BURNISH_CACHE": str(output / "cache")}
-        if setting.is_alone:
+        if setting.is_alone and setting.ends_early:
             told[ENDS_AT_FIRST_STEP] = "1"
         try:
             said = self._alone(setting, words, told) if setting.is_alone else self._forked(setting, words, told)

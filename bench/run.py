@@ -27,13 +27,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import image_material
 import report_beside
+import report_images
 import report_rollouts
 import report_training
 from answer_material import folder_in
 from document import where, write
 from figures import Figures, Round
 from gauge import PREFERENCES
+from image_material import Photos
 from material import Material, add_flags, asked_for, facts_of, make, many
 from measuring import SCRATCH, TIMEOUT_S, Bench, environment
 from settings import (
@@ -53,6 +56,7 @@ from settings import (
     WIDE,
     Setting,
     by_processes,
+    of_images,
     preferences,
     rewarded,
     starts_again,
@@ -167,6 +171,19 @@ def own_ways(asked: Asked) -> str:
     return report_training.ways(asked.measured(ways()), facts_of(made(asked.material)))
 
 
+def images(asked: Asked) -> str:
+    """Steps on a few photos of several sizes, and the start with many."""
+    few, many_photos = Photos(), Photos(asked.arguments.photos, ((1280, 960),))
+    folders = {photos: SCRATCH / "material" / photos.name for photos in (few, many_photos)}
+    facts = [image_material.make(photos, folder) for photos, folder in folders.items()]
+    found = []
+    for is_start, folder in zip((False, True), folders.values(), strict=True):
+        chosen = only(of_images(is_start), asked.arguments.only)
+        found.append(asked.bench.rounds(chosen, folder, asked.count, asked.part.at_once))
+        asked.found += found[-1]
+    return report_images.images(found[0], found[1], facts[0], asked.arguments.photos)
+
+
 def rows(asked: Asked) -> str:
     count = asked.arguments.records
     return report_beside.rows(asked.measured(starts_again(many(count, SCRATCH / "material"), count)))
@@ -234,6 +251,7 @@ PARTS = {
     "processes": Part(beside(report_beside.processes, by_processes()), at_once=1, is_long=True),
     "resume": Part(beside(report_beside.resume, RESUME)),
     "evaluation": Part(beside(report_beside.evaluation, EVALUATION), FEWER),
+    "images": Part(images, is_long=True),
     "answers": Part(answers, rounds=3),
     "serve": Part(serve),
     "generation": Part(beside(report_beside.generation, GENERATION), SHORT, rounds=3),  # a second or two each
@@ -260,6 +278,7 @@ def main() -> None:
         "--all-settings", action="store_true", help="in the parts that train, those that no ratio needs"
     )
     parser.add_argument("--records", type=int, default=RECORDS, help="of the part rows")
+    parser.add_argument("--photos", type=int, default=2000, help="of the start of the part images")
     parser.add_argument("--print-only", action="store_true", help="leave the document alone")
     add_flags(parser)
     arguments = parser.parse_args()

@@ -32,14 +32,15 @@ class Setting:
         library: whose environment it runs in.
         words: the script under bench/ and its arguments; MATERIAL and OUTPUT stand for folders, EVALUATION for the
             conversations of the material.
-        is_alone: whether it is a process from its start to its first step, instead of a child of one that has imported
-            its library.
+        is_alone: whether it is a process from its start, instead of a child of one that has imported its library.
+        ends_early: whether a process of its own ends at its first step.
     """
 
     name: str
     library: str
     words: tuple[str, ...]
     is_alone: bool = False
+    ends_early: bool = True
 
 
 def training(name: str, library: str, **options: Any) -> Setting:
@@ -272,6 +273,30 @@ PACKING = tuple(
     Setting(name, library, ("pack.py", library))
     for name, library in (("TRL", "trl"), ("LLaMA-Factory", "llamafactory"), ("burnish", "burnish"))
 )
+
+IMAGES_OURS = "burnish"
+
+
+def of_images(is_start: bool) -> tuple[Setting, ...]:
+    """Trainings on images; a process each, because the peers need another torchvision than for text.
+
+    Args:
+        is_start: only to the first step, with everything at its default.
+    """
+    ways: list[tuple[str, str, tuple[str, ...]]] = [
+        ("TRL", "trl", ()),
+        ("LLaMA-Factory", "llamafactory", ()),
+        (IMAGES_OURS, "burnish", ()),
+    ]
+    if not is_start:
+        ways[2:2] = [("LLaMA-Factory, no checkpointing", "llamafactory", ("disable_gradient_checkpointing=True",))]
+        ways.insert(1, ("TRL, gradient checkpointing", "trl", ("gradient_checkpointing=True",)))
+        ways.append(("burnish, images not kept", "burnish", ("image_cache='none'",)))
+    return tuple(
+        Setting(name, library, ("train_images.py", library, "MATERIAL", "OUTPUT", *words), True, is_start)
+        for name, library, words in ways
+    )
+
 
 RESUME = tuple(
     Setting(name, library, ("resume.py", library))

@@ -3,9 +3,9 @@ same command goes on, until the run is done; its end is then held against the ru
 
     python tests/kills.py --kills 300 --seconds 600 --seed 0        # make test-kills
 
-An instant is a number of calls: the process counts the renames, flushes and removals that it makes, or the updates of
-its weights, and kills itself with SIGKILL at the one that was drawn, before it or after it. So an instant can be drawn
-again: the seed says it.
+An instant is a number of calls: the process counts the renames, flushes and removals that it makes, the updates of its
+weights, or the images that it decodes, and kills itself with SIGKILL at the one that was drawn, before it or after it.
+So an instant can be drawn again: the seed says it.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,17 +33,19 @@ def kill_at(at: int, kind: str) -> None:
     """Let this process kill itself at call ``at`` of those that are counted: before it or after it."""
     from burnish.inference.scheduler import Scheduler
     from burnish.loop.loop import Loop
+    from burnish.models.images.processor import ImageProcessor
     from burnish.rollouts.completions import SlotSource
     from burnish.rollouts.generation import Generator
     from burnish.rollouts.rewards.builtin import RepetitionPenaltyReward
 
-    count = 0
+    count, lock = 0, Lock()
 
     def tick(what: str) -> None:
         nonlocal count
-        count += what == kind
-        if count == at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        with lock:
+            count += what == kind
+            if count == at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def counted(module: Any, name: str, what: str) -> None:
         plain = getattr(module, name)
@@ -57,6 +60,7 @@ def kill_at(at: int, kind: str) -> None:
 
     for name in _PLACES:
         counted(os, name, "save")
+    counted(ImageProcessor, "tensors", "decode")  # in threads that decode ahead of the step
     counted(Loop, "save", "save")
     counted(Loop, "step", "step")
     counted(SlotSource, "complete", "step")
@@ -86,8 +90,17 @@ WAYS: dict[str, list[str]] = {
         "gradient_accumulation_steps=1", "logging_steps=1", "num_train_epochs=1", "log_completions=false",
     ],
 }  # fmt: skip
+_IMAGES = ["template=qwen2_vl", "cutoff_len=512", "dataset=images", "media_dir=data", "image_ahead_mb=1"]
+WAYS |= {
+    "images": _IMAGES,
+    "images of pairs, tower trained": [*_IMAGES[:2], "dataset=pairs", *_IMAGES[3:], "stage=dpo", "image_cache=none",
+                                       "freeze_vision_tower=false", "finetuning_type=lora", "lora_dropout=0.1"],
+}  # fmt: skip
+IMAGES = ("images", "images of pairs, tower trained")
+"""The images are decoded while others are trained on; ``make_image_folder`` writes model and sets."""
 KINDS: dict[str, dict[str, int]] = {
     "completions, used twice": {"save": 60, "step": 20, "pass": 16, "generation": 40, "reward": 40},
+    **{way: {"save": 60, "step": 10, "decode": 40} for way in IMAGES},
 }
 """Way -> kinds of instants, each as likely as the others, and the number of calls within which one is drawn."""
 _USUAL = {"save": 60, "step": 10}
@@ -165,6 +178,35 @@ def end_of(folder: Path) -> dict[str, object]:
     return {"history": [e for e in plain if "train_loss" not in e], "steps": history[-1]["step"], **bytes_of}
 
 
+def make_image_folder() -> None:
+    """Fill the working directory: a model that sees, sets of answers and of pairs with an image or two each, and
+    ``run.yaml``."""
+    from bad_inputs import OPTIONS, write
+    from seeing import image_models
+
+    model, processor = image_models().build("qwen2_5_vl")
+    model.save_pretrained("model")
+    image_models().save_processor(processor, "model")
+    names = [f"p{number}_{40 + 8 * (number % 5)}x{40 + 8 * (number % 3)}.png" for number in range(12)]
+    image_models().write_images(Path("data"), names)
+    answers = [
+        {"instruction": f"<image>What is it? {'<image>' * (place % 2)}", "input": "", "output": f"It is {name[:2]}.",
+         "images": [name, *names[: place % 2]]}
+        for place, name in enumerate(names)
+    ]  # fmt: skip
+    pairs = [{**one, "chosen": one["output"], "rejected": "It is not."} for one in answers]
+    columns = {"prompt": "instruction", "query": "input", "images": "images"}
+    write("data/images.json", answers)
+    write("data/pairs.json", pairs)
+    entries = {
+        "images": {"file_name": "images.json", "columns": {**columns, "response": "output"}},
+        "pairs": {"file_name": "pairs.json", "ranking": True,
+                  "columns": {**columns, "chosen": "chosen", "rejected": "rejected"}},
+    }  # fmt: skip
+    write("data/dataset_info.json", entries)
+    Path("run.yaml").write_text("".join(f"{name}: {value}\n" for name, value in OPTIONS.items()), encoding="utf-8")
+
+
 def campaign(model: Path, way: str, kills: int, draws: random.Random, root: Path) -> Iterator[str]:
     """``kills`` kills of one way of training. Yields a line for each."""
     from bad_inputs import make_folder
@@ -175,7 +217,7 @@ def campaign(model: Path, way: str, kills: int, draws: random.Random, root: Path
         before = Path.cwd()
         os.chdir(folder)
         try:
-            make_folder(model)
+            make_image_folder() if way in IMAGES else make_folder(model)
         finally:
             os.chdir(before)
         return folder
@@ -207,7 +249,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--way", choices=[*WAYS], help="this way of training alone")
+    parser.add_argument("--way", action="append", choices=WAYS, help="of training; may be repeated")
     given = parser.parse_args()
     import torch
 
@@ -217,8 +259,7 @@ def main() -> None:
     draws, began, num_kills = random.Random(given.seed), time.monotonic(), 0
     with tempfile.TemporaryDirectory() as place:
         model = make_model(Path(place) / "model")
-        number, ways = 0, [way for way in WAYS if way not in NEEDS or find_spec(NEEDS[way])]
-        ways = [given.way] if given.way else ways
+        number, ways = 0, [way for way in given.way or WAYS if way not in NEEDS or find_spec(NEEDS[way])]
         while num_kills < given.kills and time.monotonic() - began < given.seconds:
             way = ways[number % len(ways)]
             for line in campaign(model, way, min(5, given.kills - num_kills), draws, Path(place) / str(number)):

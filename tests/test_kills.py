@@ -13,11 +13,18 @@ pytestmark = pytest.mark.run
 SEED = int(os.environ.get("BURNISH_SEED", "0"))
 
 
-@pytest.mark.parametrize("way", ["full", "lora with dropout", "two processes", "completions, used twice"])
+@pytest.mark.parametrize("way", ["full", "lora with dropout", "two processes", "completions, used twice", "images"])
 def test_a_killed_run_ends_in_the_bits_of_the_run_left_alone(way: str, small_model: Path, tmp_path: Path) -> None:
     assert way in WAYS
     lines = list(campaign(small_model, way, 4, random.Random(f"{SEED} {way}"), tmp_path))
     assert sum(": killed" in line for line in lines) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["images", "images of pairs, tower trained"])
+def test_a_run_killed_twenty_times_while_images_are_decoded_ends_in_the_same_bits(way: str, tmp_path: Path) -> None:
+    lines = list(campaign(tmp_path, way, 20, random.Random(f"{SEED} {way}"), tmp_path / "runs"))
+    assert sum(": killed" in line for line in lines) == 20
 
 
 @pytest.mark.slow

@@ -203,6 +203,20 @@ def test_a_budget_keeps_the_items_of_each_step_and_no_micro_batch_is_above_it(pa
             assert (len(inside) * max(inside) if pads else sum(inside)) <= 20
 
 
+@pytest.mark.parametrize("pads", [False, True])
+def test_patches_of_images_count_in_a_budget(pads):
+    lengths, patches = [5] * 8, [0, 0, 0, 0, 6, 6, 40, 0]
+    parts = Budget(20, pads).micro_batches(range(8), lengths, patches)
+    assert sorted(item for part in parts for item in part) == list(range(8))
+    assert [6] in parts  # whose patches alone are more than the budget
+    costs = [sum(lengths[item] + patches[item] for item in part) for part in parts if part != [6]]
+    assert max(costs) <= 20
+    assert len(parts) == 4
+    assert Budget(20, pads).micro_batches(range(8), lengths, [0] * 8) == Budget(20, pads).micro_batches(
+        range(8), lengths
+    )
+
+
 def test_a_budget_puts_the_rows_of_several_micro_batches_together_where_they_fit():
     groups = list(
         RowStream(

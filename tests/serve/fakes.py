@@ -185,6 +185,9 @@ class FakeServed:
             raise unknown_model(model, ["first", "poet"])
         return BASE if model == "first" else "poet"
 
+    def counted_prompt(self, request: ChatRequest) -> tuple[list[int], list[dict[str, int]]]:
+        return self.chat_prompt(request), []
+
     def chat_prompt(self, request: ChatRequest) -> list[int]:
         return list("".join(f"{message.role}:{message.text}\n" for message in request.messages).encode())
 

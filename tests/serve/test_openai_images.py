@@ -100,8 +100,10 @@ def test_a_file_that_is_not_an_image_is_a_bad_request(real):
 
 
 def test_tokens_of_a_prompt_with_an_image_can_be_counted(real):
-    counts = [
-        post(real, "/tokenize", {"model": "seeing", "messages": messages_about(url)})[1]["count"]
+    found = [
+        post(real, "/tokenize", {"model": "seeing", "messages": messages_about(url)})[1]
         for url in (NAMES[0], data_uri(real, NAMES[0]))
     ]
-    assert counts[0] == counts[1] > 4
+    assert found[0] == found[1]
+    assert found[0]["images"] == [{"width": 64, "height": 48, "tokens": 4}]
+    assert found[0]["count"] > 4

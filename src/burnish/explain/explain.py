@@ -14,6 +14,7 @@ from typing import Any
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.config.secrets import MASK
 from burnish.data.batches.batching import answers_of, collate_prefix_sharing, packs_rows
+from burnish.data.batches.patches import num_patches
 from burnish.data.batches.stream import num_tokens, order_of, share_of_waiting
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import images_of
@@ -45,6 +46,7 @@ from burnish.run.plan.resources import (
     disk_of,
     free_disk,
     memory_of,
+    patches_of_largest_batch,
     rows_of_batch,
     tokens_of_largest_batch,
 )
@@ -376,7 +378,10 @@ def memory_terms_of(plan: Plan, prepared: Prepared) -> list[Term]:
     options, sizes, formats = plan.options, prepared.sizes, prepared.formats
     tokens = tokens_of_largest_batch(_looked_at(plan, prepared), options)
     shape, trained = DecoderShape.of(prepared.config.get_text_config()), sizes.active if trains(options) else 0
-    terms = memory_of(options, prepared.config, sizes, formats, tokens)
+    looked_at = islice(_looked_at(plan, prepared), LOOKED_AT) if prepared.family is not None else ()
+    patches = [num_patches(row, prepared.family) for row in looked_at if prepared.family is not None]
+    of_batch = patches_of_largest_batch(patches, options)
+    terms = memory_of(options, prepared.config, sizes, formats, tokens, of_batch)
     return shared(terms, sharing_of(options, plan.world_size), shape, formats, sizes.total, trained)
 
 

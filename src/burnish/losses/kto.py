@@ -176,6 +176,8 @@ class KtoObjective(AnswersObjective):
             batch["reference"] = torch.tensor([row["reference_logps"] for row in rows])
         if self.has_baseline:
             batch["kl"] = self._collated_others(collate, rows)
+            if "images" in batch and "images" in batch["kl"]:
+                batch["images"].share_with(batch["kl"]["images"])
         return batch
 
     def _collated_others(self, collate: Collate, rows: Sequence[Row]) -> Batch:

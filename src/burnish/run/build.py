@@ -25,6 +25,7 @@ from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.config.options import raise_if
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
+from burnish.data.batches.patches import patches_of_rows
 from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
 from burnish.data.stats import DataStats
 from burnish.kernels.probe import Capabilities
@@ -311,6 +312,7 @@ def row_stream(
         lengths=None if prepared.rows.is_streamed else prepared.rows.lengths,
         buffer_size=options.buffer_size if options.streaming else None,
         blank_row=dict(prepared.objective.row_columns), ahead=ahead,
+        patches=patches_of_rows(prepared.rows, prepared.family) if budget else None,
     )  # fmt: skip
 
 
@@ -318,7 +320,7 @@ def eval_sets(prepared: Prepared, options: RunOptions, engine: Engine, budget: B
     return {
         name: EvalBatches(
             rows, prepared.objective.collate, options.per_device_eval_batch_size, engine.world_size, engine.rank,
-            budget, rows.lengths,
+            budget, rows.lengths, patches_of_rows(rows, prepared.family) if budget else None,
         )
         for name, rows in prepared.eval_rows.items()
     }  # fmt: skip

@@ -16,7 +16,10 @@ from burnish.data.batches.batching import pack_best_fit
 
 @dataclass(frozen=True)
 class Budget:
-    """Maximum number of tokens of a micro-batch, including padding.
+    """Tokens that a micro-batch may have, padding and patches of images included.
+
+    A patch counts as a token: a vision tower keeps about as much for one as a language model for a token. A row whose
+    patches alone exceed the budget has a micro-batch of its own.
 
     Args:
         max_tokens: the maximum.
@@ -26,24 +29,35 @@ class Budget:
     max_tokens: int
     pads: bool
 
-    def micro_batches(self, items: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """Split ``items`` into micro-batches that preserve their order.
+    def micro_batches(
+        self, items: Sequence[int], lengths: Sequence[int], patches: Sequence[int] | None = None
+    ) -> list[list[int]]:
+        """Divide ``items`` into micro-batches, within which they keep their order. ``lengths[item]`` is at most
+        ``max_tokens``.
 
-        ``lengths[item]`` is at most ``max_tokens``.
+        Args:
+            patches: of the images of every item; None where there are none.
         """
+        of_images = [0] * len(items) if patches is None else [patches[item] for item in items]
+        of_rows = [lengths[item] for item in items]
         if self.pads:
-            return self._side_by_side(items, lengths)
-        parts = pack_best_fit([lengths[item] for item in items], self.max_tokens)
+            parts = self._side_by_side(of_rows, of_images)
+        else:
+            costs = [min(self.max_tokens, sum(both)) for both in zip(of_rows, of_images, strict=True)]
+            parts = pack_best_fit(costs, self.max_tokens)
         return [[items[place] for place in sorted(part)] for part in parts]
 
-    def _side_by_side(self, items: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """Group rows of similar length: from the longest down, as many as fit when padded to the first one."""
-        places = sorted(range(len(items)), key=lambda place: lengths[items[place]], reverse=True)
+    def _side_by_side(self, lengths: Sequence[int], patches: Sequence[int]) -> list[list[int]]:
+        """Put rows of similar length together: from the longest on, as many as fit at the length of the first."""
         parts: list[list[int]] = []
-        while places:
-            count = max(1, self.max_tokens // max(1, lengths[items[places[0]]]))
-            parts.append([items[place] for place in sorted(places[:count])])
-            places = places[count:]
+        for place in sorted(range(len(lengths)), key=lambda place: lengths[place], reverse=True):
+            for part in parts:
+                of_images = patches[place] + sum(patches[other] for other in part)
+                if (len(part) + 1) * max(1, lengths[part[0]]) + of_images <= self.max_tokens:
+                    part.append(place)
+                    break
+            else:
+                parts.append([place])
         return parts
 
 

@@ -39,8 +39,8 @@ class StreamOptions:
     )
     max_tokens_per_batch: int | None = option(
         None,
-        "Maximum number of tokens per micro-batch. Examples of a step are split into as few micro-batches "
-        "as possible; the gradient stays the same.", unit="tokens", ge=1,
+        "Maximum number of tokens per micro-batch; a patch of an image counts as a token. Examples of a step are split "
+        "into as few micro-batches as possible; the gradient stays the same.", unit="tokens", ge=1,
     )  # fmt: skip
     dataloader_num_workers: int = option(
         0, "Number of worker processes that collate batches ahead. 0: collate in the main process.", ge=0
@@ -97,18 +97,20 @@ class StepPartition:
     def rows_per_step(self) -> int:
         return self.batch_size * self.accumulation * self.world_size
 
-    def micro_batches(self, chosen: Sequence[int], lengths: Sequence[int] | None = None) -> list[Sequence[int]]:
-        """Return this rank's micro-batches of one step. Every rank has the same number; missing ones are empty.
+    def micro_batches(
+        self, chosen: Sequence[int], lengths: Sequence[int] | None = None, patches: Sequence[int] | None = None
+    ) -> list[Sequence[int]]:
+        """This rank's micro-batches of one step; empty ones where there are not enough items. Every rank has as many.
 
         Args:
-            chosen: items of the step, over all ranks.
-            lengths: tokens of every item, for the budget and for balancing tokens between ranks.
+            lengths: tokens of every item, for the budget, and so that no rank waits long for another.
+            patches: of the images of every item, for the budget.
         """
         if lengths is None or (self.world_size == 1 and self.budget is None):
             return self._in_turn(chosen)
         if self.world_size == 1:
-            return self._cut(list(chosen), lengths) or [[]]
-        shares = [self._cut(share, lengths) for share in balanced(chosen, lengths, self.world_size)]
+            return self._cut(list(chosen), lengths, patches) or [[]]
+        shares = [self._cut(share, lengths, patches) for share in balanced(chosen, lengths, self.world_size)]
         most = max(1, *map(len, shares))
         mine = shares[self.rank]
         return [*mine, *([[]] * (most - len(mine)))]
@@ -119,9 +121,9 @@ class StepPartition:
         starts = range(self.rank * self.batch_size, max(1, -(-len(chosen) // across)) * across, across)
         return [chosen[start : start + self.batch_size] for start in starts]
 
-    def _cut(self, share: Sequence[int], lengths: Sequence[int]) -> list[Sequence[int]]:
+    def _cut(self, share: Sequence[int], lengths: Sequence[int], patches: Sequence[int] | None) -> list[Sequence[int]]:
         if self.budget is not None:
-            return [*self.budget.micro_batches(share, lengths)]
+            return [*self.budget.micro_batches(share, lengths, patches)]
         return [share[start : start + self.batch_size] for start in range(0, len(share), self.batch_size)]
 
 
@@ -247,19 +249,20 @@ class RowStream(StepBatchLoader):
         seed: seed of the order.
         options: data loader options.
         lengths: tokens of each item, for "group_by_length" and for a budget.
-        buffer_size: see ``order_of``.
-        keys: function from all items of a step to their keys in ``items``, if a row depends on the others of its step.
-        blank_row: row of a blank micro-batch, with the columns that ``collate`` needs.
-        ahead: wraps an iterator over the rows of micro-batches, to prepare later micro-batches ahead of time.
+        patches: of the images of each item, for a budget.
+        keys: all items of a step -> the key of each in ``items``, if a row depends on the others of its step.
+        blank_row: the row of a blank micro-batch, with the columns that ``collate`` needs.
+        ahead: rows of micro-batches -> the same, of which it begins to prepare those that follow.
     """
 
     def __init__(
         self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], cut: StepPartition, *, seed: int,
         options: StreamOptions | None = None, lengths: Sequence[int] | None = None, buffer_size: int | None = None,
         keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None, blank_row: Row | None = None,
-        ahead: Callable[[Iterator[Any]], Iterator[Any]] | None = None,
+        ahead: Callable[[Iterator[Any]], Iterator[Any]] | None = None, patches: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.items = items
+        self.patches = patches
         self.ahead = ahead
         self.buffer_size = buffer_size
         self.cut = cut
@@ -327,7 +330,7 @@ class RowStream(StepBatchLoader):
     def _partition(self, step: list[int]) -> list[Sequence[Any]]:
         """Return this rank's micro-batches of a step: items, or their keys if a row depends on its step."""
         chosen = self._kept(step)
-        parts: list[Sequence[Any]] = self.cut.micro_batches(chosen, self.lengths)
+        parts: list[Sequence[Any]] = self.cut.micro_batches(chosen, self.lengths, self.patches)
         if self.keys is None:
             return parts
         keys = self.keys(chosen)
@@ -374,13 +377,14 @@ class EvalBatches:
     def __init__(
         self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], batch_size: int,
         world_size: int = 1, rank: int = 0, budget: Budget | None = None, lengths: Sequence[int] | None = None,
+        patches: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.items = items
         self.collate = collate
         cut = StepPartition(batch_size, 1, world_size, rank, budget=budget)
         starts = range(0, len(items), cut.rows_per_step)
         steps = (range(start, min(start + cut.rows_per_step, len(items))) for start in starts)
-        self.parts = [part for chosen in steps for part in cut.micro_batches(chosen, lengths)]
+        self.parts = [part for chosen in steps for part in cut.micro_batches(chosen, lengths, patches)]
         self.num_rows = len(items)
 
     def __len__(self) -> int:

@@ -166,6 +166,10 @@ class Gemma3(Family):
     def processed(self, width: int, height: int) -> tuple[int, int]:
         return int(self.processor.size["width"]), int(self.processor.size["height"])
 
+    def patches(self, width: int, height: int) -> int:
+        wide, high = self.processed(width, height)
+        return wide * high // int(self.source.config.vision_config.patch_size) ** 2
+
 
 @FAMILIES.register("gemma4", words=("<|image|>",))
 class Gemma4(Family):

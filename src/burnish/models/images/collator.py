@@ -132,7 +132,7 @@ class ImageCollator:
         )
         if distinct:
             made = self.processor.joined(list(tensors.values())) | self._rows_of(distinct)
-            batch |= {**made, "images": ImageFeatures(tuple(made), tuple(counts.values()))}
+            batch |= {**made, "images": ImageFeatures(tuple(made), tuple(counts.values()), tuple(distinct))}
         else:
             del batch["image_features"]
         return self._with_positions(batch)

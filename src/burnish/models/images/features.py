@@ -38,12 +38,19 @@ class ImageFeatures:
     Args:
         names: the inputs of the batch that are tensors of images.
         counts: features of each image, as the rows have placeholders for them.
+        identities: of each image.
         kept: what a frozen tower made of them, by the model that it belongs to.
     """
 
     names: Sequence[str]
     counts: Sequence[int]
+    identities: Sequence[str] = ()
     kept: dict[int, Any] = field(default_factory=dict, repr=False)
+
+    def share_with(self, other: ImageFeatures) -> None:
+        """Let another micro-batch of the same images take what a frozen tower made for this one, and the reverse."""
+        if self.identities == other.identities:
+            other.kept = self.kept
 
 
 def make_seeing(model: nn.Module) -> list[Patch]:

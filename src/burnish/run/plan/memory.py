@@ -147,6 +147,26 @@ def dora_term(shape: DecoderShape, tokens: int, compute_bytes: int) -> Term:
     return Term("DoRA", shape.layers * (tokens * of_a_token + of_weights) * compute_bytes, reason)
 
 
+def tower_term(vision: object, patches: int, compute_bytes: int, is_trained: bool) -> Term:
+    """What the vision tower has in memory for the images of a micro-batch: their pixels, and activations.
+
+    A frozen tower keeps nothing for a backward pass, so there is one layer at a time.
+
+    Args:
+        vision: the configuration of the tower. patches: of the images of the micro-batch.
+    """
+    hidden = _size(vision, "embed_dim") or _size(vision, "hidden_size")  # Qwen2-VL's hidden size is that of the text
+    wide = _size(vision, "intermediate_size") or round(getattr(vision, "mlp_ratio", 4) * hidden)
+    layers = _size(vision, "depth") or _size(vision, "num_hidden_layers")
+    of_layer = layer_bytes_per_token(DecoderShape(layers, hidden, wide, hidden, 0), compute_bytes)
+    side = getattr(vision, "patch_size", 0)
+    side = side if isinstance(side, int) else side[0]
+    pixels = 4 * 3 * side * side * max(1, _size(vision, "temporal_patch_size"))
+    kept = layers if is_trained else 1
+    reason = f"{patches:,} patches x ({pixels / 1024:.1f} KiB of pixels + {kept} x {of_layer / 1024:.1f} KiB)"
+    return Term("vision tower", patches * (pixels + kept * of_layer), reason)
+
+
 def products_bytes_per_token(shape: DecoderShape, compute_bytes: int) -> int:
     """Return the bytes of a layer's input and the outputs of its linear layers and attention: 5 H + 2 K + 2 F
     numbers."""

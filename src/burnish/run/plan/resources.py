@@ -27,7 +27,16 @@ from burnish.parallel.options import device_of
 from burnish.parallel.precision import autocast_dtype, frozen_dtype, loaded_dtype, name_of
 from burnish.report.pace import counted
 from burnish.run.plan.checks import nearest_existing, trains
-from burnish.run.plan.memory import DecoderShape, Formats, Term, disk_bytes, dora_term, memory_terms, shown_bytes
+from burnish.run.plan.memory import (
+    DecoderShape,
+    Formats,
+    Term,
+    disk_bytes,
+    dora_term,
+    memory_terms,
+    shown_bytes,
+    tower_term,
+)
 from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.failure import available_bytes
 
@@ -204,8 +213,10 @@ def _moment_bytes(options: RunOptions, config: Any, dtype: torch.dtype) -> float
     return round(_bytes_of(optimizer) / weight.weight.numel(), 2)
 
 
-def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, tokens: int) -> list[Term]:
-    """Return the memory of the run as a list of terms. ``tokens`` is the size of the largest micro-batch."""
+def memory_of(
+    options: RunOptions, config: Any, sizes: Sizes, formats: Formats, tokens: int, patches: int = 0
+) -> list[Term]:
+    """Return the memory of the run as a list of terms. ``tokens`` and ``patches`` are of the largest micro-batch."""
     shape = DecoderShape.of(config.get_text_config())
     has_dora = options.finetuning_type == "lora" and options.use_dora
     keeps_casts = device_of(options).type != "cpu" or options.torch_compile or not options.patches
@@ -226,6 +237,9 @@ def memory_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, 
     if options.finetuning_type in ("peft", "oft") and trains(options):
         besides = f"; excludes activations of the {options.finetuning_type} method"
         terms = [replace(one, reason=one.reason + besides) if one.name == "activations" else one for one in terms]
+    if patches:
+        is_trained = trains(options) and not options.freeze_vision_tower
+        terms.append(tower_term(config.vision_config, patches, formats.compute, is_trained))
     return terms
 
 
@@ -255,6 +269,14 @@ def tokens_of_largest_batch(rows: Sequence[Any], options: RunOptions) -> int:
     if options.padding_free:
         return sum(largest)
     return max(largest, default=0) * len(largest)
+
+
+def patches_of_largest_batch(patches: Sequence[int], options: RunOptions) -> int:
+    """Upper bound of the patches of a micro-batch. Args: patches: of each row."""
+    largest = sorted(patches, reverse=True)[: rows_of_batch(options)]
+    if options.max_tokens_per_batch is not None:
+        return min(sum(patches), max(options.max_tokens_per_batch, max(patches, default=0)))
+    return sum(largest)
 
 
 def available_memory(options: RunOptions) -> int:

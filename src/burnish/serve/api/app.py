@@ -263,6 +263,7 @@ class Routes:
         given = read(TokenizeRequest, body)
         model = given.model or self.state.models[0]["id"]
         service.served.adapter_of(model)
+        images: list[dict[str, int]] = []
         if given.messages is None:
             ids = await self._in_order(service.text_prompt, given.prompt)
         else:
@@ -273,9 +274,10 @@ class Routes:
             asked = self._read(ChatRequest, {**chat, "model": model, "continue_final_message": continues})
             service.refuse_long(asked.num_characters, "messages")
             asked = await self._with_images(asked)
-            ids = await self._in_order(service.served.chat_prompt, asked)
+            ids, images = await self._in_order(service.served.counted_prompt, asked)
         pieces = [service.served.shown(token)[0] for token in ids]
-        return Json({"tokens": ids, "count": len(ids), "max_model_len": service.served.context, "pieces": pieces})
+        found = {"tokens": ids, "count": len(ids), "max_model_len": service.served.context, "pieces": pieces}
+        return Json({**found, "images": images} if images else found)
 
     async def detokenize(self, request: Request) -> Any:
         body = await json_object(request)

@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from burnish.config.errors import UserError
+from burnish.data.images.image_file import images_of
 from burnish.inference.loaded_model import LoadedModel
 from burnish.inference.replies.grammar import Grammars
 from burnish.inference.replies.replies import Reply, ReplyPiece
@@ -80,8 +81,11 @@ class ServedModel:
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
-    def chat_prompt(self, request: ChatRequest) -> list[int]:
-        return self.prompter.ids(request)
+    def counted_prompt(self, request: ChatRequest) -> tuple[list[int], list[dict[str, int]]]:
+        """The prompt of a request, and the size and the tokens of each of its images."""
+        row = self.prompter.row(request)
+        images = [{"width": one.width, "height": one.height, "tokens": one.end - one.begin} for one in images_of(row)]
+        return list(row["input_ids"]), images
 
     def chat_row(self, request: ChatRequest) -> tuple[list[int], Mapping[str, Any]]:
         """Return the prompt ids of a request, and the image fields of the engine's request.

@@ -70,6 +70,7 @@ class Api:
         yield "POST", "/api/engines", self.begin_engine
         yield "DELETE", "/api/engines/{id}", self.end_engine
         yield "POST", "/api/chat/{id}", self.chat
+        yield "POST", "/api/chat/{id}/tokens", self.tokens
         yield "GET", "/api/machine", self.machine
         yield "GET", "/api/stream", self.stream
         yield "GET", "/api/poll", self.poll
@@ -208,6 +209,12 @@ class Api:
         engine = self.site.engines.of(request.path_params["id"])
         body = {**await json_object(request), "model": engine.id}
         return Relay(str(engine.socket), "POST", "/v1/chat/completions", json.dumps(body).encode())
+
+    async def tokens(self, request: Request) -> Any:
+        """Tokens of a conversation, and of each image in it."""
+        engine = self.site.engines.of(request.path_params["id"])
+        body = {**await json_object(request), "model": engine.id}
+        return Relay(str(engine.socket), "POST", "/tokenize", json.dumps(body).encode())
 
     async def machine(self, request: Request) -> Response:
         return ShownJson(await asyncio.to_thread(self.site.machine.use))

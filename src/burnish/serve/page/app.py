@@ -63,7 +63,7 @@ def application(site: Site, sessions: Sessions) -> ASGIApp:
     rules = Rules(
         hosts=LOOPBACK_NAMES | (names - {"0.0.0.0", "::"}),  # noqa: S104  (compared with, not bound to)
         any_address=not is_loopback(options.web_host), own_origin=True, effects_need_origin=True,
-        max_body_bytes=2**20,
+        max_body_bytes=32 * 2**20,
     )  # fmt: skip
     pages = GZipMiddleware(Pages(site, sessions).router, minimum_size=1024)  # streams of events are left as they are
     return under(options.web_root_path, Guard(pages, rules, sessions.admit, page_error, HEADERS))

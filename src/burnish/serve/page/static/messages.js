@@ -1,5 +1,6 @@
 // @ts-check
 // A conversation as messages of a chat request, and the answer to it as it comes.
+import { contentOf } from "./images.js";
 import { Failed, api, events } from "./net.js";
 
 /** An answer, and those that followed the results of its calls. @param {any} one @returns {any[]} */
@@ -27,7 +28,7 @@ export const conversation = (system, turns, side) => [
   ...(system ? [{ role: "system", content: system }] : []),
   ...turns.flatMap((turn) => [
     ...(turn.before ?? []),
-    { role: "user", content: turn.user },
+    { role: "user", content: contentOf(turn.user, turn.images) },
     ...chain(turn.answers[side])
       .filter((one) => one.text || one.calls?.length)
       .flatMap(said),

@@ -4,13 +4,13 @@ import { $, $$, copy, download, say } from "./dom.js";
 import { Engines } from "./engines.js";
 import { short, visible } from "./format.js";
 import { history } from "./history.js";
+import { Attached, withoutPixels } from "./images.js";
 import { nodes } from "./md.js";
 import { answers, chain, conversation, toolsOf } from "./messages.js";
 import { Failed, get, send } from "./net.js";
 import { choices, findTargets } from "./targets.js";
 import { asked, fill, small, turnNode, waits } from "./turns.js";
 import { ready, t } from "./words.js";
-
 await ready;
 const targets = await findTargets();
 const engines = new Engines(targets, settle);
@@ -20,6 +20,7 @@ let turns = [];
 let answering = [];
 let chat = sessionStorage.getItem("chat") ?? "";
 const scroll = $("#chat-scroll");
+const attached = new Attached(() => engines.running[[0, 1].find((side) => engines.isReady(side)) ?? 0]?.id);
 const name = (/** @type {number} */ side) => targets.get(engines.chosen[side] ?? "")?.label ?? "";
 
 function settle() {
@@ -45,7 +46,7 @@ function showTurn(turn) {
   for (const side of [0, 1]) {
     asked(turn, side, (text) => {
       turns = turns.slice(0, turns.indexOf(turn));
-      begin({ user: text, answers: [null, null], again: 0 });
+      begin({ user: text, images: turn.images, answers: [null, null], again: 0 });
     });
     for (const one of chain(turn.answers[side])) finish(turnNode("assistant", side, name(side)), one, side, turn);
   }
@@ -144,7 +145,7 @@ async function during(sides, turn) {
   keep();
 }
 function keep() {
-  const kept = { system: $("#system").value, tools: $("#tools").value, turns, targets: engines.chosen };
+  const kept = { system: $("#system").value, tools: $("#tools").value, turns: withoutPixels(turns), targets: engines.chosen };
   sessionStorage.setItem("chat", chat);
   void send("PUT", `api/chats/${chat}`, kept).catch(() => {});
 }
@@ -168,18 +169,17 @@ async function open(id = `chat-${Date.now().toString(36)}`, isKept = false) {
   show();
   return kept;
 }
-
 $("#say").addEventListener("submit", (/** @type {Event} */ event) => {
   event.preventDefault();
   const text = $("#message").value;
-  if (!text.trim() || $("#send").hidden) return;
+  if ((!text.trim() && !attached.images.length) || $("#send").hidden) return;
   if (turns.some((turn) => turn.answers.some(waits))) {
     say(t("call_waits"));
     $(".result-form textarea")?.focus();
     return;
   }
   $("#message").value = "";
-  void begin({ user: text, answers: [null, null], again: 0 });
+  void begin({ user: text, images: attached.take(), answers: [null, null], again: 0 });
 });
 $("#message").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {

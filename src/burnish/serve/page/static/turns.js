@@ -2,6 +2,7 @@
 // A conversation as nodes: questions and answers, thoughts, calls and their results, tokens.
 import { $, copy, el, icon } from "./dom.js";
 import { visible } from "./format.js";
+import { thumbs } from "./images.js";
 import { nodes } from "./md.js";
 import { chain } from "./messages.js";
 import { t } from "./words.js";
@@ -83,7 +84,7 @@ export function asked(turn, side, edited) {
       ),
     );
   const node = turnNode("user", side, t("you"));
-  node.text.replaceChildren(...nodes(turn.user));
+  node.text.replaceChildren(...thumbs(turn.images ?? []), ...nodes(turn.user));
   node.tools.append(small("copy", t("copy"), () => copy(turn.user)));
   if (edited) node.tools.append(small("edit", t("edit"), () => edit(node, turn.user, edited)));
 }
@@ -102,6 +103,7 @@ function edit(node, text, edited) {
     },
     t("cancel"),
   );
+  const before = [...node.text.childNodes];
   node.tools.hidden = true;
   node.text.replaceChildren(
     el(

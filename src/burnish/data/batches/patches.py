@@ -1,0 +1,42 @@
+"""Patches of the images of rows, which a vision tower computes: for the budget of a micro-batch, and for its memory.
+
+In: rows, and the family of the model. Out: numbers, from the sizes of the images alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from burnish.data.batches.batching import sequences_of
+from burnish.data.images.family import Family
+from burnish.data.images.image_file import images_of
+from burnish.loop.types import Row
+
+
+class KnownRows(Protocol):
+    """A set of rows (``rows.row_set.RowSet``)."""
+
+    is_streamed: bool
+
+    @property
+    def has_images(self) -> bool: ...
+    def __iter__(self) -> Iterator[Row | None]: ...
+
+
+def patches_of_rows(rows: KnownRows, family: Family | None) -> list[int] | None:
+    """Patches that the tower computes for each row; None where there are no images, or rows are not known before."""
+    if family is None or rows.is_streamed or not rows.has_images:
+        return None
+    return [0 if row is None else num_patches(row, family) for row in rows]
+
+
+def num_patches(row: Row, family: Family) -> int:
+    """Patches of the images of a row. An image that several of its sequences hold goes through the tower once."""
+    found = {
+        image.identity: image
+        for sequence in sequences_of(row)
+        for prefix in ("", "kl_")
+        for image in images_of(sequence, prefix)
+    }
+    return sum(family.patches(*family.given_sizes(image)[-1]) for image in found.values())

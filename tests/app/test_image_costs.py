@@ -1,0 +1,92 @@
+"""What images cost: patches in budgets and estimates, one run of the tower for each image of a step, one decoding."""
+
+import pytest
+
+from app.test_runs_with_images import RECORDS, train, workplace  # noqa: F401 - a fixture
+from burnish.cli import main
+from burnish.models.images import features
+from burnish.models.images.processor import ImageProcessor
+from seeing import golden
+
+LORA = {"finetuning_type": "lora", "max_steps": 1}
+
+
+@pytest.fixture
+def towers(monkeypatch):
+    """The patches of each call of a tower, and the images that were decoded."""
+    seen = {"patches": [], "decoded": 0}
+    plain, tensors = features.image_features, ImageProcessor.tensors
+
+    def counted(model, given):
+        seen["patches"].append(len(given["pixel_values"]))
+        return plain(model, given)
+
+    def decoded(self, image):
+        seen["decoded"] += 1
+        return tensors(self, image)
+
+    monkeypatch.setattr(features, "image_features", counted)
+    monkeypatch.setattr(ImageProcessor, "tensors", decoded)
+    return seen
+
+
+def image_names():
+    return {name for record in RECORDS for name in golden()["records"][record]["images"]}
+
+
+def begun(towers):
+    """What was seen before the training: the probe's own calls."""
+    return len(towers["patches"]), towers["decoded"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "dataset", "more"),
+    [("sft", "answers", {}), ("dpo", "pairs", {}), ("kto", "verdicts", {"per_device_train_batch_size": 8})],
+)
+def test_the_tower_runs_once_for_each_image_of_a_step(workplace, towers, monkeypatch, stage, dataset, more):  # noqa: F811
+    from burnish.loop.loop import Loop
+
+    step, before = Loop.step, []
+
+    def counted(self, *arguments, **named):
+        before.append(begun(towers))
+        return step(self, *arguments, **named)
+
+    monkeypatch.setattr(Loop, "step", counted)
+    train(workplace, f"towers-{stage}", stage=stage, dataset=dataset, **LORA, **more)
+    calls, _ = before[0]
+    # Both answers of a pair, the policy and the reference, and the other answers of KTO share what the tower made.
+    assert len(towers["patches"]) - calls == 1
+    sizes = {name: map(int, name.split("_")[1].split(".")[0].split("x")) for name in image_names()}
+    grids = {name: [2 * round(side / 28) for side in size] for name, size in sizes.items()}
+    assert towers["patches"][-1] == sum(wide * high for wide, high in grids.values())
+
+
+def test_an_image_is_decoded_once_in_several_epochs(workplace, towers):  # noqa: F811
+    options = {"finetuning_type": "lora", "per_device_train_batch_size": 1}
+    train(workplace, "epochs-1", max_steps=4, **options)
+    once = towers["decoded"]
+    train(workplace, "epochs-3", max_steps=12, **options)
+    assert towers["decoded"] == 2 * once
+
+
+def test_patches_cut_micro_batches_and_the_update_stays(workplace, towers):  # noqa: F811
+    options = {"finetuning_type": "lora", "max_steps": 1}
+    train(workplace, "uncut", max_tokens_per_batch=4000, **options)
+    whole = len(towers["patches"])
+    train(workplace, "by-patches", max_tokens_per_batch=130, **options)
+    assert len(towers["patches"]) - whole > whole
+
+
+def test_explain_estimates_the_memory_of_the_tower(workplace, capsys):  # noqa: F811
+    given = {"model_name_or_path": workplace / "qwen2_5_vl", "template": "qwen2_vl", "dataset": "answers",
+             "dataset_dir": workplace / "data", "output_dir": workplace / "explained", "use_cpu": "true"}  # fmt: skip
+    totals = []
+    for more in ({}, {"freeze_vision_tower": "false"}):
+        words = [f"{name}={value}" for name, value in {**given, **more}.items()]
+        assert main(["explain", *words]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if "KiB of pixels" in line)
+        assert "vision tower" in line
+        totals.append(line)
+    assert " 1 x " in totals[0]
+    assert " 2 x " in totals[1]

@@ -1,0 +1,120 @@
+"""Images in the conversation of the page: picked, pasted and dropped, sent as data URIs, kept in the tab only."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+
+from seeing import image_models
+
+pytestmark = [pytest.mark.run, pytest.mark.slow]
+PASTE = """async ([name, encoded, kind]) => {
+  const bytes = Uint8Array.from(atob(encoded), (letter) => letter.charCodeAt(0));
+  const data = new DataTransfer();
+  data.items.add(new File([bytes], name, { type: "image/png" }));
+  const event =
+    kind === "paste"
+      ? new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true })
+      : new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true });
+  document.querySelector(kind === "paste" ? "#message" : ".chat").dispatchEvent(event);
+}"""
+
+
+@pytest.fixture
+def talk(visitor, server):
+    """The chat with a loaded model that sees, whose weights are random."""
+    model, processor = image_models().build("qwen2_5_vl")
+    model.save_pretrained(server.root / "seeing")
+    image_models().save_processor(processor, server.root / "seeing")
+    image_models().write_images(server.root / "files", ["p1_64x48.png", "p2_48x64.png", "p3_80x60.png"])
+    visitor.goto(f"{server.address}/talk")
+    return visitor
+
+
+def load(talk, server):
+    """Load the model through the page's own routes; the conversation then has an engine."""
+    talk.evaluate(
+        """async (path) => fetch("api/engines", {method: "POST", headers: {"Content-Type": "application/json"},
+        body: JSON.stringify({path})})""",
+        str(server.root / "seeing"),
+    )
+
+
+def test_images_are_picked_pasted_dropped_and_sent(talk, server):
+    asked = []
+
+    def answer(route):
+        asked.append(json.loads(route.request.post_data))
+        if route.request.url.endswith("/tokens"):
+            body = {"count": 12, "images": [{"width": 64, "height": 48, "tokens": 4}]}
+            route.fulfill(status=200, content_type="application/json", body=json.dumps(body))
+            return
+        chunk = {"choices": [{"delta": {"content": "A square."}}]}
+        route.fulfill(
+            status=200, content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        )
+
+    engine = {"id": "e" * 12, "name": "seeing", "state": "ready", "said": ""}
+    talk.route("**/api/engines", lambda route: route.fulfill(
+        status=200, content_type="application/json",
+        body=json.dumps(engine if route.request.method == "POST" else {"engines": [engine]}),
+    ))  # fmt: skip
+    talk.route("**/api/chat/**", answer)
+    talk.reload()
+    choice = talk.locator('select[data-side="0"]')
+    choice.select_option(index=1)
+    talk.locator("#engine-states", has_text="✓").wait_for()
+
+    talk.set_input_files("#pick-image", str(server.root / "files" / "p1_64x48.png"))
+    talk.locator("#attached .thumb", has_text="p1_64x48.png 64x48, 4 tokens").wait_for()
+    for name, kind in (("p2_48x64.png", "paste"), ("p3_80x60.png", "drop")):
+        encoded = base64.b64encode((server.root / "files" / name).read_bytes()).decode()
+        talk.evaluate(PASTE, [name, encoded, kind])
+        talk.locator("#attached .thumb", has_text=name).wait_for()
+    talk.get_by_role("button", name="Remove p3_80x60.png").click()
+    assert talk.locator("#attached .thumb").count() == 2
+    talk.fill("#message", "What is it?")
+    talk.click("#send")
+    talk.get_by_text("A square.").wait_for()
+    assert talk.locator("#attached .thumb").count() == 0
+    assert talk.locator('.side[data-side="0"] .turn.user .thumb img').count() == 2
+
+    parts = next(body for body in reversed(asked) if body.get("stream"))["messages"][-1]["content"]
+    assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
+    sent = base64.b64decode(parts[0]["image_url"]["url"].partition(",")[2])
+    assert sent == (server.root / "files" / "p1_64x48.png").read_bytes()
+    kept = "".join(path.read_text() for path in (server.home).rglob("chats/*.json"))
+    assert "What is it?" in kept
+    assert "base64" not in kept
+    talk.reload()
+    talk.locator(".turn.user .thumb", has_text="not kept").first.wait_for()
+
+
+def test_a_model_on_the_page_answers_an_image(talk, server):
+    load(talk, server)
+    path = server.root / "files" / "p1_64x48.png"
+    uri = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "What?"}]
+    ask = """async (messages) => {
+      const engines = (await (await fetch("api/engines")).json()).engines;
+      if (engines[0]?.state !== "ready") return engines[0];
+      const headers = { "Content-Type": "application/json" }, method = "POST";
+      const told = {};
+      for (const path of ["/tokens", ""]) {
+        const body = JSON.stringify({ messages, max_tokens: 3 });
+        told[path] = await (await fetch(`api/chat/${engines[0].id}${path}`, { method, headers, body })).json();
+      }
+      return told;
+    }"""
+    found = None
+    for _ in range(240):
+        found = talk.evaluate(ask, [{"role": "user", "content": parts}])
+        if found and "" in found:
+            break
+        assert not found or found.get("state") != "ended", found
+        talk.wait_for_timeout(500)
+    assert found["/tokens"]["images"] == [{"width": 64, "height": 48, "tokens": 4}]
+    assert found[""]["usage"]["completion_tokens"] <= 3
+    assert found[""]["usage"]["prompt_tokens"] == found["/tokens"]["count"]
