@@ -69,6 +69,15 @@ def make(folder: Path, required: list[str]) -> None:
     subprocess.run([pip[0], "uninstall", "--quiet", "--yes", "torchaudio", "torchvision"], check=True)
 
 
+def torchvision() -> Path:
+    """A folder with torchvision alone, for what the peers do with images (``torchvision_door.py``)."""
+    folder = ROOT / ".bench" / "torchvision"
+    if not folder.exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--target", folder, "torchvision==0.28.0"], check=True)
+    return folder
+
+
 def pinned_torch() -> str:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return next(line for line in lines if line.startswith("torch=="))

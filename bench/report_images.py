@@ -22,9 +22,9 @@ def images(steps: Sequence[Round], starts: Sequence[Round], facts: Figures, num_
 def _described(facts: Figures) -> str:
     sizes = ", ".join(f"{PHOTOS.count(size)} of {size[0]}x{size[1]}" for size in dict.fromkeys(PHOTOS))
     return (
-        f"A Qwen2.5-VL shape of {facts['weights'] / 1e6:.1f}M weights; {facts['rows']} rows with a JPEG each ({sizes} in "
-        f"turn), resized to {MOST_PIXELS:,} pixels at most by the image processor, {ROWS_PER_STEP} rows to a step; LoRA "
-        "on the language model, vision tower frozen, bfloat16, one thread for products. TRL and LLaMA-Factory use "
+        f"A Qwen2.5-VL shape of {facts['weights'] / 1e6:.1f}M weights; {facts['rows']} rows with a JPEG each ({sizes} "
+        f"in turn), resized to {MOST_PIXELS:,} pixels at most by the image processor, {ROWS_PER_STEP} rows to a step; "
+        "LoRA on the language model, vision tower frozen, bfloat16, one thread for products. TRL and LLaMA-Factory use "
         "torchvision for images, burnish Pillow. A process of its own each; the first step is not counted."
     )
 

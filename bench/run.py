@@ -34,6 +34,7 @@ import report_rollouts
 import report_training
 from answer_material import folder_in
 from document import where, write
+from environments import torchvision
 from figures import Figures, Round
 from gauge import PREFERENCES
 from image_material import Photos
@@ -173,6 +174,7 @@ def own_ways(asked: Asked) -> str:
 
 def images(asked: Asked) -> str:
     """Steps on a few photos of several sizes, and the start with many."""
+    torchvision()
     few, many_photos = Photos(), Photos(asked.arguments.photos, ((1280, 960),))
     folders = {photos: SCRATCH / "material" / photos.name for photos in (few, many_photos)}
     facts = [image_material.make(photos, folder) for photos, folder in folders.items()]

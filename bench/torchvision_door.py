@@ -9,7 +9,5 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-FOLDER = Path(__file__).parents[1] / ".bench" / "torchvision"
-
-sys.path.append(str(FOLDER))
+sys.path.append(str(Path(__file__).parents[1] / ".bench" / "torchvision"))
 sys.modules.setdefault("torchvision._meta_registrations", ModuleType("torchvision._meta_registrations"))

@@ -149,6 +149,14 @@ def test_preferences_with_images_begin_where_the_reference_is(workplace, stage):
     assert losses(before) == pytest.approx(flat, abs=2e-5)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_second_model_is_a_reference_that_sees(workplace, family):
+    options = {"stage": "dpo", "dataset": "pairs", "finetuning_type": "lora", "learning_rate": 1e-2}
+    own = losses(train(workplace, f"own-{family}", family, **options))
+    second = losses(train(workplace, f"second-{family}", family, ref_model=workplace / family, **options))
+    assert second == pytest.approx(own, abs=1e-4)
+
+
 def test_a_resumed_run_has_the_same_bits(workplace):
     options = {"finetuning_type": "lora", "per_device_train_batch_size": 1, "lr_scheduler_type": "linear"}
     whole = train(workplace, "whole-6", max_steps=6, **options)

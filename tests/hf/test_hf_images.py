@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as pil
+from transformers import AutoModelForImageTextToText
 
 from burnish import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from burnish.loop.types import IGNORE_INDEX
@@ -78,6 +79,12 @@ def test_preferences_have_their_images_in_the_prompt(folder, tmp_path):
     logged = [one["loss"] for one in trainer.state.log_history if "loss" in one]
     assert logged[0] == pytest.approx(0.6931, abs=1e-3)
     assert logged[1] < logged[0]
+    second = DPOTrainer(
+        str(folder / "model"), ref_model=AutoModelForImageTextToText.from_pretrained(folder / "model"),
+        args=options(DPOConfig, tmp_path), train_dataset=pairs,
+    )  # fmt: skip
+    second.train()
+    assert [one["loss"] for one in second.state.log_history if "loss" in one] == pytest.approx(logged, abs=1e-4)
     verdicts = Dataset.from_dict(
         {"prompt": [[USER]] * 2, "completion": [[ANSWER], [other]], "label": [True, False], "images": [[image]] * 2}
     )

@@ -37,6 +37,7 @@ from burnish.losses.reference import (
     refuse_pieces,
 )
 from burnish.models.attention_choice import asked_attention
+from burnish.models.images.features import make_seeing
 from burnish.models.load import load_config, load_model
 from burnish.models.patches.attention import PADDING_FREE, make_padding_free
 from burnish.models.patches.fused import patch_forwards
@@ -179,6 +180,7 @@ def _second(
         merge_into_base(second)
     refuse_other_vocabulary(model, second)
     second.to(engine.device)
+    make_seeing(second)
     if not options.torch_compile:
         patch_forwards(second, options)
     if is_padding_free and not _reads_alike(model, second, options):

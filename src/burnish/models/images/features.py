@@ -44,7 +44,7 @@ class ImageFeatures:
 
     names: Sequence[str]
     counts: Sequence[int]
-    identities: Sequence[str] = ()
+    identities: Sequence[object] = ()
     kept: dict[int, Any] = field(default_factory=dict, repr=False)
 
     def share_with(self, other: ImageFeatures) -> None:

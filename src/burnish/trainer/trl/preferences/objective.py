@@ -38,6 +38,7 @@ from burnish.losses.reference import (
     refuse_pieces,
 )
 from burnish.models.dropout import switch_off_dropout
+from burnish.models.images.features import make_seeing
 from burnish.models.patches.capabilities import find_capabilities
 from burnish.run.reference_cache import fill
 from burnish.trainer.arguments.trl import TrlArguments
@@ -185,6 +186,7 @@ def reference_for(
         return None
     if ref_model is not None:
         switch_off_dropout(ref_model)
+        make_seeing(ref_model)
         second = SecondModel(objective.module_of_reference(ref_model.to(engine.device)))
         if not options.sync_ref_model:
             return second
