@@ -190,3 +190,18 @@ def test_images_of_pixtral_have_whole_placeholders(folder, name):
     for image in map(read_header, map(folder.joinpath, NAMES)):
         count = found.of(image).count(found.placeholder_id)
         assert num_features(model, processor.tensors(found.prepared(image))) == count
+
+
+def test_an_image_beyond_200_to_1_is_refused_before_its_step(tmp_path):
+    image_models().write_images(tmp_path, ["p7_804x4.png"])
+    model, composed = image_models().FAMILIES["qwen2_5_vl"]()
+    found = family(model.config, composed)
+    part = ContentPart("image", read_header(tmp_path / "p7_804x4.png"))
+    raw = {"role": "user", "content": [{"type": "image"}]}
+    answer = {"role": "assistant", "content": "A line."}
+    example = Example(
+        messages=(Message("user", (part,), raw=raw), Message("assistant", "A line.", raw=answer)),
+        source="v.json", number=7,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"v.json, record 7.*p7_804x4.png is 804x4; this model takes at most 200 to 1"):
+        list(PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found).encode([example], DataStats()))

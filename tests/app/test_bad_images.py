@@ -1,0 +1,165 @@
+"""Images that cannot be trained on: each is answered by a sentence before or at its step."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from burnish.cli import main
+from seeing import image_models
+
+TAGS = {
+    "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
+    "system_tag": "system",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
+    made, processor = image_models().build("qwen2_5_vl")
+    made.save_pretrained(folder)
+    image_models().save_processor(processor, folder)
+    return folder
+
+
+def given(model, folder, records, **options):
+    """The arguments of a run on the records."""
+    entry = {
+        "file_name": "v.json", "formatting": "sharegpt", "columns": {"messages": "messages", "images": "images"},
+        "tags": TAGS,
+    }  # fmt: skip
+    (folder / "dataset_info.json").write_text(json.dumps({"v": entry}))
+    (folder / "v.json").write_text(json.dumps(records))
+    options = {
+        "model_name_or_path": model, "template": "qwen2_vl", "dataset": "v", "dataset_dir": folder, "max_steps": 1,
+        "output_dir": folder / "out", "use_cpu": "true", "report_to": "none", "plot_loss": "false", **options,
+    }  # fmt: skip
+    return ["train", *(f"{name}={value}" for name, value in options.items())]
+
+
+def records(folder):
+    """Four records with an image each."""
+    found = []
+    for number in range(4):
+        Image.new("RGB", (40, 30), (number * 40, 9, 9)).save(folder / f"{number}.png")
+        question = {"role": "user", "content": "<image>What is it?"}
+        answer = {"role": "assistant", "content": "A shape."}
+        found.append({"messages": [question, answer], "images": [f"{number}.png"]})
+    return found
+
+
+def remove(folder, made):
+    (folder / "2.png").unlink()
+
+
+def move(folder, made):
+    (folder / "elsewhere").mkdir()
+    for number in range(4):
+        (folder / f"{number}.png").rename(folder / "elsewhere" / f"{number}.png")
+
+
+def write(content):
+    def change(folder, made):
+        (folder / "2.png").write_bytes(content)
+
+    return change
+
+
+def cut(folder, made):
+    pixels = np.random.default_rng(7).integers(0, 256, (200, 300, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "2.png")
+    content = (folder / "2.png").read_bytes()
+    (folder / "2.png").write_bytes(content[: len(content) // 2])
+
+
+def name(value):
+    def change(folder, made):
+        made[2]["images"] = value
+
+    return change
+
+
+CASES = [
+    (remove, {}, 'record 3 (line 1): images[0] "2.png" is not there. Looked in'),
+    (move, {}, "elsewhere/0.png has that name"),
+    (write(b""), {}, "is empty: a file of zero bytes"),
+    (write(b"<!DOCTYPE html>"), {}, 'record 3 (line 1): images[0] "2.png" is not an image (begins "<!DOCTYPE ht")'),
+    (cut, {}, "2.png: the image is cut off"),
+    (name(["0.png", "1.png"]), {}, '2 images and 1 "<image>"'),
+    (name(["http://example.com/a.png"]), {}, "burnish fetches nothing while it trains"),
+    (name([7]), {}, "Received: int"),
+    (name([""]), {}, "images[0] is an empty path"),
+    (name(["data:image/png;base64,iV*"]), {}, "base64 is broken"),
+    (None, {"image_max_pixels": 100, "image_min_pixels": 50}, "gives no whole patch: at least 784"),
+    (None, {"image_max_pixels": 100}, "image_max_pixels (100) is below image_min_pixels (1024)"),
+    (None, {"template": "gemma3"}, "template gemma3 writes <image_soft_token>, the model qwen2_5_vl expects"),
+    (None, {"lora_target": "qkv"}, "those of that name are in a part that is frozen"),
+    (None, {"freeze_language_model": "true"}, "are all frozen: nothing is left to train"),
+    (None, {"cutoff_len": 8}, "cutoff_len would cut through an image"),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "said"), CASES, ids=[said[:40] for _, _, said in CASES])
+def test_a_bad_image_is_answered_by_its_sentence(model, tmp_path, monkeypatch, capsys, change, options, said):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    made = records(tmp_path)
+    if change is not None:
+        change(tmp_path, made)
+    assert main(given(model, tmp_path, made, **options)) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("batch", [4, 1])
+def test_a_row_with_a_damaged_image_is_left_out_on_demand(model, tmp_path, monkeypatch, capsys, batch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    made = records(tmp_path)
+    cut(tmp_path, made)
+    options = {"on_bad_record": "drop", "max_steps": 4 // batch, "per_device_train_batch_size": batch}
+    assert main(given(model, tmp_path, made, **options)) == 0
+    assert "Its row is left out of the step (1 so far, on_bad_record: drop)." in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_a_missing_pillow_is_named(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    arguments = given(model, tmp_path, records(tmp_path))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert main(arguments) == 2
+    assert "needs the library 'Pillow'" in capsys.readouterr().err
+
+
+def test_files_of_the_image_processor_that_are_missing_are_named(model, tmp_path, monkeypatch, capsys):
+    import shutil
+
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    without = tmp_path / "without"
+    shutil.copytree(model, without, ignore=shutil.ignore_patterns("*processor_config.json"))
+    assert main(given(without, tmp_path, records(tmp_path))) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "record 1: the record holds images, which cannot be used" in said
+    assert "this folder has no preprocessor_config.json" in said
+
+
+def test_a_torchvision_that_does_not_fit_torch_is_named(model, tmp_path):
+    broken = tmp_path / "library"
+    (broken / "torchvision").mkdir(parents=True)
+    (broken / "torchvision" / "__init__.py").write_text(
+        'raise RuntimeError("operator torchvision::nms does not exist")\n'
+    )
+    info = broken / "torchvision-0.28.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    (info / "RECORD").write_text("torchvision/__init__.py,,\n")
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(broken)])
+    environment = {**os.environ, "PYTHONPATH": path, "BURNISH_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "burnish", *given(model, tmp_path, records(tmp_path))]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert found.returncode == 2
+    assert "torchvision 0.28.0 does not fit torch" in found.stderr
+    assert "pip uninstall torchvision" in found.stderr
