@@ -246,3 +246,23 @@ def test_images_are_prepared_once_and_ahead(models):
             for image in row["images"]:
                 ahead(image)
     assert sorted(seen) == sorted({image.identity for row in rows for image in row["images"]})
+
+
+def _has_own_sizes(case: dict) -> bool:
+    """Whether the image processor is given the images as they are, so that they can be drawn by their names."""
+    names = golden()["records"][case["record"]]["images"]
+    sizes = [[int(side) for side in name.split("_")[1].split(".")[0].split("x")] for name in names]
+    return "loss" in case and case.get("sizes_given_to_the_processor", sizes) == sizes
+
+
+GOLDEN_LOSSES = [case for door in ("llamafactory", "trl") for case in golden()[door] if _has_own_sizes(case)]
+
+
+@pytest.mark.parametrize(
+    "case", GOLDEN_LOSSES, ids=lambda c: f"{c['family']}-{c['record']}-{c.get('mode') or c.get('template')}"
+)
+def test_a_row_of_either_door_has_its_loss(models, case):
+    found = models(case["family"])
+    with torch.no_grad():
+        loss = loss_of(found, "flat", rows_of(found, [case]))
+    assert loss.item() == pytest.approx(case["loss"], abs=2e-5)
