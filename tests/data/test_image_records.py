@@ -159,7 +159,7 @@ def bad(**change: Any) -> dict[str, Any]:
         (bad(images=["a.png"]), '1 image and 2 "<image>"'),
         (bad(images=["a.png", "c.png"]), 'images[1] "c.png" is not there. Looked in'),
         (bad(images=["a.png", "http://x/y.png"]), "images[1] is an address. burnish fetches nothing while it trains"),
-        (bad(images=["a.png", "data:image/png;base64,iVB*"]), "base64 is broken at letter 4"),
+        (bad(images=["a.png", "data:image/png;base64,iVB*"]), "base64 is broken at character 4"),
         (bad(images=["a.png", 3]), "must be a path, a data URI, bytes or a Pillow image. Received: int"),
         (bad(images=["a.png", ""]), "images[1] is an empty path"),
         (bad(videos=["v.mp4"]), "it holds video (videos[0]); this model takes images."),

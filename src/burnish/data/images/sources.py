@@ -152,12 +152,12 @@ def _decoded(uri: str, place: str) -> bytes:
     if not head.startswith("data:") or not head.endswith(";base64"):
         raise BadImage(f'{place}: the data URI must begin "data:image/...;base64,". Received: "{_short(head)}".')
     if broken := _NO_BASE64.search(body):
-        raise BadImage(f"{place}: the image's base64 is broken at letter {broken.start() + 1:,}.")
+        raise BadImage(f"{place}: the image's base64 is broken at character {broken.start() + 1:,}.")
     try:
         return b64decode(body)
     except (Error, ValueError):
         letters = len(body)
-        raise BadImage(f"{place}: the image's base64 is broken: it ends after letter {letters:,}.") from None
+        raise BadImage(f"{place}: the image's base64 is broken: it ends after character {letters:,}.") from None
 
 
 def _as_png(image: Any) -> bytes:
