@@ -335,3 +335,9 @@ def test_a_presence_penalty_is_not_taken_for_a_repetition_penalty(tmp_path):
     given = {**make_user(tmp_path), "presence_penalty": 0.5}
     with pytest.raises(UserError, match='"presence_penalty"'):
         plan({name: RawValue(value, "the command line") for name, value in given.items()})
+
+
+@pytest.mark.parametrize(("name", "value"), [("infer_backend", "vllm"), ("infer_url", "http://127.0.0.1:8000")])
+def test_responses_to_a_dataset_are_not_asked_of_another_engine(name, value, tmp_path):
+    with pytest.raises(UserError, match=f'"{name}" is not supported for a dataset'):
+        run_of(tmp_path, predict_with_generate=True, **{name: value})

@@ -20,6 +20,7 @@ from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import packs_rows
 from burnish.data.images.sources import Sight
 from burnish.data.sets.records import RecordNeeds
+from burnish.inference.options import is_remote
 from burnish.loop.best import metric_name, missing_metric
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import RATES, STATE_NAME
@@ -71,6 +72,16 @@ def check_something_to_do(options: RunOptions) -> list[Problem]:
             option=("do_train", "do_eval", "do_predict"),
         )
     ]
+
+
+@check
+def check_generates_here(options: RunOptions) -> list[Problem]:
+    """Check that responses to a dataset are not requested from another engine."""
+    if not (is_remote(options) and (options.do_eval or options.do_predict)):
+        return []
+    name = "infer_backend" if options.infer_url is None else "infer_url"
+    what = f'"{name}" is not supported for a dataset: its responses are generated in this process.'
+    return [Problem(what, remedy=f"Remove {name}, or use it with burnish api or burnish chat.", option=name)]
 
 
 @check
