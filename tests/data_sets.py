@@ -50,8 +50,10 @@ def data_options(**given: Any) -> DataOptions:
     return options
 
 
-def load(seed: int = 0, stats: DataStats | None = None, asks_hubs: bool = True, **given: Any) -> DataSets:
-    return load_datasets(data_options(**given), seed, stats if stats is not None else DataStats(), asks_hubs=asks_hubs)
+def load(seed: int = 0, stats: DataStats | None = None, searches_hubs: bool = True, **given: Any) -> DataSets:
+    return load_datasets(
+        data_options(**given), seed, stats if stats is not None else DataStats(), searches_hubs=searches_hubs
+    )
 
 
 def described(records: Sequence[Any], **entry: Any) -> list[Example]:

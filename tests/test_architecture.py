@@ -376,8 +376,8 @@ OF_MODELS = {
 }  # fmt: skip
 """Names under which modules of a model travel: what is set on them is looked at even where it is named as something of
 burnish's own."""
-OURS = {"self", "ctx", "cls", "run", "args", "own", "view", "keeper", "callback", "FaceHandler", "control", "summary",
-        "callback_handler"}  # fmt: skip
+OURS = {"self", "ctx", "cls", "run", "args", "own", "view", "keeper", "callback", "TrainerCallbackHandler", "control",
+        "summary", "callback_handler"}  # fmt: skip
 """Names under which objects of burnish's own classes travel, where what is set on them is not seen in a class."""
 SETTINGS = {
     "config", "described", "server", "get_text_config", "finalize", "text", "generation_config", "generation",

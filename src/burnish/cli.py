@@ -333,8 +333,8 @@ def _help() -> str:
 
 def _purpose(command: str) -> str:
     """Return the summary and the usage line of a command."""
-    told = COMMANDS[command]
-    return f"burnish {command}: {told.summary}\n\nusage: burnish {command} {told.usage}".rstrip()
+    description = COMMANDS[command]
+    return f"burnish {command}: {description.summary}\n\nusage: burnish {command} {description.usage}".rstrip()
 
 
 def _tell_of(command: str, words: Arguments) -> int:

@@ -26,7 +26,7 @@ from burnish.trainer.arguments.training import TrainingArguments
 pytestmark = pytest.mark.run
 VARIABLES = ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "INFER_KEY", "API_KEY", "BURNISH_KEY")
 
-GIVEN, OF_THE_SYSTEM = "hf_GIVENxMARKER0123", "hf_SYSTEMxMARKER456"
+RUN_YAML, OF_THE_SYSTEM = "hf_GIVENxMARKER0123", "hf_SYSTEMxMARKER456"
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SECRETS = [name for name, spec in specs(RunOptions).items() if spec.is_secret]
-WORDS = [f"{name}={GIVEN}" for name in SECRETS]
+WORDS = [f"{name}={RUN_YAML}" for name in SECRETS]
 
 
 def test_what_is_called_a_token_or_a_key_is_declared_as_a_secret() -> None:
@@ -92,7 +92,7 @@ class Server:
         finally:
             connection.close()
         self.cookie = (answered.getheader("set-cookie") or "").partition(";")[0] or getattr(self, "cookie", "")
-        assert not [m for m in (GIVEN, OF_THE_SYSTEM) if m in f"{text} {answered.getheaders()}"], path
+        assert not [m for m in (RUN_YAML, OF_THE_SYSTEM) if m in f"{text} {answered.getheaders()}"], path
         return answered.status
 
     def words_of_processes(self) -> str:
@@ -114,22 +114,22 @@ class Server:
 
 def test_the_api_shows_no_secret(user_folder: Path) -> None:
     Path("api.yaml").write_text(
-        f"model_name_or_path: model\ntemplate: chatml\nhf_hub_token: {GIVEN}\n"
+        f"model_name_or_path: model\ntemplate: chatml\nhf_hub_token: {RUN_YAML}\n"
         "api_port: 0\napi_model_name: model\napi_log: content\n"
     )
     server = Server("api", "api.yaml")
     asked = {"model": "model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-    own, wrong = f"Bearer {OF_THE_SYSTEM}", f"Bearer {GIVEN}"
+    own, wrong = f"Bearer {OF_THE_SYSTEM}", f"Bearer {RUN_YAML}"
     until = time.monotonic() + 60
     while server.send("POST", "/v1/chat/completions", asked, Authorization=own) == 503:
         assert time.monotonic() < until
         time.sleep(0.1)
     assert server.send("POST", "/v1/chat/completions", asked, Authorization=own) == 200
     assert server.send("POST", "/v1/chat/completions", asked, Authorization=wrong) == 401
-    for path in ("/v1/models", "/metrics", f"/v1/models?api_key={OF_THE_SYSTEM}", f"/{GIVEN}", "/readyz"):
+    for path in ("/v1/models", "/metrics", f"/v1/models?api_key={OF_THE_SYSTEM}", f"/{RUN_YAML}", "/readyz"):
         assert server.send("GET", path, Authorization=own) in (200, 404, 503)
         assert server.send("GET", path, Authorization=wrong) in (200, 401, 404)
-    assert server.send("POST", "/v1/chat/completions", {"n": GIVEN}, Authorization=own + "\t") in (400, 401, 422)
+    assert server.send("POST", "/v1/chat/completions", {"n": RUN_YAML}, Authorization=own + "\t") in (400, 401, 422)
     words = server.words_of_processes()
     server.end()
     Path("api.yaml").unlink()
@@ -139,7 +139,7 @@ def test_the_api_shows_no_secret(user_folder: Path) -> None:
 def test_the_page_shows_no_secret(user_folder: Path) -> None:
     server = Server("webui", "web_port=0", "web_home=home")
     here = {"Origin": f"http://127.0.0.1:{server.port}"}
-    assert server.send("POST", "/sign-in", {"key": GIVEN}, **here) == 403
+    assert server.send("POST", "/sign-in", {"key": RUN_YAML}, **here) == 403
     assert server.send("POST", "/sign-in", {"key": OF_THE_SYSTEM}, **here) < 400
     visitor = {"Cookie": server.cookie, **here}
     run = {"model_name_or_path": "model", "dataset": "rows", "dataset_dir": "data", "output_dir": "out",
@@ -163,13 +163,13 @@ def write_failing_optimizer() -> None:
     """A failure that holds the token in its text."""
     Path("sitecustomize.py").write_text(
         "from burnish.loop.loop import Loop\n"
-        f"def fails(*a, **k): raise RuntimeError('the hub refused {GIVEN} and {OF_THE_SYSTEM}')\n"
+        f"def fails(*a, **k): raise RuntimeError('the hub refused {RUN_YAML} and {OF_THE_SYSTEM}')\n"
         "Loop.step = fails\n",
         encoding="utf-8",
     )
 
 
-AWAY = f"http://someone:{GIVEN}@127.0.0.1:9/v1?api_key={GIVEN}"
+AWAY = f"http://someone:{RUN_YAML}@127.0.0.1:9/v1?api_key={RUN_YAML}"
 COMMANDS: dict[str, tuple[list[str], int]] = {
     "train": (["train", "run.yaml"], 0),
     "evaluate and predict": (["train", "run.yaml", "do_predict=true", "val_size=4", "output_dir=other"], 0),
@@ -192,13 +192,13 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "demo": (["demo", "max_steps=1", "warmup_steps=0"], 0),
     "api with a wrong option": (["api", "model", "api_port=none"], 2),
     "webui with a wrong option": (["webui", "web_port=none"], 2),
-    "webchat with a wrong option": (["webchat", "model", "web_port=none", f"hf_hub_token={GIVEN}"], 2),
-    "an api with its key among the words": (["api", "model", f"api_key={GIVEN}"], 2),
-    "a page with its key among the words": (["webui", f"web_key={GIVEN}"], 2),
+    "webchat with a wrong option": (["webchat", "model", "web_port=none", f"hf_hub_token={RUN_YAML}"], 2),
+    "an api with its key among the words": (["api", "model", f"api_key={RUN_YAML}"], 2),
+    "a page with its key among the words": (["webui", f"web_key={RUN_YAML}"], 2),
     "GGUF": (["export", "model_name_or_path=model", "export_dir=single", "export_format=gguf"], 0),
-    "a wrong option": (["train", "run.yaml", f"hub_tokn={GIVEN}", "output_dir=other"], 2),
-    "an option that is not here": (["train", "run.yaml", f"om_hub_token={GIVEN}", "output_dir=other"], 2),
-    "a wrong value": (["train", "run.yaml", f'hf_hub_token=["{GIVEN}"', "lora_rank=x", "output_dir=other"], 2),
+    "a wrong option": (["train", "run.yaml", f"hub_tokn={RUN_YAML}", "output_dir=other"], 2),
+    "an option that is not here": (["train", "run.yaml", f"om_hub_token={RUN_YAML}", "output_dir=other"], 2),
+    "a wrong value": (["train", "run.yaml", f'hf_hub_token=["{RUN_YAML}"', "lora_rank=x", "output_dir=other"], 2),
     "a model that is nowhere": (["train", "run.yaml", "model_name_or_path=no/model", "output_dir=other"], 2),
 }
 
@@ -239,7 +239,7 @@ def test_no_traceback_holds_a_secret(debug: list[str], user_folder: Path, monkey
 
 def assert_nowhere(said: str, folder: Path) -> None:
     caches = [Path(os.environ["BURNISH_CACHE"])]
-    for marker in (GIVEN, OF_THE_SYSTEM):
+    for marker in (RUN_YAML, OF_THE_SYSTEM):
         assert marker not in said
         for path in (path for place in (folder, *caches) for path in place.rglob("*") if path.is_file()):
             assert marker.encode() not in path.read_bytes(), path
@@ -247,10 +247,10 @@ def assert_nowhere(said: str, folder: Path) -> None:
 
 
 def test_the_arguments_of_a_script_do_not_show_their_token(tmp_path: Path) -> None:
-    made = TrainingArguments(output_dir=str(tmp_path), hub_token=GIVEN, report_to="none", use_cpu=True)
+    made = TrainingArguments(output_dir=str(tmp_path), hub_token=RUN_YAML, report_to="none", use_cpu=True)
     shown = f"{made!r} {made} {made.to_dict()} {made.to_json_string()} {made.to_sanitized_dict()}"
-    assert GIVEN not in shown
-    assert made.hub_token == GIVEN
+    assert RUN_YAML not in shown
+    assert made.hub_token == RUN_YAML
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_an_image_with_too_many_pixels_is_refused_from_its_header(tmp_path):
 
     content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
     path.write_bytes(content)
-    with pytest.raises(BadImage, match="30000x20000 pixels; the most is 178,956,970"):
+    with pytest.raises(BadImage, match="30000x20000 pixels; the maximum is 178,956,970"):
         read_header(path)
 
 

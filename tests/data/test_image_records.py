@@ -162,8 +162,8 @@ def bad(**change: Any) -> dict[str, Any]:
         (bad(images=["a.png", "data:image/png;base64,iVB*"]), "base64 is broken at character 4"),
         (bad(images=["a.png", 3]), "must be a path, a data URI, bytes or a Pillow image. Received: int"),
         (bad(images=["a.png", ""]), "images[1] is an empty path"),
-        (bad(videos=["v.mp4"]), "it holds video (videos[0]); this model takes images."),
-        (bad(audios=["v.wav"]), "it holds audio; burnish trains on text and images."),
+        (bad(videos=["v.mp4"]), "it contains video (videos[0]); this model takes images."),
+        (bad(audios=["v.wav"]), "it contains audio; burnish trains on text and images."),
         (bad(system="See <image>"), "its system message holds an image"),
     ],
 )

@@ -60,10 +60,10 @@ def reference(turns, name, tokenizer, which, mask_history=False, train_on_prompt
         learns = (is_last or not mask_history) if answers is None else answers
         for at, token in enumerate(prompt.ids):
             is_opening = at < prompt.begin
-            is_learned = train_on_prompt if is_opening else asks
+            is_trained = train_on_prompt if is_opening else asks
             if token == end and which != "turn":
-                is_learned = (is_learned if is_opening else True) if which == "all" else False
-            found.append((token if is_learned else IGNORE_INDEX, 1.0 if is_opening else prompt.message.weight))
+                is_trained = (is_trained if is_opening else True) if which == "all" else False
+            found.append((token if is_trained else IGNORE_INDEX, 1.0 if is_opening else prompt.message.weight))
         if closing and which in ("turn", "all"):
             ended = not is_last if mask_history else number > 0
             if before is not None and before.train is not None:
@@ -72,14 +72,14 @@ def reference(turns, name, tokenizer, which, mask_history=False, train_on_prompt
                 found[-len(prompt.ids)] = (eos, before.weight if before else 1.0)
         ended_at = max((at for at, token in enumerate(response.ids) if token == end), default=len(response.ids))
         for at, token in enumerate(response.ids):
-            is_learned = learns and not (at >= ended_at and (which == "none" or (which == "last" and not is_last)))
-            is_learned = is_learned or (which == "all" and at == ended_at)
-            is_learned = is_learned and at < len(response.ids) - response.trailing
-            found.append((token if is_learned else IGNORE_INDEX, response.message.weight))
+            is_trained = learns and not (at >= ended_at and (which == "none" or (which == "last" and not is_last)))
+            is_trained = is_trained or (which == "all" and at == ended_at)
+            is_trained = is_trained and at < len(response.ids) - response.trailing
+            found.append((token if is_trained else IGNORE_INDEX, response.message.weight))
         before = response.message
     if closing:
-        is_learned = which == "all" or (which != "none" and before.train is not False)
-        found.append((eos if is_learned else IGNORE_INDEX, before.weight))
+        is_trained = which == "all" or (which != "none" and before.train is not False)
+        found.append((eos if is_trained else IGNORE_INDEX, before.weight))
     return found
 
 

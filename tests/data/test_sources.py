@@ -151,7 +151,9 @@ def test_an_entry_with_a_hub_url_is_loaded_through_datasets(hub):
 )
 def test_no_hub_is_asked_to_complete_a_list_of_problems(hub, dataset_dir):
     local = [] if isinstance(dataset_dir, str) else [data("a.json", numbered(0, 2))]
-    assert len(load(asks_hubs=False, dataset=["someone/set", *local], dataset_dir=dataset_dir).train) == 2 * len(local)
+    assert len(load(searches_hubs=False, dataset=["someone/set", *local], dataset_dir=dataset_dir).train) == 2 * len(
+        local
+    )
     assert hub == []
 
 
@@ -284,10 +286,10 @@ def each_once():
     """Tell whether the datasets that is installed deals each row once where it is asked to; before 4.8 it did not."""
     sets = [datasets.Dataset.from_dict({"row": [f"{i}.{row}" for row in range(n)]}) for i, n in enumerate((2, 1))]
     try:
-        dealt = datasets.interleave_datasets(sets, stopping_strategy=STRATEGIES["interleave_once"])
+        partitioned = datasets.interleave_datasets(sets, stopping_strategy=STRATEGIES["interleave_once"])
     except ValueError:
         return False
-    return len(dealt) == 3
+    return len(partitioned) == 3
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -36,7 +36,7 @@ def test_a_process_that_would_do_something_else_is_refused_with_the_difference()
     with pytest.raises(UserError, match="process 1 on elsewhere") as refused:
         raise_unless_ranks_agree(plan, {"data": "abc"}, 5, Two(seed=8, data="abd", torch="2.0"))
     said = str(refused.value)
-    for words in ("seed is 8, there 7", 'data is "abd", there "abc"', 'torch is "2.0"'):
+    for words in ("seed is 8 instead of 7", 'data is "abd" instead of "abc"', 'torch is "2.0"'):
         assert words in said
 
 

@@ -155,7 +155,7 @@ def test_what_fails_is_started_again_from_its_checkpoint_where_asked(program, tm
     first, second = map(json.loads, (tmp_path / "attempts1").read_text().splitlines())
     assert first == ["overwrite_output_dir=true"]
     assert second == [*first, "--overwrite_output_dir", "false", "--resume_from_checkpoint", "true"]
-    assert "Restarting, 1 of 2 times." in capfd.readouterr().err
+    assert "Restarting (attempt 1 of 2)." in capfd.readouterr().err
     assert going_on(["a"], str(tmp_path / "nothing")) == ["a"]
 
 

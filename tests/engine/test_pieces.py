@@ -10,10 +10,10 @@ import torch
 from burnish.checkpoint.checkpoint import Checkpoints, load
 from burnish.checkpoint.parts import Part
 from burnish.checkpoint.shards import (
-    Piece,
+    LocalShard,
     gather_reports,
     index_name,
-    read_scattered,
+    read_sharded,
     reporting,
     shard_name,
     write_index,
@@ -27,7 +27,7 @@ def pieces_of(tensor, rank, world_size):
     """Stretches of a vector laid flat: uneven, the last may be empty."""
     size = -(-tensor.numel() // world_size)
     part = tensor.reshape(-1)[rank * size : (rank + 1) * size]
-    return Piece(part, rank * size, tuple(tensor.shape))
+    return LocalShard(part, rank * size, tuple(tensor.shape))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -37,20 +37,20 @@ def test_what_any_number_of_ranks_wrote_is_read_whole_and_by_stretches(tmp_path,
         mine = {name: pieces_of(t, rank, world_size) if t.dim() else t for name, t in tensors.items()}
         write_shard(tmp_path / shard_name("model", rank, world_size), mine, is_first=rank == 0)
     write_index(tmp_path, "model", world_size)
-    found = read_scattered(tmp_path, "model")
+    found = read_sharded(tmp_path, "model")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name].whole(), tensor)
     for begin in range(15):
-        assert torch.equal(found["a"].stretch(begin, 15 - begin), tensors["a"].flatten()[begin:])
+        assert torch.equal(found["a"].slice_of(begin, 15 - begin), tensors["a"].flatten()[begin:])
 
 
 def test_an_index_with_a_gap_is_refused(tmp_path):
-    write_shard(tmp_path / shard_name("model", 0, 1), {"a": Piece(torch.ones(2), 1, (3,))}, is_first=True)
+    write_shard(tmp_path / shard_name("model", 0, 1), {"a": LocalShard(torch.ones(2), 1, (3,))}, is_first=True)
     write_index(tmp_path, "model", 1)
     with pytest.raises(UserError, match="do not form"):
-        read_scattered(tmp_path, "model")
+        read_sharded(tmp_path, "model")
 
 
 class Halves:
@@ -60,10 +60,10 @@ class Halves:
         self.rank, self.value = rank, torch.full((3,), float(value))
 
     def state_dict(self, held):
-        return {"weight": Piece(self.value, 3 * self.rank, (6,))}
+        return {"weight": LocalShard(self.value, 3 * self.rank, (6,))}
 
     def load_state_dict(self, held, state):
-        self.value = state["weight"].stretch(3 * self.rank, 3)
+        self.value = state["weight"].slice_of(3 * self.rank, 3)
 
 
 def saved_by_two(folder, fails=False):

@@ -69,7 +69,7 @@ def image(name):
 
 
 def write_images(folder, names):
-    """Write images. A name that ends in ``_turned.jpg`` carries EXIF orientation 6; ``_clear`` is half transparent."""
+    """Write images. A name that ends in ``_rotated.jpg`` carries EXIF orientation 6; ``_clear`` is half transparent."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:

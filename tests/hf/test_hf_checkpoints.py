@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, PrinterCallback
 
 from burnish import Trainer, UserError
-from burnish.trainer.training import checkpoint_asked_for
+from burnish.trainer.training import requested_checkpoint
 from hf_toy import (
     Regression,
     arguments,
@@ -306,7 +306,7 @@ def test_going_on_without_being_told_passes_over_a_damaged_checkpoint(tmp_path):
     trained(tmp_path)
     (tmp_path / "checkpoint-9" / "optimizer.safetensors").unlink()
     trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(), **{**SAVED, "max_steps": 9}, resume="auto")
-    assert checkpoint_asked_for(None, str(tmp_path), trainer.args) == tmp_path / "checkpoint-6"
+    assert requested_checkpoint(None, str(tmp_path), trainer.args) == tmp_path / "checkpoint-6"
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_refused_by_name(tmp_path):

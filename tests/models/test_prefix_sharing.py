@@ -51,7 +51,7 @@ def rows_of_a_tree(seed=0, num=9):
 
 
 def test_what_two_rows_begin_with_becomes_a_segment_that_both_go_on_from():
-    found = segments([row([1, 2, 3, 4, 5], 4), row([1, 2, 3, 6, 7, 8], 5), row([9, 9], 1)], least_spared=1)
+    found = segments([row([1, 2, 3, 4, 5], 4), row([1, 2, 3, 6, 7, 8], 5), row([9, 9], 1)], least_skipped=1)
     pieces = {(segment.sequence, segment.begin, segment.end, len(segment.path)) for segment in found}
     assert pieces == {(0, 0, 3, 0), (0, 3, 4, 1), (1, 3, 5, 1), (2, 0, 1, 0)}
     assert all(parent < number for number, segment in enumerate(found) for parent in segment.path)
@@ -59,7 +59,7 @@ def test_what_two_rows_begin_with_becomes_a_segment_that_both_go_on_from():
 
 def test_the_segments_of_a_row_say_the_row_up_to_its_last_learned_token():
     sequences = rows_of_a_tree()
-    found = segments(sequences, least_spared=4)
+    found = segments(sequences, least_skipped=4)
     assert max(len(segment.path) for segment in found) == 2  # one goes on from a prompt that goes on from another
     ends = {segment.sequence: segment for segment in found if segment.is_last}
     for number, sequence in enumerate(sequences):
@@ -69,16 +69,16 @@ def test_the_segments_of_a_row_say_the_row_up_to_its_last_learned_token():
 
 
 def test_what_is_shared_ends_before_the_position_that_predicts_a_learned_token():
-    found = segments([row([1, 2, 3, 4, 5], 3), row([1, 2, 3, 4, 6], 3)], least_spared=1)
+    found = segments([row([1, 2, 3, 4, 5], 3), row([1, 2, 3, 4, 6], 3)], least_skipped=1)
     assert (found[0].begin, found[0].end) == (0, 2)  # token 2 predicts token 3, which is learned
-    assert all(not segment.path for segment in segments([row([1, 2, 3], 0), row([1, 2, 3], 0)], least_spared=1))
+    assert all(not segment.path for segment in segments([row([1, 2, 3], 0), row([1, 2, 3], 0)], least_skipped=1))
 
 
 def test_equal_ids_of_different_images_are_not_shared():
     same = [row([1, 9, 9, 2, 3, 4, 5], 6) for _ in range(3)]
     hashes = [[0, 7, 7, 0, 0, 0, 0], [0, 8, 8, 0, 0, 0, 0], [0, 7, 7, 0, 0, 0, 0]]
     imaged = [{**each, "content_hashes": those} for each, those in zip(same, hashes, strict=True)]
-    found = segments([*imaged, same[0]], least_spared=2)
+    found = segments([*imaged, same[0]], least_skipped=2)
     shared = {(segment.begin, segment.end) for segment in found if not segment.is_last}
     assert shared == {(0, 1), (1, 5)}  # all share the first id, the first and the third row the image too
     assert {s.sequence for s in found if s.is_last and len(s.path) == 2} == {0, 2}

@@ -51,7 +51,7 @@ def encoded(name, folder, template, stage, cutoff_len=1024, count=None, **given)
     fit_tokenizer(made, tokenizer)
     options = data_options(dataset=name, dataset_dir=str(folder), max_samples=count, on_bad_record="drop")
     examples = load_datasets(options, 0, DataStats(), needs=RecordNeeds(OBJECTIVES[stage].records, stage=stage)).train
-    encode = made.encode_verdicts if stage == "kto" else made.encode_pairs
+    encode = made.encode_unpaired if stage == "kto" else made.encode_pairs
     return [row for row in encode(examples, DataStats()) if row is not None]
 
 

@@ -9,7 +9,7 @@ from burnish import DPOConfig, KTOConfig, RewardConfig, UserError
 from burnish.trainer.trl.preferences.rows import (
     preference_rows,
     template_of,
-    verdict_row,
+    unpaired_row,
     with_kl_answers,
 )
 from few import few
@@ -25,7 +25,7 @@ def rows_of(records, trainer="DPOTrainer", max_length=1024, chat_template=None, 
     made.chat_template = chat_template or golden()["rows"]["trl"]["chat_template"]
     args = config("unused", use_cpu=True, max_length=max_length, **given)
     template = template_of(args, made, kind)
-    encode = template.encode_verdicts if kind == "verdicts" else template.encode_pairs
+    encode = template.encode_unpaired if kind == "verdicts" else template.encode_pairs
     return preference_rows(Dataset.from_list(records), "train", args, kind, encode, template)
 
 
@@ -82,7 +82,7 @@ def test_the_other_answer_is_that_of_the_record_before(case):
         return
     rows = list(with_kl_answers(rows, "train"))
     for place, (row, theirs) in enumerate(zip(rows, case["rows"], strict=True)):
-        other = verdict_row(row, limit)["kl_input_ids"][len(row["prompt_ids"]) :]
+        other = unpaired_row(row, limit)["kl_input_ids"][len(row["prompt_ids"]) :]
         assert other == rows[place - 1]["completion_ids"][: limit - len(row["prompt_ids"])]
         if place % 2 and case["set"] != "implicit_text":  # TRL turns in blocks of two: the first takes the second
             assert other == theirs["KL_completion_ids"][: limit - len(row["prompt_ids"])]

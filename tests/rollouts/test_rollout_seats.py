@@ -114,4 +114,4 @@ def test_seats_are_what_was_asked_for_or_those_of_a_generation_that_fit_into_mem
     config = AutoModelForCausalLM.from_pretrained(folder).config
     config.update({"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 512})
     objective = SimpleNamespace(choices=SimpleNamespace(kept_seats=kept, num_generations=8), rows_per_rank=6)
-    assert rollouts.seats_of(objective, torch.device("cpu"), config, 150) == seats
+    assert rollouts.slots_of(objective, torch.device("cpu"), config, 150) == seats

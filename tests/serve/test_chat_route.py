@@ -208,7 +208,7 @@ def test_a_client_that_goes_before_its_whole_answer_frees_its_seat(serve) -> Non
     wait_for(lambda: running.engine.num_open == 1)
     waiting.close()
     wait_for(lambda: running.engine.num_open == 0)
-    assert not running.state.service.under_way
+    assert not running.state.service.in_progress
 
 
 def test_clients_that_vanish_at_drawn_instants_leave_nothing_behind(serve) -> None:
@@ -224,7 +224,7 @@ def test_clients_that_vanish_at_drawn_instants_leave_nothing_behind(serve) -> No
         except TimeoutError:
             pass
         stream.close()
-    wait_for(lambda: running.engine.num_open == 0 and not running.state.service.under_way)
+    wait_for(lambda: running.engine.num_open == 0 and not running.state.service.in_progress)
     assert post(running, "/v1/chat/completions", {**CHAT, "max_tokens": 2})[0] == 200
 
 

@@ -121,7 +121,7 @@ def png_of(width, height):
 def test_decompression_bombs_are_refused_by_their_headers(loaded, monkeypatch):
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: pytest.fail("pixels were decoded"))
     prompter = Prompter(loaded.template, loaded.images)
-    with pytest.raises(APIError, match="60000x60000 pixels; the most is 178,956,970"):
+    with pytest.raises(APIError, match="60000x60000 pixels; the maximum is 178,956,970"):
         prompter.row(asked({"url": png_of(60000, 60000)}))
     with pytest.raises(APIError, match="200,000,000 pixels in total"):
         prompter.row(asked(*[{"url": png_of(10000, 10000)}] * 2))

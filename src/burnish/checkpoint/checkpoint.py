@@ -32,7 +32,7 @@ from burnish.checkpoint.shards import (
     ShardedTensor,
     gather_reports,
     index_name,
-    read_scattered,
+    read_sharded,
     reporting,
     shard_name,
     write_index,
@@ -358,7 +358,7 @@ def load(folder: Path, parts: Mapping[str, Part], rank: int = 0) -> None:
             held: Any = part.held
             held.load_states(_states_of_ranks(folder, part))
         elif has_part(folder, stem):
-            state = _read_part(folder, stem, in_pieces=part.shards is not None)
+            state = _read_part(folder, stem, by_shards=part.shards is not None)
             if part.refuses is not None:
                 _raise_if(part.refuses(part.state_dict(), state), folder)
             part.load_state_dict(state)
@@ -370,7 +370,7 @@ def _states_of_ranks(folder: Path, part: Part) -> list[Any]:
     """The states of a part, rank by rank; empty if the checkpoint has none."""
     states: list[Any] = []
     while has_part(folder, stem := part.stem_of(len(states))):
-        states.append(_read_part(folder, stem, in_pieces=part.shards is not None))
+        states.append(_read_part(folder, stem, by_shards=part.shards is not None))
     return states
 
 
@@ -382,7 +382,7 @@ def _raise_if(problem: Problem | None, folder: Path) -> None:
 
 def load_part(folder: Path, part: Part) -> None:
     """Load the state of one part, such as the model of the best checkpoint."""
-    part.load_state_dict(_read_part(folder, part.stem, in_pieces=part.shards is not None))
+    part.load_state_dict(_read_part(folder, part.stem, by_shards=part.shards is not None))
 
 
 def _write_part(folder: Path, stem: str, tensors: Mapping[str, Any], data: Any) -> None:
@@ -399,17 +399,17 @@ def has_part(folder: Path, stem: str) -> bool:
     return any((folder / name).is_file() for name in (f"{stem}.json", f"{stem}.safetensors", index_name(stem)))
 
 
-def _read_part(folder: Path, stem: str, in_pieces: bool = False) -> Any:
-    """Read the state of a part. With ``in_pieces``, tensors stay ``ShardedTensor``; each rank reads its shard."""
+def _read_part(folder: Path, stem: str, by_shards: bool = False) -> Any:
+    """Read the state of a part. With ``by_shards``, tensors stay ``ShardedTensor``; each rank reads its shard."""
     tensors: dict[str, Any] = {}
     if (folder / index_name(stem)).is_file():
-        scattered = read_scattered(folder, stem)
-        tensors = scattered if in_pieces else {name: tensor.whole() for name, tensor in scattered.items()}
+        scattered = read_sharded(folder, stem)
+        tensors = scattered if by_shards else {name: tensor.whole() for name, tensor in scattered.items()}
     elif (folder / f"{stem}.safetensors").is_file():
         from safetensors.torch import load_file
 
         tensors = load_file(folder / f"{stem}.safetensors")
-        if in_pieces:
+        if by_shards:
             tensors = {name: ShardedTensor.of(tensor) for name, tensor in tensors.items()}
     if not (folder / f"{stem}.json").is_file():
         return tensors

@@ -40,7 +40,7 @@ _LONGEST_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalShard:
     """The piece of a tensor that this rank holds.
 
     Args:
@@ -57,7 +57,7 @@ class Piece:
     def nbytes(self) -> int:
         return self.tensor.nbytes
 
-    def detach(self) -> Piece:
+    def detach(self) -> LocalShard:
         return replace(self, tensor=self.tensor.detach())
 
 
@@ -89,7 +89,7 @@ class ShardedTensor:
     def of(cls, tensor: Tensor) -> ShardedTensor:
         return cls(tensor.shape, tensor.dtype, [(0, tensor.reshape(-1))])
 
-    def stretch(self, begin: int, count: int) -> Tensor:
+    def slice_of(self, begin: int, count: int) -> Tensor:
         """(count,) elements of the flattened tensor from ``begin`` on, as a new tensor."""
         found = torch.empty(count, dtype=self.dtype)
         for first, elements in self.pieces:
@@ -99,7 +99,7 @@ class ShardedTensor:
         return found
 
     def whole(self) -> Tensor:
-        return self.stretch(0, prod(self.shape)).reshape(self.shape)
+        return self.slice_of(0, prod(self.shape)).reshape(self.shape)
 
 
 def shard_name(stem: str, rank: int, world_size: int) -> str:
@@ -110,7 +110,7 @@ def index_name(stem: str) -> str:
     return f"{stem}.shards.json"
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor | Piece], is_first: bool) -> None:
+def write_shard(path: Path, tensors: Mapping[str, Tensor | LocalShard], is_first: bool) -> None:
     """Write this rank's file. A tensor that is the same on all ranks is written by rank 0 only.
 
     The header stores the position of each piece and the shape of its tensor, from which the index is created.
@@ -118,9 +118,9 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor | Piece], is_first: boo
     from safetensors.torch import save_file
 
     pieces = {
-        name: value if isinstance(value, Piece) else Piece(value, 0, tuple(value.shape))
+        name: value if isinstance(value, LocalShard) else LocalShard(value, 0, tuple(value.shape))
         for name, value in tensors.items()
-        if is_first or isinstance(value, Piece)
+        if is_first or isinstance(value, LocalShard)
     }
     held = {name: piece for name, piece in pieces.items() if piece.tensor.numel() or not piece.tensor.dim()}
     places = {name: [piece.begin, list(piece.shape)] for name, piece in held.items()}
@@ -137,15 +137,15 @@ def write_index(folder: Path, stem: str, world_size: int) -> None:
         name = shard_name(stem, rank, world_size)
         with safe_open(folder / name, framework="pt") as file:
             for key, (begin, shape) in json.loads(file.metadata()["pieces"]).items():
-                stretch = file.get_slice(key)
-                entry = tensors.setdefault(key, {"dtype": stretch.get_dtype(), "shape": shape, "pieces": []})
-                entry["pieces"].append([name, begin, stretch.get_shape()[0]])
+                slice_of = file.get_slice(key)
+                entry = tensors.setdefault(key, {"dtype": slice_of.get_dtype(), "shape": shape, "pieces": []})
+                entry["pieces"].append([name, begin, slice_of.get_shape()[0]])
     for entry in tensors.values():
         entry["pieces"].sort(key=lambda piece: piece[1])
     write_json(folder / index_name(stem), {"tensors": tensors}, indent=1, sort_keys=True)
 
 
-def read_scattered(folder: Path, stem: str) -> dict[str, ShardedTensor]:
+def read_sharded(folder: Path, stem: str) -> dict[str, ShardedTensor]:
     """Open the tensors of a sharded part. Files are memory-mapped, so only the pieces that are used are read.
 
     Raises:

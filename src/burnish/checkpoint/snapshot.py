@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.checkpoint.shards import Piece
+from burnish.checkpoint.shards import LocalShard
 
 LARGE_BYTES = 1 << 20
 """Tensors above this size are copied in the background, because training would wait for the copy otherwise."""
@@ -31,11 +31,11 @@ def split(state: Any, *, copy: bool = True, leave_large: bool = False) -> tuple[
     Raises:
         TypeError: for a value that is neither data nor a tensor, with its path.
     """
-    tensors: dict[str, Tensor | Piece] = {}
+    tensors: dict[str, Tensor | LocalShard] = {}
     first_at: dict[Any, str] = {}  # path under which a shared tensor is written, once
 
     def walk(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor | Piece):
+        if isinstance(value, Tensor | LocalShard):
             place = first_at.setdefault(_identity(value) or path, path)
             if place == path:
                 is_copied = (copy and not (leave_large and value.nbytes > LARGE_BYTES)) or _is_part(value)
@@ -85,7 +85,7 @@ def named_once(model: nn.Module, left_out: Collection[str] = ()) -> dict[str, Te
     return found
 
 
-def _identity(tensor: Tensor | Piece) -> Any:
+def _identity(tensor: Tensor | LocalShard) -> Any:
     """A key that is equal for two names of the same tensor, such as the shared code table of 8-bit moments. None if the
     tensor is empty or has no address.
     """
@@ -99,7 +99,7 @@ def _identity(tensor: Tensor | Piece) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _is_part(tensor: Tensor | Piece) -> bool:
+def _is_part(tensor: Tensor | LocalShard) -> bool:
     """Whether other tensors may share its storage, which a file cannot express."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         return False
@@ -115,7 +115,7 @@ def copy_large(tensors: dict[str, Any]) -> None:
 
 def _copied(tensor: Any) -> Any:
     """A contiguous copy on the CPU. From a GPU the copy is the transfer itself."""
-    if isinstance(tensor, Piece):
+    if isinstance(tensor, LocalShard):
         return replace(tensor, tensor=_copied(tensor.tensor))
     tensor = tensor.detach()
     on_cpu = tensor.to("cpu")

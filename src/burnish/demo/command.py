@@ -152,9 +152,9 @@ def preferred(folder: Path, pairs: list[DemoQuestion]) -> float:
     def logp(question: DemoQuestion, answer: str) -> float:
         turns = [{"role": "user", "content": question.prompt}]
         asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
-        said = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-        of_tokens = model(torch.tensor([asked + said])).logits[0, len(asked) - 1 : -1].float().log_softmax(-1)
-        return float(of_tokens.gather(1, torch.tensor(said).unsqueeze(1)).sum())
+        answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        of_tokens = model(torch.tensor([asked + answer_ids])).logits[0, len(asked) - 1 : -1].float().log_softmax(-1)
+        return float(of_tokens.gather(1, torch.tensor(answer_ids).unsqueeze(1)).sum())
 
     with torch.no_grad():
         found = [logp(question, question.answer) > logp(question, question.wrong) for question in pairs]

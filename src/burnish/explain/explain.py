@@ -125,9 +125,9 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
             lines.append(
                 Line("packing", f"packs of {options.cutoff_len:,} tokens are {full} full", plan.where("packing"))
             )
-        if (spared := _spared_share(rows, prepared, options)) > 0:
+        if (skipped := _skipped_share(rows, prepared, options)) > 0:
             why = "shared prefixes or no effect on the loss; requires dropout = 0"
-            text = f"{100 * spared:.3g}% ({why})"
+            text = f"{100 * skipped:.3g}% ({why})"
             lines.append(Line("skipped tokens", text, plan.where("needed_tokens_only")))
     lines += [Line("counted", sentence) for sentence in prepared.stats.sentences()]
     return Section("Data", lines)
@@ -160,7 +160,7 @@ def _labelled_share(rows: Sequence[Row]) -> str:
     return f"{100 * trained / tokens:.3g}% of the tokens, {trained / len(looked_at):.1f} per example{among}"
 
 
-def _spared_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions) -> float:
+def _skipped_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions) -> float:
     """Fraction of tokens that need not be computed, estimated from the first rows as micro-batches. A model that draws
     random numbers is not detected, because this would need its weights; an adapter with dropout is.
     """

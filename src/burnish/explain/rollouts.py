@@ -12,7 +12,7 @@ from burnish.rollouts.options import PRESETS
 from burnish.run.plan.memory import DecoderShape, shown_bytes
 from burnish.run.plan.plan import Plan
 from burnish.run.prepare import Prepared
-from burnish.run.rollouts import longest_of, seats_of
+from burnish.run.rollouts import longest_of, slots_of
 
 
 def rollouts_section(plan: Plan, prepared: Prepared) -> Iterator[Section]:
@@ -47,11 +47,11 @@ def rollouts_section(plan: Plan, prepared: Prepared) -> Iterator[Section]:
 def _phases(plan: Plan, prepared: Prepared, objective: RolloutObjective) -> Iterator[Line]:
     """The phases of a generation, with what each needs beside the weights."""
     options, shape = plan.options, DecoderShape.of(prepared.config.get_text_config())
-    seats = seats_of(objective, device_of(options), prepared.config, longest_of(options, prepared.config))
+    slots = slots_of(objective, device_of(options), prepared.config, longest_of(options, prepared.config))
     longest = max(prepared.sample.lengths, default=0) + options.max_completion_length
-    num_bytes = 2 * shape.layers * shape.keys * seats * longest * prepared.formats.compute
+    num_bytes = 2 * shape.layers * shape.keys * slots * longest * prepared.formats.compute
     text = (
-        f"{shown_bytes(int(num_bytes))} at most for keys and values of {seats} completions at once, freed before the "
+        f"{shown_bytes(int(num_bytes))} at most for keys and values of {slots} completions at once, freed before the "
         "first backward pass"
     )
     yield Line("generate", text, plan.where("kept_seats"))

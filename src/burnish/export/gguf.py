@@ -87,7 +87,7 @@ def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
     """Return the reason why burnish's own writer does not support this model; none if llama.cpp is used."""
     if getattr(config, "vision_config", None) is not None:
         what = f"export_format: gguf cannot be used with a {config.model_type} model, which reads images."
-        why = "llama.cpp wants its vision tower in a second file (mmproj), which burnish does not write."
+        why = "llama.cpp expects its vision tower in a second file (mmproj), which burnish does not write."
         return [Problem(what, why=why, remedy="Leave out export_format.", option="export_format")]
     if options.llama_cpp:
         return []
@@ -205,7 +205,7 @@ def _tensors(weights: Sequence[tuple[Path, str]], config: dict[str, Any]) -> Ite
     names = gguf.get_tensor_name_map(
         gguf.MODEL_ARCH[ARCHITECTURES[config["model_type"]].upper()], config["num_hidden_layers"]
     )
-    turned = _turned(config)
+    turned = _rotated(config)
     for path, name in weights:
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
@@ -214,7 +214,7 @@ def _tensors(weights: Sequence[tuple[Path, str]], config: dict[str, Any]) -> Ite
             yield found, turned(name, file.get_tensor(name))
 
 
-def _turned(config: dict[str, Any]) -> Callable[[str, Tensor], Tensor]:
+def _rotated(config: dict[str, Any]) -> Callable[[str, Tensor], Tensor]:
     """A function that reorders the rows of queries and keys for llama.cpp's llama architecture. Its rotary positions
     rotate adjacent pairs, while Hugging Face's files have the two halves of a head.
     """
@@ -235,7 +235,7 @@ def _turned(config: dict[str, Any]) -> Callable[[str, Tensor], Tensor]:
 
 
 def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, kind: str) -> None:
-    """Add a tensor. Vectors, and matrices whose row length is no multiple of the type's block size, stay float32."""
+    """Add a tensor. Vectors, and matrices whose row length is not a multiple of the type's block size, stay float32."""
     numbers = tensor.detach().to(torch.float32).numpy()
     wanted = gguf.GGMLQuantizationType[kind.upper()]
     block = gguf.GGML_QUANT_SIZES[wanted][0]

@@ -115,10 +115,13 @@ def quantize_into(folder: Path, source: Path, tokenizer: Any, using: Calibration
         old.unlink()
     for path in made.iterdir():
         shutil.move(path, folder / path.name)
-    said = _sentence(job, before, after)
-    (folder / CARD_NAME).write_text(card(folder.resolve().name, said, options), encoding="utf-8")
+    sentence = _sentence(job, before, after)
+    (folder / CARD_NAME).write_text(card(folder.resolve().name, sentence, options), encoding="utf-8")
     worse = after / before - 1
-    return [said, *([f"Perplexity is {worse:.0%} worse. Use more bits or other calibration data."] * (worse > WORSE))]
+    return [
+        sentence,
+        *([f"Perplexity is {worse:.0%} worse. Use more bits or other calibration data."] * (worse > WORSE)),
+    ]
 
 
 def _sentence(job: QuantizationJob, before: float, after: float) -> str:
@@ -130,7 +133,7 @@ def _sentence(job: QuantizationJob, before: float, after: float) -> str:
     )
 
 
-def card(name: str, said: str, options: RunOptions) -> str:
+def card(name: str, sentence: str, options: RunOptions) -> str:
     """The model card of a quantized folder."""
     base = str(options.model_name_or_path)
     is_plain = is_hub_name(base) and not options.adapter_name_or_path
@@ -138,6 +141,16 @@ def card(name: str, said: str, options: RunOptions) -> str:
         library_name="transformers", pipeline_tag="text-generation", base_model=base if is_plain else None,
         base_model_relation="quantized" if is_plain else None, tags=["burnish", options.export_quantization_method],
     )  # fmt: skip
-    lines = [f"# {name}", "", said, "", "In the terminal, and as a server:", "", "```sh", *serving_lines(name), "```"]
+    lines = [
+        f"# {name}",
+        "",
+        sentence,
+        "",
+        "In the terminal, and as a server:",
+        "",
+        "```sh",
+        *serving_lines(name),
+        "```",
+    ]
     needs = "Loading it with transformers or burnish requires gptqmodel and, for GPTQ, optimum."
     return under_metadata(metadata, "\n".join([*lines, "", needs]))

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 Chosen = TypeVar("Chosen", bound="AnsweringOptions")
 LONG_ENOUGH = 1 << 20
 """Effectively no limit: a template that only renders prompts does not truncate."""
-SLOTS_OF_CPU, MOST_SEATS, MOST_CONTEXT = 8, 64, 8192
+SLOTS_OF_CPU, MOST_SLOTS, MOST_CONTEXT = 8, 64, 8192
 _SHARE_OF_FREE = 0.9
 
 
@@ -150,7 +150,7 @@ def slots_of(options: AnsweringOptions, model: nn.Module, context: int) -> int:
     if options.infer_seats or device.type != "cuda":
         return options.infer_seats or SLOTS_OF_CPU
     free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(MOST_SEATS, int(free * _SHARE_OF_FREE) // max(1, slot_bytes(model, context))))
+    return max(1, min(MOST_SLOTS, int(free * _SHARE_OF_FREE) // max(1, slot_bytes(model, context))))
 
 
 def slot_bytes(model: nn.Module, context: int) -> int:

@@ -25,33 +25,33 @@ _COARSE = 3e-2
 
 def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> tuple[Forward, str]:
     """Return the backend, and a note for the user ("" for batched slots)."""
-    ways: tuple[Callable[[], Forward], ...] = (
+    backends: tuple[Callable[[], Forward], ...] = (
         lambda: OverSlots(model, len(_LENGTHS), precision=precision),
         lambda: OwnCache(model, precision),
     )
     name = type(causal_lm(model)).__name__
-    for way in ways:
+    for backend in backends:
         try:
-            made = way()
+            made = backend()
             if agrees(model, made, precision):
                 made.resize(slots)
-                said = f"{name} uses a custom cache; batched generation is disabled."
-                return made, "" if made.batches else said
+                note = f"{name} uses a custom cache; batched generation is disabled."
+                return made, "" if made.batches else note
         except REFUSALS:
             continue
-    said = (
+    note = (
         f"{name} gives different logits with a KV cache than without; generation runs without the cache and is slower."
     )
-    return WholeText(model, precision), said
+    return WholeText(model, precision), note
 
 
-def agrees(model: nn.Module, way: Forward, precision: Precision = nullcontext) -> bool:
+def agrees(model: nn.Module, backend: Forward, precision: Precision = nullcontext) -> bool:
     """Return whether rows of different lengths, read in parts and batched, match single passes without a cache."""
     vocabulary = causal_lm(model).config.get_text_config().vocab_size
     drawn = torch.Generator().manual_seed(1)
     texts = [torch.randint(vocabulary, (length,), generator=drawn).tolist() for length in _LENGTHS]
-    texts = texts if way.batches else texts[:1]
-    for text, logits in zip(texts, _in_pieces(way, texts), strict=True):
+    texts = texts if backend.batches else texts[:1]
+    for text, logits in zip(texts, _in_chunks(backend, texts), strict=True):
         alone = _alone(model, text, precision)
         bound = _TOLERANCE.get(alone.dtype, _COARSE) * float(alone.float().abs().max())
         # Written so that NaN counts as a mismatch.
@@ -60,16 +60,16 @@ def agrees(model: nn.Module, way: Forward, precision: Precision = nullcontext) -
     return True
 
 
-def _in_pieces(way: Forward, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+def _in_chunks(backend: Forward, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return (T, V) logits of each text: all but its last two tokens at once, then one by one, as in generation."""
     found: list[list[Tensor]] = [[] for _ in texts]
     for begin, end in ((None, -2), (-2, -1), (-1, None)):
-        pieces = [text[begin:end] for text in texts]
+        chunks = [text[begin:end] for text in texts]
         starts = [0 if begin is None else len(text) + begin for text in texts]
-        rows = [NewTokens(ids, start, range(len(ids))) for ids, start in zip(pieces, starts, strict=True)]
-        for logits, each in zip(way.run(0, rows), found, strict=True):
+        rows = [NewTokens(ids, start, range(len(ids))) for ids, start in zip(chunks, starts, strict=True)]
+        for logits, each in zip(backend.run(0, rows), found, strict=True):
             each.append(logits)
-    return [torch.cat(pieces) for pieces in found]
+    return [torch.cat(chunks) for chunks in found]
 
 
 @torch.no_grad()

@@ -153,7 +153,7 @@ class Scheduler:
         self._admit()
         is_busy = bool(self._answering or self._reading)
         if self._reading:
-            self._step(*self._next_piece(), self._read_piece)
+            self._step(*self._next_chunk(), self._read_chunk)
             self._release_ended()
         if self._answering:
             for first, number in self._passes(0, self._answering):
@@ -254,7 +254,7 @@ class Scheduler:
     def _passes(self, first: int, number: int) -> list[tuple[int, int]]:
         return [(first + i, 1) for i in range(number)] if self.limits.exact else [(first, number)]
 
-    def _next_piece(self) -> tuple[int, int]:
+    def _next_chunk(self) -> tuple[int, int]:
         """Return the slots that read next. The oldest request and the one with the shortest rest alternate, so that no
         prompt waits for long. Neighbouring slots are included as long as they fit into one part."""
         reading = self._stretch(self._answering, self._reading)
@@ -278,7 +278,7 @@ class Scheduler:
         end = begin + (PIECE if self.way.splits else len(request.ids))
         return request.ids[begin : end if request.images is None else request.images.whole_end(end)]
 
-    def _read_piece(self, first: int, number: int) -> None:
+    def _read_chunk(self, first: int, number: int) -> None:
         slots = self._stretch(first, number)
         rows = []
         for slot in slots:

@@ -28,9 +28,9 @@ LIBRARIES = {"liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy"}
 BACKENDS = ("chunked", *LIBRARIES)
 
 
-def head_obstacle(way: str, device: torch.device, rules: TokenLoss, has_bias: bool = False) -> str:
+def head_obstacle(backend: str, device: torch.device, rules: TokenLoss, has_bias: bool = False) -> str:
     """The reason why the backend ``way`` cannot be used, as a sentence; "" if it can."""
-    library = LIBRARIES.get(way)
+    library = LIBRARIES.get(backend)
     if library is None:
         return ""
     if find_spec(library) is None:
@@ -41,15 +41,15 @@ def head_obstacle(way: str, device: torch.device, rules: TokenLoss, has_bias: bo
         return "It computes only the loss, without accuracy and entropy."
     if rules.factor:
         return "It does not support weighting the loss of a token by the model's probabilities."
-    if way == "cut_cross_entropy" and rules.label_smoothing:
+    if backend == "cut_cross_entropy" and rules.label_smoothing:
         return "It does not support label smoothing."
-    if way == "cut_cross_entropy" and has_bias:
+    if backend == "cut_cross_entropy" and has_bias:
         return "It does not support the bias of this model's head."
     return ""
 
 
 def head_loss(
-    way: str, hidden: Tensor, weight: Tensor, targets: Tensor, rules: TokenLoss, bias: Tensor | None = None,
+    backend: str, hidden: Tensor, weight: Tensor, targets: Tensor, rules: TokenLoss, bias: Tensor | None = None,
     token_weights: Tensor | None = None,
 ) -> TokenSums:  # fmt: skip
     """Compute the loss sums of the trained tokens.
@@ -63,7 +63,7 @@ def head_loss(
         bias: (V,).
         token_weights: (N,) weight of each token; None: 1.
     """
-    kernel = _KERNELS.get(way)
+    kernel = _KERNELS.get(backend)
     if kernel is None or not len(hidden):
         counts = _counts(targets, token_weights)
         return linear_cross_entropy(hidden, weight, targets.clamp(min=0), rules, bias, counts)
@@ -72,11 +72,11 @@ def head_loss(
     return TokenSums(total, none, none)
 
 
-def logits_bytes(way: str, tokens: int, hidden: int, vocabulary: int, device: torch.device) -> int:
+def logits_bytes(backend: str, tokens: int, hidden: int, vocabulary: int, device: torch.device) -> int:
     """Maximum number of bytes of logits in memory, for ``tokens`` trained tokens; with ``liger`` about N x H."""
-    if way == "cut_cross_entropy":
+    if backend == "cut_cross_entropy":
         return 0
-    if way == "liger":
+    if backend == "liger":
         return 4 * tokens * min(hidden, vocabulary)
     return 4 * vocabulary * min(tokens, chunk_length(vocabulary, device))
 

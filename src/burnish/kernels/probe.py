@@ -153,9 +153,9 @@ def find_head(model: nn.Module) -> Head | None:
             return None
         tokens = _tokens(model, _LENGTH, seed=3)
         with asking(model) as ask, _louder(head.linear):
-            said = ask(tokens)
+            output = ask(tokens)
             hidden = head.hidden(input_ids=tokens, use_cache=False)
-            return head if close(said, head.logits(hidden), model) else None
+            return head if close(output, head.logits(hidden), model) else None
     except REFUSALS:
         return None
 

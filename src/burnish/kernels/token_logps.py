@@ -124,7 +124,7 @@ class _LinearTokenLogps(torch.autograd.Function):
             slopes = torch.empty_like(hidden) if makes_gradient else None  # (N, H) gradient of each token's logp
             found = []
             for part, logits in _chunks(h, w, b):
-                sum_squared_probs = _evenness(logits, targets[part], rules)
+                sum_squared_probs = _sum_of_squares(logits, targets[part], rules)
                 losses, correct, entropy = token_values(logits, targets[part], None, rules.of_loss, makes_gradient)
                 found.append(
                     (
@@ -188,7 +188,7 @@ def _slopes(logits: Tensor, targets: Tensor, of_logps: Tensor, of_entropy: Tenso
     logits.copy_(slopes * (1 - (capped / softcap).square()) if softcap else slopes)
 
 
-def _evenness(logits: Tensor, targets: Tensor, rules: LogpRules) -> Tensor:
+def _sum_of_squares(logits: Tensor, targets: Tensor, rules: LogpRules) -> Tensor:
     """(n,) -ln Σ_v p(v)², before the logits are overwritten; zero if not requested."""
     if not rules.sum_squared_probs:
         return torch.zeros(len(targets), device=logits.device)

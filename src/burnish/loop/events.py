@@ -122,7 +122,7 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_save = True
         if step >= state.max_steps:
             control.should_training_stop = True
-            # The last step is evaluated and saved even if it is no multiple of the intervals.
+            # The last step is evaluated and saved even if it is not a multiple of the intervals.
             if args.eval_strategy == "steps" and args.eval_delay <= step:
                 control.should_evaluate = True
             if args.save_strategy == "steps":

@@ -359,7 +359,7 @@ class Loop:
         """Names the records of a step's items for messages; "" if they are not known."""
         return ""
 
-    def learned_from(self, items: Sequence[int]) -> str:
+    def examples_sentence(self, items: Sequence[int]) -> str:
         """`` Examples: data.json, record 3.``, to be appended to a message; "" if the records are not known."""
         rows = self.describe_rows(items) if items else ""
         return f" Examples: {rows}." if rows else ""
@@ -376,7 +376,7 @@ class Loop:
         """
         if self.options.on_non_finite == "skip" or self.engine.scales_loss:
             return
-        rows = self.learned_from(items)
+        rows = self.examples_sentence(items)
         raise NonFiniteError(f"{what}{rows} It was not applied. Lower learning_rate, or set on_non_finite: skip.")
 
 

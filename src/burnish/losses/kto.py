@@ -92,7 +92,7 @@ class KtoChoices(PairChoices, Protocol):
     stage: str
 
 
-VERDICT_COLUMNS = {**StageObjective.row_columns, "tag": False}
+UNPAIRED_COLUMNS = {**StageObjective.row_columns, "tag": False}
 """Columns of a labelled response, and their values in the row of a padding batch."""
 
 
@@ -101,7 +101,7 @@ class KtoObjective(AnswersObjective):
     """Single responses with a label each (KTO)."""
 
     records = "verdicts"
-    row_columns = VERDICT_COLUMNS
+    row_columns = UNPAIRED_COLUMNS
     separate_sequences = frozenset({"kl"})
     batch_keys = AnswersObjective.batch_keys | {"tag", "kl"}
     options: KtoChoices
@@ -129,7 +129,7 @@ class KtoObjective(AnswersObjective):
 
     def encode(self, examples: Sequence[Example], stats: Any, truncate: bool = True) -> Sequence[Row | None]:
         """Encode labelled responses. They are always truncated to ``cutoff_len``; ``truncate`` has no effect."""
-        return self.template.encode_verdicts(examples, stats)
+        return self.template.encode_unpaired(examples, stats)
 
     def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
         """Notes on the labels of the training rows.

@@ -31,7 +31,7 @@ from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Row
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.logits import logits_at, model_inputs
 from burnish.losses.neftune import EmbeddingNoise
-from burnish.losses.targets import Targets, collate_learned, sums_of_hidden, sums_of_logits
+from burnish.losses.targets import Targets, collate_trained, sums_of_hidden, sums_of_logits
 from burnish.parallel.choices import DeviceChoice
 from burnish.parallel.options import device_of
 from burnish.utils.patching import PatchChoice, PatchOptions, allows
@@ -88,7 +88,7 @@ class LmChoices(CheckpointingChoices, DeviceChoice, PatchChoice, Protocol):
 @check
 def check_fused_loss(options: LmChoices) -> list[Problem]:
     """Report a loss kernel that was selected by name but cannot run here, or not with the other options."""
-    reason = head_obstacle(way_of(options), device_of(options), token_loss(options)) if options.fused_loss else ""
+    reason = head_obstacle(backend_of(options), device_of(options), token_loss(options)) if options.fused_loss else ""
     if not reason:
         return []
     return [
@@ -120,7 +120,7 @@ def loss_notes(options: LmChoices) -> list[str]:
     return ['"eaft_alpha" has no effect without use_eaft_loss.']
 
 
-def way_of(options: LmChoices) -> str:
+def backend_of(options: LmChoices) -> str:
     """The backend of ``kernels.head_kernels`` for head and loss, if they are fused."""
     return options.fused_loss if options.fused_loss in LIBRARIES else "chunked"
 
@@ -169,7 +169,7 @@ class LmObjective(StageObjective):
             UserError: if ``fused_loss`` is set but the model's head does not support it, or if a router's auxiliary
                 loss would have no gradient.
         """
-        self.collate, inner = partial(collate_learned, collate), causal_lm(capabilities.model)
+        self.collate, inner = partial(collate_trained, collate), causal_lm(capabilities.model)
         if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
             raise UserError(ROUTER_WITHOUT_GRADIENT)
         if self.options.fused_loss is False:
@@ -177,7 +177,7 @@ class LmObjective(StageObjective):
         self.head, self.makes_some_logits = capabilities.head, capabilities.makes_some_logits
         if self.head is not None:
             bias, weight = self.head.linear.bias, self.head.linear.weight
-            what = head_obstacle(way_of(self.options), weight.device, token_loss(self.options), bias is not None)
+            what = head_obstacle(backend_of(self.options), weight.device, token_loss(self.options), bias is not None)
         else:
             what = f"The head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
         if what and self.options.fused_loss != "auto":
@@ -201,10 +201,10 @@ class LmObjective(StageObjective):
 
     def num_items(self, batch: Batch) -> Tensor:
         """() number of trained tokens, or the sum of their weights."""
-        is_learned: Tensor = batch["labels"][:, 1:] != IGNORE_INDEX
+        is_trained: Tensor = batch["labels"][:, 1:] != IGNORE_INDEX
         if "loss_weights" in batch:
-            return is_learned.mul(batch["loss_weights"][:, 1:]).sum()
-        return is_learned.sum().float()
+            return is_trained.mul(batch["loss_weights"][:, 1:]).sum()
+        return is_trained.sum().float()
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """Compute the loss. ``module`` is the result of ``self.module``, wrapped by the engine."""
@@ -272,7 +272,7 @@ class ModelWithLoss(nn.Module):
         self._batch_keys = batch_keys
         self._head = head
         self._tied = tied_embedding(inner, head) if head is not None and allows(patches, TIED) else None
-        self._way = way_of(options)
+        self._backend = backend_of(options)
         self._rules = token_loss(options, head.softcap if head else None)
         self._makes_some_logits = makes_some_logits
         self._aux_coefficient = aux_coefficient(inner, options.router_aux_loss_coef)
@@ -295,12 +295,12 @@ class ModelWithLoss(nn.Module):
             hidden = head.hidden_at(targets.positions, **inputs)  # (N, H)
         # Read the weight here: ZeRO-3 may have released a tied weight after the embedding ran.
         weight = head.linear.weight if joined is None else joined
-        return sums_of_hidden(hidden, head, targets, self._rules, self._way, weight)
+        return sums_of_hidden(hidden, head, targets, self._rules, self._backend, weight)
 
     def _loss_from_logits(self, inputs: dict[str, Any], targets: Targets) -> Loss:
         """Compute the loss from the model's logits: of trained positions if the model supports it, else of all."""
-        asks_router = bool(self._aux_coefficient)
-        of_targets, output = logits_at(self.model, inputs, targets.positions, self._makes_some_logits, asks_router)
+        needs_router = bool(self._aux_coefficient)
+        of_targets, output = logits_at(self.model, inputs, targets.positions, self._makes_some_logits, needs_router)
         sums = sums_of_logits(of_targets, targets, self._rules)
         aux = output.aux_loss * targets.counts.sum() if self._aux_coefficient else None
         return self._loss(sums, aux)

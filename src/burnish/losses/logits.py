@@ -33,13 +33,13 @@ def model_inputs(batch: Batch, batch_keys: Collection[str] = ()) -> dict[str, An
 
 def target_positions(labels: Tensor) -> Tensor:
     """(N,) positions whose next token is trained, as indices into the flattened ``labels`` (B, T)."""
-    is_learned = torch.zeros_like(labels, dtype=torch.bool)
-    is_learned[:, :-1] = labels[:, 1:] != IGNORE_INDEX
-    return is_learned.flatten().nonzero().squeeze(-1)
+    is_trained = torch.zeros_like(labels, dtype=torch.bool)
+    is_trained[:, :-1] = labels[:, 1:] != IGNORE_INDEX
+    return is_trained.flatten().nonzero().squeeze(-1)
 
 
 def logits_at(
-    model: nn.Module, inputs: dict[str, Any], learned: Tensor, makes_some: bool, asks_router: bool = False
+    model: nn.Module, inputs: dict[str, Any], trained: Tensor, makes_some: bool, needs_router: bool = False
 ) -> tuple[Tensor, Any]:
     """(N, V) the logits at the positions ``learned`` (N,), and the model's output.
 
@@ -51,11 +51,11 @@ def logits_at(
         asks_router: whether the output must contain the router's loss.
     """
     makes_some = makes_some and len(inputs["input_ids"]) == 1
-    more: dict[str, Any] = {"logits_to_keep": learned} if makes_some else {}
-    if asks_router:
+    more: dict[str, Any] = {"logits_to_keep": trained} if makes_some else {}
+    if needs_router:
         more["output_router_logits"] = True
     output = model(**inputs, **more)
     # Virtual tokens of prompt tuning precede each row and have logits as well.
     logits = output.logits if makes_some else output.logits[:, -inputs["input_ids"].shape[1] :]
-    of_learned = logits.flatten(0, 1) if makes_some else logits.flatten(0, 1).index_select(0, learned)
-    return of_learned, output
+    of_trained = logits.flatten(0, 1) if makes_some else logits.flatten(0, 1).index_select(0, trained)
+    return of_trained, output

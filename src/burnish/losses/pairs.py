@@ -115,7 +115,7 @@ class AnswersObjective(StageObjective):
     batch_keys = frozenset({"reference", "mean_row", "baseline", "factors"})
     disables_dropout = True
     logs_rewards = True
-    asks_evenness = False
+    needs_sum_of_squares = False
     needs_reference = True
 
     def __init__(self, options: PairChoices, template: RowEncoder, tokenizer: Any = None) -> None:
@@ -154,7 +154,8 @@ class AnswersObjective(StageObjective):
         """The model wrapped so that it returns log-probabilities of responses. Requires ``fit`` first."""
         options = self.options
         rules = LogpRules(
-            self.head.softcap if self.head else None, accuracy=True, entropy=True, sum_squared_probs=self.asks_evenness
+            self.head.softcap if self.head else None, accuracy=True, entropy=True,
+            sum_squared_probs=self.needs_sum_of_squares,
         )  # fmt: skip
         self.aux_coefficient = aux_coefficient(causal_lm(model), options.router_aux_loss_coef)
         return SequenceModel(
@@ -225,7 +226,7 @@ class PairObjective(AnswersObjective):
         self.averages = any(loss.averages for loss in self.losses) and not self.needs_reference
         self.sorts = next((name for name in options.pref_loss if PAIR_LOSSES[name].sorts), None)
         self.counts_tokens = any(loss.counts_tokens for loss in self.losses) or bool(options.cpo_alpha)
-        self.asks_evenness = options.use_weighting
+        self.needs_sum_of_squares = options.use_weighting
         self.baseline = RunningMean()
         self.shape = LossShape(
             options.pref_beta, options.dpo_label_smoothing, options.simpo_gamma, options.discopop_tau,

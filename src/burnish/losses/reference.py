@@ -34,7 +34,7 @@ class Reference(Protocol):
         ...
 
 
-def refuse_pieces(engine: Engine) -> None:
+def refuse_sharded_weights(engine: Engine) -> None:
     """Raise UserError for a moving reference if each rank holds only a shard of the weights."""
     if engine.splits_weights:
         what = '"sync_ref_model" updates full weights, but each process holds only a shard of them (FSDP, ZeRO-3).'
@@ -116,7 +116,7 @@ class StartOfRun(Reference):
         return self.held
 
 
-class StartInPieces(Reference):
+class ShardedStart(Reference):
     """``StartOfRun`` for sharded weights (FSDP, ZeRO-3): keeps a copy of this rank's shards, and swaps both during the
     reference's forward passes.
 

@@ -61,10 +61,10 @@ def collate_sequences(collate: Collate, sequences: Sequence[Row]) -> Batch:
     """
     numbered: list[Row] = [{**row, "sequence": [at] * len(row["input_ids"])} for at, row in enumerate(sequences)]
     batch = collate(numbered)
-    learned = target_positions(batch["labels"])
-    owner = batch.pop("sequence").flatten()[learned + 1]
+    trained = target_positions(batch["labels"])
+    owner = batch.pop("sequence").flatten()[trained + 1]
     lengths = torch.bincount(owner, minlength=len(sequences)).clamp(min=1).float()
-    return {**batch, "target_positions": learned, "owner": owner, "lengths": lengths}
+    return {**batch, "target_positions": trained, "owner": owner, "lengths": lengths}
 
 
 def factors_beyond(owner: Tensor, limits: Tensor, factor: float) -> Tensor:
@@ -97,7 +97,7 @@ class SequenceModel(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, head: Head | None, makes_some_logits: bool, rules: LogpRules, asks_router: bool,
+        self, model: nn.Module, head: Head | None, makes_some_logits: bool, rules: LogpRules, needs_router: bool,
         patches: PatchChoice, batch_keys: Collection[str] = (), value_head: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -107,23 +107,23 @@ class SequenceModel(nn.Module):
         self._tied = tied_embedding(causal_lm(model), head) if head is not None and allows(patches, TIED) else None
         self._makes_some_logits = makes_some_logits
         self._rules = rules
-        self._asks_router = asks_router
+        self._needs_router = needs_router
         self.value_head = value_head
 
     def without_head(self, model: nn.Module) -> SequenceModel:
         """The same for another model that computes its logits itself, such as a wrapped one."""
-        made = SequenceModel(model, None, False, self._rules, self._asks_router, self._patches, self._batch_keys)
+        made = SequenceModel(model, None, False, self._rules, self._needs_router, self._patches, self._batch_keys)
         return made.train(model.training)
 
     def forward(self, batch: Batch) -> SequenceValues:
-        learned, owner = batch["target_positions"], batch["owner"]
-        targets = batch["labels"].flatten()[learned + 1].clamp(min=0)  # those of a padding batch get weight 0 later
+        trained, owner = batch["target_positions"], batch["owner"]
+        targets = batch["labels"].flatten()[trained + 1].clamp(min=0)  # those of a padding batch get weight 0 later
         inputs = model_inputs(batch, self._batch_keys)
-        if self._head is not None and not self._asks_router:
-            tokens, mean_logits, values = self._in_chunks(self._head, inputs, learned, targets, batch)
+        if self._head is not None and not self._needs_router:
+            tokens, mean_logits, values = self._in_chunks(self._head, inputs, trained, targets, batch)
             aux = None
         else:
-            tokens, mean_logits, aux = self._from_logits(inputs, learned, targets)
+            tokens, mean_logits, aux = self._from_logits(inputs, trained, targets)
             values = None
         count = len(batch["lengths"])
         logps = tokens.logps * batch["factors"] if "factors" in batch else tokens.logps
@@ -135,11 +135,11 @@ class SequenceModel(nn.Module):
         )  # fmt: skip
 
     def _in_chunks(
-        self, head: Head, inputs: dict[str, Any], learned: Tensor, targets: Tensor, batch: Batch
+        self, head: Head, inputs: dict[str, Any], trained: Tensor, targets: Tensor, batch: Batch
     ) -> tuple[TokenLogps, Tensor, Tensor | None]:
         is_joined = self._tied is not None and head.linear.weight.requires_grad and torch.is_grad_enabled()
         with self._tied.joined() if self._tied is not None and is_joined else nullcontext() as joined:
-            hidden = head.hidden_at(learned, **inputs)  # (N, H)
+            hidden = head.hidden_at(trained, **inputs)  # (N, H)
         values = None if self.value_head is None else self.value_head(hidden)
         if head.scale != 1.0:
             hidden = hidden * head.scale
@@ -151,12 +151,12 @@ class SequenceModel(nn.Module):
         return tokens, means, values
 
     def _from_logits(
-        self, inputs: dict[str, Any], learned: Tensor, targets: Tensor
+        self, inputs: dict[str, Any], trained: Tensor, targets: Tensor
     ) -> tuple[TokenLogps, Tensor, Tensor | None]:
         """Compute log-probabilities from the model's logits."""
-        of_learned, output = logits_at(self.model, inputs, learned, self._makes_some_logits, self._asks_router)
-        aux = output.aux_loss if self._asks_router else None
-        return plain_token_logps(of_learned, targets, self._rules), of_learned.detach().float().mean(-1), aux
+        of_trained, output = logits_at(self.model, inputs, trained, self._makes_some_logits, self._needs_router)
+        aux = output.aux_loss if self._needs_router else None
+        return plain_token_logps(of_trained, targets, self._rules), of_trained.detach().float().mean(-1), aux
 
 
 def mean_row(head: Head | None, engine: Engine) -> Tensor | None:

@@ -19,7 +19,7 @@ from burnish.loop.types import IGNORE_INDEX, Batch, Row
 from burnish.losses.logits import target_positions
 
 
-def collate_learned(collate: Callable[[Sequence[Row]], Batch], rows: Sequence[Row]) -> Batch:
+def collate_trained(collate: Callable[[Sequence[Row]], Batch], rows: Sequence[Row]) -> Batch:
     """A micro-batch with ``target_positions``. They are found on the CPU, because finding them on a GPU would wait for
     the device.
     """
@@ -56,7 +56,12 @@ class Targets(NamedTuple):
 
 
 def sums_of_hidden(
-    hidden: Tensor, head: Head, targets: Targets, rules: TokenLoss, way: str = "chunked", weight: Tensor | None = None
+    hidden: Tensor,
+    head: Head,
+    targets: Targets,
+    rules: TokenLoss,
+    backend: str = "chunked",
+    weight: Tensor | None = None,
 ) -> TokenSums:
     """Loss sums from the head's inputs at the trained positions (N, H), without all of their logits at once.
 
@@ -71,7 +76,7 @@ def sums_of_hidden(
     if head.scale != 1.0:
         hidden = hidden * head.scale
     weight = head.linear.weight if weight is None else weight
-    return head_loss(way, hidden, weight, targets.ids, rules, head.linear.bias, targets.weights)
+    return head_loss(backend, hidden, weight, targets.ids, rules, head.linear.bias, targets.weights)
 
 
 def sums_of_logits(logits: Tensor, targets: Targets, rules: TokenLoss) -> TokenSums:

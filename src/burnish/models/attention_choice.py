@@ -28,7 +28,7 @@ _KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
 """owner/name of a kernel on the hub, optionally with a revision and a function name."""
 
 
-def asked_attention(options: ModelOptions) -> str | None:
+def requested_attention(options: ModelOptions) -> str | None:
     """transformers' name of the selected attention."""
     name: str | None = options.attn_implementation or _NAMES[options.flash_attn]
     return name
@@ -41,7 +41,7 @@ def is_flash(name: str | None) -> bool:
 
 def attention_problems(options: ModelOptions) -> Iterator[Problem]:
     """Problems of the selected attention: unknown or not installed."""
-    name, usual = asked_attention(options), _NAMES[options.flash_attn]
+    name, usual = requested_attention(options), _NAMES[options.flash_attn]
     if options.attn_implementation and usual not in (None, name):
         yield Problem(
             f"attn_implementation is {name} and flash_attn is {options.flash_attn}; only one of them can be set.",

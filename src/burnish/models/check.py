@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _JSON_FILES = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
 
 
-def check_model(options: ModelOptions, asks_library: bool = True, needs_head: bool = True) -> list[Problem]:
+def check_model(options: ModelOptions, checks_library: bool = True, needs_head: bool = True) -> list[Problem]:
     """Return all problems that would prevent loading the model.
 
     Args:
@@ -46,11 +46,11 @@ def check_model(options: ModelOptions, asks_library: bool = True, needs_head: bo
     except UserError as error:
         return [*problems, *error.problems]
     problems += _check_json(source.folder)
-    identity = _check_identity(source.folder, raw, options) if asks_library else []
+    identity = _check_identity(source.folder, raw, options) if checks_library else []
     problems += identity
     problems += check_quantized_files(options, raw)
     if not identity and not options.train_from_scratch and source.has_weights:
-        problems += _check_weights(source.folder, raw, options, asks_library, needs_head)
+        problems += _check_weights(source.folder, raw, options, checks_library, needs_head)
     return problems
 
 
@@ -118,7 +118,7 @@ def _check_identity(folder: Path, raw: dict[str, Any], options: ModelOptions) ->
 
 
 def _check_weights(
-    folder: Path, raw: dict[str, Any], options: ModelOptions, asks_library: bool, needs_head: bool
+    folder: Path, raw: dict[str, Any], options: ModelOptions, checks_library: bool, needs_head: bool
 ) -> list[Problem]:
     try:
         files = weight_files(folder)
@@ -126,7 +126,7 @@ def _check_weights(
         return list(error.problems)
     tensors, problems = read_headers(files)
     problems += _wholly_integers(folder, raw, tensors)
-    if problems or not asks_library or raw.get("quantization_config") or raw.get("auto_map"):
+    if problems or not checks_library or raw.get("quantization_config") or raw.get("auto_map"):
         return problems  # for these two formats, missing weights are found when loading
     try:
         config = load_config(options)
@@ -170,7 +170,7 @@ def weight_files(folder: Path) -> list[Path]:
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
             what = f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}."
-            raise UserError(what, where=str(folder), remedy="Fetch them too.")
+            raise UserError(what, where=str(folder), remedy="Download them too.")
         return shards
     raise UserError(_no_weights(folder))
 

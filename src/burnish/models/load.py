@@ -21,7 +21,7 @@ from torch import nn
 
 from burnish.config.errors import UNUSABLE, Problem, UserError, few, shape_in_words
 from burnish.config.options import raise_if
-from burnish.models.attention_choice import asked_attention
+from burnish.models.attention_choice import requested_attention
 from burnish.models.images.torchvision import raise_if_torchvision_is_broken
 from burnish.models.options import ModelOptions
 from burnish.models.quantization.quantize import (
@@ -61,7 +61,7 @@ def load_config(
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.name, **hub_arguments(options))
     except (*UNUSABLE, StrictDataclassError) as error:
-        raise UserError(f"its config cannot be used: {said_by(error)}", where=source.name) from error
+        raise UserError(f"its config cannot be used: {message_of(error)}", where=source.name) from error
     notes = [] if notes is None else notes
     if getattr(config, "auto_map", None) and not options.trust_remote_code:
         notes.append(
@@ -94,7 +94,7 @@ def load_model(
     """
     notes = [] if notes is None else notes
     config = load_config(options) if config is None else config
-    attention = attn_implementation or asked_attention(options)
+    attention = attn_implementation or requested_attention(options)
     arguments: dict[str, Any] = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
     arguments |= quantization_arguments(options, dtype, config)
     notes += filter(None, [use_kernels_that_train(config, device)])
@@ -153,7 +153,7 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     except (*UNUSABLE, ImportError) as error:
         raise_if_torchvision_is_broken(error)
         raise UserError(
-            f"no model can be created from its config: {said_by(error)}", config.name_or_path or ""
+            f"no model can be created from its config: {message_of(error)}", config.name_or_path or ""
         ) from error
     model.tie_weights()  # transformers 5.0 does not do this on the meta device
     path = Path(config.name_or_path or "") / "generation_config.json"
@@ -162,7 +162,7 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
         try:
             model.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
         except UNUSABLE as error:
-            raise UserError(f"it cannot be used: {said_by(error)}", where=str(path)) from error
+            raise UserError(f"it cannot be used: {message_of(error)}", where=str(path)) from error
     return model
 
 
@@ -275,14 +275,14 @@ def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
     if kind == "llama3":
         changed |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     text.rope_parameters = changed
-    said = f"The context is extended from {length} to {int(original * factor)} tokens ({kind}, factor {factor:g})."
+    sentence = f"The context is extended from {length} to {int(original * factor)} tokens ({kind}, factor {factor:g})."
     if kind == "dynamic":  # transformers scales rows that are longer than max_position_embeddings, so keep it
         return (
-            f"{said} The factor depends on the longest example of a micro-batch, so results depend on how a "
+            f"{sentence} The factor depends on the longest example of a micro-batch, so results depend on how a "
             "step is split into micro-batches."
         )
     text.max_position_embeddings = int(original * factor)
-    return said
+    return sentence
 
 
 def _random_model(
@@ -380,7 +380,7 @@ def _layers_in(names: Iterable[str]) -> set[int]:
     return {int(match[1]) for name in names if (match := _LAYER.search(name))}
 
 
-def said_by(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """A library's error message as one sentence. Includes more lines if the first one ends with a colon, and the type
     of the error if the message is only a word.
     """

@@ -15,7 +15,7 @@ import torch
 from burnish.config.conversion import GivenTwice, yaml_of_each_key_once
 from burnish.config.errors import Problem, UserError, is_unusable
 from burnish.config.options import raise_if
-from burnish.models.load import meta_model, said_by
+from burnish.models.load import message_of, meta_model
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source, hub_arguments
 from burnish.utils.files import regular
@@ -62,7 +62,7 @@ def load_tokenizer(options: ModelOptions, notes: list[str] | None = None) -> Pre
     except Exception as error:
         if not is_unusable(error):
             raise
-        what = f"a file has no entry {error}." if isinstance(error, KeyError) else said_by(error)
+        what = f"a file has no entry {error}." if isinstance(error, KeyError) else message_of(error)
         what = f"its tokenizer cannot be loaded: {what}"
         raise UserError(what, source.name, remedy="Download its tokenizer files again.") from error
     _add_new_tokens(tokenizer, options, notes)

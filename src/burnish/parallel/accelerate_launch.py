@@ -43,7 +43,7 @@ def mixed_precision(options: MixedChoices) -> str:
     return asked if asked in ("bf16", "fp16") else "no"
 
 
-def is_told_to_stay_on_cpu() -> bool:
+def is_kept_on_cpu() -> bool:
     return is_true(os.environ.get("ACCELERATE_USE_CPU"))
 
 

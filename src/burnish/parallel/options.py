@@ -17,7 +17,7 @@ from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, did_you_mean
 from burnish.config.options import option
 from burnish.parallel.accelerate_launch import (
-    is_told_to_stay_on_cpu,
+    is_kept_on_cpu,
     launched_notes,
     launched_problems,
     mixed_precision,
@@ -26,12 +26,12 @@ from burnish.parallel.checkpointing import checkpointing_problems
 from burnish.parallel.choices import DeviceChoice, EngineChoices
 from burnish.parallel.deepspeed.settings import (
     NAMES,
-    asks_for_deepspeed,
     deepspeed_notes,
     deepspeed_problems,
+    uses_deepspeed,
     zero_stage,
 )
-from burnish.parallel.fsdp.settings import asks_for_fsdp, fsdp_notes, fsdp_problems, fsdp_settings
+from burnish.parallel.fsdp.settings import fsdp_notes, fsdp_problems, fsdp_settings, uses_fsdp
 from burnish.parallel.precision import cpu_instructions, has_fast_bfloat16, slow_products
 from burnish.parallel.process_counts import AUTO
 
@@ -195,7 +195,7 @@ def _processes(options: EngineChoices) -> Iterator[Problem]:
             remedy="Remove engine.",
             option=("engine", "num_processes"),
         )
-    if asks_for_deepspeed(options) and asks_for_fsdp(options):
+    if uses_deepspeed(options) and uses_fsdp(options):
         yield Problem('"deepspeed" and "fsdp" cannot be combined.', option=("deepspeed", "fsdp"))
     if engine_name(options) == "deepspeed" and find_spec("deepspeed") is None:
         yield Problem(
@@ -235,7 +235,7 @@ def engine_notes(options: EngineChoices) -> list[str]:
         if getattr(options, name) is not None and not options.torch_compile:
             notes.append(f'"{name}" has no effect without "torch_compile".')
     notes += [*launched_notes(options), *deepspeed_notes(options), *fsdp_notes(options)]
-    if device.type == "cpu" and asks_for_fsdp(options) and fsdp_settings(options).offloads:
+    if device.type == "cpu" and uses_fsdp(options) and fsdp_settings(options).offloads:
         notes.append('"fsdp": offload has no effect on a CPU.')
     if options.tf32 and device.type == "cpu":
         notes.append('"tf32" has no effect on a CPU.')
@@ -251,9 +251,9 @@ def engine_name(options: EngineChoices, num_processes: int | None = None) -> str
     """
     if options.engine != AUTO:
         return str(options.engine)
-    if asks_for_deepspeed(options) and zero_stage(options) > 0:
+    if uses_deepspeed(options) and zero_stage(options) > 0:
         return "deepspeed"
-    if asks_for_fsdp(options):
+    if uses_fsdp(options):
         return "fsdp"
     count = int(os.environ.get("WORLD_SIZE", "1")) if num_processes is None else num_processes
     return "single" if count == 1 else "ddp"
@@ -261,7 +261,7 @@ def engine_name(options: EngineChoices, num_processes: int | None = None) -> str
 
 def device_of(options: DeviceChoice) -> torch.device:
     """The device of this process: one of the machine's accelerators, or the CPU."""
-    stays = options.use_cpu or is_told_to_stay_on_cpu()
+    stays = options.use_cpu or is_kept_on_cpu()
     accelerator = None if stays else torch.accelerator.current_accelerator(check_available=True)
     return torch.device(accelerator.type, local_rank()) if accelerator else torch.device("cpu")
 

@@ -103,10 +103,10 @@ def compute_sentence(compute: torch.dtype, in_files: torch.dtype, device: torch.
         in_files: the dtype of the model's files.
         device: the device of the run.
     """
-    said = f"Compute dtype: {name_of(compute)}, on {device_in_words(device)}"
+    sentence = f"Compute dtype: {name_of(compute)}, on {device_in_words(device)}"
     if compute == torch.float32 and compute != in_files and not has_products(in_files, device):
-        return f"{said}, which would emulate products in {name_of(in_files)}, the dtype of the files."
-    return f"{said}."
+        return f"{sentence}, which would emulate products in {name_of(in_files)}, the dtype of the files."
+    return f"{sentence}."
 
 
 def slow_products(dtype: torch.dtype) -> str:

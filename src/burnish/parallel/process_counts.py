@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from burnish.config.errors import Problem
-from burnish.parallel.accelerate_launch import is_told_to_stay_on_cpu
+from burnish.parallel.accelerate_launch import is_kept_on_cpu
 from burnish.utils.environment import count_in
 
 AUTO = "auto"
@@ -43,7 +43,7 @@ def processes_here(asked: int | str, use_cpu: bool) -> int:
     """
     if asked != AUTO:
         return int(asked)
-    return _number("NPROC_PER_NODE", 0) or (1 if use_cpu or is_told_to_stay_on_cpu() else max(1, num_gpus()))
+    return _number("NPROC_PER_NODE", 0) or (1 if use_cpu or is_kept_on_cpu() else max(1, num_gpus()))
 
 
 class ProcessOptions(Protocol):

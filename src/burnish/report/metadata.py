@@ -29,8 +29,8 @@ from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.results import write_whole
 from burnish.utils.files import appended, regular
 
-LAUNCH, GIVEN, EVENTS, OUTCOME = "launch.json", "run.yaml", "events.jsonl", "outcome.json"
-METADATA_NAMES = (LAUNCH, GIVEN, EVENTS, OUTCOME, "console.log")
+LAUNCH, RUN_YAML, EVENTS, OUTCOME = "launch.json", "run.yaml", "events.jsonl", "outcome.json"
+METADATA_NAMES = (LAUNCH, RUN_YAML, EVENTS, OUTCOME, "console.log")
 _NOT_SOONER_S = 1.0
 """Minimum seconds between two events of a kind. Events that follow sooner are dropped, except those in ``_ALWAYS``."""
 _ALWAYS = frozenset({"stage", "checkpoint", "stopping", "resumed", "skipped"})
@@ -60,7 +60,7 @@ class RunMetadata(TrainerCallback):
             rows: numbers of rows "seen" and "dropped".
         """
         (self.folder / OUTCOME).unlink(missing_ok=True)
-        self._write(GIVEN, given)
+        self._write(RUN_YAML, given)
         self._write(LAUNCH, json.dumps({**launched(devices), "rows": dict(rows)}, indent=1) + "\n")
         self.event("stage", "loading")
 

@@ -28,22 +28,22 @@ class ReportOptions:
     report_to: list[str] | None = option(
         None,
         "Experiment trackers: tensorboard, wandb, mlflow, ...; all: every installed one.",
-        risky="it sends figures to other machines",
+        risky="it sends metrics to other machines",
         harmless=("none",),
     )
     run_name: str | None = option(None, "Name of the run in trackers.")
     project: str = option("huggingface", "Trackio project of the run.")
     logging_dir: str | None = option(None, "Folder for TensorBoard logs. Default: output_dir/runs.", names_place=True)
     trackio_space_id: str | None = option(
-        None, "Hugging Face Space that displays the Trackio project.", risky="it sends figures to other machines"
+        None, "Hugging Face Space that displays the Trackio project.", risky="it sends metrics to other machines"
     )
     trackio_bucket_id: str | None = option(
-        None, "Hugging Face bucket that stores the Trackio project.", risky="it sends figures to other machines"
+        None, "Hugging Face bucket that stores the Trackio project.", risky="it sends metrics to other machines"
     )
     trackio_static_space_id: str | bool | None = option(
         None,
         "Static Space that keeps the Trackio project after the run. false: none.",
-        risky="it sends figures to other machines",
+        risky="it sends metrics to other machines",
     )
     hub_private_repo: bool | None = option(
         None, "Whether repositories that trackers create on the Hugging Face hub are private."

@@ -21,7 +21,7 @@ class Pace:
     def start(self, step: int, tokens: int) -> None:
         """Start measuring, after ``step`` steps and ``tokens`` tokens."""
         self._started_s, self._first_step, self._first_tokens = self._clock(), step, tokens
-        self._stretch_s, self._stretch_tokens, self._step_s = self._started_s, tokens, self._started_s
+        self._interval_s, self._interval_tokens, self._step_s = self._started_s, tokens, self._started_s
 
     @property
     def elapsed_s(self) -> float:
@@ -39,9 +39,9 @@ class Pace:
     # A stretch begins with the first step after a log and ends with the next log. Evaluations and saves are excluded,
     # so that its rate is that of training.
 
-    def begin_stretch(self, tokens: int) -> None:
-        self._stretch_s = self._step_s = self._clock()
-        self._stretch_tokens = tokens
+    def begin_interval(self, tokens: int) -> None:
+        self._interval_s = self._step_s = self._clock()
+        self._interval_tokens = tokens
 
     def end_step(self) -> None:
         self._step_s = self._clock()
@@ -49,12 +49,12 @@ class Pace:
     def leave_out(self) -> None:
         """Exclude the time since the last step, or since the last call of this method, from the stretch."""
         now_s = self._clock()
-        self._stretch_s += now_s - self._step_s
+        self._interval_s += now_s - self._step_s
         self._step_s = now_s
 
-    def stretch_rate(self, tokens: int) -> float:
+    def interval_rate(self, tokens: int) -> float:
         """Return the tokens per second since the stretch began."""
-        return (tokens - self._stretch_tokens) / max(self._clock() - self._stretch_s, 1e-9)
+        return (tokens - self._interval_tokens) / max(self._clock() - self._interval_s, 1e-9)
 
 
 def clock_time(seconds: float) -> str:

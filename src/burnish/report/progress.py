@@ -104,16 +104,16 @@ class ProgressCallback(TrainerCallback):
         self.seen = Seen(state.global_step, state.max_steps)
         self._train_lines = Thinned(TRAIN_LINES)
         self._eval_lines = Thinned(EVAL_LINES)
-        self._stretch_has_begun = False
+        self._interval_has_begun = False
         self._is_training = True
         _print_facts(self.facts, state)
         if console.is_terminal():
             console.begin_live(_LiveLine(self.seen, self.pace))
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._is_training and not self._stretch_has_begun:
-            self._stretch_has_begun = True
-            self.pace.begin_stretch(state.num_input_tokens_seen)
+        if self._is_training and not self._interval_has_begun:
+            self._interval_has_begun = True
+            self.pace.begin_interval(state.num_input_tokens_seen)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.seen.step, self.seen.max_steps = state.global_step, state.max_steps
@@ -139,9 +139,9 @@ class ProgressCallback(TrainerCallback):
         seen = self.seen
         seen.step = state.global_step
         seen.loss, seen.learning_rate = logs["loss"], logs.get("learning_rate", seen.learning_rate)
-        seen.tokens_per_second = self.pace.stretch_rate(state.num_input_tokens_seen)
+        seen.tokens_per_second = self.pace.interval_rate(state.num_input_tokens_seen)
         seen.metrics = {name: logs[name] for name in _METRICS if logs.get(name) is not None}
-        self._stretch_has_begun = False
+        self._interval_has_begun = False
         if self._train_lines.is_due(seen.step, seen.max_steps):  # in a terminal, above the live line
             console.note(seen.plain_line(self.pace))
 
@@ -284,10 +284,10 @@ _OF_COMPLETIONS = ("_reward", "_reward_std", "_entropy", "/mean_length", "/clipp
 
 def _eval_line(state: TrainerState, metrics: Mapping[str, Any]) -> str:
     """Return the losses and metrics of an evaluation, without its duration."""
-    told = {n: v for n, v in metrics.items() if isinstance(v, int | float) and not n.endswith(RATES) and n != "epoch"}
-    if any(name.endswith("_reward") for name in told):  # metrics of completions: the log has many more
-        told = {name: value for name, value in told.items() if name.endswith(_OF_COMPLETIONS) or "_pass@" in name}
-    words = (f"{name} {short_loss(value)}" for name, value in told.items())
+    shown = {n: v for n, v in metrics.items() if isinstance(v, int | float) and not n.endswith(RATES) and n != "epoch"}
+    if any(name.endswith("_reward") for name in shown):  # metrics of completions: the log has many more
+        shown = {name: value for name, value in shown.items() if name.endswith(_OF_COMPLETIONS) or "_pass@" in name}
+    words = (f"{name} {short_loss(value)}" for name, value in shown.items())
     where = [f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"] if state.max_steps else []
     return GAP.join([*where, *words])
 

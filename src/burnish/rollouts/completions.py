@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # these load transformers, for which a misspelled option does
     from burnish.inference.forward import Precision
     from burnish.inference.scheduler import Scheduler
 
-SEATS_CPU, SEATS_GPU = 64, 256
+SLOTS_CPU, SLOTS_GPU = 64, 256
 """Most completions side by side, where ``kept_seats`` does not say."""
 _WORTH_WAITING = 4
 """A completion waits until its prompt was read for another one, where so many tokens are spared by it."""
@@ -106,13 +106,13 @@ class SlotSource(CompletionSource):
     """
 
     def __init__(
-        self, model: nn.Module, seats: int, context: int, precision: Precision, exact: bool = False,
+        self, model: nn.Module, num_slots: int, context: int, precision: Precision, exact: bool = False,
         merging: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
         from burnish.inference.slots import SlotLimits
 
         self.model, self.precision, self.merging = model, precision, merging
-        self.limits = SlotLimits(seats, context, exact=exact, worth_waiting=_WORTH_WAITING)
+        self.limits = SlotLimits(num_slots, context, exact=exact, worth_waiting=_WORTH_WAITING)
         self.scheduler: Scheduler | None = None
 
     def complete(
@@ -134,7 +134,7 @@ class SlotSource(CompletionSource):
             self.scheduler = Scheduler(self.model, self.limits, precision=self.precision)
         scheduler = self.scheduler
         scheduler.forget()
-        seats = scheduler.facts().slots
+        num_slots = scheduler.facts().slots
         found: dict[int, list[int]] = {at: [] for at in range(len(prompts))}
         logps: dict[int, list[float]] = {at: [] for at in range(len(prompts))}
         ended: set[int] = set()
@@ -151,23 +151,23 @@ class SlotSource(CompletionSource):
                 if failed:
                     scheduler.cancel_all()
         if failed:
-            self._begin_again(seats, failed[0])
+            self._begin_again(num_slots, failed[0])
             return None
         wants = limits.wants_logps
         return [Completion(ids, at in ended, logps=logps[at] if wants else None) for at, ids in found.items()]
 
-    def _begin_again(self, seats: int, problem: Problem | None) -> None:
+    def _begin_again(self, num_slots: int, problem: Problem | None) -> None:
         """Say that fewer completions fit into memory. Raises UserError where a completion failed otherwise."""
         assert self.scheduler is not None
         self.scheduler.free()
         fewer = self.scheduler.facts().slots
         if problem is None or problem.code != "out_of_memory":
             raise UserError(f"A completion failed: {problem}")
-        if fewer == seats:
+        if fewer == num_slots:
             what = "There is not enough memory for a single completion."
             raise UserError(what, remedy="Lower max_completion_length.", option="max_completion_length")
         note(
-            f"Out of memory with {seats} completions side by side. The generation begins again with {fewer}. Set "
+            f"Out of memory with {num_slots} completions side by side. The generation begins again with {fewer}. Set "
             f"kept_seats: {fewer} when you resume this run: the number decides how sums are rounded."
         )
 

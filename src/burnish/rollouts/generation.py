@@ -67,14 +67,14 @@ def filters_of(options: FilterChoices) -> dict[str, float]:
 def prompt_row(example: Example, ids: Ids) -> Row:
     """The row of a prompt: its ids, and as JSON what reward functions are given of its record."""
     columns = {name: value for name, value in example.extra.items() if name not in NOT_COLUMNS}
-    if (answer := given_answer(example)) is not None:
+    if (answer := reference_answer(example)) is not None:
         columns.setdefault("answer", answer)
         columns.setdefault("solution", answer)
     record = {"prompt": shown_prompt(example), "columns": columns, "place": example.place}
     return {"prompt_input_ids": ids, "record": json.dumps(record, ensure_ascii=False, default=str)}
 
 
-def given_answer(example: Example) -> str | None:
+def reference_answer(example: Example) -> str | None:
     """The answer that a record of supervised fine-tuning has."""
     if example.messages and example.messages[-1].role in _ANSWERING:
         return example.messages[-1].text
@@ -85,7 +85,7 @@ def shown_prompt(example: Example) -> str | list[dict[str, Any]]:
     """The prompt as reward functions see it: a text, or messages without the answer."""
     if not example.messages:
         return example.text or example.prompt or ""
-    before = example.messages[:-1] if given_answer(example) is not None else example.messages
+    before = example.messages[:-1] if reference_answer(example) is not None else example.messages
     system = [Message("system", example.system)] if example.system else []
     roles = {"function": "assistant", "observation": "tool"}
     return [dict(m.raw or {"role": roles.get(m.role, m.role), "content": m.text}) for m in (*system, *before)]

@@ -64,7 +64,7 @@ from burnish.rollouts.numbers import (
 from burnish.rollouts.options import RolloutOptions, stage_defaults
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, missing_columns
-from burnish.rollouts.samples import PLACE, Scored, collated, columns_of, dealt, packed, step_batch_of, unpacked
+from burnish.rollouts.samples import PLACE, Scored, collated, columns_of, packed, partitioned, step_batch_of, unpacked
 
 MOST_DRAWN = 3
 """Step batches of prompts that ``drop_zero_variance_groups: refill`` uses up for one generation, at most."""
@@ -362,7 +362,7 @@ class RolloutObjective(AnswersObjective):
         for number in range(self.inner_steps // self.steps_per_pass):
             order = permutation(len(samples), (self.choices.seed, DEAL), self.number_of_deal(generation, number))
             size = self.choices.per_device_train_batch_size
-            passes += dealt(samples, order, self.steps_per_pass, size, engine.rank, engine.world_size)
+            passes += partitioned(samples, order, self.steps_per_pass, size, engine.rank, engine.world_size)
         made, columns = [], columns_of(samples)
         for number, micro_batches in enumerate(passes):
             made.append(step_batch_of(source, micro_batches, columns, metrics if number == 0 else {}))
@@ -376,7 +376,7 @@ class RolloutObjective(AnswersObjective):
         packs = [batch["pack"] for part in parts for batch in part.batches]
         samples = [sample for pack in packs for sample in unpacked(pack)]
         size, columns = self.choices.per_device_train_batch_size, columns_of(samples)
-        (micro_batches,) = dealt(samples, range(len(samples)), 1, size, rank, world_size)
+        (micro_batches,) = partitioned(samples, range(len(samples)), 1, size, rank, world_size)
         return step_batch_of(parts[0], micro_batches, columns, parts[0].batches[0]["metrics"])
 
     # --- passes without a gradient ------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ class RolloutObjective(AnswersObjective):
         metrics |= length_metrics(every) | pass_at_k(every, count)
         numbers = with_counts(metrics, every, table.names, count)
         size, columns = self.choices.per_device_train_batch_size, columns_of(every)
-        steps = dealt(every, range(len(every)), 1, size, engine.rank, engine.world_size)
+        steps = partitioned(every, range(len(every)), 1, size, engine.rank, engine.world_size)
         for number, part in enumerate(steps[0]):
             batch: Batch = {"pack": packed(part, columns), "metrics": numbers if number == 0 else {}}
             yield from self.prepare_step(module, [batch], engine)
@@ -486,8 +486,8 @@ def refuse_answered(example: Example) -> None:
     prompt: Any = example.extra.get("prompt")
     last = prompt[-1] if isinstance(prompt, list) and prompt else None
     if isinstance(last, Mapping) and last.get("role") == "assistant" and not example.extra.get("completion"):
-        what = f"{example.place}: a prompt ends with a user's message. Received: one that ends with an assistant's."
-        raise UserError(what, remedy="Give the answer in a column of its own.")
+        what = "a prompt must end with a user message. Received: a prompt that ends with an assistant message."
+        raise UserError(f"{example.place}: {what}", remedy="Put the answer into a separate column.")
 
 
 def _compared(samples: Sequence[Scored]) -> list[Scored]:

@@ -250,7 +250,9 @@ def check_sizes(options: LossShapeChoices) -> list[Problem]:
     if options.generation_batch_size is not None:
         size, part = options.generation_batch_size, per_device * world
         if size % part:
-            what = f"generation_batch_size {size} is no multiple of per_device_train_batch_size × processes = {part}."
+            what = (
+                f"generation_batch_size {size} is not a multiple of per_device_train_batch_size × processes = {part}."
+            )
             return [*found, Problem(what, remedy=_nearest(size, part), option="generation_batch_size")]
         steps = size // part
     else:
@@ -264,7 +266,9 @@ def check_sizes(options: LossShapeChoices) -> list[Problem]:
         found.append(Problem(what, option=("steps_per_generation", "gradient_accumulation_steps")))
     own = per_device * steps
     if group >= 2 and own % group:
-        what = f"{per_device} × {steps} = {own} completions per generation are no multiple of num_generations {group}."
+        what = (
+            f"{per_device} × {steps} = {own} completions per generation are not a multiple of num_generations {group}."
+        )
         found.append(
             Problem(what, remedy=_nearest(own, group), option=("num_generations", "per_device_train_batch_size"))
         )
@@ -301,7 +305,7 @@ def check_loss(options: LossShapeChoices) -> list[Problem]:
 def _of_other_stages(options: RolloutStageChoices) -> list[Problem]:
     found = []
     if options.infer_backend in _OTHER_ENGINES:
-        what = f'"infer_backend" {options.infer_backend} writes no completions for stage: {options.stage}.'
+        what = f'"infer_backend" {options.infer_backend} is not supported with stage: {options.stage}.'
         remedy = "Completions are generated in this process, by the weights that train. Leave it out."
         found = [Problem(what, remedy=remedy, option="infer_backend")]
     if options.streaming:
@@ -309,7 +313,7 @@ def _of_other_stages(options: RolloutStageChoices) -> list[Problem]:
         what = f'"streaming" is not supported with stage: {options.stage}: {why}'
         found.append(Problem(what, remedy="Remove it.", option="streaming"))
     return found + [
-        Problem(f'"{name}" has no meaning under stage: {options.stage}: the model learns from its own completions.',
+        Problem(f'"{name}" is not supported with stage: {options.stage}: the model learns from its own completions.',
                 remedy="Leave it out.", option=name)
         for name in _OF_ANSWERS if getattr(options, name)
     ]  # fmt: skip

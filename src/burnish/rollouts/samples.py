@@ -156,7 +156,7 @@ def collated(collate: Collate, pack: dict[str, Tensor]) -> Batch:
     return batch | {name: pack[name][places] for name in _PER_TOKEN if name in pack}
 
 
-def dealt(
+def partitioned(
     samples: Sequence[Scored],
     order: Sequence[int],
     num_steps: int,

@@ -63,7 +63,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 def _differences(first: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[str]:
     secrets = {name for name, spec in specs(RunOptions).items() if spec.is_secret}
     return [
-        f"{name} differs" if name in secrets else f"{name} is {_short(theirs.get(name))}, there {_short(value)}"
+        f"{name} differs" if name in secrets else f"{name} is {_short(theirs.get(name))} instead of {_short(value)}"
         for name, value in first.items()
         if theirs.get(name) != value
     ]

@@ -34,7 +34,7 @@ from burnish.loop.loop import TrainOutput
 from burnish.loop.protocols import Engine
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.losses.base import OBJECTIVES, StageObjective
-from burnish.models.attention_choice import asked_attention
+from burnish.models.attention_choice import requested_attention
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.images.processor import copy_companions
 from burnish.models.load import load_model, raise_if_adapter_not_finite, raise_if_empty, raise_if_not_finite
@@ -52,7 +52,7 @@ from burnish.parallel.options import local_rank
 from burnish.parallel.precision import compute_sentence, loaded_dtype
 from burnish.parallel.single import set_seed
 from burnish.report.console import kept_in, note, set_log_levels, warn
-from burnish.report.metadata import GIVEN, METADATA_NAMES, OF_ONE_START, RunMetadata, given_yaml
+from burnish.report.metadata import METADATA_NAMES, OF_ONE_START, RUN_YAML, RunMetadata, given_yaml
 from burnish.report.options import counts_tokens
 from burnish.report.profile import watch
 from burnish.report.progress import RunFacts
@@ -74,7 +74,7 @@ from burnish.run.recovery.resume import accumulation_for, start_of
 from burnish.run.recovery.saving import RetryingCheckpoints, status_of
 from burnish.run.recovery.spikes import train_with_rollback
 from burnish.run.recovery.stall import StallWatch
-from burnish.run.references import ask_beforehand, begin_reference, with_others_of_the_step, with_place_for_numbers
+from burnish.run.references import begin_reference, precompute, with_others_of_the_step, with_place_for_numbers
 from burnish.run.reward_heads import begin_head
 from burnish.run.rollouts import begin_completions, rollout_callbacks, with_numbers
 from burnish.utils.files import only_writer
@@ -176,7 +176,7 @@ def how_to_continue(folder: Path) -> list[str]:
     newest, _ = Checkpoints(folder).newest()
     if newest is None:
         return []
-    return [f"The checkpoint is {newest}. To continue: burnish train {shlex.quote(str(folder / GIVEN))}"]
+    return [f"The checkpoint is {newest}. To continue: burnish train {shlex.quote(str(folder / RUN_YAML))}"]
 
 
 def metadata_of(plan: Plan, engine: Engine, stats: DataStats) -> RunMetadata:
@@ -255,7 +255,7 @@ def build_loop(
         eval_sets=eval_sets(prepared, options, engine, budget), other_parts={"callbacks": listeners},
         flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),
     )  # fmt: skip
-    for sentence in ask_beforehand(loop, prepared, options):
+    for sentence in precompute(loop, prepared, options):
         note(sentence)
     listeners.fire("on_init_end")
     return loop
@@ -368,7 +368,7 @@ def fit_objective(
 
 def takes_own_attention(options: RunOptions) -> bool:
     """Return whether burnish's attention may replace the model's."""
-    return asked_attention(options) is None and allows(options, PADDING_FREE)
+    return requested_attention(options) is None and allows(options, PADDING_FREE)
 
 
 def wants_padding_free(options: RunOptions) -> bool:

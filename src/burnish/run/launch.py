@@ -64,7 +64,7 @@ def launch(words: Sequence[str], given: Mapping[str, RawValue]) -> int | None:
     Raises:
         UserError: if there are several machines and an environment variable for them is missing.
     """
-    asked = Asked.of(given)
+    asked = LaunchRequest.of(given)
     raise_if([*launcher_problems(), *problems_of_machines()])
     if not needs_launcher(asked):
         return None
@@ -80,12 +80,12 @@ def launch(words: Sequence[str], given: Mapping[str, RawValue]) -> int | None:
                 console.problem(problem)
             return ended.status
         restarts += 1
-        console.warn(f"{ended.failures[-1]}\nRestarting, {restarts} of {asked.max_restarts} times.")
+        console.warn(f"{ended.failures[-1]}\nRestarting (attempt {restarts} of {asked.max_restarts}).")
         words = going_on(words, asked.output_dir)
 
 
 @dataclass
-class Asked:
+class LaunchRequest:
     """Options needed before the plan exists. Invalid values are ignored here, because the plan reports them."""
 
     num_processes: int | str = AUTO
@@ -96,7 +96,7 @@ class Asked:
     output_dir: str | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, RawValue]) -> Asked:
+    def of(cls, given: Mapping[str, RawValue]) -> LaunchRequest:
         text = {name: str(item.value).strip().lower() for name, item in given.items()}
         processes = text.get("num_processes", AUTO)
         return cls(
@@ -225,18 +225,18 @@ class Processes:
             return ProcessesEnded(
                 status, (f"The run made no progress for longer than stall_timeout_s.\n{stacks}",), True
             )
-        said = self._failure_file(rank)
-        if not said.is_file():
+        failure = self._failure_file(rank)
+        if not failure.is_file():
             return ProcessesEnded(status, (self._without_words(rank, process.returncode),), True)
-        *first, last = said.read_text(encoding="utf-8").rstrip(console.END_OF_PROBLEM).split(console.END_OF_PROBLEM)
+        *first, last = failure.read_text(encoding="utf-8").rstrip(console.END_OF_PROBLEM).split(console.END_OF_PROBLEM)
         if status == _USER_ERROR or self.world_size == 1:
             return ProcessesEnded(status, (*first, last))
         return ProcessesEnded(status, (*first, f"{last}\n  {self._place(rank)}."), True)
 
     def _time_of_failure(self, failed: tuple[int, subprocess.Popen[bytes]]) -> tuple[float, int]:
         """Sorting key: processes killed by a signal come first, since they did not fail because of another process."""
-        said = self._failure_file(failed[0])
-        return said.stat().st_mtime if said.is_file() else 0.0, failed[0]
+        failure = self._failure_file(failed[0])
+        return failure.stat().st_mtime if failure.is_file() else 0.0, failed[0]
 
     def _without_words(self, rank: int, returncode: int) -> Problem:
         how = f"was ended by {signal.Signals(-returncode).name}" if returncode < 0 else f"ended with {returncode}"

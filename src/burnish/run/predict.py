@@ -193,7 +193,7 @@ def answer_all(
     has_images = any(question.images for question in questions)
     if not is_plain(config):
         if has_images:
-            what = "images cannot be answered with num_beams or what else the model's generation_config asks for."
+            what = "prompts with images support neither num_beams nor the decoding methods of the generation_config."
             raise UserError(what, remedy="Set num_beams: 1.", option="num_beams")
         return _through_generate(run, questions, config, options)
     model, engine = bare_model(run), run.engine

@@ -135,7 +135,7 @@ def load_data(plan: Plan, stats: DataStats) -> DataSets:
     problems = check_model(options, needs_head=OBJECTIVES[options.stage].uses_lm_head)
     try:
         sets = load_datasets(
-            options, options.seed, stats, may_stream(options), asks_hubs=not problems, needs=record_needs(options),
+            options, options.seed, stats, may_stream(options), searches_hubs=not problems, needs=record_needs(options),
             looks_back=OBJECTIVES[options.stage].mismatched_responses(options) == "set",
         )  # fmt: skip
     except UserError as error:
@@ -236,7 +236,7 @@ def unusable_sets(members: Mapping[str, Sequence[Example]], stats: DataStats) ->
         Problem(
             f"0 of {len(members[name]):,} examples are usable: {'; '.join(found)}.",
             where=name,
-            remedy="Correct the data, set another template, or remove the data set.",
+            remedy="Correct the data, set another template, or remove the dataset.",
         )
         for name, found in reasons.items()
         if found

@@ -32,11 +32,11 @@ from burnish.losses.reference import (
     Following,
     Reference,
     SecondModel,
-    StartInPieces,
+    ShardedStart,
     StartOfRun,
-    refuse_pieces,
+    refuse_sharded_weights,
 )
-from burnish.models.attention_choice import asked_attention
+from burnish.models.attention_choice import requested_attention
 from burnish.models.images.features import make_seeing
 from burnish.models.load import load_config, load_model
 from burnish.models.patches.attention import PADDING_FREE, make_padding_free
@@ -80,7 +80,7 @@ def _reference_of(
         sentence = f"The reference is {options.ref_model}, a second model in memory."
         if not options.sync_ref_model:
             return second, [sentence]
-        refuse_pieces(engine)
+        refuse_sharded_weights(engine)
         return _following(second.beside(model), sentence, options)
     if is_base(options) and not options.sync_ref_model:
         return AdapterOff(adapter, model), ["The reference is the model without the adapter."]
@@ -93,8 +93,8 @@ def _reference_of(
     if isinstance(adapter, LoraAdapter) and adapter.to_continue is not None:
         sentence += " To use the model without the adapter (as in LLaMA-Factory), set ref_model."
     if not options.sync_ref_model:
-        return StartInPieces(engine) if engine.splits_weights else StartOfRun(model), [sentence]
-    refuse_pieces(engine)
+        return ShardedStart(engine) if engine.splits_weights else StartOfRun(model), [sentence]
+    refuse_sharded_weights(engine)
     return _following(StartOfRun(model), sentence, options)
 
 
@@ -123,7 +123,7 @@ def with_others_of_the_step(prepared: Prepared, options: RunOptions) -> Prepared
     return replace(prepared, rows=rows, sample=rows if prepared.sample is prepared.rows else prepared.sample)
 
 
-def ask_beforehand(run: Loop, prepared: Prepared, options: RunOptions) -> list[str]:
+def precompute(run: Loop, prepared: Prepared, options: RunOptions) -> list[str]:
     """Precompute reference log-probabilities. Returns notes. A reference model that takes memory is released."""
     objective: Any = run.objective
     places = [some for some in (prepared.rows, *prepared.eval_rows.values()) if isinstance(some, RowsWithReference)]
@@ -195,7 +195,7 @@ def _second(
 
 def _reads_alike(model: nn.Module, second: nn.Module, options: RunOptions) -> bool:
     """Return whether the second model supports padding-free rows, and prefix sharing if the policy uses it."""
-    own_attention = asked_attention(options) is None and allows(options, PADDING_FREE)
+    own_attention = requested_attention(options) is None and allows(options, PADDING_FREE)
     is_flat = make_padding_free(second, own_attention=own_attention).is_flat
     return is_flat and (not shares_prefixes(model) or shares_prefixes(second))
 

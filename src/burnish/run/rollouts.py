@@ -17,7 +17,7 @@ from burnish.loop.protocols import Engine
 from burnish.losses.base import StageObjective
 from burnish.models.load import context_length
 from burnish.parallel.memory import total_memory
-from burnish.rollouts.completions import SEATS_CPU, SEATS_GPU, SlotSource
+from burnish.rollouts.completions import SLOTS_CPU, SLOTS_GPU, SlotSource
 from burnish.rollouts.journal import CompletionsCallback, RolloutNotesCallback
 from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.rewards.functions import RewardFunction
@@ -38,7 +38,7 @@ def begin_completions(objective: StageObjective, model: Any, engine: Engine, opt
     if options.reward_model is not None:
         objective.functions.append(reward_model_function(options, engine))
     context, longest = context_length(model.config) or _LONGEST, longest_of(options, model.config)
-    seats = seats_of(objective, engine.device, model.config, longest)
+    seats = slots_of(objective, engine.device, model.config, longest)
     objective.source = SlotSource(model, seats, context, engine.precision, options.infer_exact, merging(model, engine))
 
 
@@ -61,7 +61,7 @@ def longest_of(options: RunOptions, config: Any) -> int:
     return min(context_length(config) or _LONGEST, options.cutoff_len + options.max_completion_length)
 
 
-def seats_of(objective: RolloutObjective, device: torch.device, config: Any, longest: int) -> int:
+def slots_of(objective: RolloutObjective, device: torch.device, config: Any, longest: int) -> int:
     """Completions side by side: as the options say, else those of a generation up to a limit, as far as their keys and
     values fit into a share of the device's memory. The share is of all memory, not of what is free: it decides how sums
     round, so a resumed run needs the same number.
@@ -76,7 +76,7 @@ def seats_of(objective: RolloutObjective, device: torch.device, config: Any, lon
     shape = DecoderShape.of(config.get_text_config())
     num_bytes = 4 * 2 * shape.layers * shape.keys * longest
     fitting = int(_SHARE * total_memory(device)) // max(num_bytes, 1)
-    return max(1, min(SEATS_CPU if device.type == "cpu" else SEATS_GPU, of_a_generation, fitting))
+    return max(1, min(SLOTS_CPU if device.type == "cpu" else SLOTS_GPU, of_a_generation, fitting))
 
 
 def reward_model_function(options: RunOptions, engine: Engine) -> RewardFunction:

@@ -24,7 +24,7 @@ from burnish.data.options import DataOptions
 from burnish.inference.loading import writes_answers
 from burnish.inference.options import check_infer, infer_notes
 from burnish.models.check import check_model
-from burnish.report.metadata import GIVEN, LAUNCH
+from burnish.report.metadata import LAUNCH, RUN_YAML
 from burnish.run.plan.config_files import CONFIG_SUFFIXES, merge, path_of, read_arguments
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import aliases, provenance_of
@@ -187,7 +187,7 @@ def data_of_run(path: str, given: Mapping[str, RawValue]) -> dict[str, RawValue]
     folder = _run_of(expanded(path))
     if folder is None:
         return {}
-    where = str(folder / GIVEN)
+    where = str(folder / RUN_YAML)
     file, _ = read_arguments([where])
     names = {*specs(DataOptions), *specs(TemplateOptions), *specs(EncodingOptions), "stage", "seed"}
     found = {name: item for name, item in file.items() if name in names}
@@ -202,7 +202,7 @@ def data_of_run(path: str, given: Mapping[str, RawValue]) -> dict[str, RawValue]
 def _run_of(folder: Path) -> Path | None:
     """Return the folder of the run that wrote ``folder`` (for a checkpoint, its parent folder), or None."""
     places = [folder, folder.resolve().parent] if folder.resolve().name.startswith("checkpoint-") else [folder]
-    return next((place for place in places if (place / GIVEN).is_file()), None)
+    return next((place for place in places if (place / RUN_YAML).is_file()), None)
 
 
 def _newest_checkpoint(folder: Path) -> Path:

@@ -24,7 +24,7 @@ from burnish.loop.protocols import Engine
 from burnish.loop.types import IGNORE_INDEX
 from burnish.parallel.options import local_rank
 from burnish.trainer.data.in_step import each_tensor
-from burnish.trainer.data.loaders import dealt_to
+from burnish.trainer.data.loaders import loader_of_rank
 
 
 class EngineAccelerator:
@@ -271,7 +271,7 @@ class EngineAccelerator:
     def prepare_data_loader(self, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """A loader with this process's batches, so that each row goes to one process. Divided loaders are returned
         unchanged."""
-        return dealt_to(loader, self.engine, self._order_seed)
+        return loader_of_rank(loader, self.engine, self._order_seed)
 
     @cached_property
     def _order_seed(self) -> int:

@@ -35,12 +35,12 @@ class DefaultFlowCallback(events.DefaultFlowCallback, trainer_callback.DefaultFl
     it."""
 
 
-class SaveWhenTold(TrainerCallback):
+class SaveOnSignal(TrainerCallback):
     """``enable_jit_checkpoint``: after SIGTERM, finish the current step, save a checkpoint and stop training. A second
     signal ends the process."""
 
     def __init__(self) -> None:
-        self.is_told = False
+        self.is_requested = False
         self._before: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -48,14 +48,14 @@ class SaveWhenTold(TrainerCallback):
             self._before = signal.signal(signal.SIGTERM, self._tell)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.is_told:
+        if self.is_requested:
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._restore()
 
     def _tell(self, *_: Any) -> None:
-        self.is_told = True
+        self.is_requested = True
         self._restore()
 
     def _restore(self) -> None:
@@ -64,7 +64,7 @@ class SaveWhenTold(TrainerCallback):
             self._before = None
 
 
-class FaceHandler(CallbackHandler):
+class TrainerCallbackHandler(CallbackHandler):
     """Calls callbacks for the loop (``fire``) and for scripts (``handler.on_log(args, state, control, logs)``)."""
 
     def __init__(
@@ -130,10 +130,10 @@ class FaceHandler(CallbackHandler):
 
 
 def _part(name: str) -> property:
-    def read(self: FaceHandler) -> Any:
+    def read(self: TrainerCallbackHandler) -> Any:
         return self.parts[name]
 
-    def write(self: FaceHandler, value: Any) -> None:
+    def write(self: TrainerCallbackHandler, value: Any) -> None:
         self.parts[name] = value
 
     return property(read, write)
@@ -143,7 +143,7 @@ def _event(name: str) -> Callable[..., TrainerControl]:
     detail = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}.get(name)
 
     def fire(
-        self: FaceHandler, args: Any, state: Any, control: TrainerControl, *given: Any, **more: Any
+        self: TrainerCallbackHandler, args: Any, state: Any, control: TrainerControl, *given: Any, **more: Any
     ) -> TrainerControl:
         if given and detail:
             more[detail] = given[0]
@@ -153,15 +153,15 @@ def _event(name: str) -> Callable[..., TrainerControl]:
 
 
 for _name in PARTS:
-    setattr(FaceHandler, _name, _part(_name))
+    setattr(TrainerCallbackHandler, _name, _part(_name))
 for _name in EVENTS:
-    setattr(FaceHandler, _name, _event(_name))
+    setattr(TrainerCallbackHandler, _name, _event(_name))
 
 
 def default_callbacks(args: TrainingArguments) -> list[Any]:
     """The callbacks of every Trainer before the user's own: logging, evaluation and saving flow, and trackers."""
-    told = [SaveWhenTold()] if args.enable_jit_checkpoint else []
-    return [DefaultFlowCallback(), *tracker_callbacks(args.report_to, args.logging_dir), *told]
+    extra = [SaveOnSignal()] if args.enable_jit_checkpoint else []
+    return [DefaultFlowCallback(), *tracker_callbacks(args.report_to, args.logging_dir), *extra]
 
 
 def display_callback(args: TrainingArguments) -> Any:

@@ -107,7 +107,7 @@ def collator_for(given: Any, processing_class: Any) -> Callable[[list[Any]], Any
     return collator
 
 
-def check_given_model(model: Any, model_init: Any) -> None:
+def check_model_argument(model: Any, model_init: Any) -> None:
     if model is None and model_init is None:
         raise RuntimeError("`Trainer` requires either a `model` or `model_init` argument")
     if model is not None and model_init is not None:

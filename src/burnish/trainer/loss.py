@@ -35,7 +35,7 @@ from burnish.trainer.inspection import base_model, is_causal_lm
 
 
 @dataclass
-class StepUnderWay:
+class StepInProgress:
     """The current step.
 
     Args:

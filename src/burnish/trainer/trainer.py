@@ -54,7 +54,7 @@ from burnish.trainer import evaluation, inspection, optimizer, reporting, search
 from burnish.trainer.accelerator import EngineAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
-from burnish.trainer.callbacks import FaceHandler, default_callbacks, display_callback
+from burnish.trainer.callbacks import TrainerCallbackHandler, default_callbacks, display_callback
 from burnish.trainer.data import loaders
 from burnish.trainer.data.in_step import each_tensor, in_step, named_in, with_last
 from burnish.trainer.data.prefix_sharing import fit_prefix_sharing, has_plain_loss, shared_prefixes_of
@@ -63,7 +63,7 @@ from burnish.trainer.files import card, files
 from burnish.trainer.files.hub import Hub
 from burnish.trainer.files.transformers_checkpoints import is_foreign, load_foreign, write_transformers_files
 from burnish.trainer.loss import (
-    StepUnderWay,
+    StepInProgress,
     accepting,
     explaining_ids,
     loss_of,
@@ -136,7 +136,7 @@ class Trainer:
         self._memory_tracker.start()
         logging.set_verbosity(args.get_process_log_level())
 
-        given.check_given_model(model, model_init)
+        given.check_model_argument(model, model_init)
         self.model_init = model_init
         self.model: Any = self.call_model_init() if model is None else model
         self._take_model()
@@ -150,7 +150,7 @@ class Trainer:
         self._validate_args()
         self._start_state()
 
-        self.callback_handler = FaceHandler(
+        self.callback_handler = TrainerCallbackHandler(
             [*default_callbacks(args), *(callbacks or [])], args, self.state, self.control, model=self.model,
             processing_class=self.processing_class, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
         )  # fmt: skip
@@ -201,7 +201,7 @@ class Trainer:
         self.is_in_train = False
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self._train_batch_size: int = self.args.train_batch_size  # auto_find_batch_size may halve it
-        self._step = StepUnderWay()
+        self._step = StepInProgress()
         self._given_items: Any = None  # number of items of the current step, as counted by a script's get_batch_samples
         self._loop: TrainerLoop | None = None  # of the current or last train()
         self._signature_columns: list[str] | None = None
@@ -252,7 +252,7 @@ class Trainer:
         try:
             self._begin(trial)
             into = self._get_output_dir(trial)
-            folder = training.checkpoint_asked_for(resume_from_checkpoint, into, self.args)
+            folder = training.requested_checkpoint(resume_from_checkpoint, into, self.args)
             ready = training.made_ready(
                 self.model, self.args, self.accelerator, self.processing_class, self.neftune_noise_alpha
             )
@@ -1116,13 +1116,13 @@ class TrainerLoop(Loop):
         with explaining_ids(trainer.model, batch):
             if not trainer.loss_is_scripted:
                 return super().microstep(batch, num_items, is_last)
-            trainer._step = StepUnderWay(num_items)
+            trainer._step = StepInProgress(num_items)
             items = None if trainer._items(batch, num_items) is None else num_items
             with self.engine.microbatch(self.model, last=is_last):
                 value = accepting(trainer.training_step, "num_items_in_batch")(
                     self.model, batch, num_items_in_batch=items
                 )
-        sums, trainer._step = trainer._step.sums, StepUnderWay()
+        sums, trainer._step = trainer._step.sums, StepInProgress()
         return Loss(without_gradient(value, self.engine.device) * (num_items / self.engine.world_size), sums)
 
     def loss(self, batch: Batch) -> Loss:

@@ -34,7 +34,7 @@ from burnish.run.recovery.interrupt import InterruptCallback
 from burnish.trainer import notes
 from burnish.trainer.accelerator import EngineAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
-from burnish.trainer.callbacks import FaceHandler
+from burnish.trainer.callbacks import TrainerCallbackHandler
 from burnish.trainer.data.stream import num_batches, order_in
 from burnish.trainer.files.transformers_checkpoints import is_foreign
 from burnish.utils.files import only_writer
@@ -178,7 +178,7 @@ def say_that_it_is_empty(state: TrainerState) -> None:
 # --- resume -----------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_asked_for(asked: str | bool | None, folder: str, args: TrainingArguments) -> Path | None:
+def requested_checkpoint(asked: str | bool | None, folder: str, args: TrainingArguments) -> Path | None:
     """The requested checkpoint, or the latest valid one in ``folder``. None to start from scratch."""
     goes_on = asked is None and args.resume in ("auto", "must")
     if asked is True or goes_on:
@@ -222,7 +222,7 @@ def differences(before: TrainerState, args: TrainingArguments) -> list[str]:
     ]
 
 
-def restore_callbacks(handler: FaceHandler, states: dict[str, Any]) -> None:
+def restore_callbacks(handler: TrainerCallbackHandler, states: dict[str, Any]) -> None:
     """Restore the state of callbacks and control."""
     here = {type(callback).__name__ for callback in handler.callbacks} | {"TrainerControl"}
     lost = [name for name in states if name not in here]

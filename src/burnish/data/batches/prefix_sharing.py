@@ -27,7 +27,7 @@ from typing import Any
 from burnish.loop.types import IGNORE_INDEX, Row
 from burnish.utils.sequences import shared_beginning
 
-_LEAST_SPARED = 32
+_LEAST_SKIPPED = 32
 """Minimum number of tokens saved by sharing. Below it, attention to keys of other segments costs more than it saves."""
 
 
@@ -54,7 +54,7 @@ class PrefixNode:
         return self.end - self.begin
 
 
-def segments(sequences: Sequence[Row], least_spared: int = _LEAST_SPARED) -> list[PrefixNode]:
+def segments(sequences: Sequence[Row], least_skipped: int = _LEAST_SKIPPED) -> list[PrefixNode]:
     """Divide the needed tokens of all sequences into segments, with one segment per shared prefix.
 
     A segment comes after those that it continues. If nothing is shared, segments are in the order of the sequences. A
@@ -75,7 +75,7 @@ def segments(sequences: Sequence[Row], least_spared: int = _LEAST_SPARED) -> lis
             found.append(PrefixNode(chosen, begin, bounds[chosen][1], path))
             continue
         end = min(common[low : high - 1])
-        if (end - begin) * (high - low - 1) >= least_spared:
+        if (end - begin) * (high - low - 1) >= least_skipped:
             path = (*path, len(found))
             found.append(PrefixNode(chosen, begin, end, path[:-1], is_last=False))
             begin = end

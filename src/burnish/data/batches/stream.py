@@ -198,8 +198,8 @@ def _grouped_by_length(order: list[int], lengths: Sequence[int], batch_size: int
     The longest item comes first, so that a run that does not fit into memory fails at once (transformers,
     ``get_length_grouped_indices``).
     """
-    stretch = max(1, min(len(order) // (batch_size * 4), 50)) * batch_size
-    stretches = [order[start : start + stretch] for start in range(0, len(order), stretch)]
+    block = max(1, min(len(order) // (batch_size * 4), 50)) * batch_size
+    stretches = [order[start : start + block] for start in range(0, len(order), block)]
     stretches = [sorted(part, key=lambda item: lengths[item], reverse=True) for part in stretches]
     longest = max(range(len(stretches)), key=lambda index: lengths[stretches[index][0]], default=0)
     if stretches:

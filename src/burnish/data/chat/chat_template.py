@@ -48,7 +48,7 @@ class JinjaFormat:
         self.tokenizer, self.family = tokenizer, family
         self.name = name
         by_name = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template)
-        self.templates = {name: _as_asked(text, options) for name, text in by_name.items()}
+        self.templates = {name: _with_options(text, options) for name, text in by_name.items()}
         self.learns_every_end = options.train_on_eos == "all"
         self.fit()
 
@@ -231,7 +231,7 @@ def _messages(example: Example, rendered: Rendered, index: int) -> tuple[Message
     return question if question.role not in _ANSWERING else NO_MESSAGE, example.messages[place]
 
 
-def _as_asked(chat_template: str, options: TemplateChoices) -> str:
+def _with_options(chat_template: str, options: TemplateChoices) -> str:
     """Prepend Jinja code for the options to the template, so that it is saved with the template."""
     head = ""
     if options.default_system:

@@ -24,7 +24,7 @@ from burnish.config.options import option, raise_if
 from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.labels import LearnOptions, TemplateChoices, check_learning
 from burnish.data.chat.rows import Template
-from burnish.data.chat.slots import SlotFormat, as_asked
+from burnish.data.chat.slots import SlotFormat, with_options
 from burnish.data.chat.table import TemplateSpec, read_row, table
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
 from burnish.data.images.families import check_family
@@ -119,7 +119,7 @@ def load_template(
         spec = FALLBACK
     if spec is None:
         return _own_chat_template(options, tokenizer, cutoff_len, family)
-    spec = as_asked(spec, options)
+    spec = with_options(spec, options)
     _check_control_tokens(spec, options, tokenizer)
     if family is not None:
         check_family(spec.name, family)

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from burnish.data.chat.labels import EncodedConversation, Segment, Turn, concatenated, masked
-from burnish.data.chat.preferences import IMAGE_CUT, pair_rows, verdict_rows, with_answer, with_other
+from burnish.data.chat.preferences import IMAGE_CUT, pair_rows, unpaired_rows, with_answer, with_other
 from burnish.data.chat.truncate import fit_turns, refuse_long
 from burnish.data.images.image_file import ImageFile
 from burnish.data.images.in_rows import images_column, images_of_segments
@@ -111,7 +111,7 @@ class ConversationEncoder:
         ]
         return pair_rows(examples, sides[0], sides[1], self.encoding, self.cutoff_len, stats)
 
-    def encode_verdicts(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
+    def encode_unpaired(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         """Return a row per labelled response, as arrays, with a mismatched completion if the example has one.
 
         Raises:
@@ -120,7 +120,7 @@ class ConversationEncoder:
         own = self._answers(examples, stats)
         beside = iter(self._answers([with_other(one) for one in examples if one.other is not None], DataStats()))
         others = [None if example.other is None else next(beside) for example in examples]
-        return verdict_rows(examples, own, others, self.encoding, self.cutoff_len, stats)
+        return unpaired_rows(examples, own, others, self.encoding, self.cutoff_len, stats)
 
     def encode_prompts(self, examples: Sequence[Example], stats: DataStats) -> list[Ids | None]:
         """Return the prompt ids of each example, without its final response.

@@ -73,7 +73,7 @@ def write_jinja(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) ->
             _observation(_with_same_header(_slot(spec.observation, tokenizer), user.header), spec.between_observations),
             "{%- elif message['role'] == 'assistant' -%}",
             _answer(spec, options, tokenizer),
-            "{%- else -%}{{- raise_exception('This template knows no role ' ~ message['role'] ~ '.') -}}",
+            "{%- else -%}{{- raise_exception('This template does not support the role ' ~ message['role'] ~ '.') -}}",
             "{%- endif -%}",
             "{%- endfor -%}",
             _thought_of_prompt(spec, options),

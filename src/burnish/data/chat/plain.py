@@ -25,7 +25,7 @@ from burnish.config.errors import UserError
 from burnish.data.chat.answers import Rendered, Renderer, common_start
 from burnish.data.chat.encoding import ConversationEncoder
 from burnish.data.chat.labels import EncodedConversation, Segment, Turn, masked
-from burnish.data.chat.preferences import pair_rows, verdict_rows
+from burnish.data.chat.preferences import pair_rows, unpaired_rows
 from burnish.data.chat.rendering import (
     WHOLE,
     Conversation,
@@ -118,12 +118,12 @@ class PlainTemplate(ConversationEncoder):
         chosen, rejected = ([_of_ids(one.extra, f"{side}_ids") for one in examples] for side in ("chosen", "rejected"))
         return pair_rows(examples, chosen, rejected, self.options, self.cutoff_len, stats)
 
-    def encode_verdicts(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
+    def encode_unpaired(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         if not any("completion_ids" in example.extra for example in examples):
-            return super().encode_verdicts(examples, stats)
+            return super().encode_unpaired(examples, stats)
         own = [_of_ids(example.extra, "completion_ids") for example in examples]
         beside = [_of_ids(one.extra, KL_IDS) if one.extra.get(KL_IDS) else None for one in examples]
-        return verdict_rows(examples, own, beside, self.options, self.cutoff_len, stats)
+        return unpaired_rows(examples, own, beside, self.options, self.cutoff_len, stats)
 
     # --- texts --------------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ def pair_rows(
     return rows
 
 
-def verdict_rows(
+def unpaired_rows(
     examples: Sequence[Example], own: Sequence[Turn | None], others: Sequence[Turn | None],
     options: TruncationChoices, room: int, stats: DataStats,
 ) -> list[Row | None]:  # fmt: skip

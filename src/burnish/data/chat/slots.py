@@ -37,7 +37,7 @@ Borders: TypeAlias = "list[tuple[int, int]]"
 _ASKING, _ANSWERING = ("user", "observation"), ("assistant", "function")
 
 
-def as_asked(spec: TemplateSpec, options: TemplateChoices) -> TemplateSpec:
+def with_options(spec: TemplateSpec, options: TemplateChoices) -> TemplateSpec:
     """Return the template with changes from the options."""
     if options.tool_format is not None:
         # As in LLaMA-Factory: with another tool format, calls have plain slots instead of the template's.

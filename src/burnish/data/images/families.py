@@ -47,6 +47,6 @@ def check_family(template: str, family: Family) -> None:
     if expected is not None and expected != family.placeholder:
         raise UserError(
             f"template {template} writes {expected}, the model {family.model_type} expects {family.placeholder}.",
-            remedy="Name the template of the model, or none: then the chat template of the tokenizer is used.",
+            remedy="Set template to that of the model, or remove it to use the tokenizer's chat template.",
             option="template",
         )

@@ -128,7 +128,7 @@ def _header(image: Image, path: str, known: Mapping[str, Any]) -> ImageFile:
 def check_size(width: int, height: int) -> None:
     """Raise BadImage for an image that is too large, or has no pixels."""
     if width * height > MOST_PIXELS:
-        raise BadImage(f"has {width}x{height} pixels; the most is {MOST_PIXELS:,}.")
+        raise BadImage(f"has {width}x{height} pixels; the maximum is {MOST_PIXELS:,}.")
     if not width * height:
         raise BadImage(f"has {width}x{height} pixels.")
 
@@ -148,11 +148,11 @@ def upright(image: ImageFile) -> Image:
         return _decoded(BytesIO(image.content), image, len(image.content))
     path = Path(image.path)
     if not path.is_file():
-        raise UserError("the image is not there any more.", where=image.path, remedy="Put it back.")
+        raise UserError("the image no longer exists.", where=image.path, remedy="Put it back.")
     size = path.stat().st_size
     if image.num_bytes and size != image.num_bytes:
-        what = f"the image is another file than when the rows were made ({size:,} bytes, was {image.num_bytes:,})."
-        raise UserError(what, where=image.path, remedy="Put the old one back, or start anew.")
+        what = f"the image file has changed since the dataset was tokenized ({size:,} bytes, was {image.num_bytes:,})."
+        raise UserError(what, where=image.path, remedy="Restore the file, or start a new run.")
     return _decoded(image.path, image, size)
 
 
@@ -161,7 +161,7 @@ def _decoded(file: str | BytesIO, image: ImageFile, size: int) -> Image:
         with _opened(file) as opened:
             turn = orientation(opened)
             opened.load()
-            return _turned(_without_alpha(opened), turn)
+            return _rotated(_without_alpha(opened), turn)
     except (BadImage, OSError, SyntaxError, EOFError) as error:  # Pillow raises SyntaxError for a broken PNG
         where = image.place if image.content else image.path
         raise UserError(f"the image {cut_off(error, size)}", where=where, remedy="Replace the file.") from None
@@ -172,7 +172,7 @@ def cut_off(error: BaseException, num_bytes: int) -> str:
     if isinstance(error, BadImage):
         return str(error)
     if "truncated" in str(error):
-        return f"is cut off: its file ends after {num_bytes:,} bytes, before the last of its pixels."
+        return f"is truncated: the file ends after {num_bytes:,} bytes, before the last of its pixels."
     return f"is damaged and cannot be decoded ({error})."
 
 
@@ -201,7 +201,7 @@ def _opened(path: str | BytesIO) -> Image:
             return Image.open(path)
         except Image.DecompressionBombError:
             width, height = _size_of_large(path)
-            raise BadImage(f"has {width}x{height} pixels; the most is {MOST_PIXELS:,}.") from None
+            raise BadImage(f"has {width}x{height} pixels; the maximum is {MOST_PIXELS:,}.") from None
         except UnidentifiedImageError:
             raise BadImage(_no_image(path)) from None
         except (OSError, SyntaxError, ValueError) as error:
@@ -251,7 +251,7 @@ def _without_alpha(image: Image) -> Image:
     return image
 
 
-def _turned(image: Image, turn: int) -> Image:
+def _rotated(image: Image, turn: int) -> Image:
     from PIL import Image as pil
 
     return image.transpose(pil.Transpose[_TURNS[turn]]) if turn in _TURNS else image

@@ -18,7 +18,7 @@ class ImageOptions:
 
     media_dir: str | None = option(
         None,
-        "Folder of images that a data set names by relative paths. Default: the folder of the data file, then "
+        "Folder of images that a dataset names by relative paths. Default: the folder of the data file, then "
         "dataset_dir.",
         aliases=("image_dir",), names_place=True,
     )  # fmt: skip

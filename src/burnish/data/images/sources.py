@@ -120,12 +120,13 @@ class Sight:
             path = unquote(urlsplit(path).path)
         elif scheme:
             raise BadImage(
-                f"{place} is an address. burnish fetches nothing while it trains; download it, e.g. into media_dir."
+                f"{place} is a URL. Images are not downloaded during training; download it first, for example to "
+                "media_dir."
             )
         if not path.strip():
             raise BadImage(f"{place} is an empty path.")
         if "\0" in path:
-            raise BadImage(f"{place} is a path with a zero byte in it.")
+            raise BadImage(f"{place} is a path that contains a null byte.")
         places = [folder / Path(path).expanduser() for folder in self.folders] or [Path(path).expanduser()]
         found = next((one for one in places if one.exists()), places[0])
         try:

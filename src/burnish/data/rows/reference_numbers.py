@@ -19,7 +19,7 @@ from burnish.loop.types import Batch, Row
 from burnish.utils.work import work
 
 
-class AsksReference(Protocol):
+class UsesReference(Protocol):
     """An objective that compares the policy with a reference model."""
 
     @property
@@ -52,7 +52,7 @@ class RowsWithReference(RowsOver):
         for name in kept[0] if kept else ():
             self.columns[name] = array("d", [one[name] for one in kept])
 
-    def batches(self, objective: AsksReference, size: int) -> Iterator[Batch]:
+    def batches(self, objective: UsesReference, size: int) -> Iterator[Batch]:
         """Yield every batch that ``fill`` evaluates, on the CPU."""
         for part in self._parts(size):
             rows: Any = [self.rows[number] for number in part if self.rows[number] is not None]
@@ -62,7 +62,7 @@ class RowsWithReference(RowsOver):
     def _parts(self, size: int) -> list[range]:
         return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
-    def fill(self, objective: AsksReference, module: nn.Module, engine: Engine, size: int) -> None:
+    def fill(self, objective: UsesReference, module: nn.Module, engine: Engine, size: int) -> None:
         """Evaluate the reference on all rows, in batches of ``size`` that are distributed over the ranks."""
         parts = self._parts(size)
         mine, found = parts[engine.rank :: engine.world_size], []

@@ -56,7 +56,7 @@ def find_sources(
     """
     if dataset_dir == ONLINE:
         kind: SourceKind = "ms_hub" if uses_modelscope() else "hf_hub"
-        return [DataSource(name, kind, name, f'data set "{name}"', **bare) for name in names]
+        return [DataSource(name, kind, name, f'dataset "{name}"', **bare) for name in names]
     info, where, folder = _read_info(dataset_dir, fetch)
     sources: list[DataSource] = []
     problems: list[Problem] = []

@@ -26,7 +26,7 @@ KINDS = {"image": "image", "image_url": "image", "input_image": "image"}
 """Types of message parts that contain an image."""
 _SOURCES = ("image", "image_url", "url", "path", "base64", "bytes")
 """Keys of a part that may hold its image."""
-ANIMATED = kept("an image in it has several frames, of which the first is read")
+ANIMATED = kept("an image has several frames; only the first is used")
 BEFORE = 'no "<image>" in the texts: images are put before the first user message'
 _OTHERS = {"video": "video", "video_url": "video", "audio": "audio", "input_audio": "audio", "audio_url": "audio"}
 
@@ -79,15 +79,15 @@ def _image(sight: Sight, source: Any, place: str, limits: Mapping[str, int] | No
         remedy = "Set media_dir to the folder of the images."
         if error.nearest is not None:
             remedy = f"Set media_dir to the folder of the images; {error.nearest} has that name."
-        raise BadRecord(str(error), remedy, reason="an image is not there", kind="an image is not there") from None
+        raise BadRecord(str(error), remedy, reason="an image was not found", kind="an image was not found") from None
     except BadImage as error:
         raise BadRecord(str(error), reason="an image cannot be read") from None
 
 
 def _other(kind: str, place: str) -> tuple[str, str]:
     if kind == "video":
-        return f"it holds video ({place}); this model takes images.", "Give its frames as images."
-    return "it holds audio; burnish trains on text and images.", ""
+        return f"it contains video ({place}); this model takes images.", "Give its frames as images."
+    return "it contains audio; burnish trains on text and images.", ""
 
 
 def refuse_others(record: Record) -> None:
@@ -106,11 +106,13 @@ def with_images(record: Record, example: Example) -> Example:
     has_parts = any(any(_images(message)) for message in _all(example))
     marks = sum(text.count(MARK) for text in _texts(example)) if given is not None else 0
     if has_parts and marks:
-        raise BadRecord(f'it holds parts of type "image" and {marks} "{MARK}".', "Use one of the two.")
+        raise BadRecord(f'it holds parts of type "image" and {marks} "{MARK}".', "Use only one of them.")
     if not given and not has_parts and not marks:
         return example
     if not example.messages:
-        raise BadRecord("it holds images, and its prompt is a text, not messages.", "Write the prompt as messages.")
+        raise BadRecord(
+            "it contains images, but its prompt is a string instead of messages.", "Write the prompt as messages."
+        )
     _refuse_places(example)
     found = [_image(sight, value, f"{column}[{number}]") for number, value in enumerate(given or ())]
     places = empty if has_parts else marks
@@ -128,11 +130,11 @@ def with_images(record: Record, example: Example) -> Example:
 
 
 def _refuse_count(images: int, places: int, place: str, is_part: bool) -> None:
-    said = f"{images} image{'s' * (images != 1)} and {places} {place}{'s' * (is_part and places != 1)}."
+    counts = f"{images} image{'s' * (images != 1)} and {places} {place}{'s' * (is_part and places != 1)}."
     if is_part:
-        raise BadRecord(said, "Give each part its image.", reason="images and their places differ in number")
+        raise BadRecord(counts, "Give each part its image.", reason="the number of images and of placeholders differ")
     remedy = f'Write "{MARK}" where each image belongs, or remove an image.'
-    raise BadRecord(said, remedy, reason="images and their places differ in number", kind="marks")
+    raise BadRecord(counts, remedy, reason="the number of images and of placeholders differ", kind="marks")
 
 
 def _given(record: Record) -> Sequence[Any] | None:
@@ -164,9 +166,9 @@ def _refuse_places(example: Example) -> None:
     """Raise BadRecord for images in responses of pairs and in system messages."""
     answers = [m for answer in (example.chosen, example.rejected) if isinstance(answer, tuple) for m in answer]
     if any(_images(one) or MARK in one.text for one in answers):
-        raise BadRecord("an answer of the pair holds an image.", "Put the images into the prompt.")
+        raise BadRecord("a response of the pair contains an image.", "Put the images into the prompt.")
     if example.system and MARK in example.system:
-        raise BadRecord("its system message holds an image.", "Put it into the first message of the user.")
+        raise BadRecord("the system message contains an image.", "Move it to the first user message.")
 
 
 def _filled(message: Message, left: Iterator[Any]) -> Message:
@@ -190,6 +192,6 @@ def _filled(message: Message, left: Iterator[Any]) -> Message:
 def _before_first_user(messages: Sequence[Message], images: Sequence[Any]) -> list[Message]:
     asked = next((at for at, message in enumerate(messages) if message.role == "user"), None)
     if asked is None:
-        raise BadRecord("it holds images, and no message of a user.", f'Write "{MARK}" where they belong.')
+        raise BadRecord("it contains images but no user message.", f'Write "{MARK}" where they belong.')
     parts = [*(ContentPart("image", image) for image in images), *messages[asked].parts]
     return [with_parts(one, parts) if at == asked else one for at, one in enumerate(messages)]

@@ -16,7 +16,7 @@ from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.data.reading.json_files import Values
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import FORMATS
-from burnish.data.sets.preferences import verdict_words
+from burnish.data.sets.preferences import label_values
 from burnish.data.sets.records import ALL_COLUMNS, ANSWERS, Layout, RecordNeeds, listed
 
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
@@ -245,9 +245,9 @@ def _preferred(source: DataSource, records: Sequence[Values], where: str, needs:
     """Return the layout of a dataset of preference pairs or labelled responses."""
     found = _columns_of(records)
     columns = dict(source.columns) if source.columns is not None else _preferred_columns(source, records, found)
-    has_pairs, has_verdicts = all(columns.get(part) for part in _PAIR), bool(columns.get("kto_tag"))
-    if not has_pairs and not (needs.kind == "verdicts" and has_verdicts):
-        raise UserError(_no_preference(source, needs, has_verdicts))
+    has_pairs, has_labels = all(columns.get(part) for part in _PAIR), bool(columns.get("kto_tag"))
+    if not has_pairs and not (needs.kind == "verdicts" and has_labels):
+        raise UserError(_no_preference(source, needs, has_labels))
     if has_pairs:
         columns = {part: column for part, column in columns.items() if part not in ("response", "kto_tag")}
     layout = named_layout(_preferred_format(source, records), columns, source.tags)
@@ -259,10 +259,10 @@ def _preferred(source: DataSource, records: Sequence[Values], where: str, needs:
         ] = None
     _check(layout, records, where, needs, is_given=source.columns is not None)
     if "kto_tag" in layout.columns:
-        layout.verdicts = verdict_words(records, layout.columns["kto_tag"])
+        layout.verdicts = label_values(records, layout.columns["kto_tag"])
         if layout.verdicts:
             layout.notes[
-                f'"{layout.columns["kto_tag"]}" is converted to booleans: {_verdicts_in_words(layout.verdicts)}'
+                f'"{layout.columns["kto_tag"]}" is converted to booleans: {_labels_in_words(layout.verdicts)}'
             ] = None
     return layout
 
@@ -288,7 +288,7 @@ def _preferred_columns(source: DataSource, records: Sequence[Values], found: Seq
     return {part: column for part, column in named.items() if column in found}
 
 
-def _no_preference(source: DataSource, needs: RecordNeeds, has_verdicts: bool) -> Problem:
+def _no_preference(source: DataSource, needs: RecordNeeds, has_labels: bool) -> Problem:
     if needs.kind == "verdicts":
         return Problem(
             f'stage: kto requires a boolean label ("kto_tag") or "chosen" and "rejected". '
@@ -296,14 +296,14 @@ def _no_preference(source: DataSource, needs: RecordNeeds, has_verdicts: bool) -
             remedy="Set columns: {kto_tag: <column>}, or use stage: sft for responses without labels.",
         )
     remedy = "Use stage: kto for responses with labels, or stage: sft for responses without."
-    if has_verdicts:
+    if has_labels:
         remedy = "It has labels on single responses. Use stage: kto."
     return Problem(
         f'stage: {needs.stage} requires "chosen" and "rejected". Dataset {source.name} has neither.', remedy=remedy
     )
 
 
-def _verdicts_in_words(verdicts: Mapping[Any, bool]) -> str:
+def _labels_in_words(verdicts: Mapping[Any, bool]) -> str:
     """Describe the values of a KTO label, for example ``1 is true, 0 is false``."""
     words = {value: next(word for word, said in verdicts.items() if said is value) for value in (True, False)}
     return f"{json.dumps(words[True])} is true, {json.dumps(words[False])} is false"

@@ -32,7 +32,7 @@ def judged(record: Record, example: Example) -> Example:
         context = map(as_context, pair.messages) if record.layout.verbatim else pair.messages
         return replace(pair, messages=tuple(context))
     if "kto_tag" in columns:
-        return replace(example, tag=_verdict(record))
+        return replace(example, tag=_kto_label(record))
     return example
 
 
@@ -103,7 +103,7 @@ def _conversations(
         column = record.layout.columns[part]
         if not answer:
             raise BadRecord(f'"{column}" contains only the common prompt and no response.')
-        _check_speaker(record, column, answer[-1])
+        _check_role(record, column, answer[-1])
     if before and before[0].role == "system" and not record.layout.verbatim:
         example, before = replace(example, system=before[0].text), before[1:]
     messages = example.messages if _ends(example.messages, before) else (*example.messages, *before)
@@ -118,7 +118,7 @@ def _ends(messages: Sequence[Message], before: Sequence[Message]) -> bool:
     return bool(before) and tuple(messages[-len(before) :]) == tuple(before)
 
 
-def _check_speaker(record: Record, column: str, last: Message) -> None:
+def _check_role(record: Record, column: str, last: Message) -> None:
     if last.role in ANSWERING:
         return
     tags = record.layout.tags
@@ -153,7 +153,7 @@ def _margin(record: Record) -> float | None:
 # --- KTO labels -------------------------------------------------------------------------------------------------------
 
 
-def _verdict(record: Record) -> bool:
+def _kto_label(record: Record) -> bool:
     value, column = record.value("kto_tag"), record.layout.columns["kto_tag"]
     read = record.layout.verdicts.get(value) if isinstance(value, str | int) else None
     if isinstance(value, bool):
@@ -165,7 +165,7 @@ def _verdict(record: Record) -> bool:
     return read
 
 
-def verdict_words(records: Iterable[Values], column: str) -> Mapping[Any, bool]:
+def label_values(records: Iterable[Values], column: str) -> Mapping[Any, bool]:
     """Return the meaning of each label value, if all labels are numbers or words: 0 and 1, "true" and "false".
 
     Empty if they are JSON's true and false, or a mixture.

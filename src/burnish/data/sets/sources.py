@@ -66,7 +66,7 @@ class DataSets:
 
 
 def load_datasets(
-    options: DataOptions, seed: int, stats: DataStats, may_stream: bool = False, asks_hubs: bool = True,
+    options: DataOptions, seed: int, stats: DataStats, may_stream: bool = False, searches_hubs: bool = True,
     needs: RecordNeeds | None = None, looks_back: bool = True,
 ) -> DataSets:  # fmt: skip
     """Load the training and evaluation examples that the options name.
@@ -85,7 +85,7 @@ def load_datasets(
     """
     raise_if(check_data(options))
     needs = needs or RecordNeeds()
-    loading = _Loading(options, seed, stats, asks_hubs, needs)
+    loading = _Loading(options, seed, stats, searches_hubs, needs)
     is_streamed = may_stream and options.streaming
     train = loading.named("dataset", is_streamed)
     others = loading.named("eval_dataset")
@@ -133,12 +133,14 @@ def _streamed(
 class _Loading:
     """Loads datasets one by one and collects their problems."""
 
-    def __init__(self, options: DataOptions, seed: int, stats: DataStats, asks_hubs: bool, needs: RecordNeeds) -> None:
+    def __init__(
+        self, options: DataOptions, seed: int, stats: DataStats, searches_hubs: bool, needs: RecordNeeds
+    ) -> None:
         import numpy
 
         self.options = options
         self.stats = stats
-        self.asks_hubs = asks_hubs
+        self.searches_hubs = searches_hubs
         self.needs = needs
         self.generator = numpy.random.RandomState(seed)
         self.problems: list[Problem] = []
@@ -168,7 +170,7 @@ class _Loading:
 
     def _sources(self, names: Sequence[str], asked: str) -> list[DataSource]:
         options = self.options
-        if not names or (not self.asks_hubs and str(options.dataset_dir).startswith(REMOTE)):
+        if not names or (not self.searches_hubs and str(options.dataset_dir).startswith(REMOTE)):
             return []
         bare = {"formatting": options.formatting, "columns": options.columns, "tags": options.tags}
         try:
@@ -176,7 +178,7 @@ class _Loading:
         except UserError as error:
             self.problems += error.problems
             return []
-        return [source for source in found if self.asks_hubs or source.kind in ("file", "records")]
+        return [source for source in found if self.searches_hubs or source.kind in ("file", "records")]
 
     def _examples(self, source: DataSource) -> ListedExamples:
         records = self._chosen(source)
@@ -188,7 +190,7 @@ class _Loading:
         if layout.awaited:
             raise UserError(missing_columns(layout, layout.awaited, [values for values, _, _ in first], _named(source)))
         self.notes += [f"{_named(source)}: {note}." for note in layout.notes]
-        return ListedExamples(self._with_verdicts(examples, source) if self.needs.kind == "verdicts" else examples)
+        return ListedExamples(self._with_kto_labels(examples, source) if self.needs.kind == "verdicts" else examples)
 
     def _needs(self, source: DataSource) -> RecordNeeds:
         """Return the requirements for the records of a source, with the folders in which its images may be."""
@@ -201,7 +203,7 @@ class _Loading:
         folders = tuple(dict.fromkeys((*sight.folders, *beside, *local)))
         return replace(self.needs, sight=replace(sight, folders=folders))
 
-    def _with_verdicts(self, examples: list[Example], source: DataSource) -> list[Example]:
+    def _with_kto_labels(self, examples: list[Example], source: DataSource) -> list[Example]:
         """Return labelled responses: as given, or one desirable and one undesirable example per pair."""
         if not any(example.chosen is not None for example in examples):
             return examples

@@ -54,7 +54,7 @@ class PreparedAhead:
         self._prepare, self._images_of = prepare, images_of
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="images")
         self._ahead_bytes, self._kept_bytes = ahead_bytes, kept_bytes
-        self._under_way: dict[str, Future[Tensors]] = {}
+        self._in_progress: dict[str, Future[Tensors]] = {}
         self._kept: OrderedDict[str, Tensors] = OrderedDict()
         self._size_of_kept = 0
         self._per_token: float = _BYTES_PER_TOKEN
@@ -67,7 +67,7 @@ class PreparedAhead:
             self._kept.move_to_end(identity)
             return self._kept[identity]
         self._begin(image)
-        tensors = self._under_way.pop(identity).result()
+        tensors = self._in_progress.pop(identity).result()
         self._keep(identity, tensors, image.end - image.begin)
         return tensors
 
@@ -91,8 +91,8 @@ class PreparedAhead:
         identity: str = image.identity
         if identity in self._kept:
             return 0
-        if identity not in self._under_way:
-            self._under_way[identity] = self._threads.submit(self._prepare, image)
+        if identity not in self._in_progress:
+            self._in_progress[identity] = self._threads.submit(self._prepare, image)
             self.num_prepared += 1
         num_tokens: int = image.end - image.begin
         return self._per_token * max(1, num_tokens)

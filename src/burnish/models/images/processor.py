@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from burnish.config.errors import UNUSABLE, MissingExtraError, Problem, UserError
 from burnish.kernels.probe import causal_lm
 from burnish.models.images.torchvision import raise_if_torchvision_is_broken
-from burnish.models.load import said_by
+from burnish.models.load import message_of
 from burnish.models.options import ModelOptions
 from burnish.models.source import find_source, hub_arguments
 
@@ -128,7 +128,7 @@ def load_image_processor(options: ModelOptions, backend: str = "pil", **settings
         return AutoImageProcessor.from_pretrained(source.name, backend=backend, **settings, **hub_arguments(options))
     except (*UNUSABLE, ImportError) as error:
         raise_if_torchvision_is_broken(error)
-        what = f"its image processor cannot be loaded: {said_by(error)}"
+        what = f"its image processor cannot be loaded: {message_of(error)}"
         needs = "torchvision" in str(error).lower()
         remedy = (
             "This family has no image processor of Pillow; install the torchvision that fits the installed torch."

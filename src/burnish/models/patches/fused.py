@@ -280,8 +280,8 @@ def _same(plain: Callable[[], Any], ours: Tensor) -> bool:
     """Whether a module's output equals that of burnish's function. False if the module refuses the input."""
     try:
         with torch.no_grad():
-            said = plain()
+            output = plain()
     except REFUSALS:
         return False
-    is_alike = isinstance(said, Tensor) and said.shape == ours.shape
-    return is_alike and bool((said - ours).abs().max() <= _TOLERANCE * ours.abs().max())
+    is_alike = isinstance(output, Tensor) and output.shape == ours.shape
+    return is_alike and bool((output - ours).abs().max() <= _TOLERANCE * ours.abs().max())

@@ -34,13 +34,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from burnish.checkpoint.parts import Part
-from burnish.checkpoint.shards import Piece
+from burnish.checkpoint.shards import LocalShard
 from burnish.config.errors import UserError
 from burnish.loop.types import Loss
 from burnish.parallel.accelerate_launch import mixed_precision
 from burnish.parallel.choices import EngineChoices
 from burnish.parallel.deepspeed.settings import filled, zero_stage
-from burnish.parallel.deepspeed.shards import AdapterShards, StateShards, Stretch, WeightShards
+from burnish.parallel.deepspeed.shards import AdapterShards, FlatSlice, StateShards, WeightShards
 from burnish.parallel.multi_process import ParallelEngine, with_weights
 from burnish.parallel.single import set_precision
 from burnish.utils.files import expanded
@@ -201,7 +201,7 @@ class DeepSpeedEngine(ParallelEngine):
             if not coordinator.is_invalid_trace():
                 coordinator._invalidate_trace()
 
-    def place_of(self, weight: nn.Parameter) -> Stretch | None:
+    def place_of(self, weight: nn.Parameter) -> FlatSlice | None:
         """This rank's slice of a trainable weight in ZeRO's flat vector; None if it has none."""
         zero = self.runner.optimizer
         if self.stage == 3:
@@ -209,21 +209,21 @@ class DeepSpeedEngine(ParallelEngine):
             size = weight.ds_tensor.ds_numel  # type: ignore[attr-defined]
             begin = self.rank * size
             count = max(0, min(size, weight.ds_numel - begin))  # type: ignore[attr-defined]
-            return Stretch(zero.fp32_partitioned_groups_flat[group], offset, begin, count)
+            return FlatSlice(zero.fp32_partitioned_groups_flat[group], offset, begin, count)
         mapping = getattr(weight, "_hp_mapping", None)
         if mapping is None:
             return None
         here, there = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
         flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
-        return Stretch(flat, here.start, there.start, here.numel)
+        return FlatSlice(flat, here.start, there.start, here.numel)
 
-    def piece(self, weight: nn.Parameter, key: str = "") -> Piece:
+    def piece(self, weight: nn.Parameter, key: str = "") -> LocalShard:
         """This rank's slice of a weight, or of the optimizer state ``key`` of the weight."""
         place, shape = self.place_of(weight), tuple(getattr(weight, "ds_shape", weight.shape))
         if place is None:
-            return Piece(torch.empty(0), 0, shape)
+            return LocalShard(torch.empty(0), 0, shape)
         flat = self.runner.optimizer.optimizer.state[place.flat][key] if key else place.flat
-        return Piece(flat.detach()[place.offset : place.offset + place.length], place.begin, shape)
+        return LocalShard(flat.detach()[place.offset : place.offset + place.length], place.begin, shape)
 
     def spread(self) -> None:
         """Update the weights of the forward pass from the float32 ones, after loading the latter."""

@@ -57,7 +57,7 @@ class DeepspeedChoices(MixedChoices, Protocol):
     max_grad_norm: float
 
 
-def asks_for_deepspeed(options: DeepspeedChoices) -> bool:
+def uses_deepspeed(options: DeepspeedChoices) -> bool:
     return bool(_source(options))
 
 
@@ -175,7 +175,7 @@ def deepspeed_problems(options: DeepspeedChoices) -> Iterator[Problem]:
 
 
 def deepspeed_notes(options: DeepspeedChoices) -> Iterator[str]:
-    if not asks_for_deepspeed(options):
+    if not uses_deepspeed(options):
         return
     if zero_stage(options) == 0:
         yield '"deepspeed": ZeRO stage 0 shards nothing, so torch\'s DDP is used instead.'

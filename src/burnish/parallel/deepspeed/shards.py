@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from burnish.checkpoint.parts import Stateful
-from burnish.checkpoint.shards import Piece
+from burnish.checkpoint.shards import LocalShard
 from burnish.checkpoint.snapshot import named_once
 from burnish.config.errors import UserError
 
 
-class Stretch(NamedTuple):
+class FlatSlice(NamedTuple):
     """A slice of a weight in one of ZeRO's flat vectors."""
 
     flat: Tensor
@@ -38,8 +38,8 @@ class ZeroVectors(Protocol):
     weights: list[nn.Parameter]
     empty_groups: dict[int, dict[str, Any]]
 
-    def place_of(self, weight: nn.Parameter) -> Stretch | None: ...
-    def piece(self, weight: nn.Parameter, key: str = ...) -> Piece: ...
+    def place_of(self, weight: nn.Parameter) -> FlatSlice | None: ...
+    def piece(self, weight: nn.Parameter, key: str = ...) -> LocalShard: ...
     def spread(self) -> None: ...
 
 
@@ -63,7 +63,7 @@ class WeightShards:
             return weight.detach()
         size, own = weight.ds_tensor.ds_numel, weight.ds_tensor.data.flatten()
         count = max(0, min(size, weight.ds_numel - self.engine.rank * size))
-        return Piece(own[:count], self.engine.rank * size, tuple(weight.ds_shape))
+        return LocalShard(own[:count], self.engine.rank * size, tuple(weight.ds_shape))
 
     def load_state_dict(self, held: Any, state: Mapping[str, Any]) -> None:
         weights: dict[str, Any] = named_once(held.model)
@@ -73,7 +73,7 @@ class WeightShards:
             if id(weight) in trains:
                 place = self.engine.place_of(weight)
                 if place is not None:
-                    part = state[name].stretch(place.begin, place.length)
+                    part = state[name].slice_of(place.begin, place.length)
                     place.flat.data[place.offset : place.offset + place.length].copy_(part)
             elif not hasattr(weight, "ds_tensor"):
                 weight.data.copy_(state[name].whole())
@@ -169,7 +169,7 @@ class StateShards:
                     kept[key] = value.whole()
                     continue
                 flat = kept.setdefault(key, torch.zeros_like(place.flat, dtype=value.dtype, requires_grad=False))
-                flat[place.offset : place.offset + place.length].copy_(value.stretch(place.begin, place.length))
+                flat[place.offset : place.offset + place.length].copy_(value.slice_of(place.begin, place.length))
 
 
 def _raise_unless_same(weights: Mapping[str, Any], state: Mapping[str, Any]) -> None:

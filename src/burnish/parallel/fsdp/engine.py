@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import register_pytree_node
 
 from burnish.checkpoint.parts import Part, Stateful
-from burnish.checkpoint.shards import Piece, ShardedTensor
+from burnish.checkpoint.shards import LocalShard, ShardedTensor
 from burnish.config.errors import UserError, did_you_mean
 from burnish.loop.types import Loss
 from burnish.parallel.choices import EngineChoices
@@ -174,7 +174,7 @@ class ModelShards:
 
     def state_dict(self, held: Stateful) -> dict[str, Any]:
         found = held.state_dict()
-        return {name: _gathered(value) if self.gathers else piece_of(value) for name, value in found.items()}
+        return {name: _gathered(value) if self.gathers else local_shard_of(value) for name, value in found.items()}
 
     def load_state_dict(self, held: Stateful, state: Mapping[str, Any]) -> None:
         own = held.state_dict()
@@ -187,7 +187,7 @@ class OptimizerShards:
     def state_dict(self, held: Any) -> dict[str, Any]:
         state = held.state_dict()
         states = {
-            number: {name: piece_of(value) for name, value in values.items()}
+            number: {name: local_shard_of(value) for name, value in values.items()}
             for number, values in state["state"].items()
         }
         return {**state, "state": states}
@@ -202,13 +202,13 @@ class OptimizerShards:
         held.load_state_dict({**state, "state": states})
 
 
-def piece_of(value: Any) -> Any:
+def local_shard_of(value: Any) -> Any:
     """This rank's piece of a sharded tensor. Other values are returned unchanged."""
     if not isinstance(value, DTensor):
         return value
     own, begin = local(value.detach()), _begin_of(value)
     is_copy = begin is None  # another replica stores the same shard
-    return Piece(own.flatten()[:0] if is_copy else own, begin or 0, tuple(value.shape))
+    return LocalShard(own.flatten()[:0] if is_copy else own, begin or 0, tuple(value.shape))
 
 
 def placed(value: Any, like: Any) -> Any:
@@ -220,7 +220,7 @@ def placed(value: Any, like: Any) -> Any:
     own = local(like.detach())
     width = prod(like.shape[1:])
     rows, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    part = value.stretch(offset[0] * width if rows[0] else 0, own.numel()).reshape(own.shape).to(own.device)
+    part = value.slice_of(offset[0] * width if rows[0] else 0, own.numel()).reshape(own.shape).to(own.device)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -74,7 +74,7 @@ class FsdpSettings:
     copies: int | None = None
 
 
-def asks_for_fsdp(options: FsdpChoices) -> bool:
+def uses_fsdp(options: FsdpChoices) -> bool:
     return options.fsdp not in OFF or is_true(os.environ.get("ACCELERATE_USE_FSDP"))
 
 
@@ -108,7 +108,7 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
         what = f'"fsdp_config": the file {Path(value).absolute()} does not exist.'
         yield Problem(what, remedy=json_beside(Path(value)), option="fsdp_config")
         return
-    if value and not asks_for_fsdp(options):
+    if value and not uses_fsdp(options):
         yield Problem(
             '"fsdp_config" has no effect without "fsdp".',
             remedy="Set fsdp: full_shard, or remove it.",
@@ -116,7 +116,7 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
         )
     for word in sorted(_words(options) - _WORDS):
         yield Problem(f'"fsdp": there is no "{word}".{did_you_mean(word, _WORDS)}', option="fsdp")
-    for key, told in _told().items():
+    for key, told in _log_request().items():
         if key not in _READ and key not in _WITHOUT_EFFECT and told.lower() not in ("", "false", "none"):
             yield Problem(f'FSDP_{key.upper()} is "{told}": burnish does not support it.', remedy="Remove it.")
     try:
@@ -130,7 +130,7 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
 
 def fsdp_notes(options: FsdpChoices) -> Iterator[str]:
     """Notes on settings of other versions and their meaning here."""
-    if not asks_for_fsdp(options):
+    if not uses_fsdp(options):
         return
     values = _given(options)
     for key in values:
@@ -159,7 +159,7 @@ def _words(options: FsdpChoices) -> set[str]:
 
 
 def _values(options: FsdpChoices) -> dict[str, Any]:
-    return {**{name: value for name, value in _told().items() if name in _READ}, **_given(options)}
+    return {**{name: value for name, value in _log_request().items() if name in _READ}, **_given(options)}
 
 
 def _given(options: FsdpChoices) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _given(options: FsdpChoices) -> dict[str, Any]:
     return {(key if key == "fsdp" else key.removeprefix("fsdp_")): value for key, value in given.items()}
 
 
-def _told() -> dict[str, str]:
+def _log_request() -> dict[str, str]:
     """The environment variables that ``accelerate launch --config_file fsdp.yaml`` sets."""
     if not is_true(os.environ.get("ACCELERATE_USE_FSDP")):
         return {}

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError, first_line
-from burnish.rollouts.rewards.functions import GIVEN, RewardFunction
+from burnish.rollouts.rewards.functions import PASSED_BY_NAME, RewardFunction
 
 _SEARCH_S = 10.0
 """How long the completion that a function fails on is looked for."""
@@ -88,7 +88,7 @@ def compute_rewards(
     table = RewardTable(torch.full((len(completions), len(functions)), torch.nan, dtype=torch.float64),
                         [function.name for function in functions])  # fmt: skip
     arguments = {
-        **{name: values for name, values in columns.items() if name not in GIVEN},
+        **{name: values for name, values in columns.items() if name not in PASSED_BY_NAME},
         "prompts": list(prompts), "completions": list(completions), "completion_ids": [list(c) for c in completion_ids],
         **(given or {}),
         "log_extra": table.extra.__setitem__,
@@ -196,9 +196,9 @@ class _Job:
         at = f", line {own[-1].lineno}" if own else ""
         message = first_line(error)
         kind = type(error).__name__
-        said = kind if message == kind else f"{kind}: {message}"
+        text = kind if message == kind else f"{kind}: {message}"
         where = self._culprit(function)
-        what = f"{_shown_name(function)}{at}: {said.removesuffix('.')}.{where} Stopped at step {self.step}."
+        what = f"{_shown_name(function)}{at}: {text.removesuffix('.')}.{where} Stopped at step {self.step}."
         return UserError(what, remedy="Return None for a completion that cannot be judged.", option="reward_funcs")
 
     def _culprit(self, function: RewardFunction) -> str:

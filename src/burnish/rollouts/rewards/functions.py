@@ -22,7 +22,7 @@ from typing import Any
 from burnish.config.errors import Problem, UserError, did_you_mean, few, first_line
 from burnish.rollouts.rewards.builtin import FACTORIES, FUNCTIONS
 
-GIVEN = frozenset(
+PASSED_BY_NAME = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
 )
 """Arguments that a reward function is given besides the columns of the records."""
@@ -129,7 +129,7 @@ def _with_arguments(
     shown = name.rpartition(":")[2] if ":" in name else name.rpartition(".")[2]
     if arguments is None:
         return function, shown, _place(function), _digest(function)
-    is_factory = not inspect.signature(function).parameters.keys() & GIVEN
+    is_factory = not inspect.signature(function).parameters.keys() & PASSED_BY_NAME
     call = _called(function, name, arguments) if is_factory else partial(function, **arguments)
     return call, name_of(call) if is_factory else shown, _place(function), _digest(function) + repr(arguments)
 
@@ -245,7 +245,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str] | None, fr
     except (TypeError, ValueError):
         return None, frozenset()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    required = frozenset(p.name for p in named if p.default is p.empty) - GIVEN
+    required = frozenset(p.name for p in named if p.default is p.empty) - PASSED_BY_NAME
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return None if takes_any else frozenset(p.name for p in named), required
 

@@ -130,7 +130,7 @@ class RewardServer:
 
     def _asked(self, body: bytes) -> Any:
         if not self.url.startswith(("http://", "https://")):
-            what = f"reward_model must be an address that begins with http:// here. Received: {self.url}."
+            what = f"reward_model must be a URL that starts with http:// or https://. Received: {self.url}."
             raise UserError(what, option="reward_model")
         headers = {"Content-Type": "application/json"}
         for attempt in range(_TRIES):

@@ -25,7 +25,7 @@ from burnish.loop.best import metric_name, missing_metric
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import RATES, STATE_NAME
 from burnish.losses.base import OBJECTIVES
-from burnish.models.attention_choice import asked_attention, is_flash
+from burnish.models.attention_choice import is_flash, requested_attention
 from burnish.models.source import find_source
 from burnish.optim.builtin import OPTIMIZERS, create_scheduler
 from burnish.parallel.deepspeed.settings import zero_stage
@@ -193,7 +193,7 @@ def check_evaluation_set(options: RunOptions) -> list[Problem]:
 @check
 def check_flash_attention(options: RunOptions) -> list[Problem]:
     """Check that flash attention has a GPU and a 16-bit compute dtype."""
-    name, device = asked_attention(options), device_of(options)
+    name, device = requested_attention(options), device_of(options)
     if not is_flash(name):
         return []
     asked = f"attn_implementation: {name}" if options.attn_implementation else f"flash_attn: {options.flash_attn}"
@@ -429,13 +429,13 @@ def problems_in_files(options: RunOptions) -> list[Problem]:
     from burnish.data.stats import DataStats
     from burnish.models.check import check_model
 
-    problems = check_model(options, asks_library=False, needs_head=OBJECTIVES[options.stage].uses_lm_head)
+    problems = check_model(options, checks_library=False, needs_head=OBJECTIVES[options.stage].uses_lm_head)
     if check_data(options):  # already reported
         return problems
     try:
         first = min(options.max_samples or _PEEKED, _PEEKED)
         some = replace(options, max_samples=first, val_size=0.0)
-        load_datasets(some, options.seed, DataStats(), asks_hubs=False, needs=record_needs(options))
+        load_datasets(some, options.seed, DataStats(), searches_hubs=False, needs=record_needs(options))
     except UserError as error:
         problems += error.problems
     return problems

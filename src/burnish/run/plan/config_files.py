@@ -64,7 +64,7 @@ def from_variables(
 ) -> dict[str, RawValue]:
     """Return options set by environment variables and not otherwise. ``variables`` maps variable -> option."""
     return {
-        name: RawValue(environment[variable], f"the environment's {variable}")
+        name: RawValue(environment[variable], f"environment variable {variable}")
         for variable, name in variables.items()
         if name not in given and environment.get(variable)
     }

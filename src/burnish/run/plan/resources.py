@@ -20,7 +20,7 @@ from burnish.config.errors import Problem
 from burnish.kernels.head_kernels import logits_bytes
 from burnish.loop.schedule import StepPlan, steps_of
 from burnish.losses.base import OBJECTIVES
-from burnish.losses.lm import way_of
+from burnish.losses.lm import backend_of
 from burnish.models.quantization.quantize import quantized_by
 from burnish.optim.builtin import Turns, create_optimizer, keeps_load_precision, planned_turns
 from burnish.parallel.options import device_of
@@ -248,7 +248,7 @@ def logits_term(options: RunOptions, shape: DecoderShape, tokens: int, compute_b
     if options.fused_loss is False:  # all logits, and in float32 their log-probabilities and gradients
         num_bytes = tokens * shape.vocabulary * (compute_bytes + 8)
         return Term("logits", num_bytes, f"{tokens:,} tokens x vocabulary of {shape.vocabulary:,} (fused_loss: false)")
-    way = way_of(options)
+    way = backend_of(options)
     num_bytes = logits_bytes(way, tokens, shape.hidden, shape.vocabulary, device_of(options))
     return Term("logits", num_bytes, f"computed in chunks by the loss{'' if way == 'chunked' else f' ({way})'}")
 

@@ -62,13 +62,13 @@ def take_absent(
             option=key,
         )
         for key, item in foreign.items()
-        if key in ABSENT and not _asks_for_nothing(item.value, ABSENT[key].harmless)
+        if key in ABSENT and not _has_no_effect(item.value, ABSENT[key].harmless)
     ]
     notes = [f'"{k}" ({foreign[k].where}) has no effect: {NO_EFFECT[k]}' for k in foreign if k in NO_EFFECT]
     return {key: item for key, item in given.items() if key not in {**foreign, **chosen}}, problems, notes
 
 
-def _asks_for_nothing(value: Any, harmless: Any) -> bool:
+def _has_no_effect(value: Any, harmless: Any) -> bool:
     """Return whether a value equals the harmless one, in any spelling: "False", "1e3", "none"."""
     written = str(value).strip().lower()
     if value is None or written in {"", "none", "null", "~"}:
@@ -181,7 +181,7 @@ _no_effect(
 _no_effect("texts are always tokenized whole; the token ids are the same.", "tokenize_by_word")
 _no_effect("the loss covers the responses only, unless train_on_prompt is set.", "assistant_only_loss label_names")
 _absent(
-    "Leave it out: the columns of the data set decide whether there are images.", visual_inputs=False,
+    "Remove it: the columns of the dataset determine whether there are images.", visual_inputs=False,
 )  # fmt: skip
 _no_effect(
     "burnish trains on text and images.",

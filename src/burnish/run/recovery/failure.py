@@ -171,8 +171,8 @@ def _place(error: BaseException, output_dir: str | None) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    said = str(getattr(error, "strerror", None) or error).partition(" (os error")[0]
-    return said.rstrip(".").lower()
+    message = str(getattr(error, "strerror", None) or error).partition(" (os error")[0]
+    return message.rstrip(".").lower()
 
 
 def what_is_safe(output_dir: str | None) -> str:

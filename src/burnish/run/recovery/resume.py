@@ -121,7 +121,7 @@ def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], n
     if changed and not despite:
         what = "; ".join(f"{name} was {json.dumps(before[name])}, is {json.dumps(work[name])}" for name in changed)
         raise UserError(
-            f"the run in it is finished, and the command requests a different one: {what}.",
+            f"the folder contains a finished run with other options: {what}.",
             where=str(folder),
             remedy=f"burnish eval {folder} and burnish predict {folder} use the trained model. To train again, name "
             "another output_dir, or set overwrite_output_dir: true.",
@@ -188,8 +188,8 @@ def accumulation_for(found: Path | None, options: RunOptions, world_size: int) -
     across = options.per_device_train_batch_size * world_size
     if rows % across:
         raise UserError(
-            f"{found.name} takes {rows} rows a step, which {world_size} processes of "
-            f"{options.per_device_train_batch_size} rows cannot.",
+            f"{found.name} was saved with {rows} rows per step, but {world_size} processes of "
+            f"{options.per_device_train_batch_size} rows each cannot form such a step.",
             remedy=f"Choose a number of processes and per_device_train_batch_size whose product divides {rows}.",
             option="per_device_train_batch_size",
         )
@@ -251,7 +251,7 @@ def finished_state(folder: Path) -> TrainerState | None:
 
 def finished_sentence(folder: Path, step: int) -> str:
     return (
-        f"{folder} holds this run, finished at step {step}: there is nothing to do.\n"
-        "  A larger num_train_epochs or max_steps trains it further. For a run with other settings name another "
+        f"{folder} contains this run, which finished at step {step}: there is nothing to do.\n"
+        "  A larger num_train_epochs or max_steps trains it further. For a run with other settings, set another "
         "output_dir, or set overwrite_output_dir: true."
     )

@@ -35,7 +35,7 @@ def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> Non
     loop.checkpoints.wait()
     found, _ = loop.checkpoints.newest()
     items = list(spike.items)
-    named = loop.learned_from(items)
+    named = loop.examples_sentence(items)
     if found is None:
         raise NonFiniteError(f"{spike}.{named} There is no checkpoint to roll back to: save earlier (save_steps).")
     warn(f"{spike}.{named} Rolling back; the examples of this step are skipped from now on.")

@@ -120,7 +120,7 @@ class Routes:
     def __init__(self, options: ApiOptions, state: ServerState) -> None:
         self.options, self.state = options, state
         self.images = ImageAccess(options.allow_image_urls, options.media_root, options.max_image_bytes)
-        self._said_ignored: set[str] = set()
+        self._warned_of: set[str] = set()
         posts: Mapping[str, Callable[[Request], Awaitable[Any]]] = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.complete,
@@ -163,7 +163,7 @@ class Routes:
         from burnish.serve.api.completions import RequestStats, prepared_chat, prepared_completion, respond
 
         asked = await self._in_order(self._read, kind, body)
-        service, told = self.state.ready(), RequestStats(model=asked.model)
+        service, stats = self.state.ready(), RequestStats(model=asked.model)
         if service.served.scorer is not None:
             message = f'"{asked.model}" is a reward model and cannot generate text. Use POST /v1/score/evaluation.'
             raise APIError(405, "model_cannot_generate", message, headers={"Allow": ""})
@@ -180,11 +180,11 @@ class Routes:
         request_id, path, began_s = request.scope["burnish.request_id"], request.scope["path"], time.monotonic()
 
         def over() -> None:
-            self._told(request_id, path, told, time.monotonic() - began_s)
+            self._log_request(request_id, path, stats, time.monotonic() - began_s)
 
         if self.options.api_log == "content":
             log.info("%s request: %s", request_id, asked)
-        return respond(service, prepared, asked.stream, told, over, self._headers(asked.ignored))
+        return respond(service, prepared, asked.stream, stats, over, self._headers(asked.ignored))
 
     def _read(self, kind: type[AnyRequest], body: Mapping[str, Any]) -> AnyRequest:
         return read_request(kind, body, self.options.api_max_choices, self.options.api_strict)
@@ -210,8 +210,8 @@ class Routes:
             return {}
         names = [name if name.isascii() and name.isprintable() and len(name) < 65 else "?" for name in ignored[:16]]
         for name in names:
-            if name not in self._said_ignored and len(self._said_ignored) < 1000:
-                self._said_ignored.add(name)
+            if name not in self._warned_of and len(self._warned_of) < 1000:
+                self._warned_of.add(name)
                 log.warning("The request field %r is unknown and was ignored.", name)
         return {"x-burnish-ignored": ", ".join(names)}
 
@@ -345,17 +345,17 @@ class Routes:
         if route not in OPEN_PATHS and not (status == 200 and route in {"/v1/chat/completions", "/v1/completions"}):
             (refused if status in _REFUSED else log).info("%s %s %s %.3fs", request_id, route, status, seconds)
 
-    def _told(self, request_id: str, path: str, told: RequestStats, seconds: float) -> None:
+    def _log_request(self, request_id: str, path: str, stats: RequestStats, seconds: float) -> None:
         metrics = self.state.metrics
-        first_s = told.first_token_s
+        first_s = stats.first_token_s
         if first_s is not None:
             metrics.first_token.add(first_s)
-            if told.new_tokens > 1:
-                metrics.per_token.add((seconds - first_s) / (told.new_tokens - 1))
+            if stats.new_tokens > 1:
+                metrics.per_token.add((seconds - first_s) / (stats.new_tokens - 1))
         log.info(
-            "%s %s %s 200 in=%d cached=%d out=%d first=%s %.3fs %s", request_id, path, told.model[:64].encode(
-                "unicode_escape").decode(), told.prompt_tokens, told.cached_tokens, told.new_tokens,
-            "-" if first_s is None else f"{first_s:.3f}s", seconds, told.reason,
+            "%s %s %s 200 in=%d cached=%d out=%d first=%s %.3fs %s", request_id, path, stats.model[:64].encode(
+                "unicode_escape").decode(), stats.prompt_tokens, stats.cached_tokens, stats.new_tokens,
+            "-" if first_s is None else f"{first_s:.3f}s", seconds, stats.reason,
         )  # fmt: skip
 
 

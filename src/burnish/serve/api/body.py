@@ -58,7 +58,7 @@ def read(kind: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise together([_refusal_of(found) for found in error.errors(include_url=False)]) from error
+        raise together([_api_error_of(found) for found in error.errors(include_url=False)]) from error
 
 
 def together(problems: Sequence[APIError]) -> APIError:
@@ -79,7 +79,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-def _refusal_of(found: Any) -> APIError:
+def _api_error_of(found: Any) -> APIError:
     """Convert a pydantic error."""
     kind, value, context = found["type"], found["input"], found.get("ctx", {})
     path = _path(found["loc"]) + context.get("at", "")

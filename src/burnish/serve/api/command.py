@@ -118,11 +118,11 @@ async def _serve(
 async def in_thread(work: Callable[[], Any]) -> Any:
     """Run ``work`` in a daemon thread and await its result. The process does not wait for the thread when it exits."""
     loop = asyncio.get_running_loop()
-    told: asyncio.Future[Any] = loop.create_future()
+    signalled: asyncio.Future[Any] = loop.create_future()
 
     def finish(result: Any, error: BaseException | None) -> None:
-        if not told.done():
-            told.set_exception(error) if error is not None else told.set_result(result)
+        if not signalled.done():
+            signalled.set_exception(error) if error is not None else signalled.set_result(result)
 
     def run() -> None:
         result, failure = None, None
@@ -133,7 +133,7 @@ async def in_thread(work: Callable[[], Any]) -> Any:
         loop.call_soon_threadsafe(finish, result, failure)
 
     threading.Thread(target=run, name="burnish-loading", daemon=True).start()
-    return await told
+    return await signalled
 
 
 def load_served(
@@ -231,10 +231,10 @@ async def drain(options: ApiOptions, state: ServerState) -> None:
     if service is None:
         return
     state.phase = "draining" if phase != "failed" else phase
-    await _until(lambda: not service.under_way, options.api_drain)
-    for answer in list(service.under_way):
+    await _until(lambda: not service.in_progress, options.api_drain)
+    for answer in list(service.in_progress):
         answer.fail(DRAINING)
-    await _until(lambda: not service.under_way, _LAST_WORDS_S / 2)
+    await _until(lambda: not service.in_progress, _LAST_WORDS_S / 2)
     for pool in (state.prompts, state.opening):
         pool.shutdown(wait=False, cancel_futures=True)
     stop_rendering()

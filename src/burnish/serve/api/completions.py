@@ -65,7 +65,7 @@ class CompletionService:
     outputs: OutputQueue
     max_tokens: int
     timeout_s: float
-    under_way: set[RequestAnswer]
+    in_progress: set[RequestAnswer]
 
     def begin(self, choices: Sequence[Choice]) -> RequestAnswer:
         """Submit the choices to the engine.
@@ -74,13 +74,13 @@ class CompletionService:
             APIError: 429 if they cannot be finished in time at the current rate, or too many requests are queued.
         """
         facts = self.served.engine.facts()
-        owed = sum(self._owed(choice) for answer in self.under_way for choice in answer.choices)
+        owed = sum(self._owed(choice) for answer in self.in_progress for choice in answer.choices)
         would_wait, rate = facts.running >= facts.slots, facts.tokens_per_second
         if would_wait and rate > 0 and owed / rate > self.timeout_s:
             raise queue_full(owed / rate)
         answer = RequestAnswer(self.outputs, choices)
         answer.begin(self.served.engine)
-        self.under_way.add(answer)
+        self.in_progress.add(answer)
         return answer
 
     def _owed(self, choice: Choice) -> int:
@@ -89,7 +89,7 @@ class CompletionService:
 
     def end(self, answer: RequestAnswer) -> None:
         answer.cancel()
-        self.under_way.discard(answer)
+        self.in_progress.discard(answer)
 
     def length(self, wanted: int | None, prompt: Sequence[int]) -> int:
         """Return the maximum length of a response: as requested, limited by the room that the prompt leaves.
@@ -163,7 +163,7 @@ def respond(
     service: CompletionService,
     prepared: PreparedRequest,
     is_stream: bool,
-    told: RequestStats,
+    stats: RequestStats,
     over: Callable[[], None],
     headers: dict[str, str],
 ) -> Any:
@@ -181,7 +181,7 @@ def respond(
 
     def end() -> None:
         service.end(answer)
-        _note(told, answer, prepared.num_prompt_tokens)
+        _note(stats, answer, prepared.num_prompt_tokens)
         over()
 
     if is_stream:
@@ -231,10 +231,14 @@ class Watched:
             self.over()
 
 
-def _note(told: RequestStats, answer: RequestAnswer, num_prompt_tokens: int) -> None:
-    told.prompt_tokens, told.new_tokens, told.first_token_s = num_prompt_tokens, answer.num_tokens, answer.first_token_s
-    told.cached_tokens = answer.choices[0].cached_tokens if answer.choices else 0
-    told.reason = "+".join(
+def _note(stats: RequestStats, answer: RequestAnswer, num_prompt_tokens: int) -> None:
+    stats.prompt_tokens, stats.new_tokens, stats.first_token_s = (
+        num_prompt_tokens,
+        answer.num_tokens,
+        answer.first_token_s,
+    )
+    stats.cached_tokens = answer.choices[0].cached_tokens if answer.choices else 0
+    stats.reason = "+".join(
         sorted({choice.reason or (choice.error.code if choice.error else "gone") for choice in answer.choices})
     )
 

@@ -23,7 +23,7 @@ from burnish.serve.http.errors import APIError
 from burnish.serve.http.fetching import NotFetchedError, fetched
 
 FETCH_TIMEOUT_S = 10.0
-CLOSED_ADDRESS = "is an address, and addresses are not fetched here. Send a data URI. (allow_image_urls opens hosts.)"
+CLOSED_ADDRESS = "is a URL, and this server does not fetch URLs. Send a data URI. (allow_image_urls opens hosts.)"
 CLOSED_FILE = (
     "must be a data URI (data:image/png;base64,...); files are not opened. (media_root opens the files of a folder.)"
 )

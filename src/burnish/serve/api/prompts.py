@@ -132,7 +132,7 @@ class Prompter:
             if part.image_url
         ]
         if len(places) > MOST_IMAGES:
-            message = f"The request has {len(places)} images; the most is {MOST_IMAGES}."
+            message = f"The request has {len(places)} images; the maximum is {MOST_IMAGES}."
             raise APIError(400, "invalid_value", message, param="messages")
         found = {id(part): self._image(part.image_url, param) for part, param in places if part.image_url}
         pixels = sum(image.width * image.height for image in found.values())

@@ -185,7 +185,7 @@ class Choice:
             self.reader.end(self.delta)
             self._finish("stop" if made.reason == "stop" else "length")
         elif made.reason is not None:
-            self.error = refusal_of(made)
+            self.error = api_error_of(made)
 
     def _take(self, token: int, logprob: Logprob | None) -> bool:
         """Read one id. Returns true if the response is complete."""
@@ -249,8 +249,8 @@ class RequestAnswer:
 
     def _submit_more(self, engine: InferenceEngine) -> None:
         """Submit pending choices. Raises Full or APIError."""
-        under_way = sum(choice.handle is not None and not choice.is_over for choice in self.choices)
-        while self._pending and under_way < self._at_once:
+        in_progress = sum(choice.handle is not None and not choice.is_over for choice in self.choices)
+        while self._pending and in_progress < self._at_once:
             choice = self._pending[0]
             try:
                 choice.handle = engine.submit(choice.ask, self.outputs.to(self._taker(choice)))
@@ -259,7 +259,7 @@ class RequestAnswer:
             except UserError as error:
                 raise APIError(400, "invalid_value", str(error)) from error
             self._pending.popleft()
-            under_way += 1
+            in_progress += 1
 
     def _go_on(self) -> None:
         """Submit the next choices. If the queue is full, try again later."""
@@ -331,7 +331,7 @@ class RequestAnswer:
 _STATUS = {"grammar_failed": 400, "non_finite_logits": 503, "out_of_memory": 503, "internal_error": 500}
 
 
-def refusal_of(made: StepOutput) -> APIError:
+def api_error_of(made: StepOutput) -> APIError:
     """Return the error for a request that the engine ended prematurely."""
     if made.error is None:
         return DRAINING

@@ -38,8 +38,8 @@ def chosen(sample: Mapping[str, Any]) -> Chosen:
     scores = [score for score, _ in sample["filtered_resps"]]
     most = max(scores)
     weights = [math.exp(score - most) for score in scores]
-    letter, told = LETTERS[scores.index(most)], str(sample["target"])
-    return Chosen(letter, tuple(w / sum(weights) for w in weights), letter == told if told else None)
+    letter, right_of = LETTERS[scores.index(most)], str(sample["target"])
+    return Chosen(letter, tuple(w / sum(weights) for w in weights), letter == right_of if right_of else None)
 
 
 class Answers:
@@ -109,18 +109,18 @@ def accuracy(rights: Sequence[bool]) -> dict[str, float]:
 
 def accuracies(subjects: Sequence[Subject], done: Mapping[str, Sequence[Chosen]]) -> dict[str, Any]:
     """Return accuracies: over all questions, by category, averaged over subjects, and by subject."""
-    told = {s.key: [one.is_right for one in done[s.key] if one.is_right is not None] for s in subjects}
-    told = {key: rights for key, rights in told.items() if rights}
-    if not told:
+    right_of = {s.key: [one.is_right for one in done[s.key] if one.is_right is not None] for s in subjects}
+    right_of = {key: rights for key, rights in right_of.items() if rights}
+    if not right_of:
         return {"num_questions": sum(len(done[s.key]) for s in subjects), "num_answered": 0}
     by_category: dict[str, list[bool]] = defaultdict(list)
     for subject in subjects:
-        by_category[subject.category or "Other"] += told.get(subject.key, [])
-    found: dict[str, Any] = accuracy([right for rights in told.values() for right in rights])
-    found["macro_accuracy"] = round(sum(100 * sum(r) / len(r) for r in told.values()) / len(told), 4)
+        by_category[subject.category or "Other"] += right_of.get(subject.key, [])
+    found: dict[str, Any] = accuracy([right for rights in right_of.values() for right in rights])
+    found["macro_accuracy"] = round(sum(100 * sum(r) / len(r) for r in right_of.values()) / len(right_of), 4)
     known = [c for c in CATEGORIES if by_category.get(c)] + [c for c in by_category if c not in CATEGORIES]
     found["categories"] = {category: accuracy(by_category[category]) for category in known if by_category[category]}
-    found["subjects"] = {key: accuracy(rights) for key, rights in sorted(told.items())}
+    found["subjects"] = {key: accuracy(rights) for key, rights in sorted(right_of.items())}
     return found
 
 

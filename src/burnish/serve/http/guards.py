@@ -145,7 +145,7 @@ class Guard:
             else:
                 await self.app(scope, answer.receive, answer)
         except (APIError, HTTPException) as error:
-            await self._refuse(as_refusal(error), scope, receive, answer)
+            await self._refuse(as_api_error(error), scope, receive, answer)
         except Exception:  # the outermost frame: unexpected errors are one line for the client; the log has details
             log.exception("request %s: %s %s", request_id, request.method, scope["path"])
             await self._refuse(INTERNAL, scope, receive, answer)
@@ -234,7 +234,7 @@ def under(prefix: str, app: ASGIApp) -> ASGIApp:
     return inner
 
 
-def as_refusal(error: APIError | HTTPException) -> APIError:
+def as_api_error(error: APIError | HTTPException) -> APIError:
     """Convert the routes' own "not found" and "method not allowed"."""
     if isinstance(error, APIError):
         return error

@@ -57,40 +57,42 @@ async def serve(
         Exception: any exception of ``begin``.
     """
     server = _Server(_config(app))
-    told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    _answer_signals(told)
+    signalled: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    _answer_signals(signalled)
     serving, beginning = asyncio.ensure_future(server.serve(sockets=[found])), asyncio.ensure_future(begin())
     try:
-        await _first(told, serving, beginning)
-        if told.done():
+        await _first(signalled, serving, beginning)
+        if signalled.done():
             await drain()
     finally:
         beginning.cancel()
         server.should_exit = True
         await asyncio.wait({serving, beginning})
-    if not told.done():
+    if not signalled.done():
         beginning.result()
         serving.result()
-    return 128 + (told.result() if told.done() else signal.SIGTERM)
+    return 128 + (signalled.result() if signalled.done() else signal.SIGTERM)
 
 
-async def _first(told: asyncio.Future[int], serving: asyncio.Future[None], beginning: asyncio.Future[None]) -> None:
+async def _first(
+    signalled: asyncio.Future[int], serving: asyncio.Future[None], beginning: asyncio.Future[None]
+) -> None:
     """Wait for a signal, for the server to end, or for ``begin`` to fail."""
-    waited: set[asyncio.Future[int] | asyncio.Future[None]] = {told, serving, beginning}
+    waited: set[asyncio.Future[int] | asyncio.Future[None]] = {signalled, serving, beginning}
     while True:
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if told.done() or serving.done() or beginning.exception() is not None:
+        if signalled.done() or serving.done() or beginning.exception() is not None:
             return
         waited.discard(beginning)
 
 
-def _answer_signals(told: asyncio.Future[int]) -> None:
+def _answer_signals(signalled: asyncio.Future[int]) -> None:
     loop = asyncio.get_running_loop()
 
     def answer(number: int) -> None:
-        if told.done():
+        if signalled.done():
             os._exit(128 + number)
-        told.set_result(number)
+        signalled.set_result(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, answer, number)

@@ -27,7 +27,7 @@ from burnish.serve.page.routes.jobs import Jobs, target_of
 from burnish.serve.page.routes.picking import Picking
 from burnish.serve.page.routes.shelf import Shelf
 from burnish.serve.page.runs.completions import completions
-from burnish.serve.page.runs.files import checkpoints, given_text, tail_lines
+from burnish.serve.page.runs.files import checkpoints, run_yaml_text, tail_lines
 from burnish.serve.page.runs.follow import CONSOLE, FilePosition, cursor_text, end_of, log_text, news, read_cursor
 from burnish.serve.page.runs.remarks import remarks_on
 from burnish.serve.page.runs.runs import FoundRun, id_of
@@ -115,7 +115,7 @@ class Api:
             **self.site.facts([run])[0],
             "outcome": run.outcome,
             "launch": {name: run.launch.get(name) for name in ("argv", "host", "user", "time", "burnish", "devices")},
-            "given": given_text(run.folder),
+            "given": run_yaml_text(run.folder),
             "checkpoints": checkpoints(run.folder),
             "events": tail_lines(run.folder / EVENTS)[-200:],
             "files": _files(run.folder),

@@ -30,7 +30,7 @@ from burnish.serve.http.static import MemoryFiles
 from burnish.serve.page.api import Api
 from burnish.serve.page.jobs.commands import FORMATS
 from burnish.serve.page.runs.completions import COMPLETIONS
-from burnish.serve.page.runs.files import given_text
+from burnish.serve.page.runs.files import run_yaml_text
 from burnish.serve.page.runs.remarks import remarks_on
 from burnish.serve.page.runs.report import curves, table
 from burnish.serve.page.runs.runs import ALIVE
@@ -38,7 +38,7 @@ from burnish.serve.page.runs.series import picture, series, small_picture
 from burnish.serve.page.session import COOKIE, LASTS_S, Sessions
 from burnish.serve.page.site import Site
 from burnish.serve.page.words import FOLDER as WORDS
-from burnish.serve.page.words import LANGUAGES, language_asked, page_words, translator
+from burnish.serve.page.words import LANGUAGES, page_words, requested_language, translator
 
 HERE = Path(__file__).parent
 POLICY = (
@@ -118,7 +118,7 @@ class Pages:
     async def run(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
         columns, _ = await asyncio.to_thread(series, run.folder)
-        language = language_asked(request)
+        language = requested_language(request)
         return self._page(
             "run", request, run=self.site.facts([run])[0],
             picture=picture(columns, 640, 160), columns=_summary(columns),
@@ -130,11 +130,11 @@ class Pages:
         """A run as one HTML file to send to somebody; it needs nothing else and runs no script."""
         run = await self.site.run(request.path_params["id"])
         columns, _ = await asyncio.to_thread(series, run.folder)
-        language = language_asked(request)
+        language = requested_language(request)
         words = page_words(language)
         text = self.templates.get_template("report.html").render(
             t=translator(language), language=language, run=self.site.facts([run])[0], launch=run.launch, known=words,
-            curves=list(curves(columns)), options=table(given_text(run.folder)),
+            curves=list(curves(columns)), options=table(run_yaml_text(run.folder)),
             remarks=[remark.text(language) for remark in remarks_on(run, columns)],
         )  # fmt: skip
         name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in run.name)
@@ -200,7 +200,7 @@ class Pages:
     # --- how --------------------------------------------------------------------------------------------------------
 
     def _page(self, name: str, request: Request, status: int = 200, **values: Any) -> Response:
-        language, theme = language_asked(request), request.cookies.get("theme", "")
+        language, theme = requested_language(request), request.cookies.get("theme", "")
         up = "../" * (request.scope["path"].count("/") - 1)
         text = self.templates.get_template(f"{name}.html").render(
             t=translator(language), language=language, languages=LANGUAGES, up=up, page=name,

@@ -25,7 +25,7 @@ from burnish.serve.http.stream import EventStream, event_text
 from burnish.serve.page.jobs.starting import free_folder
 from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
 from burnish.serve.page.site import Answer, Site
-from burnish.serve.page.words import in_language, language_asked, option_words
+from burnish.serve.page.words import in_language, option_words, requested_language
 from burnish.utils.json_files import read_object
 
 MOST_PRESETS = 200
@@ -51,7 +51,7 @@ class Form:
 
     async def form(self, request: Request) -> Response:
         """All options, their layout, the presets, and the options that cannot be set from the web UI."""
-        form, language = await self.site.form(), language_asked(request)
+        form, language = await self.site.form(), requested_language(request)
         fields = in_language(form["fields"], language)
         words, allowed = option_words(language), self.site.starter.allow
         secret = words["reasons"].get("it is a secret", "it is a secret")

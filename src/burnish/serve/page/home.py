@@ -39,8 +39,8 @@ class Home:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            said = lock.read().strip()
-            where = f" at {said}" if said else ""
+            content = lock.read().strip()
+            where = f" at {content}" if content else ""
             what = f"Another web UI is already running{where} with the same state folder {self.folder}."
             raise UserError(what, remedy="Use that one, or set another web_home.") from error
         lock.truncate(0)

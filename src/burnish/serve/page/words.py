@@ -66,6 +66,6 @@ def language_of(cookie: str, accepted: str) -> str:
     return LANGUAGES[0]
 
 
-def language_asked(request: Request) -> str:
+def requested_language(request: Request) -> str:
     """The language that a request's cookie or header asks for."""
     return language_of(request.cookies.get("language", ""), request.headers.get("accept-language", ""))

@@ -47,7 +47,7 @@ def check_numbers(args: Fields) -> None:
     """Raise ValueError for the first number that is out of bounds."""
     for name, spec in args.declared.items():
         value = getattr(args, name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or (value <= 0 and _asks_for_none(args, name)):
+        if not isinstance(value, int | float) or isinstance(value, bool) or (value <= 0 and _disables(args, name)):
             continue
         try:
             check_bounds(spec, value)
@@ -55,7 +55,7 @@ def check_numbers(args: Fields) -> None:
             raise ValueError(f"`{name}` {error}") from None
 
 
-def _asks_for_none(args: Fields, name: str) -> bool:
+def _disables(args: Fields, name: str) -> bool:
     """Whether 0 or less is allowed and means "disabled" (no limit, no clipping, never), or is not used."""
     if name in ("logging_steps", "eval_steps"):
         return bool(getattr(args, name.replace("steps", "strategy")) != "steps")

@@ -88,12 +88,12 @@ def plain(value: Any) -> Any:
 
 def trackers_of(report_to: Any) -> list[str]:
     """Names of the trackers. Kubeflow's is selected by the platform itself, with an environment variable."""
-    names = _asked_trackers(report_to)
+    names = _requested_trackers(report_to)
     asks = bool(os.environ.get("KUBEFLOW_TRAINER_SERVER_URL"))
     return [*names, "kubeflow"] if asks and "kubeflow" not in names else names
 
 
-def _asked_trackers(report_to: Any) -> list[str]:
+def _requested_trackers(report_to: Any) -> list[str]:
     if report_to in ("all", ["all"]):
         from transformers.integrations import get_available_reporting_integrations
 

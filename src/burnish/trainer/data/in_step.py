@@ -18,17 +18,17 @@ from burnish.loop.protocols import Engine
 
 def in_step(batches: Iterable[Any], engine: Engine) -> Iterator[tuple[Any, bool]]:
     """Yield (batch, whether it is this rank's own and counts). Batches are only drawn on demand."""
-    iterator, lent, is_there = iter(batches), None, True
+    iterator, padding, is_there = iter(batches), None, True
     while True:
         batch = next(iterator, None) if is_there else None
         is_there = batch is not None
         num_ranks = engine.sum(torch.tensor(float(is_there), device=engine.device))
         if not num_ranks > 0:
             return
-        if lent is None and num_ranks < engine.world_size:  # fewer rows than ranks: a rank never had its own batch
-            lent = next(one for one in engine.gather_objects(batch) if one is not None)
-        lent = batch if is_there else lent
-        yield lent, is_there
+        if padding is None and num_ranks < engine.world_size:  # fewer rows than ranks: a rank never had its own batch
+            padding = next(one for one in engine.gather_objects(batch) if one is not None)
+        padding = batch if is_there else padding
+        yield padding, is_there
 
 
 def with_last(batches: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool, bool]]:

@@ -21,7 +21,7 @@ from burnish.data.batches.stream import StepPartition
 from burnish.loop.protocols import Engine
 from burnish.loop.schedule import StepPlan
 from burnish.trainer.arguments.training import TrainingArguments
-from burnish.trainer.data.stream import DealtBatches, DealtRows, EpochOrder, is_dealt
+from burnish.trainer.data.stream import BatchesOfRank, EpochOrder, RowsOfRank, is_of_rank
 
 logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
@@ -56,7 +56,7 @@ def make_loader(
                 seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
             )
     elif engine.world_size > 1:
-        dataset = DealtRows(dataset, batch_size, engine.world_size, engine.rank)
+        dataset = RowsOfRank(dataset, batch_size, engine.world_size, engine.rank)
     loader = TrainerLoader(dataset, **parameters)
     loader.world_size = engine.world_size
     return loader
@@ -107,7 +107,7 @@ def num_rows_of(loader: Any, batch_size: int) -> int:
     """Number of rows of a loader's set; if unknown, its batches times ``batch_size``."""
     try:
         dataset: Any = loader.dataset
-        is_split = isinstance(dataset, IterableDatasetShard | DealtRows)
+        is_split = isinstance(dataset, IterableDatasetShard | RowsOfRank)
         return len(cast(Any, dataset).dataset if is_split else dataset)
     except (AttributeError, TypeError):
         return len(loader) * batch_size
@@ -130,7 +130,7 @@ def numbers_of_training(
 # --- a script's own loader --------------------------------------------------------------------------------------------
 
 
-def dealt_to(loader: DataLoader[Any], engine: Engine, seed: int) -> DataLoader[Any]:
+def loader_of_rank(loader: DataLoader[Any], engine: Engine, seed: int) -> DataLoader[Any]:
     """The loader of this process.
 
     Args:
@@ -138,11 +138,11 @@ def dealt_to(loader: DataLoader[Any], engine: Engine, seed: int) -> DataLoader[A
         engine: for rank and world size.
         seed: seed of a random order; the same in every process.
     """
-    if engine.world_size == 1 or is_dealt(loader) or isinstance(loader.dataset, DealtRows):
+    if engine.world_size == 1 or is_of_rank(loader) or isinstance(loader.dataset, RowsOfRank):
         return loader
-    dealt = TrainerLoader(**_as_it_was(loader), **_rows_of(loader, engine, seed))
-    dealt.world_size = engine.world_size
-    return dealt
+    partitioned = TrainerLoader(**_as_it_was(loader), **_rows_of(loader, engine, seed))
+    partitioned.world_size = engine.world_size
+    return partitioned
 
 
 def _as_it_was(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -157,15 +157,15 @@ def _as_it_was(loader: DataLoader[Any]) -> dict[str, Any]:
 def _rows_of(loader: DataLoader[Any], engine: Engine, seed: int) -> dict[str, Any]:
     dataset, size, who = loader.dataset, loader.batch_size, (engine.world_size, engine.rank)
     if isinstance(dataset, IterableDataset):
-        dealt = DealtRows(dataset, size or 1, *who)
-        return {"dataset": dealt, "batch_size": size, "drop_last": loader.drop_last}
+        partitioned = RowsOfRank(dataset, size or 1, *who)
+        return {"dataset": partitioned, "batch_size": size, "drop_last": loader.drop_last}
     strategy = _ORDERS.get(type(loader.sampler))
     if size is not None and strategy is not None and type(loader.batch_sampler) is BatchSampler:
         cut = StepPartition(size, 1, *who, loader.drop_last)
         order = EpochOrder(len(dataset), cut, seed, strategy)  # type: ignore[arg-type]
         return {"dataset": dataset, "batch_size": size, "sampler": order, "drop_last": loader.drop_last}
     batches: Any = loader.batch_sampler if loader.batch_sampler is not None else [[n] for n in loader.sampler]
-    return {"dataset": dataset, "batch_sampler": DealtBatches(batches, *who)}
+    return {"dataset": dataset, "batch_sampler": BatchesOfRank(batches, *who)}
 
 
 _ORDERS = {RandomSampler: "random", SequentialSampler: "sequential"}

@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from burnish.data.batches.batching import collate_prefix_sharing
 from burnish.kernels.probe import Capabilities, causal_lm
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
-from burnish.losses.targets import collate_learned
+from burnish.losses.targets import collate_trained
 from burnish.models.patches.attention import NAME
 from burnish.models.patches.capabilities import find_capabilities
 from burnish.trainer.inspection import is_causal_lm
@@ -51,7 +51,7 @@ def shared_prefixes_of(batch: Mapping[str, Any]) -> Batch | None:
         {"input_ids": some[:length], "labels": theirs[:length]}
         for some, theirs, length in zip(ids.tolist(), labels.tolist(), lengths.tolist(), strict=True)
     ]
-    flat = collate_learned(collate_prefix_sharing, rows)
+    flat = collate_trained(collate_prefix_sharing, rows)
     return {name: value.to(ids.device) if isinstance(value, Tensor) else value for name, value in flat.items()}
 
 
@@ -77,8 +77,8 @@ def may_lie_flat(model: nn.Module) -> bool:
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
         return False
     config: Any = getattr(causal_lm(model), "config", None)
-    asks_router = getattr(config, "output_router_logits", False)
-    return not asks_router and getattr(config, "_attn_implementation", None) in {"sdpa", NAME}
+    needs_router = getattr(config, "output_router_logits", False)
+    return not needs_router and getattr(config, "_attn_implementation", None) in {"sdpa", NAME}
 
 
 def has_plain_loss(model: nn.Module) -> bool:

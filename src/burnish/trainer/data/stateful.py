@@ -19,7 +19,7 @@ from burnish.trainer import notes
 
 def stream_with_state(loader: Any, world_size: int) -> Stateful | None:
     """The loader, or else its set, if it has a state. With several processes only a set that each of them reads from
-    the beginning (``DealtRows``), because the first process saves the state for all.
+    the beginning (``RowsOfRank``), because the first process saves the state for all.
     """
     if world_size == 1 and _has_state(loader):
         return loader  # type: ignore[no-any-return]

@@ -94,7 +94,7 @@ class EpochOrder(Sampler[int]):
         return [item for part in self.cut.micro_batches(order) for item in part]
 
 
-class DealtBatches(Sampler[list[int]]):
+class BatchesOfRank(Sampler[list[int]]):
     """This rank's batches of a script's own batch sampler: every ``world_size``-th batch.
 
     Every rank iterates over all ``batches``, which must therefore have the same order everywhere.
@@ -120,7 +120,7 @@ class DealtBatches(Sampler[list[int]]):
                 listener.set_epoch(epoch)
 
 
-class DealtRows(IterableDataset[Any]):
+class RowsOfRank(IterableDataset[Any]):
     """This rank's rows of a set without length, divided as in ``EpochOrder``; each row goes to one rank."""
 
     def __init__(self, dataset: Any, batch_size: int, world_size: int, rank: int) -> None:
@@ -292,7 +292,7 @@ class LoaderStream(StepBatchLoader):
         for last in batches:
             made += 1
             yield last
-        if is_dealt(self.loader):
+        if is_of_rank(self.loader):
             for _ in range(self.length - made):
                 last = self.loader.collate_fn([self.loader.dataset[0]]) if last is None else last
                 yield self.pad(last)
@@ -319,11 +319,11 @@ class Taken(Sequence[int]):
         return self.order.of_epoch(self.epoch)[self.first * self.order.across : self.end * self.order.across]
 
 
-def is_dealt(loader: Any) -> bool:
+def is_of_rank(loader: Any) -> bool:
     """Whether burnish divides the rows of ``loader`` between ranks, so that each rank knows its number of
     micro-batches.
     """
-    return order_in(loader) is not None or isinstance(getattr(loader, "batch_sampler", None), DealtBatches)
+    return order_in(loader) is not None or isinstance(getattr(loader, "batch_sampler", None), BatchesOfRank)
 
 
 def order_in(loader: Any) -> EpochOrder | None:
@@ -349,9 +349,9 @@ def num_batches(loader: Any) -> int | None:
     order = order_in(loader)
     if order is not None:
         return order.num_batches()
-    if is_dealt(loader):
-        dealt: DealtBatches = loader.batch_sampler
-        return -(-dealt.num_batches // dealt.world_size)
+    if is_of_rank(loader):
+        partitioned: BatchesOfRank = loader.batch_sampler
+        return -(-partitioned.num_batches // partitioned.world_size)
     try:
         return len(loader)
     except TypeError:

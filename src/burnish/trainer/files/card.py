@@ -81,8 +81,10 @@ def _loader(model: Any) -> str:
 def _arguments(args: TrainingArguments) -> dict[str, Any]:
     """The arguments that differ from their defaults."""
     values = {name: getattr(args, name) for name in args.declared if name not in _SAYS_NOTHING and "hub" not in name}
-    told = {n: plain(v) for n, v in values.items() if v is not None and plain(v) != plain(args.declared[n].default)}
-    return {name: value for name, value in told.items() if isinstance(value, str | int | float | list) and value != []}
+    settings = {n: plain(v) for n, v in values.items() if v is not None and plain(v) != plain(args.declared[n].default)}
+    return {
+        name: value for name, value in settings.items() if isinstance(value, str | int | float | list) and value != []
+    }
 
 
 def _adapter(adapters: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class RunningEngine:
     log: Path
     used: float = field(default_factory=time.monotonic)
     state: str = "loading"
-    said: str = ""
+    message: str = ""
 
 
 class Engines:
@@ -82,13 +82,13 @@ class Engines:
         """State of every engine."""
         for one in self._all.values():
             await self._look(one)
-        return [{"id": e.id, "name": e.name, "state": e.state, "said": e.said} for e in self._all.values()]
+        return [{"id": e.id, "name": e.name, "state": e.state, "said": e.message} for e in self._all.values()]
 
     async def _look(self, one: RunningEngine) -> None:
         if one.child.poll() is not None:
             one.state = "ended"
             text = one.log.read_text(encoding="utf-8", errors="replace") if one.log.is_file() else ""
-            one.said = text.strip()[-600:]
+            one.message = text.strip()[-600:]
             return
         if one.state == "ready":
             return
@@ -97,7 +97,7 @@ class Engines:
         except APIError:
             return
         one.state = "ready" if status == 200 else "loading"
-        one.said = "" if status == 200 else f"{json.loads(body).get('loaded', 0):.0%}"
+        one.message = "" if status == 200 else f"{json.loads(body).get('loaded', 0):.0%}"
 
     def end(self, identity: str) -> None:
         one = self._all.pop(identity, None)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.report.metadata import GIVEN, LAUNCH, OUTCOME, given_yaml, launched, write_outcome
+from burnish.report.metadata import LAUNCH, OUTCOME, RUN_YAML, given_yaml, launched, write_outcome
 from burnish.report.results import write_whole
 from burnish.run.plan.config_files import read_arguments
 from burnish.serve.http.child import environment_of_child, start_burnish, tell
@@ -24,7 +24,7 @@ from burnish.serve.http.errors import APIError
 from burnish.serve.page.home import Home
 from burnish.serve.page.permissions import check_values
 from burnish.serve.page.places import Roots
-from burnish.serve.page.runs.files import given_text, object_in
+from burnish.serve.page.runs.files import object_in, run_yaml_text
 from burnish.serve.page.runs.follow import CONSOLE
 from burnish.serve.page.runs.runs import FoundRun, is_alive
 from burnish.serve.run_folder import data_seen_from
@@ -84,7 +84,7 @@ class Starter:
         if not given["overwrite_output_dir"]:
             del given["overwrite_output_dir"]
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / GIVEN, given_yaml(given, {}))
+        write_whole(folder / RUN_YAML, given_yaml(given, {}))
         self._launch(folder, devices)
         return folder
 
@@ -121,10 +121,10 @@ class Starter:
 
     def _given_of(self, run: FoundRun) -> dict[str, Any]:
         """The values in a run's ``run.yaml``."""
-        if not given_text(run.folder):
-            raise APIError(409, "no_file", f"The run has no {GIVEN}, so its options are unknown.")
+        if not run_yaml_text(run.folder):
+            raise APIError(409, "no_file", f"The run has no {RUN_YAML}, so its options are unknown.")
         try:
-            given, _ = read_arguments([str(run.folder / GIVEN)])
+            given, _ = read_arguments([str(run.folder / RUN_YAML)])
         except UserError as error:
             raise APIError(422, "invalid_value", str(error)) from error
         return {name: item.value for name, item in given.items()}
@@ -132,7 +132,7 @@ class Starter:
     def _launch(self, folder: Path, devices: list[int] | None) -> None:
         (folder / OUTCOME).unlink(missing_ok=True)
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
-        words = ["train", str(folder / GIVEN)]
+        words = ["train", str(folder / RUN_YAML)]
         child = start_burnish(words, self._place_of(folder), folder / CONSOLE, self._environment() | chosen)
         self._children.append(child)
         launch = launched([], child.pid, ["burnish", *words])

@@ -14,7 +14,7 @@ from typing import Any
 
 from burnish.loop.state import STATE_NAME
 from burnish.report.jsonl import LOG_NAME
-from burnish.report.metadata import GIVEN
+from burnish.report.metadata import RUN_YAML
 from burnish.utils.files import regular_inside
 
 LOG, STATE = LOG_NAME, STATE_NAME
@@ -33,10 +33,10 @@ def object_in(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def given_text(folder: Path, most: int = 2**16) -> str:
+def run_yaml_text(folder: Path, most: int = 2**16) -> str:
     """The text of a run's ``run.yaml``; "" if there is none in its folder."""
     try:
-        with regular_inside(folder / GIVEN) as file:
+        with regular_inside(folder / RUN_YAML) as file:
             return file.read(most).decode("utf-8", "replace")
     except OSError:
         return ""

@@ -42,8 +42,8 @@ def runs(words: Sequence[str]) -> int:
         print_result("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     for run in found:
         if run.state in ("failed", "died", "unreadable"):
-            said = " ".join(part for part in (run.sentence, run.remedy) if part)
-            print_result(f"{_line(run.name)}: {said}")
+            line = " ".join(part for part in (run.sentence, run.remedy) if part)
+            print_result(f"{_line(run.name)}: {line}")
         for remark in _remarks(run):
             print_result(f"{_line(run.name)}: {remark}")
     return 0

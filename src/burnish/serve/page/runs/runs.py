@@ -21,7 +21,16 @@ from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import first_line
 from burnish.report.metadata import EVENTS, LAUNCH, OUTCOME, boot_id, process_fields, start_ticks
-from burnish.serve.page.runs.files import LOG, STATE, checkpoints, given_text, history, is_broken, object_in, tail_lines
+from burnish.serve.page.runs.files import (
+    LOG,
+    STATE,
+    checkpoints,
+    history,
+    is_broken,
+    object_in,
+    run_yaml_text,
+    tail_lines,
+)
 
 RunState: TypeAlias = Literal[
     "queued", "starting", "running", "saving", "evaluating", "stopping", "stopped", "done", "failed", "died",
@@ -217,7 +226,7 @@ def _kind(folder: Path, launch: Mapping[str, Any]) -> RunKind:
     word = argv[1] if isinstance(argv, list) and len(argv) > 1 else ""
     if word in ("predict", "eval"):
         return "predict" if word == "predict" else "eval"
-    given = given_text(folder) if launch else ""
+    given = run_yaml_text(folder) if launch else ""
     if "do_train: false" not in given:
         return "train"
     return "predict" if "do_predict: true" in given else "eval"

@@ -93,7 +93,7 @@ def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
             )
         own = _sequences(batch, "")
         if kind == "verdicts":
-            return _verdicts(own, batch)
+            return _unpaired(own, batch)
         sides = [own[: len(own) // 2], own[len(own) // 2 :]]
     margins = batch.get("margin")
     return [
@@ -117,7 +117,7 @@ def _numbers(batch: Mapping[str, Any], at: int, sides: Sequence[str]) -> dict[st
     return {column_of(side): float(batch[REFERENCE[side]][at]) for side in sides if REFERENCE[side] in batch}
 
 
-def _verdicts(own: list[tuple[list[int], list[int]]], batch: Mapping[str, Any]) -> list[Row]:
+def _unpaired(own: list[tuple[list[int], list[int]]], batch: Mapping[str, Any]) -> list[Row]:
     others = _sequences(batch, "KL_") if "KL_input_ids" in batch else [([], [])] * len(own)
     return [
         {"input_ids": ids, "labels": labels, "tag": bool(batch["label"][at]), "kl_input_ids": kl_ids,

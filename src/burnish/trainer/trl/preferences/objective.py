@@ -33,9 +33,9 @@ from burnish.losses.reference import (
     Following,
     Reference,
     SecondModel,
-    StartInPieces,
+    ShardedStart,
     StartOfRun,
-    refuse_pieces,
+    refuse_sharded_weights,
 )
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.images.features import make_seeing
@@ -190,7 +190,7 @@ def reference_for(
         second = SecondModel(objective.module_of_reference(ref_model.to(engine.device)))
         if not options.sync_ref_model:
             return second
-        refuse_pieces(engine)
+        refuse_sharded_weights(engine)
         return _following(second.beside(model), options)
     if peft_config is not None and _begins_as_nothing(peft_config) and not options.sync_ref_model:
         adapter = PeftAdapter(PeftOptions())
@@ -199,9 +199,9 @@ def reference_for(
     if options.precompute_ref_log_probs:
         return AsItIs()
     if options.sync_ref_model:
-        refuse_pieces(engine)
+        refuse_sharded_weights(engine)
         return _following(StartOfRun(model), options)
-    return StartInPieces(engine) if engine.splits_weights else StartOfRun(model)
+    return ShardedStart(engine) if engine.splits_weights else StartOfRun(model)
 
 
 def _following(start: StartOfRun | SecondModel, options: ReferenceOptions) -> Following:

@@ -77,7 +77,7 @@ def _pair_columns(row: Row) -> dict[str, Any]:
     return ids | _images(row)
 
 
-def _verdict_columns(row: Row) -> dict[str, Any]:
+def _unpaired_columns(row: Row) -> dict[str, Any]:
     begin, ids, other = _begin(row["labels"]), row["input_ids"], row.get("kl_input_ids", ())
     beside = other[_begin(row["kl_labels"]) :] if other else []
     known = {"prompt_ids": ids[:begin], "completion_ids": ids[begin:], "label": row["tag"], KL_IDS: beside}
@@ -95,7 +95,7 @@ def _score_columns(row: Row) -> dict[str, Any]:
 
 
 _COLUMNS_OF: Mapping[Kind, Callable[[Row], Mapping[str, Any]]] = {
-    "pairs": _pair_columns, "verdicts": _verdict_columns, "scores": _score_columns
+    "pairs": _pair_columns, "verdicts": _unpaired_columns, "scores": _score_columns
 }  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def _looking_back(columns: Columns) -> Columns:
     return {**columns, KL_IDS: others}
 
 
-class VerdictsOfSteps:
+class UnpairedOfSteps:
     """Labelled responses whose mismatched responses come from the same step (``kl_pairing="group"``). A key consists of
     the row and the row with the mismatched response.
     """
@@ -188,14 +188,14 @@ def pair_row(row: Mapping[str, Any]) -> Row:
     return sides | _images(row)
 
 
-def verdict_row(row: Mapping[str, Any], limit: int | None) -> Row:
+def unpaired_row(row: Mapping[str, Any], limit: int | None) -> Row:
     """A labelled response, and the same prompt with a mismatched response, truncated as its own was."""
     prompt, answer, other = row["prompt_ids"], row["completion_ids"], row["KL_completion_ids"]
     other = other if limit is None else other[: limit - len(prompt)]
-    unlearned = [IGNORE_INDEX] * len(prompt)
+    masked = [IGNORE_INDEX] * len(prompt)
     return {
-        "input_ids": prompt + answer, "labels": unlearned + answer, "tag": row["label"],
-        "kl_input_ids": prompt + other if other else [], "kl_labels": unlearned + other, **_images(row),
+        "input_ids": prompt + answer, "labels": masked + answer, "tag": row["label"],
+        "kl_input_ids": prompt + other if other else [], "kl_labels": masked + other, **_images(row),
         **({"kl_images": row["images"]} if row.get("images") else {}),
     }  # fmt: skip
 

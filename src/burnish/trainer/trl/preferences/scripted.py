@@ -195,10 +195,10 @@ def get_batch_logps(
         )
     if not is_encoder_decoder:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    learned = labels != IGNORE_INDEX
+    is_trained = labels != IGNORE_INDEX
     chosen = F.log_softmax(logits.float(), -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    sums = (chosen * learned).sum(-1)
-    return sums / learned.sum(-1) if average_log_prob else sums
+    sums = (chosen * is_trained).sum(-1)
+    return sums / is_trained.sum(-1) if average_log_prob else sums
 
 
 def concatenated_inputs(

@@ -56,11 +56,11 @@ from burnish.trainer.trl.preferences.objective import (
 )
 from burnish.trainer.trl.preferences.rows import (
     NAMES,
-    VerdictsOfSteps,
+    UnpairedOfSteps,
     pair_row,
     preference_rows,
     template_of,
-    verdict_row,
+    unpaired_row,
     with_kl_answers,
 )
 from burnish.trainer.trl.preferences.scripted import (
@@ -187,7 +187,7 @@ class PreferenceTrainer(TrlTrainer):
         self._fit(peft_config)
         self._totals = Totals()
         self._inspect(args)
-        if self._asks_beforehand:
+        if self._precomputes_reference:
             self._ask_beforehand()
         tag: Any = getattr(self.model, "add_model_tags", None)
         if tag is not None:
@@ -220,7 +220,7 @@ class PreferenceTrainer(TrlTrainer):
         return isinstance(self.objective, AnswersObjective) and self.objective.needs_reference
 
     @property
-    def _asks_beforehand(self) -> bool:
+    def _precomputes_reference(self) -> bool:
         args = self.args
         return isinstance(args, WithReference) and args.precompute_ref_log_probs and self._needs_reference
 
@@ -325,7 +325,7 @@ class PreferenceTrainer(TrlTrainer):
     @property
     def precompute_ref_logps(self) -> bool:
         """TRL's name of ``args.precompute_ref_log_probs``."""
-        return self._asks_beforehand
+        return self._precomputes_reference
 
     def _ask_beforehand(self) -> None:
         """Precompute the reference's log-probabilities of every row, and free a reference that takes memory."""
@@ -386,7 +386,7 @@ class PreferenceTrainer(TrlTrainer):
     def _ready_evals(self, dataset: Any) -> Any:
         """A dataset passed by a script, prepared like those of the constructor."""
         dataset = self._prepared_evals(dataset, self.processing_class, self.args)
-        return self._completed(dataset, "eval") if self._asks_beforehand else dataset
+        return self._completed(dataset, "eval") if self._precomputes_reference else dataset
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         if self._is_scripted:
@@ -581,21 +581,21 @@ class KTOTrainer(PreferenceTrainer):
             return super().get_train_dataloader()
         if not is_datasets_set(self.train_dataset):
             raise ValueError('`kl_pairing="group"` is not supported with IterableDataset. Use a map-style dataset.')
-        rows = VerdictsOfSteps(self._remove_unused_columns(self.train_dataset, "Training"))
+        rows = UnpairedOfSteps(self._remove_unused_columns(self.train_dataset, "Training"))
         return self._get_dataloader(rows, "Training", self._train_batch_size, self._get_train_sampler, is_training=True)
 
     def _row_of(self, row: Mapping[str, Any]) -> Row:
-        return verdict_row(row, self.args.max_length)
+        return unpaired_row(row, self.args.max_length)
 
     def _inspect(self, args: PreferenceConfig) -> None:
         if not hasattr(self.train_dataset, "__len__") or len(self.train_dataset) == 1:
             return  # a streamed dataset, or a trial with one record
         rows: Any = [{"tag": label} for label in self.train_dataset["label"]]
         try:
-            remarks = self.objective.inspect(rows, self._rows_per_step)
+            found_problems = self.objective.inspect(rows, self._rows_per_step)
         except UserError as error:
             raise UserError(args.in_own_words(error.problems)) from None
-        for problem in args.in_own_words(map(Problem, remarks)):
+        for problem in args.in_own_words(map(Problem, found_problems)):
             logger.warning(problem.what)
 
 

@@ -31,7 +31,7 @@ from burnish.rollouts.objective import LeaveOneOutObjective, RolloutObjective
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
 from burnish.rollouts.rewards.models import RewardModel, reward_model_of
-from burnish.run.rollouts import merging, seats_of
+from burnish.run.rollouts import merging, slots_of
 from burnish.trainer.data.in_step import in_step
 from burnish.trainer.data.stream import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
@@ -199,7 +199,7 @@ class RolloutTrainer(TrlTrainer):
             {"prompt": prompt, **{name: values[at] for name, values in columns.items()}}
             for at, prompt in enumerate(prompts)
         ]
-        self._told, self._logged_extra, self._logged_metrics = told, {}, {}
+        self._log_request, self._logged_extra, self._logged_metrics = told, {}, {}
         values = self._calculate_rewards(
             inputs, list(prompts), list(completions), [list(ids) for ids in completion_ids]
         )
@@ -237,7 +237,7 @@ class RolloutTrainer(TrlTrainer):
         columns = {name: [record.get(name) for record in inputs] for name in names}
         table = compute_rewards(
             self.objective.functions, prompts, completions, completion_ids_list, columns,
-            given={"trainer_state": self.state, **self._environments_given()}, **self._told,
+            given={"trainer_state": self.state, **self._environments_given()}, **self._log_request,
         )  # fmt: skip
         self._logged_extra, self._logged_metrics = table.extra, table.metrics
         return table.values
@@ -265,8 +265,8 @@ class RolloutTrainer(TrlTrainer):
         self._asked = replace(found, model=model)
         self.model_wrapped = self._made = objective.module(model)
         context = context_length(model.config) or _LONGEST
-        seats = seats_of(objective, engine.device, model.config, min(context, 4 * choices.max_completion_length))
-        objective.source = SlotSource(model, seats, context, engine.precision, merging=merging(model, engine))
+        slots = slots_of(objective, engine.device, model.config, min(context, 4 * choices.max_completion_length))
+        objective.source = SlotSource(model, slots, context, engine.precision, merging=merging(model, engine))
         if self.tools or self.environments is not None:
             variables: Any = self.args.chat_template_kwargs
             form = ToolDialogue(self._tokenizer, schemas(self.tools), variables or {})

@@ -197,7 +197,7 @@ class SFTTrainer(TrlTrainer):
             return loader
         between = ("compute_loss", "training_step", "prediction_step", "_prepare_inputs")
         if all(getattr(type(self), name) is getattr(SFTTrainer, name) for name in between):
-            loader.collate_fn = WithLearned(loader.collate_fn)
+            loader.collate_fn = WithTrained(loader.collate_fn)
         return loader
 
     def _ask(self) -> Capabilities:
@@ -344,7 +344,7 @@ class SFTTrainer(TrlTrainer):
 
 
 @dataclass
-class WithLearned:
+class WithTrained:
     """A collator that adds the target positions to batches while they are on the CPU."""
 
     collate: Callable[[list[Any]], Any]
