@@ -284,7 +284,7 @@ REFUSED = {
     "ray_num_workers": ("ray_run_name: one\nray_num_workers: 2\nplacement_strategy: PACK", "torchrun"),
     "tensor_model_parallel_size": ("tensor_model_parallel_size: 2\nmoe_grouped_gemm: true", "shard the weights"),
     "train_dataset": ("model: models/Qwen2-0.5B\ntrain_dataset: data/v1.yaml\nmodel_class: llm", "Set dataset"),
-    "visual_inputs": ("visual_inputs: true", "the columns of the data set decide"),
+    "visual_inputs": ("visual_inputs: true", "the columns of the dataset determine"),
     "use_asft_loss": ("use_asft_loss: true\nasft_alpha: 0.1", "use_dft_loss: true"),
     "orpo": ("stage: orpo", "Set stage: dpo and pref_loss: orpo"),
     "gpu_kernels": ("gpu_kernels: burnish", "Liger kernels are used"),

@@ -158,13 +158,13 @@ def bad(**change: Any) -> dict[str, Any]:
         (bad(instruction="One <image>."), '2 images and 1 "<image>".'),
         (bad(images=["a.png"]), '1 image and 2 "<image>"'),
         (bad(images=["a.png", "c.png"]), 'images[1] "c.png" is not there. Looked in'),
-        (bad(images=["a.png", "http://x/y.png"]), "images[1] is an address. burnish fetches nothing while it trains"),
+        (bad(images=["a.png", "http://x/y.png"]), "images[1] is a URL. Images are not downloaded during training"),
         (bad(images=["a.png", "data:image/png;base64,iVB*"]), "base64 is broken at character 4"),
         (bad(images=["a.png", 3]), "must be a path, a data URI, bytes or a Pillow image. Received: int"),
         (bad(images=["a.png", ""]), "images[1] is an empty path"),
         (bad(videos=["v.mp4"]), "it contains video (videos[0]); this model takes images."),
         (bad(audios=["v.wav"]), "it contains audio; burnish trains on text and images."),
-        (bad(system="See <image>"), "its system message holds an image"),
+        (bad(system="See <image>"), "the system message contains an image"),
     ],
 )
 def test_bad_records_are_refused_by_number(folder, values, said):

@@ -84,7 +84,7 @@ def test_the_answers_of_several_tools_are_one_message():
 def test_a_role_without_slots_is_refused_by_name():
     tokenizer = byte_tokenizer()
     trained("qwen", tokenizer)
-    with pytest.raises(Exception, match="no role critic"):
+    with pytest.raises(Exception, match="does not support the role critic"):
         tokenizer.apply_chat_template([{"role": "critic", "content": "no"}], tokenize=False)
 
 

@@ -94,7 +94,7 @@ def test_a_stage_has_defaults_of_its_own(tmp_path):
         ({"entropy_coef_min": 2}, "is above entropy_coef_max 1"),
         ({"reward_weights": [1, 2]}, "Received: 2 for 1."),
         ({"sync_ref_model": True}, "beta is 0: there is no reference model"),
-        ({"packing": True}, '"packing" has no meaning'),
+        ({"packing": True}, '"packing" is not supported'),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "set the same number"),
         ({"use_vllm": True}, "burnish writes completions in this process"),
         ({"infer_backend": "vllm"}, "Completions are generated in this process"),

@@ -235,5 +235,5 @@ def test_bad_inputs_of_the_data_are_refused_before_the_model_loads(tmp_path):
         train(given)
     answered = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "data.json").write_text(json.dumps([{"prompt": answered}] * 8))
-    with pytest.raises(ValueError, match="ends with a user's message"):
+    with pytest.raises(ValueError, match="must end with a user message"):
         train({**given, "reward_funcs": [f"{tmp_path}/my_rewards.py:often_none"]})

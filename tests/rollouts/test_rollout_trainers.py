@@ -180,7 +180,8 @@ def test_what_is_missing_is_said_before_training(folder):
 def test_arguments_of_beam_search_have_no_effect_and_that_is_said(folder, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     given = {"do_sample": True, "top_k": 50, "length_penalty": -0.1, "num_beams": 1}
-    trainer = trainer_of(folder, generation_kwargs=given)
+    with caplog.at_level(logging.WARNING, logger="transformers"):
+        trainer = trainer_of(folder, generation_kwargs=given)
     assert '"generation_kwargs.length_penalty" has no effect: completions are sampled' in caplog.text
     assert trainer.objective.choices.top_k == 50
 

@@ -35,8 +35,8 @@ def refusal(changes: dict, kind=ChatRequest) -> APIError:
         ({"messages": [{"role": "user", "content": 3}]}, "invalid_type", "messages[0].content"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, "invalid_value", "messages[0].role"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
-            "unsupported_content", "messages[0].content[0].image_url.url",
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "aGk="}}]}]},
+            "unsupported_content", "messages[0].content[0].type",
         ),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "1", "tool_call_id": "x"}]},

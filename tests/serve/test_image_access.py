@@ -99,7 +99,7 @@ def test_an_image_of_an_allowed_host_is_in_the_request_then(as_public):
 
 def test_addresses_are_closed_unless_a_host_is_opened():
     said = refused(ImageAccess(), "https://example.com/a.png")
-    assert "addresses are not fetched here" in said
+    assert "this server does not fetch URLs" in said
     assert "allow_image_urls" in said
 
 

@@ -325,6 +325,6 @@ def test_the_calls_of_llamafactorys_example_of_tools_are_answered() -> None:
 def test_the_images_of_llamafactorys_example_are_refused_in_words(real: Real) -> None:
     image = {"type": "image_url", "image_url": {"url": "https://example.org/boxes.png"}}
     asked = [{"role": "user", "content": [{"type": "text", "text": "What is on it?"}, image]}]
-    with pytest.raises(openai.BadRequestError, match="is an address, and addresses are not fetched here") as refused:
+    with pytest.raises(openai.BadRequestError, match="is a URL, and this server does not fetch URLs") as refused:
         real.client.chat.completions.create(model="demo", messages=asked)
     assert (refused.value.code, refused.value.param) == ("unsupported_content", "messages[0].content[1].image_url.url")

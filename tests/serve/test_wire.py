@@ -174,7 +174,7 @@ def test_llamafactorys_variables_are_read_where_no_option_is_given() -> None:
     assert {name: given.value for name, given in found.items()} == {
         "api_key": "k" * 9, "api_root_path": "/x", "api_log": "content",
     }  # fmt: skip
-    assert found["api_key"].where == "the environment's API_KEY"
+    assert found["api_key"].where == "environment variable API_KEY"
 
 
 def test_a_key_on_the_command_line_is_refused() -> None:

@@ -39,7 +39,7 @@ def test_the_page_offers_the_model_that_was_named_and_begins_it_by_its_words(pag
     asked: list[tuple[list[str], Path]] = []
     site = page.site
     site.named = NamedModel("model", ("model", "--template", "qwen"), Path("/somewhere"))
-    site.starter.started = lambda words, log, folder: (
+    site.starter.started = lambda words, log, folder, reads_all: (
         asked.append((words, folder)) or subprocess.Popen([sys.executable, "-c", ""])
     )
     assert '"named":"model"' in page.send("GET", "/api/models")[2].replace(": ", ":")

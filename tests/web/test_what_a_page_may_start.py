@@ -140,8 +140,8 @@ def test_every_route_that_may_start_something_is_known_here(page) -> None:
     assert effects - starting == {
         "POST /api/check", "POST /api/yaml", "PUT /api/presets/{id}", "DELETE /api/presets/{id}",
         "PUT /api/datasets/{id}", "POST /api/runs/{id}/stop", "DELETE /api/queue/{number:int}",
-        "DELETE /api/engines/{id}", "POST /api/chat/{id}", "PUT /api/chats/{id}", "DELETE /api/chats/{id}",
-        "PUT /api/uploads/{name}",
+        "DELETE /api/engines/{id}", "POST /api/chat/{id}", "POST /api/chat/{id}/tokens", "PUT /api/chats/{id}",
+        "DELETE /api/chats/{id}", "PUT /api/uploads/{name}",
         "PUT /api/runs/{id}/label", "DELETE /api/runs/{id}", "POST /api/trash/{id}", "DELETE /api/trash",
     }  # fmt: skip
 

@@ -250,7 +250,7 @@ class Checkpoints:
             temporary.mkdir(parents=True)
         self._barrier()
         if not temporary.is_dir():
-            what = f"rank {self.rank} does not see what rank 0 writes into output_dir."
+            what = f"rank {self.rank} cannot see the files that rank 0 writes to output_dir."
             raise UserError(
                 what,
                 where=str(self.folder),

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from burnish.config.errors import is_out_of_memory
 from burnish.inference.forward import Forward, NewTokens, OverSlots, OwnCache, Precision, WholeText
 from burnish.kernels.probe import REFUSALS, causal_lm
 
@@ -37,7 +38,9 @@ def choose(model: nn.Module, slots: int, precision: Precision = nullcontext) -> 
                 made.resize(slots)
                 note = f"{name} uses a custom cache; batched generation is disabled."
                 return made, "" if made.batches else note
-        except REFUSALS:
+        except REFUSALS as error:
+            if is_out_of_memory(error):
+                raise
             continue
     note = (
         f"{name} gives different logits with a KV cache than without; generation runs without the cache and is slower."

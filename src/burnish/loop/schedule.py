@@ -125,7 +125,7 @@ def plan_steps(
     steps_per_epoch = math.ceil(used / rows_per_step) * inner_steps
     if steps_per_epoch == 0:
         raise UserError(
-            f"No step would run: the {rows} of the training set do not fill a batch of {per_batch} rows, and "
+            f"No step would run: the {rows} rows of the training set do not fill a batch of {per_batch} rows, and "
             "dataloader_drop_last is set.",
             remedy="Lower per_device_train_batch_size, or set dataloader_drop_last: false.",
             option="dataloader_drop_last",

@@ -76,7 +76,7 @@ REWARD_HEADS: Registry[Callable[[int], RewardHead]] = Registry("reward head")
 
 @dataclass
 class RewardOptions:
-    """Learning a reward model."""
+    """Reward model training."""
 
     center_rewards_coefficient: float | None = option(
         None, "Weight of the square of a pair's summed scores, which keeps their mean near 0.", ge=0

@@ -158,7 +158,7 @@ def _decoded(uri: str, place: str) -> bytes:
         return b64decode(body)
     except (Error, ValueError):
         letters = len(body)
-        raise BadImage(f"{place}: the image's base64 is broken: it ends after character {letters:,}.") from None
+        raise BadImage(f"{place}: the image's base64 is incomplete: it ends after character {letters:,}.") from None
 
 
 def _as_png(image: Any) -> bytes:
