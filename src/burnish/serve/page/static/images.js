@@ -47,7 +47,9 @@ export const contentOf = (text, images = []) => {
 /** Turns without the pixels of their images, as they are kept on the server. @param {any[]} turns */
 export const withoutPixels = (turns) =>
   turns.map((turn) =>
-    turn.images ? { ...turn, images: turn.images.map((/** @type {Attachment} */ one) => ({ ...one, url: undefined })) } : turn,
+    turn.images
+      ? { ...turn, images: turn.images.map((/** @type {Attachment} */ one) => ({ ...one, url: undefined })) }
+      : turn,
   );
 
 /** The images that the next message will have. */

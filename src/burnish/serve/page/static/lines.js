@@ -1,7 +1,7 @@
 // @ts-check
 // What a chart is drawn with: the colors of the theme, lines of a curve, and a table of the same numbers.
 import { isNamed, numbers, smoothed } from "./curves.js";
-import { el } from "./dom.js";
+import { $, el } from "./dom.js";
 import { bytes, short } from "./format.js";
 import { language, t } from "./words.js";
 
@@ -100,3 +100,14 @@ export const nameOf = (name) =>
     : isNamed(name)
       ? t(name)
       : name.replace(/^rewards\/|^completions\/|\/mean$/g, "");
+/**
+ * Show the last reward in the first tile in place of the loss, where a run has rewards.
+ * @param {import("./curves.js").Columns} columns @param {any} loss the last loss of the run
+ */
+export function showReward(columns, loss) {
+  const reward = numbers(columns.reward ?? []).findLast((value) => value !== null);
+  if (reward === undefined) return;
+  $("#tiles dt").textContent = t("reward");
+  $("[data-is=loss]").textContent = short(reward, language);
+  $("[data-under=loss]").textContent = `${t("loss")} ${short(loss, language)}`;
+}

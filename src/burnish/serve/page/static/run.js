@@ -1,7 +1,7 @@
 // @ts-check
 // One run: tiles, curves, state, log, checkpoints; all from its files, live.
 import { Chart } from "./chart.js";
-import { nameOf, redrawn, table, titleOf } from "./lines.js";
+import { nameOf, redrawn, showReward, table, titleOf } from "./lines.js";
 import { across, csv, groups, joined, numbers, pairs, rates } from "./curves.js";
 import { $, $$, confirmed, download, el, say, tabs } from "./dom.js";
 import { bytes, duration, short } from "./format.js";
@@ -107,6 +107,7 @@ function summarize() {
     });
     $("[data-under=loss]").textContent = t("lowest_at", { low: short(low[1]), at: low[0] });
   }
+  showReward(columns, facts.loss);
   const memory = numbers(columns.memory_bytes ?? []).filter((value) => value !== null),
     rate = numbers(rates(columns)).filter((value) => value !== null);
   if (memory.length) {
@@ -168,6 +169,7 @@ function show(run) {
     for (const name of ["loss", "eval_loss"]) $(`[data-is=${name}]`).textContent = short(facts[name], language);
     $("[data-is=checkpoint]").textContent = facts.checkpoint ?? "–";
     $("[data-under=eval_loss]").textContent = facts.best ?? "";
+    showReward(columns, facts.loss);
   }
   if (!alive && !columns.step.length) for (const node of $$(".skeleton-card")) node.remove();
   const sentence = `${facts.sentence ?? ""} ${facts.remedy ?? ""}`.trim();
@@ -235,10 +237,8 @@ following = follow(
       if (data.columns.eval_loss) remarkLater();
     } else if (name === "run") show(data);
     else if (name === "event") {
-      if (data.kind === "stage") {
-        stage = data.text;
-        show({});
-      }
+      if (data.kind === "stage") stage = data.text;
+      show({});
       if (["skipped", "checkpoint"].includes(data.kind)) remarkLater();
       $("ul", panel("events"))?.prepend(eventLine(data));
     } else if (name === "resync") void fetchSeries();

@@ -145,7 +145,8 @@ async function during(sides, turn) {
   keep();
 }
 function keep() {
-  const kept = { system: $("#system").value, tools: $("#tools").value, turns: withoutPixels(turns), targets: engines.chosen };
+  const [system, tools] = [$("#system").value, $("#tools").value];
+  const kept = { system, tools, turns: withoutPixels(turns), targets: engines.chosen };
   sessionStorage.setItem("chat", chat);
   void send("PUT", `api/chats/${chat}`, kept).catch(() => {});
 }
@@ -234,10 +235,8 @@ $("#record").addEventListener("click", () => {
 });
 const kept = await open(chat || undefined, Boolean(chat)),
   wanted = $("#engines").dataset.target;
-const first = [
-  wanted || kept?.targets?.[0] || (targets.has("named") ? "named" : ""),
-  wanted ? "" : kept?.targets?.[1] || "",
-];
+const named = targets.has("named") ? "named" : "";
+const first = wanted ? [wanted, ""] : [kept?.targets?.[0] || named, kept?.targets?.[1] || ""];
 for (const select of $$("select[data-side]")) {
   const side = Number(select.dataset.side),
     value = targets.has(first[side]) ? first[side] : "";
