@@ -47,7 +47,7 @@ def demo_picture(words: list[str]) -> int:
     if result.exit_code is not None:
         return result.exit_code
     after = seen_answers(folder, base, data, questions)
-    note(report(questions, before, after, "picture"))
+    note(report(questions, before, after, "image"))
     return 0 if share_exact(questions, after) > share_exact(questions, before) else 1
 
 
