@@ -61,7 +61,7 @@ from burnish.rollouts.numbers import (
     pass_at_k,
     with_counts,
 )
-from burnish.rollouts.options import RolloutOptions, stage_defaults
+from burnish.rollouts.options import DefaultsChoices, RolloutOptions, stage_defaults
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, missing_columns
 from burnish.rollouts.samples import PLACE, Scored, collated, columns_of, packed, partitioned, step_batch_of, unpacked
@@ -135,7 +135,7 @@ class RolloutObjective(AnswersObjective):
         self.on_generation: Callable[[Sequence[Scored], Sequence[str], int, int], None] | None = None
 
     @classmethod
-    def default_options(cls, choices: Any, /) -> Mapping[str, Any]:
+    def default_options(cls, choices: DefaultsChoices, /) -> Mapping[str, Any]:
         decides = choices.load_best_model_at_end or choices.save_strategy == "best"
         return {**stage_defaults(choices), **({"metric_for_best_model": "reward"} if decides else {})}
 

@@ -127,6 +127,14 @@ class PresetChoices(Protocol):
     stage: str
 
 
+class DefaultsChoices(PresetChoices, Protocol):
+    """The options that decide other defaults."""
+
+    load_best_model_at_end: bool
+    max_new_tokens: int
+    save_strategy: str
+
+
 def stage_defaults(options: PresetChoices) -> dict[str, Any]:
     """Defaults of options that differ under ``stage: grpo`` or ``stage: rloo``, those of a preset included."""
     found: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "rl_beta": 0.0}

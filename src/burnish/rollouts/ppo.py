@@ -35,7 +35,7 @@ from burnish.models.generate import GenerationOptions
 from burnish.rollouts.generation import reward_metrics, weighted_rewards
 from burnish.rollouts.numbers import as_metrics, law_difference
 from burnish.rollouts.objective import ObjectiveChoices, RolloutObjective
-from burnish.rollouts.options import RolloutOptions
+from burnish.rollouts.options import DefaultsChoices, RolloutOptions
 from burnish.rollouts.samples import Scored
 
 _LONGEST = 1024  # tokens of a completion by default; LLaMA-Factory's max_new_tokens
@@ -88,7 +88,7 @@ class PpoObjective(RolloutObjective):
         self.value_head: ValueHead | None = None
 
     @classmethod
-    def default_options(cls, choices: Any, /) -> Mapping[str, Any]:
+    def default_options(cls, choices: DefaultsChoices, /) -> Mapping[str, Any]:
         longest = choices.max_new_tokens or _LONGEST
         return {"temperature": 0.95, "top_p": 0.7, "top_k": 50, "rl_beta": 0.0, "num_generations": 1,
                 "max_completion_length": longest}  # fmt: skip

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from burnish.trainer.trainer import Trainer
+
+Config = TypeVar("Config")
+
+
+def argument(config: type[Config], read: Callable[[Config], Any]) -> property:
+    """Return a property of a trainer that reads its arguments.
+
+    Args:
+        config: the class of the arguments, for type checkers.
+        read: arguments -> value.
+    """
+    return property(lambda self: read(self.args))
 
 
 class TrlTrainer(Trainer):

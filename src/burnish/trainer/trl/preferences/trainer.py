@@ -37,7 +37,7 @@ from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.data.stream import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.reporting import Count
-from burnish.trainer.trl.base import TrlTrainer
+from burnish.trainer.trl.base import TrlTrainer, argument
 from burnish.trainer.trl.preferences.collator import REFERENCE, Padded, column_of, rows_of_padded
 from burnish.trainer.trl.preferences.config import (
     DPOConfig,
@@ -507,14 +507,14 @@ class DPOTrainer(PreferenceTrainer):
     tag = "dpo"
     _loss_methods = (*PreferenceTrainer._loss_methods, "_compute_loss")
 
-    beta = property(lambda self: self.args.beta)
-    f_divergence_type = property(lambda self: self.args.f_divergence_type)
-    f_alpha_divergence_coef = property(lambda self: self.args.f_alpha_divergence_coef)
-    ld_alpha = property(lambda self: self.args.ld_alpha)
-    use_weighting = property(lambda self: self.args.use_weighting)
-    loss_types = property(lambda self: list(self.args.loss_type))
-    loss_weights = property(lambda self: self.args.loss_weights)
-    label_smoothing = property(lambda self: self.args.label_smoothing)
+    beta = argument(DPOConfig, lambda args: args.beta)
+    f_divergence_type = argument(DPOConfig, lambda args: args.f_divergence_type)
+    f_alpha_divergence_coef = argument(DPOConfig, lambda args: args.f_alpha_divergence_coef)
+    ld_alpha = argument(DPOConfig, lambda args: args.ld_alpha)
+    use_weighting = argument(DPOConfig, lambda args: args.use_weighting)
+    loss_types = argument(DPOConfig, lambda args: list(args.loss_type))
+    loss_weights = argument(DPOConfig, lambda args: args.loss_weights)
+    label_smoothing = argument(DPOConfig, lambda args: args.label_smoothing)
 
     def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
         return self._compute_loss(model, inputs, return_outputs)
@@ -534,11 +534,11 @@ class KTOTrainer(PreferenceTrainer):
     kind = "verdicts"
     _loss_methods = (*PreferenceTrainer._loss_methods, "_compute_loss", "_compute_kl_logps")
 
-    beta = property(lambda self: self.args.beta)
-    loss_type = property(lambda self: self.args.loss_type)
+    beta = argument(KTOConfig, lambda args: args.beta)
+    loss_type = argument(KTOConfig, lambda args: args.loss_type)
     calculate_KL = property(lambda self: self.objective.has_baseline)
-    desirable_weight = property(lambda self: self.args.desirable_weight)
-    undesirable_weight = property(lambda self: self.args.undesirable_weight)
+    desirable_weight = argument(KTOConfig, lambda args: args.desirable_weight)
+    undesirable_weight = argument(KTOConfig, lambda args: args.undesirable_weight)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         rows = super()._prepare_dataset(dataset, processing_class, args, dataset_name)

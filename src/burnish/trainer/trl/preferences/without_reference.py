@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.pairs import PairObjective
 from burnish.losses.preference_losses import Pairs, Side, log_odds
+from burnish.trainer.trl.base import argument
 from burnish.trainer.trl.preferences.collator import PaddedBySide
 from burnish.trainer.trl.preferences.config import CPOConfig, ORPOConfig, PreferenceConfig
 from burnish.trainer.trl.preferences.rows import pair_texts
@@ -47,10 +48,10 @@ class ORPOTrainer(PreferenceTrainer):
     get_batch_logps = staticmethod(get_batch_logps)
     concatenated_inputs = staticmethod(concatenated_inputs)
 
-    beta = property(lambda self: self.args.beta)
+    beta = argument(ORPOConfig, lambda args: args.beta)
     padding_value = property(lambda self: self._pad)
     pad_token_id = property(lambda self: self._pad)
-    max_length = property(lambda self: self.args.max_length)
+    max_length = argument(ORPOConfig, lambda args: args.max_length)
     aux_loss_coef = property(lambda self: self.objective.aux_coefficient)
 
     def __init__(self, model: Any, args: object = None, *rest: Any, **given: Any) -> None:
@@ -189,11 +190,11 @@ class CPOTrainer(ORPOTrainer):
     _pair_methods = (*PAIR_METHODS, "cpo_loss")
     _loss_methods = (*PreferenceTrainer._loss_methods, *_pair_methods)
 
-    label_smoothing = property(lambda self: self.args.label_smoothing)
-    loss_type = property(lambda self: self.args.loss_type)
-    cpo_alpha = property(lambda self: self.args.cpo_alpha)
-    simpo_gamma = property(lambda self: self.args.simpo_gamma)
-    alpha = property(lambda self: self.args.alpha)
+    label_smoothing = argument(CPOConfig, lambda args: args.label_smoothing)
+    loss_type = argument(CPOConfig, lambda args: args.loss_type)
+    cpo_alpha = argument(CPOConfig, lambda args: args.cpo_alpha)
+    simpo_gamma = argument(CPOConfig, lambda args: args.simpo_gamma)
+    alpha = argument(CPOConfig, lambda args: args.alpha)
 
     def _mean(self, chosen: Tensor, rejected: Tensor, nll: Tensor) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         losses, *rewards = self.cpo_loss(chosen, rejected)

@@ -265,7 +265,7 @@ class RolloutTrainer(TrlTrainer):
         self._asked = replace(found, model=model)
         self.model_wrapped = self._made = objective.module(model)
         context = context_length(model.config) or _LONGEST
-        slots = slots_of(objective, engine.device, model.config, min(context, 4 * choices.max_completion_length))
+        slots = slots_of(objective, engine.device, model.config, min(context, 4 * self.args.max_completion_length))
         objective.source = SlotSource(model, slots, context, engine.precision, merging=merging(model, engine))
         if self.tools or self.environments is not None:
             variables: Any = self.args.chat_template_kwargs
