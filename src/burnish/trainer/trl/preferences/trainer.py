@@ -540,7 +540,7 @@ class KTOTrainer(PreferenceTrainer):
     desirable_weight = argument(KTOConfig, lambda args: args.desirable_weight)
     undesirable_weight = argument(KTOConfig, lambda args: args.undesirable_weight)
 
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: KTOConfig, dataset_name: str) -> Any:
         rows = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         others_come_later = dataset_name == "train" and args.kl_pairing == "group"
         return rows if others_come_later or not self.objective.has_baseline else with_kl_answers(rows, dataset_name)
