@@ -21,7 +21,7 @@ def test_the_demo_answers_more_held_out_questions_right(tmp_path, monkeypatch, c
     assert rewards[-1] >= rewards[0] + 0.1
     assert "held-out questions" in capsys.readouterr().out
     start = tmp_path / "demo-grpo-run-sft"
-    few = ["max_steps=3", "warmup_steps=0", "eval_strategy=no", "eval_on_start=false"]
+    few = ["max_steps=3", "warmup_steps=0", "logging_steps=1", "eval_strategy=no", "eval_on_start=false"]
     folders = [train_run(demo_plan([*few, f"output_dir=again-{n}"], "demo_grpo.yaml", start)).folder for n in (1, 2)]
     assert same_weights(*folders)
     assert reward_lines(folders[0]).startswith("reward of training steps")
