@@ -137,7 +137,7 @@ class Prompter:
         found = {id(part): self._image(part.image_url, param) for part, param in places if part.image_url}
         pixels = sum(image.width * image.height for image in found.values())
         if pixels > MOST_PIXELS:
-            message = f"The images of the request have {pixels:,} pixels in total; the most is {MOST_PIXELS:,}."
+            message = f"The images of the request have {pixels:,} pixels in total; the maximum is {MOST_PIXELS:,}."
             raise APIError(400, "invalid_value", message, param="messages")
         return found
 

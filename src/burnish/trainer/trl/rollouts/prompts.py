@@ -83,7 +83,8 @@ def prompt_rows(
     if not kept:
         raise UserError(f"The {name} dataset has no prompt that could be answered.")
     if len(kept) < len(rows):
-        logger.warning(f"{len(rows) - len(kept)} of {len(rows)} prompts of the {name} dataset are empty or too long.")
+        dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts of the {name} dataset were dropped"
+        logger.warning(f"{dropped}: they are empty or too long.")
     return PromptRows(kept)
 
 
