@@ -37,9 +37,9 @@ class Rows(Sequence[Any]):
 
 def burnish(rows: Rows, step: int) -> Any:
     from burnish.data.batches.batching import collate_padding_free
-    from burnish.data.batches.stream import RowStream, StepPartition
+    from burnish.data.batches.loader import RowLoader, StepPartition
 
-    stream = RowStream(rows, collate_padding_free, StepPartition(ROWS_PER_STEP, accumulation=1), seed=17)
+    stream = RowLoader(rows, collate_padding_free, StepPartition(ROWS_PER_STEP, accumulation=1), seed=17)
     stream.load_state_dict({"epoch": 0, "position": step * ROWS_PER_STEP})
     return next(iter(stream.step_batches()))
 

@@ -28,7 +28,7 @@ from rewarded import REWARDED, RewardedGauge
 
 from burnish.kernels.probe import causal_lm, find_head
 from burnish.models.patches.attention import NAME as OWN_ATTENTION
-from burnish.parallel.create import create_engine
+from burnish.parallel.create import create_parallel
 from burnish.run import predict
 from burnish.run.build import build_loop
 from burnish.run.plan.config_files import merge, read_arguments
@@ -103,14 +103,14 @@ def run(material: Path, output: str, words: list[str]) -> None:
     file, flags = read_arguments([*(f"--{name}={value}" for name, value in given.items()), *options])
     planned = plan(merge(file, flags, aliases()))
     prepared, gauge, watch = prepare(planned), gauge_of(planned.options.stage), Stopwatch()
-    made = build_loop(planned, prepared, create_engine(planned.options), None)
+    made = build_loop(planned, prepared, create_parallel(planned.options), None)
     listen(gauge, made)
     if isinstance(gauge, RewardedGauge):
         made.objective.source.complete = gauge.around(made.objective.source.complete)
     else:
         made.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
     for owner, name in (
-        (made.objective, "loss"), (made.engine, "backward"), (made.engine, "clip"), (made.engine, "step"),
+        (made.objective, "loss"), (made.parallel, "backward"), (made.parallel, "clip"), (made.parallel, "step"),
         (made.optimizer, "zero_grad"),
     ):  # fmt: skip
         setattr(owner, name, watch.around(getattr(owner, name)))
@@ -121,7 +121,7 @@ def run(material: Path, output: str, words: list[str]) -> None:
         answer(gauge, made, prepared, planned)
     elif made.eval_sets:
         made.evaluate()
-    plain = plain_parts(made.model.model) if made.engine.world_size == 1 else []
+    plain = plain_parts(made.model.model) if made.parallel.world_size == 1 else []
     gauge.report(loop_share=loop_share, plain=plain)
 
 

@@ -67,7 +67,7 @@ def llamafactory(material: Path, given: dict[str, Any]) -> None:
 def burnish(material: Path, given: dict[str, Any]) -> None:
     from train_burnish import listen
 
-    from burnish.parallel.create import create_engine
+    from burnish.parallel.create import create_parallel
     from burnish.run.build import build_loop
     from burnish.run.plan.config_files import merge, read_arguments
     from burnish.run.plan.plan import aliases, plan
@@ -81,7 +81,7 @@ def burnish(material: Path, given: dict[str, Any]) -> None:
     file, flags = read_arguments([f"--{name}={value}" for name, value in options.items()])
     planned = plan(merge(file, flags, aliases()))
     prepared, gauge = prepare(planned), Gauge(ROWS_PER_STEP)
-    made = build_loop(planned, prepared, create_engine(planned.options), None)
+    made = build_loop(planned, prepared, create_parallel(planned.options), None)
     listen(gauge, made)
     made.train()
     gauge.report()

@@ -12,7 +12,7 @@ from itertools import chain, islice
 
 import torch
 
-from burnish.data.batches.stream import order_of
+from burnish.data.batches.loader import order_of
 
 
 class Shuffled:

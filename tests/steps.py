@@ -10,10 +10,10 @@ from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.lm import LmOptions, SftObjective
 from burnish.models.patches.attention import make_padding_free
 from burnish.models.patches.capabilities import find_capabilities
-from burnish.parallel.options import EngineOptions
+from burnish.parallel.options import ParallelOptions
 from burnish.utils.patching import PatchOptions
 
-Options = union("Options", LmOptions, BatchingOptions, EngineOptions, PatchOptions)
+Options = union("Options", LmOptions, BatchingOptions, ParallelOptions, PatchOptions)
 
 
 def rows(num=8, seed=0, weights=False):

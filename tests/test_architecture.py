@@ -61,7 +61,7 @@ ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None,
 # Library -> the files or packages that may import it.
 DOORS = {
     "accelerate": {"parallel/accelerate.py"},
-    "deepspeed": {"parallel/deepspeed/engine.py"},
+    "deepspeed": {"parallel/deepspeed/parallel.py"},
     "datasets": {"data/sets/sources.py", "data/reading/record_index.py"},
     # Beside models and the face: transformers' own optimizer, schedule and callbacks are taken as they are, and the
     # demo asks the saved model as any program would.
@@ -390,7 +390,7 @@ OF_TENSORS = {"data", "grad", "requires_grad"}
 CODE = {"forward", "__class__", "__call__"}
 """Names that hold code: whoever they are set on, but ``self``, gets other code than its own."""
 ELSEWHERE = {
-    "parallel/deepspeed/engine.py": "the number of micro-batches of a skipped step",
+    "parallel/deepspeed/parallel.py": "the number of micro-batches of a skipped step",
     "adapters/lora_model.py": "a copy of peft's config, made there",
     "kernels/lora.py": "a module made there, to be asked",
     "models/patches/fused.py": "stand_in is made there, to be asked",

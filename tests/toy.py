@@ -8,7 +8,7 @@ from torch import nn
 
 from burnish.checkpoint.checkpoint import CheckpointOptions, Checkpoints
 from burnish.config.options import union
-from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition, StreamOptions
+from burnish.data.batches.loader import EvalBatches, LoaderOptions, RowLoader, StepPartition
 from burnish.loop.events import CallbackHandler, DefaultFlowCallback, FlowOptions, TrainerCallback
 from burnish.loop.loop import Loop, LoopOptions
 from burnish.loop.protocols import Objective
@@ -18,11 +18,11 @@ from burnish.loop.state import TrainerControl, TrainerState
 from burnish.loop.types import Loss
 from burnish.optim.badam import BadamOptions
 from burnish.optim.builtin import OptimOptions, create_optimizer, create_scheduler
-from burnish.parallel.single import EngineOptions, SingleEngine
+from burnish.parallel.single import ParallelOptions, SingleProcess
 
 ToyOptions = union(
-    "ToyOptions", StepOptions, CurveOptions, FlowOptions, LoopOptions, CheckpointOptions, OptimOptions, StreamOptions,
-    EngineOptions, BadamOptions, SpikeOptions,
+    "ToyOptions", StepOptions, CurveOptions, FlowOptions, LoopOptions, CheckpointOptions, OptimOptions, LoaderOptions,
+    ParallelOptions, BadamOptions, SpikeOptions,
 )  # fmt: skip
 
 
@@ -71,14 +71,14 @@ def make_run(
     options = ToyOptions(**given)
     torch.manual_seed(options.seed)
     model = model or Regression(dropout)
-    objective, engine = objective or RegressionObjective(), SingleEngine(options)
+    objective, engine = objective or RegressionObjective(), SingleProcess(options)
     optimizer = create_optimizer(model.named_parameters(), model, options)
     model, optimizer = engine.prepare(model, optimizer)
     steps = plan_steps(options, num_rows, inner_steps=objective.inner_steps)
     scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
     state = TrainerState.at_start(options, steps, options.per_device_train_batch_size)
     cut = StepPartition(options.per_device_train_batch_size, options.gradient_accumulation_steps)
-    stream = RowStream(rows(num_rows), objective.collate, cut, seed=options.seed, options=options)
+    loader = RowLoader(rows(num_rows), objective.collate, cut, seed=options.seed, options=options)
     handler = CallbackHandler([DefaultFlowCallback(), *callbacks], options, state, TrainerControl(), model=model)
     checkpoints = Checkpoints(
         folder, limit=options.save_total_limit, in_background=options.save_in_background, listeners=handler,
@@ -86,7 +86,7 @@ def make_run(
     )  # fmt: skip
     sets = {"": EvalBatches(rows(eval_rows, seed=9), objective.collate, options.per_device_eval_batch_size)}
     run = Loop(
-        options, model=model, weights=Weights(model), objective=objective, engine=engine, stream=stream,
+        options, model=model, weights=Weights(model), objective=objective, parallel=engine, loader=loader,
         optimizer=optimizer, scheduler=scheduler, callbacks=handler, checkpoints=checkpoints,
         eval_sets=sets if eval_rows else {}, other_parts=parts,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from burnish.cli import main
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue, specs
 from burnish.models.generate import generation_config
-from burnish.parallel.create import create_engine
+from burnish.parallel.create import create_parallel
 from burnish.run import build
 from burnish.run.plan.plan import RunOptions, plan
 from burnish.run.prepare import prepare
@@ -151,7 +151,7 @@ def looked_at(given: dict[str, Any], depth: int, folder: Path, monkeypatch: pyte
 
 
 def assembled(made, prepared):
-    return build.build_loop(made, prepared, create_engine(made.options), None)
+    return build.build_loop(made, prepared, create_parallel(made.options), None)
 
 
 def of_rows(prepared):
@@ -168,7 +168,7 @@ def of_rows(prepared):
 
 
 def of_parts(run, options, prepared):
-    model, stream = run.parts["model"].held.model, run.stream
+    model, stream = run.parts["model"].held.model, run.loader
     order = stream.order(0)
     groups = [order[start : start + stream.cut.rows_per_step] for start in (0, stream.cut.rows_per_step)]
     config = generation_config(model, prepared.tokenizer, prepared.template.stop_token_ids(), options)

@@ -17,7 +17,7 @@ from burnish.config.options import RawValue
 from burnish.explain.explain import Line, sections
 from burnish.explain.model import CHECKED_AT_START
 from burnish.loop.loop import Loop
-from burnish.parallel.single import SingleEngine
+from burnish.parallel.single import SingleProcess
 from burnish.run import build
 from burnish.run.plan.plan import Plan, plan
 from burnish.run.plan.resources import formats_in, memory_of
@@ -80,8 +80,8 @@ class Watch:
         self.tokens: list[int] = []
         self.activations: list[int] = []
         self.gradients, self.run, self.patched = 0, None, []
-        step, clip, train = Loop.step, SingleEngine.clip, Loop.train
-        precision = SingleEngine.precision
+        step, clip, train = Loop.step, SingleProcess.clip, Loop.train
+        precision = SingleProcess.precision
 
         def counted(run: Any, group: Any) -> None:
             self.rows.append(group.num_rows)
@@ -113,9 +113,9 @@ class Watch:
                 yield
             self.activations.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
 
-        patch.setattr(SingleEngine, "precision", kept_in_forward)
+        patch.setattr(SingleProcess, "precision", kept_in_forward)
         patch.setattr(Loop, "step", counted)
-        patch.setattr(SingleEngine, "clip", clipped)
+        patch.setattr(SingleProcess, "clip", clipped)
         patch.setattr(Loop, "train", trained)
 
     @property

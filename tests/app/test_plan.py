@@ -146,7 +146,7 @@ def test_every_name_of_the_peers_is_known_or_refused_by_name(golden_folder: Path
 
 def test_the_checks_of_every_component_are_asked() -> None:
     asked = {check.__name__ for check in component_checks()}
-    assert {"check_flow", "check_engine", "check_trackers", "check_output_dir"} <= asked
+    assert {"check_flow", "check_parallel", "check_trackers", "check_output_dir"} <= asked
 
 
 # --- output_dir -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from burnish.data.stats import DataStats
 from burnish.inference.batch import generate_all
 from burnish.losses.base import check_stage
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
-from burnish.parallel.create import create_engine
+from burnish.parallel.create import create_parallel
 from burnish.run import predict
 from burnish.run.build import build_loop
 from burnish.run.plan.options import RunOptions
@@ -42,7 +42,7 @@ def run_of(tmp_path, **given):
     made = plan({name: RawValue(value, "the command line") for name, value in given.items()})
     prepared = prepare(made)
     (tmp_path / "out").mkdir()
-    return made, prepared, build_loop(made, prepared, create_engine(made.options), None)
+    return made, prepared, build_loop(made, prepared, create_parallel(made.options), None)
 
 
 def lines(path):

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from burnish import Trainer
 from burnish.cli import main
 from burnish.config.errors import NonFiniteError, UserError
-from burnish.data.batches.stream import RowStream, order_of
+from burnish.data.batches.loader import RowLoader, order_of
 from burnish.loop.spikes import SpikeError, SpikeWatch
 from burnish.losses.lm import LmObjective
 from hf_toy import losses, make_trainer, points, same, weights
@@ -89,13 +89,13 @@ def test_a_run_that_goes_back_is_the_run_that_never_saw_those_rows(user, tmp_pat
     last = json.loads((tmp_path / "out" / "checkpoint-12" / "stream.json").read_text())
     assert last["left_out"] == sorted(rows)
 
-    plain = RowStream.__init__
+    plain = RowLoader.__init__
 
     def without_rows(self, *given, **named):
         plain(self, *given, **named)
         self.left_out = frozenset(rows)
 
-    monkeypatch.setattr(RowStream, "__init__", without_rows)
+    monkeypatch.setattr(RowLoader, "__init__", without_rows)
     assert run({**user, "output_dir": str(tmp_path / "without")}) == 0
     assert same_weights(tmp_path / "out", tmp_path / "without")
     history = [

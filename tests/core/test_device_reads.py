@@ -13,7 +13,7 @@ from burnish.config.options import RawValue
 from burnish.kernels import attention
 from burnish.loop.meter import Meter
 from burnish.loop.schedule import Schedule
-from burnish.parallel.single import SingleEngine
+from burnish.parallel.single import SingleProcess
 from burnish.run.build import build_loop
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
@@ -22,7 +22,7 @@ from small_run import make_user
 pytestmark = pytest.mark.run
 
 
-class Valueless(SingleEngine):
+class Valueless(SingleProcess):
     """Steps as a GPU does with an optimizer that leaves the weights alone where a gradient is not finite."""
 
     def __init__(self, options):
@@ -54,9 +54,9 @@ def on_meta(folder, **given):
     options = make_user(folder, **{"pure_bf16": True, **given})
     planned = plan({name: RawValue(value, "test") for name, value in options.items()})
     prepared = prepare(planned)
-    run = build_loop(planned, prepared, SingleEngine(planned.options), None)
+    run = build_loop(planned, prepared, SingleProcess(planned.options), None)
     run.model.to("meta")
-    run.engine, run.meter = Valueless(planned.options), Meter(torch.device("meta"))
+    run.parallel, run.meter = Valueless(planned.options), Meter(torch.device("meta"))
     run.optimizer = torch.optim.SGD([weight for weight in run.model.parameters() if weight.requires_grad], lr=0.1)
     run.schedule = Schedule(torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0))
     run.model.train()
@@ -82,7 +82,7 @@ def on_meta(folder, **given):
 )
 def test_a_step_reads_nothing_from_its_device(tmp_path, given):
     run, _ = on_meta(tmp_path, **given)
-    for group, _ in zip(run.stream.step_batches(), range(2), strict=False):
+    for group, _ in zip(run.loader.step_batches(), range(2), strict=False):
         run.step(group)
         assert all(weight.device.type == "meta" for weight in run.model.parameters())
     assert run.state.global_step == 2
@@ -90,7 +90,7 @@ def test_a_step_reads_nothing_from_its_device(tmp_path, given):
 
 def test_the_log_is_where_the_device_is_read(tmp_path):
     run, _ = on_meta(tmp_path)
-    run.step(next(iter(run.stream.step_batches())))
+    run.step(next(iter(run.loader.step_batches())))
     with pytest.raises(RuntimeError, match="meta"):
         run.log()
 
@@ -108,4 +108,4 @@ def test_without_a_kernel_the_lengths_of_the_sequences_are_read(tmp_path, monkey
     monkeypatch.setattr(attention, "_WITH_KERNELS", set())
     run, _ = on_meta(tmp_path)
     with pytest.raises(RuntimeError, match="meta"):
-        run.step(next(iter(run.stream.step_batches())))
+        run.step(next(iter(run.loader.step_batches())))

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from burnish.loop.protocols import Objective
 from burnish.loop.types import Loss
-from burnish.parallel.single import SingleEngine
+from burnish.parallel.single import SingleProcess
 from toy import make_run
 
 pytestmark = pytest.mark.run
@@ -36,7 +36,7 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class DeviceEngine(SingleEngine):
+class DeviceParallel(SingleProcess):
     """Clips and steps as on a GPU, where nothing of either is read; counts sums over ranks."""
 
     num_sums = 0
@@ -59,10 +59,10 @@ class DeviceEngine(SingleEngine):
 def costs(tmp_path, monkeypatch, **given):
     """Reads and sums over ranks of twelve steps."""
     run, options = make_run(tmp_path, max_steps=12, save_strategy="no", **given)
-    run.engine = DeviceEngine(options)
+    run.parallel = DeviceParallel(options)
     with Counted(monkeypatch) as counted:
         run.train()
-    return counted.reads, run.engine.num_sums
+    return counted.reads, run.parallel.num_sums
 
 
 @pytest.mark.parametrize("every", [1, 3, 6])

@@ -9,7 +9,7 @@ from torch import nn
 
 import toy
 from burnish.config.errors import UserError
-from burnish.data.batches.stream import RowStream, StepPartition
+from burnish.data.batches.loader import RowLoader, StepPartition
 from burnish.loop.meter import Totals
 from burnish.loop.modes import evaluating
 from burnish.loop.types import ContentPart, Loss, Message, Sum
@@ -61,7 +61,7 @@ def test_a_step_batch_that_becomes_two_is_two_steps_and_the_stream_moves_after_t
 
     class Seen(Twice):
         def loss(self, model, batch):
-            places.append(run.stream.state_dict()["position"])
+            places.append(run.loader.state_dict()["position"])
             return super().loss(model, batch)
 
     run, _ = make_run(tmp_path, objective=Seen(), num_rows=8, max_steps=6, dropout=0.0)
@@ -76,7 +76,7 @@ def test_the_plan_counts_the_inner_steps(tmp_path):
     twice, _ = make_run(tmp_path / "twice", objective=Twice(), num_rows=8, num_train_epochs=3)
     assert (once.state.max_steps, twice.state.max_steps) == (12, 24)
     twice.train()
-    assert twice.stream.state_dict() == {"epoch": 3, "position": 0}
+    assert twice.loader.state_dict() == {"epoch": 3, "position": 0}
 
 
 @pytest.mark.parametrize("step", [3, 4])
@@ -153,7 +153,7 @@ def test_a_metric_that_counted_nothing_is_left_out(tmp_path):
     totals, (run, _) = Totals(), make_run(tmp_path)
     nothing = {"never": Sum(torch.zeros(()), torch.zeros(())), "none": Sum(torch.zeros(()), torch.zeros(()), "min")}
     totals.add(Loss(torch.ones(()), nothing), torch.ones(()))
-    assert totals.means(run.engine) == {"loss": 1.0}
+    assert totals.means(run.parallel) == {"loss": 1.0}
 
 
 def test_open_metrics_of_every_kind_go_through_a_checkpoint(tmp_path):
@@ -232,7 +232,7 @@ def test_a_row_may_hold_tensors_that_an_objective_makes_of_a_messages_parts(tmp_
     ):  # fmt: skip
         run, options = make_run(tmp_path, dropout=0.0, max_steps=4)
         run.objective = objective
-        run.stream = RowStream(items, objective.collate, StepPartition(*cut), seed=42, options=options)
+        run.loader = RowLoader(items, objective.collate, StepPartition(*cut), seed=42, options=options)
         run.train()
         found.append(weights(run))
     for name, weight in found[1].items():

@@ -10,7 +10,7 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded
-from burnish.data.batches.stream import RowStream, StepPartition
+from burnish.data.batches.loader import RowLoader, StepPartition
 from burnish.data.reading.files import read_records
 from burnish.data.reading.record_index import open_table
 from burnish.data.rows.streamed import StreamedRows
@@ -167,7 +167,7 @@ def test_each_example_is_counted_once_however_often_its_row_is_used():
 
 
 def test_an_example_without_a_row_weighs_nothing_and_moves_no_other_row_into_another_step():
-    flat = RowStream(number_rows(12), batch_of, StepPartition(2, 2), seed=0)
+    flat = RowLoader(number_rows(12), batch_of, StepPartition(2, 2), seed=0)
     flat.options.train_sampling_strategy = "sequential"
     groups = list(flat.step_batches())
     labels = [[learned(batch) for batch in group.batches] for group in groups]
@@ -176,7 +176,7 @@ def test_an_example_without_a_row_weighs_nothing_and_moves_no_other_row_into_ano
 
 
 def test_a_micro_batch_without_rows_is_blank():
-    stream = RowStream(number_rows(6), batch_of, StepPartition(1, 1), seed=0)
+    stream = RowLoader(number_rows(6), batch_of, StepPartition(1, 1), seed=0)
     stream.options.train_sampling_strategy = "sequential"
     assert [learned(group.batches[0]) for group in stream.step_batches()] == [[], [1], [2], [3], [4], []]
 

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from burnish.cli import main
-from burnish.data.batches.stream import order_of
+from burnish.data.batches.loader import order_of
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets import sources
 from burnish.run import prepare

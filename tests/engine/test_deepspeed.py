@@ -7,15 +7,15 @@ import time
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.parallel.deepspeed.engine import raise_if_locked
+from burnish.parallel.deepspeed.parallel import raise_if_locked
 from burnish.parallel.deepspeed.settings import NAMES, filled, named
-from burnish.parallel.options import check_engine, engine_name, engine_notes
+from burnish.parallel.options import check_parallel, parallel_name, parallel_notes
 from burnish.run.plan.plan import RunOptions
 
 
 def problems(**given):
     return [
-        str(problem) for problem in check_engine(RunOptions(use_cpu=True, **given)) if "library" not in str(problem)
+        str(problem) for problem in check_parallel(RunOptions(use_cpu=True, **given)) if "library" not in str(problem)
     ]
 
 
@@ -54,11 +54,11 @@ def test_what_is_written_in_a_file_is_kept(tmp_path):
 def test_stages_are_known_by_name(name):
     asked = RunOptions(use_cpu=True, deepspeed=name)
     assert not problems(deepspeed=name)
-    assert engine_name(asked) == ("single" if name == "zero0" else "deepspeed")
+    assert parallel_name(asked) == ("single" if name == "zero0" else "deepspeed")
     zero = filled(asked, 64, 2, on_cpu=True)["zero_optimization"]
     assert zero["stage"] == int(name[4])
     assert ("offload_optimizer" in zero) is name.endswith("offload")
-    assert any("stage 0" in note for note in engine_notes(asked)) is (name == "zero0")
+    assert any("stage 0" in note for note in parallel_notes(asked)) is (name == "zero0")
 
 
 def test_settings_that_would_change_the_numbers_are_refused(tmp_path):
@@ -88,14 +88,14 @@ def test_monitors_and_comments_are_left_out_and_monitors_said_to_have_no_effect(
     asked = RunOptions(use_cpu=True, deepspeed=given)
     assert not problems(deepspeed=given)
     assert not {"_comment", "monitor_config", "comms_config"} & filled(asked, 64, 2).keys()
-    assert [note.split('"')[1] for note in engine_notes(asked)] == ["comms_config", "monitor_config"]
+    assert [note.split('"')[1] for note in parallel_notes(asked)] == ["comms_config", "monitor_config"]
     assert '"tensor_parallel"' in problems(deepspeed={**given, "tensor_parallel": {"autotp_size": 2}})[0]
 
 
 def test_what_accelerate_was_told_is_taken(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
-    assert engine_name(RunOptions(use_cpu=True)) == "deepspeed"
+    assert parallel_name(RunOptions(use_cpu=True)) == "deepspeed"
     assert filled(RunOptions(use_cpu=True), 64, 2)["zero_optimization"]["stage"] == 3
     (tmp_path / "ds.json").write_text(json.dumps(named("zero1")))
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))

@@ -15,9 +15,9 @@ from burnish.parallel import options as engine_options
 from burnish.parallel import precision
 from burnish.parallel import single as base
 from burnish.parallel.accelerate_launch import mixed_precision
-from burnish.parallel.create import create_engine
+from burnish.parallel.create import create_parallel
 from burnish.parallel.fsdp.settings import fsdp_settings
-from burnish.parallel.options import check_engine, device_of, engine_notes
+from burnish.parallel.options import check_parallel, device_of, parallel_notes
 from burnish.parallel.precision import (
     autocast_dtype,
     cpu_instructions,
@@ -26,7 +26,7 @@ from burnish.parallel.precision import (
     has_fast_bfloat16,
 )
 from burnish.parallel.process_counts import world_size
-from burnish.parallel.single import EngineOptions, SingleEngine, compile_layers, set_seed
+from burnish.parallel.single import ParallelOptions, SingleProcess, compile_layers, set_seed
 from two_processes import in_two_processes
 
 pytestmark = pytest.mark.run
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def options(**given):
-    return EngineOptions(**{"use_cpu": True, **given})
+    return ParallelOptions(**{"use_cpu": True, **given})
 
 
 def small_model():
@@ -74,10 +74,10 @@ def test_a_launcher_that_asks_for_another_parallelism_is_refused_by_name(kind, m
     variable = {"tensor": "PARALLELISM_CONFIG_TP_SIZE", "context": "PARALLELISM_CONFIG_CP_SIZE",
                 "sequence": "PARALLELISM_CONFIG_SP_SIZE"}[kind]  # fmt: skip
     monkeypatch.setenv(variable, "2")
-    (problem,) = check_engine(options())
+    (problem,) = check_parallel(options())
     assert f"burnish has no {kind} parallelism" in str(problem)
     monkeypatch.setenv(variable, "1")
-    assert check_engine(options()) == []
+    assert check_parallel(options()) == []
 
 
 def test_the_number_format_of_accelerate_launch_is_taken_where_the_options_name_none(monkeypatch):
@@ -91,18 +91,18 @@ def test_the_number_format_of_accelerate_launch_is_taken_where_the_options_name_
         assert autocast_dtype(options(), cuda) == dtype
         assert filled(asked, 64, 2)[told if dtype else "bf16"]["enabled"] is (dtype is not None)
         assert TrainingArguments(use_cpu=True).mixed_precision == told
-        assert any("ACCELERATE_MIXED_PRECISION" in note for note in engine_notes(options())) is (dtype is not None)
+        assert any("ACCELERATE_MIXED_PRECISION" in note for note in parallel_notes(options())) is (dtype is not None)
         assert mixed_precision(options(bf16=True)) == "bf16"
         assert mixed_precision(options(pure_bf16=True)) == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    assert "burnish supports bf16 and fp16" in str(check_engine(options())[0])
-    assert check_engine(options(bf16=True)) == []
+    assert "burnish supports bf16 and fp16" in str(check_parallel(options())[0])
+    assert check_parallel(options(bf16=True)) == []
 
 
 def test_accelerate_launch_keeps_a_run_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    asked = EngineOptions()
+    asked = ParallelOptions()
     assert (device_of(asked).type, world_size(asked)) == ("cuda", 2)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert (device_of(asked).type, world_size(asked)) == ("cpu", 1)
@@ -113,11 +113,11 @@ def test_what_accelerate_launch_asks_for_and_is_not_here_is_said(monkeypatch):
                             ("FSDP_IGNORED_MODULES", "head"), ("FSDP_BACKWARD_PREFETCH", "BACKWARD_PRE"),
                             ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")):  # fmt: skip
         monkeypatch.setenv(variable, value)
-    found = " ".join(str(problem) for problem in check_engine(options()))
+    found = " ".join(str(problem) for problem in check_parallel(options()))
     assert "Megatron" in found
     assert 'FSDP_IGNORED_MODULES is "head"' in found
     assert "PREFETCH" not in found
-    assert any("torch_compile_backend instead" in note for note in engine_notes(options()))
+    assert any("torch_compile_backend instead" in note for note in parallel_notes(options()))
 
 
 def test_copies_of_a_sharded_model_are_taken_from_accelerate_launch(monkeypatch):
@@ -127,20 +127,20 @@ def test_copies_of_a_sharded_model_are_taken_from_accelerate_launch(monkeypatch)
 
 
 def test_the_engine_is_plain_torch_unless_there_are_several_processes(monkeypatch):
-    assert type(create_engine(options())) is SingleEngine
+    assert type(create_parallel(options())) is SingleProcess
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert engine_options.engine_name(options()) == "ddp"
-    assert engine_options.engine_name(options(engine="single")) == "single"
+    assert engine_options.parallel_name(options()) == "ddp"
+    assert engine_options.parallel_name(options(engine="single")) == "single"
 
 
 def test_both_engines_give_the_same_weights_on_one_process():
-    single, accelerated = create_engine(options()), create_engine(options(engine="accelerate"))
+    single, accelerated = create_parallel(options()), create_parallel(options(engine="accelerate"))
     assert type(single) is not type(accelerated)
     assert torch.equal(take_steps(single, 8), take_steps(accelerated, 8))
 
 
 def test_accelerated_sums_and_gathers_of_one_process_change_nothing():
-    engine, value = create_engine(options(engine="accelerate")), torch.tensor([[1.0, 2.0]])
+    engine, value = create_parallel(options(engine="accelerate")), torch.tensor([[1.0, 2.0]])
     assert torch.equal(engine.sum(value), value)
     assert torch.equal(engine.gather(value), value)
     model, _ = engine.prepare(inner := small_model(), None)
@@ -153,7 +153,7 @@ def test_clipping_returns_the_norm_before_it_and_scales_down_to_the_limit():
         parameter.grad = torch.ones_like(parameter)
     length = sum(p.numel() for p in model.parameters()) ** 0.5
     parameters = list(model.parameters())
-    engine = SingleEngine(options())
+    engine = SingleProcess(options())
     assert engine.clip(parameters, 0) == pytest.approx(length)
     assert engine.clip(parameters, 2 * length) == pytest.approx(length)
     assert all((p.grad == 1).all() for p in parameters)
@@ -165,19 +165,19 @@ def test_clipping_is_torchs():
     ours, theirs = small_model(), small_model()
     for model in (ours, theirs):
         model(torch.ones(3, 4)).sum().backward()
-    norm = SingleEngine(options()).clip(list(ours.parameters()), 0.7)
+    norm = SingleProcess(options()).clip(list(ours.parameters()), 0.7)
     assert torch.equal(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.7))
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 def test_without_a_gradient_the_norm_is_zero():
-    assert SingleEngine(options()).clip(list(small_model().parameters()), 1.0) == 0
+    assert SingleProcess(options()).clip(list(small_model().parameters()), 1.0) == 0
 
 
 def test_an_update_that_is_not_finite_is_never_applied():
     model = small_model()
     before = [p.detach().clone() for p in model.parameters()]
-    engine = SingleEngine(options())
+    engine = SingleProcess(options())
     _, optimizer = engine.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
@@ -195,7 +195,7 @@ def test_a_fused_optimizer_leaves_the_weights_alone_without_being_read(monkeypat
     model = small_model()
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    engine = SingleEngine(options())
+    engine = SingleProcess(options())
     engine.device = torch.device("cuda")
     for finite in (False, True):
         for parameter in model.parameters():
@@ -212,22 +212,22 @@ def _refuse(tensor):
 
 
 def test_autocast_is_around_the_forward_pass_and_the_weights_stay_float32():
-    engine, model = SingleEngine(options(bf16=True)), small_model()
+    engine, model = SingleProcess(options(bf16=True)), small_model()
     with engine.precision():
         assert model(torch.ones(1, 4)).dtype == torch.bfloat16
     assert next(model.parameters()).dtype == torch.float32
-    with SingleEngine(options()).precision():
+    with SingleProcess(options()).precision():
         assert model(torch.ones(1, 4)).dtype == torch.float32
 
 
 def test_batches_keep_what_is_no_tensor():
-    batch = SingleEngine(options()).to_device({"input_ids": torch.ones(1), "max_length_q": 7})
+    batch = SingleProcess(options()).to_device({"input_ids": torch.ones(1), "max_length_q": 7})
     assert batch["max_length_q"] == 7
 
 
 def test_checkpointing_of_a_model_that_has_none_is_refused():
     with pytest.raises(ValueError, match="gradient_checkpointing is set"):
-        SingleEngine(options(gradient_checkpointing=True)).prepare(small_model(), None)
+        SingleProcess(options(gradient_checkpointing=True)).prepare(small_model(), None)
 
 
 def test_every_so_many_layers_are_checkpointed_where_that_is_asked_for():
@@ -237,9 +237,9 @@ def test_every_so_many_layers_are_checkpointed_where_that_is_asked_for():
     asked = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
     if not hasattr(model, "activation_checkpointing_enable"):
         with pytest.raises(ValueError, match="need a later transformers"):
-            SingleEngine(options(**asked)).prepare(model, None)
+            SingleProcess(options(**asked)).prepare(model, None)
         return
-    SingleEngine(options(**asked)).prepare(model, None)
+    SingleProcess(options(**asked)).prepare(model, None)
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]
 
 
@@ -253,29 +253,29 @@ def test_every_so_many_layers_are_checkpointed_where_that_is_asked_for():
     ],
 )
 def test_arguments_of_checkpointing_that_nobody_knows_are_refused(given, words):
-    (problem,) = check_engine(options(gradient_checkpointing=True, gradient_checkpointing_kwargs=given))
+    (problem,) = check_parallel(options(gradient_checkpointing=True, gradient_checkpointing_kwargs=given))
     assert words in str(problem)
 
 
 def test_arguments_of_checkpointing_without_checkpointing_are_said_to_have_no_effect():
-    (note,) = engine_notes(options(gradient_checkpointing_kwargs={"use_reentrant": False}))
+    (note,) = parallel_notes(options(gradient_checkpointing_kwargs={"use_reentrant": False}))
     assert "no effect" in note
     given = {"offload": True}
-    (note,) = engine_notes(options(use_cpu=True, gradient_checkpointing=True, gradient_checkpointing_kwargs=given))
+    (note,) = parallel_notes(options(use_cpu=True, gradient_checkpointing=True, gradient_checkpointing_kwargs=given))
     assert '"offload" has no effect on a CPU' in note
 
 
 def test_a_compiled_model_takes_the_same_steps():
-    compiled = SingleEngine(options(torch_compile=True, torch_compile_backend="eager"))
-    assert torch.allclose(take_steps(compiled, 8), take_steps(SingleEngine(options()), 8), atol=1e-6)
+    compiled = SingleProcess(options(torch_compile=True, torch_compile_backend="eager"))
+    assert torch.allclose(take_steps(compiled, 8), take_steps(SingleProcess(options()), 8), atol=1e-6)
 
 
 def test_backend_and_mode_of_a_compilation_are_those_that_are_named(monkeypatch):
     asked = []
     monkeypatch.setattr(base, "compile_layers", lambda model, **given: asked.append(given))
     for given in ({}, {"torch_compile_backend": "eager", "torch_compile_mode": "reduce-overhead"}):
-        SingleEngine(options(torch_compile=True, **given)).prepare(small_model(), None)
-        assert len(engine_notes(options(**given))) == len(given)
+        SingleProcess(options(torch_compile=True, **given)).prepare(small_model(), None)
+        assert len(parallel_notes(options(**given))) == len(given)
     assert asked == [{"backend": "inductor", "mode": None}, {"backend": "eager", "mode": "reduce-overhead"}]
 
 
@@ -341,7 +341,7 @@ def test_a_seed_seeds_every_generator():
 
 @pytest.mark.parametrize("status", [0, 1, 130])
 def test_the_group_that_a_command_opened_is_closed_at_its_end_and_a_script_s_is_not(status, monkeypatch):
-    monkeypatch.setattr(cli, "main", lambda words: create_engine(options(fsdp=["full_shard"])) and status)
+    monkeypatch.setattr(cli, "main", lambda words: create_parallel(options(fsdp=["full_shard"])) and status)
     monkeypatch.setattr(cli.gc, "freeze", lambda: None)
     monkeypatch.setattr(cli, "exit_quietly", lambda status: None)
     assert cli.command([]) == status
@@ -355,9 +355,9 @@ def test_the_group_that_a_script_s_trainer_opened_is_closed_when_the_script_ends
     script = (
         "import atexit, torch.distributed as dist\n"
         "atexit.register(lambda: print(dist.is_initialized()))\n"
-        "from burnish.parallel.create import create_engine\n"
-        "from burnish.parallel.options import EngineOptions\n"
-        "create_engine(EngineOptions(use_cpu=True, fsdp=['full_shard']))\n"
+        "from burnish.parallel.create import create_parallel\n"
+        "from burnish.parallel.options import ParallelOptions\n"
+        "create_parallel(ParallelOptions(use_cpu=True, fsdp=['full_shard']))\n"
         "print(dist.is_initialized())\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -365,7 +365,7 @@ def test_the_group_that_a_script_s_trainer_opened_is_closed_when_the_script_ends
 
 
 def test_a_group_is_left_open_at_the_end_of_a_script_that_failed(monkeypatch):
-    create_engine(options(fsdp=["full_shard"]))
+    create_parallel(options(fsdp=["full_shard"]))
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
     parallel._close_at_exit()
     assert dist.is_initialized()
@@ -392,8 +392,8 @@ def each_of_two(folder):
 
 def two_ranks(folder):
     """Runs in each of two processes."""
-    engine = create_engine(options(ddp_backend="gloo"))
-    assert type(engine).__name__ == "DdpEngine"
+    engine = create_parallel(options(ddp_backend="gloo"))
+    assert type(engine).__name__ == "DdpParallel"
     assert engine.world_size == 2
     weights = take_steps(engine, 8)
     torch.save(weights, f"{folder}/weights{engine.rank}.pt")
@@ -413,15 +413,15 @@ def two_ranks(folder):
 def test_two_processes_take_the_steps_of_one(folder_of_two):
     first, second = (torch.load(folder_of_two / f"weights{rank}.pt") for rank in range(2))
     assert torch.equal(first, second)
-    assert (first - take_steps(SingleEngine(options()), 8)).abs().max() < 1e-6
+    assert (first - take_steps(SingleProcess(options()), 8)).abs().max() < 1e-6
 
 
 def two_ranks_of_a_language_model(folder):
-    from burnish.data.batches.stream import _blank
+    from burnish.data.batches.loader import _blank
     from steps import cut, fitted, rows
     from tiny_shapes import tiny
 
-    engine = create_engine(options(ddp_backend="gloo"))
+    engine = create_parallel(options(ddp_backend="gloo"))
     objective, module = fitted(model := tiny("qwen2"))
     wrapped, _ = engine.prepare(module, None)
     mine = [objective.collate(part) for part in cut(rows(6), 2)[engine.rank :: 2]]
@@ -449,7 +449,7 @@ def test_two_processes_make_the_gradients_of_one_on_a_language_model(folder_of_t
 
 
 def problems(**given):
-    return [str(problem) for problem in check_engine(options(**given))]
+    return [str(problem) for problem in check_parallel(options(**given))]
 
 
 def test_two_number_formats_are_a_contradiction():
@@ -513,13 +513,13 @@ def test_the_instructions_are_the_processors_within_the_limits_of_torch_and_oned
 def test_float16_on_a_cpu_runs_as_bfloat16_where_the_processor_has_it_and_says_so(instructions):
     instructions()
     assert autocast_dtype(options(fp16=True), CPU) == torch.bfloat16
-    assert "bfloat16" in engine_notes(options(fp16=True))[0]
-    assert engine_notes(options(bf16=True)) == []
+    assert "bfloat16" in parallel_notes(options(fp16=True))[0]
+    assert parallel_notes(options(bf16=True)) == []
     instructions("AVX2")
     assert autocast_dtype(options(fp16=True), CPU) is None
-    assert "float32: AVX2 does not support bfloat16 matrix products" in engine_notes(options(fp16=True))[0]
+    assert "float32: AVX2 does not support bfloat16 matrix products" in parallel_notes(options(fp16=True))[0]
     assert autocast_dtype(options(bf16=True), CPU) == torch.bfloat16
-    assert "(AVX2) emulates bfloat16 products" in engine_notes(options(bf16=True))[0]
+    assert "(AVX2) emulates bfloat16 products" in parallel_notes(options(bf16=True))[0]
 
 
 def test_frozen_weights_are_float32_where_bfloat16_is_emulated_or_refused(instructions):
@@ -538,8 +538,8 @@ def test_frozen_weights_are_float32_where_bfloat16_is_emulated_or_refused(instru
 def test_float16_needs_a_scale_and_bfloat16_weights_no_autocast():
     assert autocast_dtype(options(fp16=True), torch.device("cuda")) == torch.float16
     assert autocast_dtype(options(bf16=True, pure_bf16=True), CPU) is None
-    assert not SingleEngine(options(bf16=True)).scales_loss
-    assert SingleEngine(options(bf16=True)).parts == {}
+    assert not SingleProcess(options(bf16=True)).scales_loss
+    assert SingleProcess(options(bf16=True)).parts == {}
 
 
 def test_evaluation_has_a_format_of_its_own():

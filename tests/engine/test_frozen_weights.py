@@ -13,10 +13,10 @@ pytestmark = pytest.mark.run
 
 def wrap(place):
     """Write, for each rank, the frozen weights behind DDP, and whether they were in reach of it."""
-    from burnish.parallel.ddp import DdpEngine
+    from burnish.parallel.ddp import DdpParallel
     from burnish.run.plan.plan import RunOptions
 
-    engine, found = DdpEngine(RunOptions(use_cpu=True, ddp_backend="gloo")), {}
+    engine, found = DdpParallel(RunOptions(use_cpu=True, ddp_backend="gloo")), {}
     for name, first in (("same", 1.0), ("apart", 1.0 + engine.rank)):
         model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
         model[0].weight.requires_grad_(False).fill_(first)

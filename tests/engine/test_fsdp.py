@@ -8,9 +8,9 @@ import torch
 
 import burnish.run.build  # noqa: F401 - before two processes are forked, not in each of them
 from burnish.cli import main
-from burnish.parallel.fsdp.engine import follow
+from burnish.parallel.fsdp.parallel import follow
 from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_notes, fsdp_settings
-from burnish.parallel.options import EngineOptions, check_engine, engine_name, engine_notes
+from burnish.parallel.options import ParallelOptions, check_parallel, parallel_name, parallel_notes
 from runs import weights_in
 from small_run import as_words, make_user
 from two_processes import in_two_processes
@@ -111,7 +111,7 @@ def test_a_damaged_shard_is_found(folder, tmp_path):
 
 
 def settings(**given):
-    return fsdp_settings(EngineOptions(**given))
+    return fsdp_settings(ParallelOptions(**given))
 
 
 def test_words_of_every_version_of_fsdp_mean_what_they_meant(tmp_path, monkeypatch):
@@ -131,19 +131,21 @@ def test_words_of_every_version_of_fsdp_mean_what_they_meant(tmp_path, monkeypat
                         "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B", "FSDP_OFFLOAD_PARAMS": "false"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     assert settings() == FsdpSettings(reshards=False, layer_classes=("A", "B"))
-    assert engine_name(EngineOptions()) == "fsdp"
+    assert parallel_name(ParallelOptions()) == "fsdp"
 
 
 def test_what_has_no_effect_today_is_said_and_what_nobody_knows_is_refused(tmp_path):
     old = {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_version": 1}
-    notes = list(fsdp_notes(EngineOptions(fsdp=True, fsdp_config=old)))
+    notes = list(fsdp_notes(ParallelOptions(fsdp=True, fsdp_config=old)))
     assert len(notes) == 2
     assert "reshard_after_forward: true" in notes[1]
-    assert not list(fsdp_notes(EngineOptions()))
-    assert any("offload has no effect" in note for note in engine_notes(EngineOptions(use_cpu=True, fsdp="offload")))
+    assert not list(fsdp_notes(ParallelOptions()))
+    assert any(
+        "offload has no effect" in note for note in parallel_notes(ParallelOptions(use_cpu=True, fsdp="offload"))
+    )
 
     def problems(**given):
-        return [str(problem) for problem in check_engine(EngineOptions(use_cpu=True, **given))]
+        return [str(problem) for problem in check_parallel(ParallelOptions(use_cpu=True, **given))]
 
     assert not problems(fsdp=True, fsdp_config=old)
     assert 'Did you mean "full_shard"' in problems(fsdp="fullshard")[0]

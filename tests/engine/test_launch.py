@@ -13,7 +13,7 @@ import pytest
 from burnish.cli import main
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
-from burnish.parallel.options import EngineOptions, check_engine
+from burnish.parallel.options import ParallelOptions, check_parallel
 from burnish.parallel.process_counts import num_gpus, problems_of_machines, processes_here, world_size
 from burnish.run import launch as launching
 from burnish.run.launch import going_on, launch
@@ -208,7 +208,7 @@ def test_processes_are_those_asked_for_or_one_for_each_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert processes_here("auto", use_cpu=False) == 1
     monkeypatch.setenv("NNODES", "4")
-    assert world_size(EngineOptions(num_processes=8)) == 32
+    assert world_size(ParallelOptions(num_processes=8)) == 32
 
 
 @pytest.mark.parametrize("name", ["NNODES", "NODE_RANK", "NPROC_PER_NODE"])
@@ -223,9 +223,9 @@ def test_a_place_that_is_no_number_is_refused_and_not_taken_for_the_usual_one(na
 
 
 def test_a_number_of_processes_is_a_number_or_auto():
-    (problem,) = check_engine(EngineOptions(num_processes="many"))
+    (problem,) = check_parallel(ParallelOptions(num_processes="many"))
     assert 'Received: "many"' in str(problem)
-    (problem,) = check_engine(EngineOptions(num_processes=2, engine="single"))
+    (problem,) = check_parallel(ParallelOptions(num_processes=2, engine="single"))
     assert '"engine" is single' in str(problem)
 
 

@@ -34,14 +34,14 @@ def resident(which):
 def measure(words, place):
     """Train, and write this rank's peak above what it held before the model, beside what was foretold."""
     from burnish.explain.explain import memory_terms_of
-    from burnish.parallel.create import create_engine
+    from burnish.parallel.create import create_parallel
     from burnish.run.build import build_loop
     from burnish.run.plan.config_files import merge, read_arguments
     from burnish.run.plan.plan import aliases, plan
     from burnish.run.prepare import prepare
 
     planned = plan(merge(*read_arguments(words), aliases()))
-    prepared, engine = prepare(planned), create_engine(planned.options)
+    prepared, engine = prepare(planned), create_parallel(planned.options)
     before = resident("VmRSS")
     made = build_loop(planned, prepared, engine, None)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from burnish import Trainer
 from burnish.parallel import options as engine_options
 from burnish.parallel.ddp import BUFFERS, syncing_arguments
-from burnish.parallel.options import EngineOptions
+from burnish.parallel.options import ParallelOptions
 from hf_toy import Regression, make_trainer, points
 from two_processes import in_two_processes
 
@@ -209,11 +209,11 @@ def test_a_note_is_said_by_the_first_rank_alone(found):
 
 
 def test_what_is_not_given_of_ddp_is_as_in_transformers_and_torch():
-    given = syncing_arguments(EngineOptions())
+    given = syncing_arguments(ParallelOptions())
     assert given["find_unused_parameters"] is True
     assert BUFFERS not in given
-    assert syncing_arguments(EngineOptions(gradient_checkpointing=True))["find_unused_parameters"] is False
-    asked = EngineOptions(ddp_find_unused_parameters=False, ddp_broadcast_buffers=False, ddp_bucket_cap_mb=7)
+    assert syncing_arguments(ParallelOptions(gradient_checkpointing=True))["find_unused_parameters"] is False
+    asked = ParallelOptions(ddp_find_unused_parameters=False, ddp_broadcast_buffers=False, ddp_bucket_cap_mb=7)
     assert syncing_arguments(asked) == {
         "find_unused_parameters": False, BUFFERS: False, "static_graph": False, "bucket_cap_mb": 7,
         "gradient_as_bucket_view": True,
@@ -240,7 +240,7 @@ def test_parts_of_accelerators_that_scripts_call_are_there(tmp_path):
 
 
 def test_the_engine_is_that_of_the_number_of_processes(monkeypatch):
-    assert engine_options.engine_name(EngineOptions()) == "single"
+    assert engine_options.parallel_name(ParallelOptions()) == "single"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert engine_options.engine_name(EngineOptions()) == "ddp"
-    assert engine_options.engine_name(EngineOptions(engine="accelerate")) == "accelerate"
+    assert engine_options.parallel_name(ParallelOptions()) == "ddp"
+    assert engine_options.parallel_name(ParallelOptions(engine="accelerate")) == "accelerate"

@@ -10,8 +10,8 @@ from burnish.data.batches.batching import collate_padding_free
 from burnish.models.patches.attention import make_padding_free
 from burnish.parallel.checkpointing import checkpoint_activations
 from burnish.parallel.offloading import Offloading
-from burnish.parallel.options import engine_notes
-from burnish.parallel.single import EngineOptions, SingleEngine
+from burnish.parallel.options import parallel_notes
+from burnish.parallel.single import ParallelOptions, SingleProcess
 
 
 def llama(vocab_size=64):
@@ -120,9 +120,9 @@ def test_under_checkpointing_only_the_inputs_of_layers_are_moved():
 
 
 def test_an_engine_offloads_on_a_gpu_only_and_says_so():
-    options = EngineOptions(use_cpu=True, activation_offloading=True)
-    assert any("activation_offloading" in note for note in engine_notes(options))
-    engine = SingleEngine(options)
+    options = ParallelOptions(use_cpu=True, activation_offloading=True)
+    assert any("activation_offloading" in note for note in parallel_notes(options))
+    engine = SingleProcess(options)
     model, _ = engine.prepare(llama(), None)
     with engine.precision():
         trained(model)

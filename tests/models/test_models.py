@@ -25,7 +25,7 @@ from burnish.models.load import (
 from burnish.models.options import ModelOptions
 from burnish.models.save import save_model
 from burnish.models.tokens import check_vocabulary, fit_vocabulary, load_tokenizer
-from burnish.parallel.single import EngineOptions, SingleEngine, set_precision
+from burnish.parallel.single import ParallelOptions, SingleProcess, set_precision
 from burnish.utils.patching import patch_summary
 from tiny_models import CONFIGS, VOCABULARY, saved_model, tiny_model, tiny_tokenizer, token_ids
 
@@ -280,8 +280,8 @@ def test_checkpointing_gives_the_same_gradients(kind, arguments):
             if "lora_B" in name:
                 parameter.data.normal_()
         if checkpointed:
-            engine = SingleEngine(
-                EngineOptions(use_cpu=True, gradient_checkpointing=True, gradient_checkpointing_kwargs=arguments)
+            engine = SingleProcess(
+                ParallelOptions(use_cpu=True, gradient_checkpointing=True, gradient_checkpointing_kwargs=arguments)
             )
             engine.prepare(model, None)
             assert all(layer.gradient_checkpointing for layer in model.model.layers)

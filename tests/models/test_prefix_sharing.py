@@ -12,21 +12,21 @@ from burnish.adapters.lora import LoraAdapter, LoraOptions
 from burnish.cli import main
 from burnish.config.options import union
 from burnish.data.batches.batching import BatchingOptions, collate_padding_free, collate_prefix_sharing, collator, pack
+from burnish.data.batches.loader import num_tokens
 from burnish.data.batches.prefix_sharing import segments
-from burnish.data.batches.stream import num_tokens
 from burnish.kernels.probe import shares_prefixes
 from burnish.kernels.shared_prefix import laid_out
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.lm import LmOptions, SftObjective
 from burnish.models.patches.attention import make_padding_free
 from burnish.models.patches.capabilities import find_capabilities
-from burnish.parallel.options import EngineOptions
+from burnish.parallel.options import ParallelOptions
 from burnish.run.build import wants_prefix_sharing
 from burnish.utils.patching import PatchOptions
 from small_run import as_words, make_user
 from tiny_shapes import KEEPS_APART, tiny
 
-Options = union("Options", LmOptions, BatchingOptions, EngineOptions, PatchOptions)
+Options = union("Options", LmOptions, BatchingOptions, ParallelOptions, PatchOptions)
 
 
 def row(ids, prompt):

@@ -5,7 +5,7 @@ import torch
 
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import pack
-from burnish.data.batches.stream import _blank
+from burnish.data.batches.loader import _blank
 from burnish.data.stats import DataStats
 from burnish.loop.types import IGNORE_INDEX, Example
 from burnish.losses.base import OBJECTIVES

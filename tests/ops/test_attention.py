@@ -11,7 +11,7 @@ from burnish.kernels import attention
 from burnish.kernels.attention import Scores, Sequences, flat_attention, masked_attention
 from burnish.kernels.probe import find_head, isolates_sequences
 from burnish.models.patches.attention import PaddingFree, make_padding_free
-from burnish.parallel.single import EngineOptions, SingleEngine
+from burnish.parallel.single import ParallelOptions, SingleProcess
 from tiny_shapes import KEEPS_APART, tiny
 
 LENGTHS = [5, 1, 140, 33]
@@ -278,7 +278,7 @@ def test_gradients_through_checkpointed_layers_are_the_same():
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     gradients = []
     for checkpointed in (False, True):
-        SingleEngine(EngineOptions(use_cpu=True, gradient_checkpointing=checkpointed)).prepare(model, None)
+        SingleProcess(ParallelOptions(use_cpu=True, gradient_checkpointing=checkpointed)).prepare(model, None)
         model.train().zero_grad()
         model(**inputs, use_cache=False).logits.square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])

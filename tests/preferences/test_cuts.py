@@ -14,8 +14,8 @@ from burnish.losses.reference import SecondModel
 from burnish.losses.reward import RewardObjective, RewardOptions
 from burnish.models.patches.attention import make_padding_free
 from burnish.models.patches.capabilities import find_capabilities
-from burnish.parallel.options import EngineOptions
-from burnish.parallel.single import SingleEngine
+from burnish.parallel.options import ParallelOptions
+from burnish.parallel.single import SingleProcess
 from burnish.utils.patching import PatchOptions
 from tiny_models import tiny_model
 
@@ -67,7 +67,7 @@ def update(kind, cut, is_padding_free=True, needed=True, fused=True, **given):
     )
     if kind != "scores":
         objective.reference = SecondModel(objective.module_of_reference(reference))
-    module, engine = objective.module(policy).train(), SingleEngine(EngineOptions(use_cpu=True))
+    module, engine = objective.module(policy).train(), SingleProcess(ParallelOptions(use_cpu=True))
     every, batches, start = rows("pairs" if kind == "scores" else kind), [], 0
     for size in cut:
         batches.append(objective.collate(every[start : start + size]))

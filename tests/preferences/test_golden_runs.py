@@ -12,8 +12,8 @@ from burnish.losses.preference_options import PreferenceOptions
 from burnish.losses.reference import SecondModel
 from burnish.models.patches.attention import make_padding_free
 from burnish.models.patches.capabilities import find_capabilities
-from burnish.parallel.options import EngineOptions
-from burnish.parallel.single import SingleEngine
+from burnish.parallel.options import ParallelOptions
+from burnish.parallel.single import SingleProcess
 from burnish.utils.patching import PatchOptions
 
 pytestmark = [
@@ -108,7 +108,7 @@ def test_the_first_micro_batches_of_kto_are_those_of_trl(folder):
         AutoModelForCausalLM.from_pretrained(folder / "models" / name) for name in ("policy", "reference")
     )
     objective, module = fitted_kto(policy, reference)
-    engine = SingleEngine(EngineOptions(use_cpu=True))
+    engine = SingleProcess(ParallelOptions(use_cpu=True))
     for start, expected in zip((0, 2), case["micro_losses"], strict=False):
         rows = [kto_row(record) for record in records[start : start + 2]]
         (batch,) = objective.prepare_step(module, [objective.collate(rows)], engine)

@@ -12,8 +12,8 @@ import burnish.run.build  # noqa: F401 - before two processes are forked, not in
 from burnish.cli import main
 from burnish.config.errors import UserError
 from burnish.losses.sequence_logps import mean_row
-from burnish.parallel.options import EngineOptions
-from burnish.parallel.single import SingleEngine
+from burnish.parallel.options import ParallelOptions
+from burnish.parallel.single import SingleProcess
 from pair_runs import given, losses, make_workplace, run_of
 from two_processes import in_two_processes
 
@@ -80,12 +80,12 @@ def assert_same_files(ours, theirs):
     [({"sync_ref_model": True}, "updates full weights"), ({"stage": "rm", "reward_head": "score"}, "one process")],
 )
 def test_what_needs_whole_weights_is_refused_by_name(workplace, monkeypatch, change, words):
-    monkeypatch.setattr(SingleEngine, "splits_weights", True)
+    monkeypatch.setattr(SingleProcess, "splits_weights", True)
     with pytest.raises(UserError, match=words):
         losses(workplace, monkeypatch, **change)
 
 
 def test_a_mean_row_of_no_head_is_none():
-    engine = SingleEngine(EngineOptions(use_cpu=True))
+    engine = SingleProcess(ParallelOptions(use_cpu=True))
     engine.splits_weights = True
     assert mean_row(None, engine) is None

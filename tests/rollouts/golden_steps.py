@@ -21,14 +21,14 @@ from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.rollouts.loss import BATCH_KEYS, RolloutLoss
 from burnish.losses.sequence_logps import SequenceModel, collate_sequences
 from burnish.models.patches.attention import make_padding_free
-from burnish.parallel.create import create_engine
-from burnish.parallel.options import EngineOptions
+from burnish.parallel.create import create_parallel
+from burnish.parallel.options import ParallelOptions
 from burnish.rollouts.advantages import advantages
 from burnish.rollouts.options import RolloutOptions
 from burnish.utils.patching import PatchOptions
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-Options = union("Options", RolloutOptions, BatchingOptions, EngineOptions, PatchOptions)
+Options = union("Options", RolloutOptions, BatchingOptions, ParallelOptions, PatchOptions)
 NAMES = {"loss_type": "rl_loss_type", "beta": "rl_beta"}
 
 
@@ -89,10 +89,10 @@ class Golden:
         self.options, self.temperature = options_of(case)
         self.is_rloo = case["trainer"] == "rloo"
         self.loss = RolloutLoss(self.options, leave_one_out=self.is_rloo)
-        self.engine = create_engine(Options(use_cpu=True))
+        self.parallel = create_parallel(Options(use_cpu=True))
         self.model = load(folder, "adapter" if case["model"] == "policy+adapter" else "policy")
         self.module = self._asked(self.model)
-        self.trained, _ = self.engine.prepare(self.module, None)
+        self.trained, _ = self.parallel.prepare(self.module, None)
         self.reference = self.module
         if self.options.rl_beta:
             name = {"policy+reference": "reference", "policy+adapter": "adapter"}.get(case["model"], "policy")
@@ -175,12 +175,12 @@ class Golden:
     def _means(self, sums):
         """Means over the step, of metrics that are means over their own counts."""
         metrics = {n: m for n, m in joined_by_name(sums).items() if getattr(m, "reduction", "") == "mean"}
-        pairs = self.engine.sum(torch.stack([torch.stack([m.total, m.count]) for m in metrics.values()]).double())
+        pairs = self.parallel.sum(torch.stack([torch.stack([m.total, m.count]) for m in metrics.values()]).double())
         return {name: total / count for name, (total, count) in zip(metrics, pairs.tolist(), strict=True)}
 
     def own(self, rows):
         """This rank's part of the rows of a step."""
-        rank, world = self.engine.rank, self.engine.world_size
+        rank, world = self.parallel.rank, self.parallel.world_size
         return rows[len(rows) * rank // world : len(rows) * (rank + 1) // world]
 
     def step(self, rows):
@@ -195,22 +195,22 @@ class Golden:
             for part in cuts
         ]
         entropies = [torch.cat([row["entropy"] for row in part]) for part in cuts]
-        batches = self.loss.prepare_step(batches, self.engine, entropies)
-        items = self.engine.sum(torch.stack([self.loss.num_items(batch) for batch in batches]).sum())
+        batches = self.loss.prepare_step(batches, self.parallel, entropies)
+        items = self.parallel.sum(torch.stack([self.loss.num_items(batch) for batch in batches]).sum())
         self.model.zero_grad()
         total, sums = torch.zeros(()), []
         for at, batch in enumerate(batches):
-            with self.engine.microbatch(self.trained, last=at == len(batches) - 1):
+            with self.parallel.microbatch(self.trained, last=at == len(batches) - 1):
                 values = self.trained(batch)
                 loss = self.loss(values.token_logps, values.token_entropy, batch)
-                self.engine.backward(loss.total * (self.engine.world_size / items))
+                self.parallel.backward(loss.total * (self.parallel.world_size / items))
             total += loss.total.detach() / items
             sums.append(loss.sums)
         if self.loss.has_bonus:
-            self.loss.entropy.end_step(self.engine)
+            self.loss.entropy.end_step(self.parallel)
         self.outcome.coefficients.append(self.loss.entropy.coefficient)
         gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        self.outcome.losses.append(float(self.engine.sum(total)))
+        self.outcome.losses.append(float(self.parallel.sum(total)))
         self.outcome.norms.append(float(torch.stack([g.norm() for g in gradients.values()]).norm()))
         self.outcome.norms_of.append({name: float(g.norm()) for name, g in gradients.items()})
         self.outcome.logged.append(self._means(sums))

@@ -15,7 +15,7 @@ from burnish.config.options import RawValue
 from burnish.explain.explain import explain
 from burnish.inference.types import ROLLOUT, NoiseKey, Sampling
 from burnish.loop.state import TrainerControl, TrainerState
-from burnish.parallel.single import SingleEngine
+from burnish.parallel.single import SingleProcess
 from burnish.rollouts.completions import CompletionLimits, SlotSource
 from burnish.rollouts.journal import RolloutNotesCallback
 from burnish.run.build import train_run
@@ -106,7 +106,7 @@ def test_an_evaluation_changes_nothing_and_draws_the_same_each_time(whole, tmp_p
 
 def test_keys_and_values_are_freed_before_the_first_backward_pass(tmp_path, monkeypatch):
     seen, sources = [], []
-    made, backward = SlotSource.__init__, SingleEngine.backward
+    made, backward = SlotSource.__init__, SingleProcess.backward
 
     def begun(self, *args, **kwargs):
         made(self, *args, **kwargs)
@@ -117,7 +117,7 @@ def test_keys_and_values_are_freed_before_the_first_backward_pass(tmp_path, monk
         backward(self, loss)
 
     monkeypatch.setattr(SlotSource, "__init__", begun)
-    monkeypatch.setattr(SingleEngine, "backward", watched)
+    monkeypatch.setattr(SingleProcess, "backward", watched)
     train(user(tmp_path, max_steps=1, save_strategy="no"))
     assert seen == [0, 0]
     facts = sources[0].scheduler.facts()

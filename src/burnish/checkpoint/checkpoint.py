@@ -1,6 +1,6 @@
 """Save and load checkpoints, from which a run resumes exactly.
 
-The parts of a run that change (weights, optimizer, schedule, stream, state, callbacks, generators) are ``Stateful``
+The parts of a run that change (weights, optimizer, schedule, loader, state, callbacks, generators) are ``Stateful``
 objects in one dict. Saving and loading iterate over it. A checkpoint is written to a temporary folder in
 ``output_dir``, flushed, completed by a manifest and renamed, so a folder named ``checkpoint-12`` is always complete.
 Nothing is pickled: tensors are stored as safetensors, everything else as JSON.
@@ -115,7 +115,7 @@ class Listeners(Protocol):
 
 
 class Ranks(Protocol):
-    """The processes of a run. An engine implements this."""
+    """The processes of a run. A backend implements this."""
 
     rank: int
     world_size: int

@@ -6,7 +6,7 @@ index, ``<stem>.shards.json``, with the shape of every tensor and the file of ea
     {"tensors": {"lm_head.weight": {"dtype": "F32", "shape": [320, 32], "pieces": [[file, begin, count], ...]}}}
 
 Contiguous pieces of flattened tensors describe all kinds of sharding: rows of a matrix (FSDP) as well as a slice of one
-vector of all weights (ZeRO). So one engine can read the files of another.
+vector of all weights (ZeRO). So one backend can read the files of another.
 
 Each rank reports, in a temporary file in the checkpoint folder, the sizes and hashes of its written files, or its
 error. Files are used because the writing threads may not use the collectives of the training thread. Rank 0 waits for
@@ -62,7 +62,7 @@ class LocalShard:
 
 
 class Shards(Protocol):
-    """Converts between the state of a part and this rank's pieces of it. Implemented by an engine."""
+    """Converts between the state of a part and this rank's pieces of it. Implemented by a backend."""
 
     def state_dict(self, held: Any) -> Mapping[str, Any]:
         """The state of ``held``, with a ``Piece`` for each sharded tensor."""

@@ -14,8 +14,8 @@ from typing import Any
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.config.secrets import MASK
 from burnish.data.batches.batching import answers_of, collate_prefix_sharing, packs_rows
+from burnish.data.batches.loader import num_tokens, order_of, share_of_waiting
 from burnish.data.batches.patches import num_patches
-from burnish.data.batches.stream import num_tokens, order_of, share_of_waiting
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import images_of
 from burnish.data.rows.row_set import ListedRows, RowSet

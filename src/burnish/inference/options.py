@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from burnish.models.generate import GenerationOptions
     from burnish.models.options import ModelOptions
     from burnish.models.quantization.quantize import QuantizationOptions
-    from burnish.parallel.options import EngineOptions
+    from burnish.parallel.options import ParallelOptions
 
 
 @dataclass
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     @dataclass
     class AnsweringOptions(
         ModelOptions, QuantizationOptions, FinetuningOptions, TemplateOptions, EncodingOptions, GenerationOptions,
-        InferOptions, ExportOptions, EngineOptions, ImageOptions,
+        InferOptions, ExportOptions, ParallelOptions, ImageOptions,
     ):  # fmt: skip
         """Options used for inference, for type checkers."""
 

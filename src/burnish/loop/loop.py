@@ -39,7 +39,7 @@ from burnish.loop.best import BestChoices, deciding_metric, remember_best
 from burnish.loop.events import CallbackHandler
 from burnish.loop.meter import Clock, Meter, Totals
 from burnish.loop.metrics import joined_by_name
-from burnish.loop.protocols import Engine, EvalSet, Objective, Stream
+from burnish.loop.protocols import EvalSet, Loader, Objective, Parallel
 from burnish.loop.rollout import RolloutBuffer
 from burnish.loop.schedule import schedule_of
 from burnish.loop.spikes import SpikeChoices, SpikeWatch
@@ -85,9 +85,9 @@ class Loop:
     """One training run. Its components are attributes.
 
     Args:
-        model: ``objective.module(...)`` after ``engine.prepare``.
+        model: ``objective.module(...)`` after ``parallel.prepare``.
         weights: the weights that a checkpoint stores.
-        optimizer: the optimizer after ``engine.prepare``.
+        optimizer: the optimizer after ``parallel.prepare``.
         scheduler: the scheduler of that optimizer, from torch, transformers or a script.
         callbacks: the handler whose ``state`` and ``control`` are those of the run.
         eval_sets: evaluation sets by name; "" for a single one.
@@ -97,36 +97,36 @@ class Loop:
     """
 
     def __init__(
-        self, options: LoopChoices, *, model: nn.Module, weights: ModelPart, objective: Objective, engine: Engine,
-        stream: Stream, optimizer: Any, scheduler: Any, callbacks: CallbackHandler, checkpoints: Checkpoints,
+        self, options: LoopChoices, *, model: nn.Module, weights: ModelPart, objective: Objective, parallel: Parallel,
+        loader: Loader, optimizer: Any, scheduler: Any, callbacks: CallbackHandler, checkpoints: Checkpoints,
         eval_sets: Mapping[str, EvalSet] | None = None, other_parts: Mapping[str, Stateful] | None = None,
         flos_per_token: int = 0, logs_tokens: bool = False,
     ) -> None:  # fmt: skip
         self.options = options
-        self.model, self.objective, self.engine, self.stream = model, objective, engine, stream
+        self.model, self.objective, self.parallel, self.loader = model, objective, parallel, loader
         self.optimizer = optimizer
         self.schedule = schedule_of(scheduler, partial(deciding_metric, options))
         self.callbacks, self.state, self.control = callbacks, callbacks.state, callbacks.control
         self.checkpoints = checkpoints
         self.eval_sets = {} if eval_sets is None else eval_sets
-        self.meter = Meter(engine.device, options.logging_nan_inf_filter)
+        self.meter = Meter(parallel.device, options.logging_nan_inf_filter)
         self.spikes = SpikeWatch(options.spike_ratio) if options.on_spike == "go_back" else None
         if self.spikes is not None and objective.inner_steps > 1:
             what = '"on_spike" must be no for an objective that trains several steps on a rollout. Received: "go_back".'
             raise UserError(what, remedy="Set on_non_finite: skip instead.")
-        self.rollout = RolloutBuffer(engine.rank, engine.world_size, objective.redeal)
+        self.rollout = RolloutBuffer(parallel.rank, parallel.world_size, objective.redeal)
         self.flos_per_token, self.logs_tokens = flos_per_token, logs_tokens
-        others: dict[str, Stateful | Part] = {"stream": stream, "state": self.state, **(other_parts or {})}
+        others: dict[str, Stateful | Part] = {"stream": loader, "state": self.state, **(other_parts or {})}
         others |= objective.parts
         if self.spikes is not None:
             others["spikes"] = self.spikes
-        others |= {"meter": self.meter, **engine.parts}
+        others |= {"meter": self.meter, **parallel.parts}
         if objective.inner_steps > 1:
             others["rollout"] = Part(self.rollout, "rollout", on_each_rank=True, reads_all_ranks=True)
         parts = parts_of(
             weights, weights.file_stem, optimizer, scheduler, others, save_only_model=options.save_only_model
         )
-        self.parts = engine.sharded(parts)  # everything that a checkpoint stores, by name
+        self.parts = parallel.sharded(parts)  # everything that a checkpoint stores, by name
 
     def train(self) -> TrainOutput:
         """Train from the current step to ``max_steps``, or until a callback stops the run.
@@ -149,7 +149,7 @@ class Loop:
                 self.handle_control()
                 if self.control.should_epoch_stop or self.control.should_training_stop:
                     break
-            if self.control.should_epoch_stop or self.stream.is_used_up:
+            if self.control.should_epoch_stop or self.loader.is_used_up:
                 self.end_epoch()
             self.callbacks.fire("on_epoch_end")
             self.handle_control()
@@ -158,9 +158,9 @@ class Loop:
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the remaining step batches of the epoch: first those left of the current rollout, then new ones."""
         yield from self.rollout.remaining()
-        source = self.stream.step_batches()
+        source = self.loader.step_batches()
         for step_batch in source:
-            made = self.objective.rollout(self.model, step_batch, self.engine, self.state.global_step, source)
+            made = self.objective.rollout(self.model, step_batch, self.parallel, self.state.global_step, source)
             assert len(made) == self.objective.inner_steps, f"{type(self.objective).__name__}.rollout: {len(made)}"
             self.rollout.fill(made)
             yield from self.rollout.remaining()
@@ -168,9 +168,9 @@ class Loop:
     def step(self, step_batch: StepBatch) -> None:
         """Run forward and backward for all micro-batches of a step, then update the weights once."""
         learning_rate = self.learning_rate()
-        batches: Sequence[Batch] = [self.engine.to_device(batch) for batch in step_batch.batches]
-        batches = self.objective.prepare_step(self.model, batches, self.engine)
-        num_items = self.engine.sum(sum_of([self.objective.num_items(batch) for batch in batches]))
+        batches: Sequence[Batch] = [self.parallel.to_device(batch) for batch in step_batch.batches]
+        batches = self.objective.prepare_step(self.model, batches, self.parallel)
+        num_items = self.parallel.sum(sum_of([self.objective.num_items(batch) for batch in batches]))
         divisor = torch.where(num_items > 0, num_items, 1)
 
         losses: list[Loss] = []
@@ -181,18 +181,18 @@ class Loop:
                 self.callbacks.fire("on_substep_end")
 
         loss = sum_of([each.total.detach() for each in losses]) / divisor
-        norm = self.engine.clip(self.trainable_parameters(), self.options.max_grad_norm)
+        norm = self.parallel.clip(self.trainable_parameters(), self.options.max_grad_norm)
         self.callbacks.fire("on_pre_optimizer_step")
         self.checkpoints.wait_for_copies()  # a background save may still be copying the weights
         with doing(Activity.UPDATE):
             is_whole = torch.isfinite(loss) & torch.isfinite(norm)
-            is_applied = self.engine.step(self.optimizer, is_whole & (num_items > 0))
+            is_applied = self.parallel.step(self.optimizer, is_whole & (num_items > 0))
         self.callbacks.fire("on_optimizer_step")
         if is_applied:
             self.schedule.after_step()
         self.optimizer.zero_grad()
 
-        self.stream.advance(step_batch)
+        self.loader.advance(step_batch)
         self.rollout.advance()
         self.state.global_step += 1
         self.state.epoch = step_batch.epoch
@@ -200,7 +200,7 @@ class Loop:
         self.meter.add_step(loss, num_items, sums, norm, learning_rate, step_batch.items)
         self.meter.add_rows(step_batch.num_rows, step_batch.num_tokens)
         if self.spikes is not None:
-            self.spikes.check(self.engine, self.state.global_step, step_batch, loss, norm)
+            self.spikes.check(self.parallel, self.state.global_step, step_batch, loss, norm)
         if not is_applied and num_items > 0:  # a step without items has no loss
             which = "gradient" if torch.isfinite(loss) else "loss"
             numbers = f"loss {loss.item()}, gradient norm {norm.item()}"
@@ -210,22 +210,22 @@ class Loop:
     def microstep(self, batch: Batch, num_items: Tensor, is_last: bool) -> Loss:
         """Run forward and backward for one micro-batch. Ranks sync gradients on the last micro-batch of a step only.
 
-        The engine averages gradients over ranks. Multiplying the loss by ``world_size`` turns this mean into a sum.
+        The backend averages gradients over ranks. Multiplying the loss by ``world_size`` turns this mean into a sum.
 
         Args:
             batch: one micro-batch on the device.
             num_items: () items of the whole step, over all micro-batches and ranks; positive.
             is_last: whether this is the last micro-batch of the step.
         """
-        with self.engine.microbatch(self.model, last=is_last), doing(Activity.FORWARD, batch):
+        with self.parallel.microbatch(self.model, last=is_last), doing(Activity.FORWARD, batch):
             loss = self.loss(batch)
             with doing(Activity.BACKWARD):
-                self.engine.backward(loss.total * (self.engine.world_size / num_items))
+                self.parallel.backward(loss.total * (self.parallel.world_size / num_items))
         return loss
 
     def loss(self, batch: Batch) -> Loss:
         """Compute the loss of one micro-batch as a sum over its items, in the precision of the run."""
-        with self.engine.precision():
+        with self.parallel.precision():
             return self.objective.loss(self.model, batch)
 
     def handle_control(self) -> None:
@@ -242,11 +242,11 @@ class Loop:
 
     def log(self) -> None:
         """Log the means since the last log, and the learning rate of the last step."""
-        means = self.meter.read(self.state, self.engine, self.flos_per_token)
+        means = self.meter.read(self.state, self.parallel, self.flos_per_token)
         if not means:
             return
         values = {**self.objective.report(means), "learning_rate": self.meter.learning_rate}
-        has_skipped = self.meter.num_skipped > 0 and not self.engine.scales_loss
+        has_skipped = self.meter.num_skipped > 0 and not self.parallel.scales_loss
         if has_skipped:
             values["skipped_steps"] = self.meter.num_skipped
         self.record(values)
@@ -279,14 +279,14 @@ class Loop:
         """
         clock, totals = Clock(), Totals()
         self.set_training_mode(False)
-        batches = self.objective.iter_eval(self.model, eval_set, self.engine)
+        batches = self.objective.iter_eval(self.model, eval_set, self.parallel)
         for batch in watched(batches, "Evaluating", "batches", of=eval_set):
             with doing(Activity.EVALUATE, batch):
                 loss = self.loss(batch)
             totals.add(loss, self.objective.num_items(batch))
             self.callbacks.fire("on_prediction_step")
         self.set_training_mode(True)
-        means = self.objective.report(totals.means(self.engine))
+        means = self.objective.report(totals.means(self.parallel))
         metrics = {f"{prefix}_{name}": value for name, value in means.items()}
         metrics |= clock.rates(prefix, num_rows=eval_set.num_rows, num_steps=totals.num_batches)
         self.record(metrics)
@@ -299,7 +299,7 @@ class Loop:
 
     def write_checkpoint(self) -> Path:
         """Save everything in ``parts`` as the checkpoint of the current step. Returns its folder."""
-        self.meter.collect(self.engine)
+        self.meter.collect(self.parallel)
         folder = self.checkpoints.path(self.state.global_step)
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
@@ -315,16 +315,16 @@ class Loop:
             UserError: if the checkpoint is damaged, lacks a part, or belongs to another optimizer.
         """
         with keeping_plan(self.state):
-            load(folder, self.parts, self.engine.rank)
+            load(folder, self.parts, self.parallel.rank)
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch. Remaining step batches of a rollout are dropped."""
         self.rollout.clear()
-        self.stream.end_epoch()
+        self.loader.end_epoch()
 
     def end_training(self) -> TrainOutput:
         """Log the summary of the run, and load the best weights if the options ask for them."""
-        unlogged = self.meter.read(self.state, self.engine, self.flos_per_token)
+        unlogged = self.meter.read(self.state, self.parallel, self.flos_per_token)
         metrics = self.summary(unlogged)
         self.record(metrics)
         self.checkpoints.wait()
@@ -374,7 +374,7 @@ class Loop:
         Raises:
             NonFiniteError: for steps that were not applied.
         """
-        if self.options.on_non_finite == "skip" or self.engine.scales_loss:
+        if self.options.on_non_finite == "skip" or self.parallel.scales_loss:
             return
         rows = self.examples_sentence(items)
         raise NonFiniteError(f"{what}{rows} It was not applied. Lower learning_rate, or set on_non_finite: skip.")

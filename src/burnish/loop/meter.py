@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from burnish.loop.metrics import Metrics
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.state import RATES, TrainerState
 from burnish.loop.types import Loss, Metric
 
@@ -87,15 +87,15 @@ class Meter:
         self.rows += rows
         self.tokens += tokens
 
-    def read(self, state: TrainerState, engine: Engine, flos_per_token: int = 0) -> dict[str, float]:
+    def read(self, state: TrainerState, parallel: Parallel, flos_per_token: int = 0) -> dict[str, float]:
         """Return the means since the last log, add the counts to ``state``, and reset the sums. One device read.
 
         Returns:
             loss, grad_norm and one mean per metric. With several processes on CPUs also ``waiting``, the fraction of
             time spent waiting. Empty if no step was taken.
         """
-        over_ranks = engine.sum(torch.cat([self._vector(), self.loss.new_tensor(self.waiting.lap())]))
-        extremes = self.metrics.extremes(engine, over_ranks.dtype)
+        over_ranks = parallel.sum(torch.cat([self._vector(), self.loss.new_tensor(self.waiting.lap())]))
+        extremes = self.metrics.extremes(parallel, over_ranks.dtype)
         everywhere = [self.num_items.to(over_ranks.dtype), self._norm().to(over_ranks.dtype), *extremes]
         numbers = torch.cat([over_ranks, torch.stack(everywhere)]).tolist()
         loss, non_finite, tokens, rows, *addends, waited_s, passed_s = numbers[: len(over_ranks)]
@@ -105,12 +105,12 @@ class Meter:
             means["loss"] = loss / self.steps
             if self.grad_norm is not None:
                 means["grad_norm"] = norm
-            means.update(self.metrics.means(addends, ends, max(num_items, 1.0), engine.world_size))
-            if engine.world_size > 1 and self.device.type == "cpu":
+            means.update(self.metrics.means(addends, ends, max(num_items, 1.0), parallel.world_size))
+            if parallel.world_size > 1 and self.device.type == "cpu":
                 means["waiting"] = waited_s / max(passed_s, 1e-9)
         self.run_loss += loss
         self.rows_here += int(rows)
-        self.num_skipped = int(non_finite) // engine.world_size
+        self.num_skipped = int(non_finite) // parallel.world_size
         self.run_non_finite += self.num_skipped
         state.num_input_tokens_seen += int(tokens)
         state.total_flos += int(tokens) * flos_per_token
@@ -126,15 +126,15 @@ class Meter:
     def _norm(self) -> Tensor:
         return torch.zeros_like(self.num_items) if self.grad_norm is None else self.grad_norm.to(self.num_items.dtype)
 
-    def collect(self, engine: Engine) -> None:
+    def collect(self, parallel: Parallel) -> None:
         """Move the current sums of all ranks to rank 0 before a checkpoint, which stores them in one file."""
-        if engine.world_size == 1:
+        if parallel.world_size == 1:
             return
-        over_ranks = engine.sum(self._vector())
+        over_ranks = parallel.sum(self._vector())
         loss, non_finite, tokens, rows, *addends = over_ranks.unbind()
-        mine = float(engine.rank == 0)
+        mine = float(parallel.rank == 0)
         self.loss = loss * mine
-        self.metrics.of_all_ranks(addends, self.metrics.extremes(engine, over_ranks.dtype), mine)
+        self.metrics.of_all_ranks(addends, self.metrics.extremes(parallel, over_ranks.dtype), mine)
         self.non_finite_steps = (non_finite * mine).to(self.non_finite_steps.dtype)
         self.tokens, self.rows = int(tokens.item() * mine), int(rows.item() * mine)
 
@@ -195,15 +195,15 @@ class Totals:
         self.metrics.add({"loss": loss.total.float(), "num_items": num_items.float(), **loss.sums})
         self.num_batches += 1
 
-    def means(self, engine: Engine) -> dict[str, float]:
+    def means(self, parallel: Parallel) -> dict[str, float]:
         """Divide each sum by the items of the whole set, or by its own count. One device read."""
         if not self.num_batches:
             return {}
-        over_ranks = engine.sum(torch.stack(self.metrics.addends(torch.float32)))
-        extremes = self.metrics.extremes(engine, torch.float32)
+        over_ranks = parallel.sum(torch.stack(self.metrics.addends(torch.float32)))
+        extremes = self.metrics.extremes(parallel, torch.float32)
         numbers = torch.cat([over_ranks, torch.stack([*extremes, over_ranks[1]])]).tolist()
         addends, (*ends, num_items) = numbers[: len(over_ranks)], numbers[len(over_ranks) :]
-        means = self.metrics.means(addends, ends, num_items or 1.0, engine.world_size)
+        means = self.metrics.means(addends, ends, num_items or 1.0, parallel.world_size)
         del means["num_items"]
         return means
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import Metric, Sum
 
 
@@ -66,12 +66,12 @@ class Metrics:
                 found += [metric.count.to(dtype)]
         return found
 
-    def extremes(self, engine: Engine, dtype: torch.dtype) -> list[Tensor]:
+    def extremes(self, parallel: Parallel, dtype: torch.dtype) -> list[Tensor]:
         """() tensors: minimum or maximum over ranks of each metric with that reduction. One collective, or none."""
         asked = [m for m in self.by_name.values() if isinstance(m, Sum) and m.reduction in ("min", "max")]
         if not asked:
             return []
-        of_ranks = engine.gather(torch.stack([metric.total.to(dtype) for metric in asked])[None])  # (ranks, extremes)
+        of_ranks = parallel.gather(torch.stack([metric.total.to(dtype) for metric in asked])[None])  # (ranks, extremes)
         return [
             (column.amin() if metric.reduction == "min" else column.amax())
             for metric, column in zip(asked, of_ranks.unbind(1), strict=True)

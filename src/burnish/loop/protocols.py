@@ -1,4 +1,4 @@
-"""Protocols of the components of a run that the loop uses: objective, engine, stream, adapter.
+"""Protocols of the components of a run that the loop uses: objective, parallel, loader, adapter.
 
 A class may inherit from one of these protocols: methods with a body are defaults, those with ``...`` must be
 implemented.
@@ -34,7 +34,7 @@ class Objective(Protocol):
     def module(self, model: nn.Module) -> nn.Module:
         """The model and everything trained with it (a value head, for example) as one module.
 
-        The engine prepares this module, the optimizer updates its parameters, and a checkpoint stores its
+        The backend prepares this module, the optimizer updates its parameters, and a checkpoint stores its
         ``state_dict``.
         """
         return model
@@ -45,7 +45,7 @@ class Objective(Protocol):
 
     @property
     def inner_steps(self) -> int:
-        """Number of optimizer steps per step batch of the stream; see ``rollout``."""
+        """Number of optimizer steps per step batch of the loader; see ``rollout``."""
         return 1
 
     @property
@@ -55,14 +55,14 @@ class Objective(Protocol):
 
     @property
     def rows_per_rank(self) -> int | None:
-        """Rows of the stream per rank and step batch. None: the rows of the micro-batches."""
+        """Rows of the loader per rank and step batch. None: the rows of the micro-batches."""
         return None
 
     def rollout(
         self,
         module: nn.Module,
         step_batch: StepBatch,
-        engine: Engine,
+        parallel: Parallel,
         step: int,
         more: Iterator[StepBatch] | None = None,
     ) -> Sequence[StepBatch]:
@@ -73,11 +73,11 @@ class Objective(Protocol):
 
         Args:
             module: the policy.
-            step_batch: one step batch of the stream.
-            engine: for operations over ranks.
+            step_batch: one step batch of the loader.
+            parallel: for operations over ranks.
             step: number of completed steps.
             more: the following step batches of the epoch. Those taken from it are consumed, and the cursor of the last
-                step batch returned is the new position of the stream.
+                step batch returned is the new position of the loader.
         """
         return [step_batch]
 
@@ -86,7 +86,7 @@ class Objective(Protocol):
         """Divides a step batch of ``rollout`` among another number of ranks (``RolloutBuffer``). None: not possible."""
         return None
 
-    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         """Prepare all micro-batches of a step on this rank, before the first forward pass.
 
         Adds what depends on the whole step (means, counts over ranks) or on another model (log-probabilities of a
@@ -95,10 +95,10 @@ class Objective(Protocol):
         """
         return batches
 
-    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
         """Yield the batches of an evaluation set one by one, each prepared as if it were a whole step."""
         for batch in batches:
-            yield from self.prepare_step(module, [engine.to_device(batch)], engine)
+            yield from self.prepare_step(module, [parallel.to_device(batch)], parallel)
 
     def report(self, values: dict[str, float]) -> dict[str, float]:
         """Add metrics that are computed from other metrics of a log or an evaluation."""
@@ -117,7 +117,7 @@ class Objective(Protocol):
         ...
 
 
-class Engine(Protocol):
+class Parallel(Protocol):
     """Processes, devices and precision of a run."""
 
     device: torch.device
@@ -128,7 +128,7 @@ class Engine(Protocol):
 
     @property
     def parts(self) -> Mapping[str, Stateful]:
-        """The engine's own parts of a checkpoint, such as a loss scale."""
+        """The backend's own parts of a checkpoint, such as a loss scale."""
         ...
 
     frees_weights: bool  # weights exist only within a forward pass of the module from ``prepare``: ZeRO-3
@@ -165,7 +165,7 @@ class Engine(Protocol):
     def place(self, model: nn.Module, trained_in: torch.dtype) -> None:
         """Convert trained weights to ``trained_in`` and move all weights to their device.
 
-        Called before the optimizer is created, because it may copy the weights. An engine that shards may do this in
+        Called before the optimizer is created, because it may copy the weights. A backend that shards may do this in
         ``prepare`` instead.
         """
         ...
@@ -211,7 +211,7 @@ class Engine(Protocol):
     def unwrap(self, model: nn.Module) -> nn.Module: ...
 
 
-class Stream(Stateful, Protocol):
+class Loader(Stateful, Protocol):
     """Yields the step batches of an epoch from the cursor on, each with the cursor after it."""
 
     def step_batches(self) -> Iterator[StepBatch]:

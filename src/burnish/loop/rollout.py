@@ -31,7 +31,7 @@ class RolloutBuffer:
         self.position = 0  # number of used step batches
 
     def fill(self, batches: Sequence[StepBatch]) -> None:
-        """Store the step batches of a rollout. Only the last one advances the stream, to its cursor."""
+        """Store the step batches of a rollout. Only the last one advances the loader, to its cursor."""
         self.batches = [*(replace(batch, cursor=None) for batch in batches[:-1]), batches[-1]]
         self.position = 0
 

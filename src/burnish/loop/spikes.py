@@ -16,7 +16,7 @@ from torch import Tensor
 
 from burnish.config.checks import notes
 from burnish.config.options import option
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import StepBatch
 
 _SEEN, _ENOUGH = 32, 8
@@ -62,16 +62,16 @@ class SpikeWatch:
         self.ratio = ratio
         self.norms: deque[float] = deque(maxlen=_SEEN)
 
-    def check(self, engine: Engine, step: int, step_batch: StepBatch, loss: Tensor, norm: Tensor) -> None:
+    def check(self, parallel: Parallel, step: int, step_batch: StepBatch, loss: Tensor, norm: Tensor) -> None:
         """Raise SpikeError on all ranks if the last step is a spike on any of them."""
         usual = sum(self.norms) / len(self.norms) if len(self.norms) >= _ENOUGH else None
         is_applied = torch.isfinite(loss) & torch.isfinite(norm)
         # A loss scale that is too large decreases by itself; such a step is not caused by the data.
-        is_finite = torch.isfinite(loss) if engine.scales_loss else is_applied
+        is_finite = torch.isfinite(loss) if parallel.scales_loss else is_applied
         is_long = norm > usual * self.ratio if usual is not None and self.ratio is not None else ~is_finite
         is_long = is_long & torch.isfinite(norm)
         counted = torch.stack([(~is_finite | is_long).float(), (~is_finite).float(), (~is_applied).float()])
-        spikes, broken, skipped = engine.sum(counted).tolist()  # one device read per step
+        spikes, broken, skipped = parallel.sum(counted).tolist()  # one device read per step
         if not spikes:
             if not skipped:
                 self.norms.append(float(norm))

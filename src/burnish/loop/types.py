@@ -179,10 +179,10 @@ and ``cu_seq_lens_q`` (sequences + 1,) in place of the mask."""
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of one step, and the stream's cursor after them."""
+    """The micro-batches of one step, and the loader's cursor after them."""
 
     batches: Sequence[Batch]
-    cursor: Mapping[str, Any] | None  # for Stream.load_state_dict; None: the stream does not move
+    cursor: Mapping[str, Any] | None  # for Loader.load_state_dict; None: the loader does not move
     epoch: float  # epochs completed after this step, as a fraction
     num_rows: int = 0  # on this rank, without padding rows
     num_tokens: int = 0  # on this rank, without padding

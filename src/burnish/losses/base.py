@@ -5,8 +5,8 @@ A member is a class ``(options, template, tokenizer) -> Objective``. A run calls
     objective.encode(examples, stats)         rows, before a weight is read
     objective.inspect(rows, rows_per_step)    notes on the training rows
     objective.fit(capabilities, collate)      takes the capabilities of the model; returns notes
-    objective.module(model)                   the model and its loss as one module, for the engine to wrap
-    objective.setup(module)                   once, with the module as the engine prepared it
+    objective.module(model)                   the model and its loss as one module, for the backend to wrap
+    objective.setup(module)                   once, with the module as the backend prepared it
     objective.collate(rows)                   a micro-batch
     objective.rollout(module, step_batch)     the step batches to train on instead, such as responses to prompts
     objective.prepare_step(module, batches)   adds to batches what depends on the whole step
@@ -26,7 +26,7 @@ from burnish.config.checks import check
 from burnish.config.errors import Problem
 from burnish.config.registry import Registry
 from burnish.kernels.probe import Capabilities
-from burnish.loop.protocols import Engine, Objective
+from burnish.loop.protocols import Objective, Parallel
 from burnish.loop.types import IGNORE_INDEX, TOKEN_COLUMNS, Batch, Example, Ids, Row
 
 Collate: TypeAlias = Callable[[Sequence[Row]], Batch]
@@ -132,7 +132,7 @@ class StageObjective(Objective, Protocol):
         """Wrap a second model so that it returns the same values as the policy. Called if ``needs_reference``."""
         raise NotImplementedError
 
-    def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]:
+    def reference_columns(self, module: nn.Module, rows: Sequence[Row], parallel: Parallel) -> dict[str, list[float]]:
         """Values of the reference for each row, by column. Called if ``precompute_ref_log_probs`` is set."""
         raise NotImplementedError
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import option
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.pairs import AnswersObjective, PairChoices, asking
@@ -191,59 +191,61 @@ class KtoObjective(AnswersObjective):
             batch["reference"] = torch.tensor([row["reference_kl_logps"] for row in beside] or [0.0])
         return batch
 
-    def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]:
+    def reference_columns(self, module: nn.Module, rows: Sequence[Row], parallel: Parallel) -> dict[str, list[float]]:
         """Reference log-probabilities of the response and of the mismatched response, by column."""
-        batch = engine.to_device(self.collate(rows))
-        (logps,) = self._reference_logps(module, [batch], engine)
+        batch = parallel.to_device(self.collate(rows))
+        (logps,) = self._reference_logps(module, [batch], parallel)
         if "kl" not in batch:
             return {"reference_logps": logps.tolist()}
-        (of_others,) = self._reference_logps(module, [engine.to_device(batch["kl"])], engine)
+        (of_others,) = self._reference_logps(module, [parallel.to_device(batch["kl"])], parallel)
         others = iter(of_others.tolist())
         beside = [next(others) if row.get("kl_input_ids") else float("nan") for row in rows]
         return {"reference_logps": logps.tolist(), "reference_kl_logps": beside}
 
-    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         """Add the reference's log-probabilities to each micro-batch, and z, () the baseline of the step."""
         self.step_begins(module)
-        total, count = self._ratios_of_others(module, batches, engine)
-        return self._with(self._baseline(total, count, engine), module, batches, engine)
+        total, count = self._ratios_of_others(module, batches, parallel)
+        return self._with(self._baseline(total, count, parallel), module, batches, parallel)
 
-    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
         """Two passes over the set, because z is the mean over the whole set."""
-        total, count = torch.zeros((), device=engine.device), torch.zeros((), device=engine.device)
+        total, count = torch.zeros((), device=parallel.device), torch.zeros((), device=parallel.device)
         for batch in batches:
-            more = self._ratios_of_others(module, [engine.to_device(batch)], engine)
+            more = self._ratios_of_others(module, [parallel.to_device(batch)], parallel)
             total, count = total + more[0], count + more[1]
-        baseline = self._baseline(total, count, engine)
+        baseline = self._baseline(total, count, parallel)
         for batch in batches:
-            yield from self._with(baseline, module, [engine.to_device(batch)], engine)
+            yield from self._with(baseline, module, [parallel.to_device(batch)], parallel)
 
-    def _ratios_of_others(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> tuple[Tensor, Tensor]:
+    def _ratios_of_others(
+        self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel
+    ) -> tuple[Tensor, Tensor]:
         """() the sum of r over the mismatched responses of these micro-batches, and () their number."""
-        others = [engine.to_device(batch["kl"]) for batch in batches if "kl" in batch]
-        total, count = torch.zeros((), device=engine.device), torch.zeros((), device=engine.device)
+        others = [parallel.to_device(batch["kl"]) for batch in batches if "kl" in batch]
+        total, count = torch.zeros((), device=parallel.device), torch.zeros((), device=parallel.device)
         if not others:
             return total, count
-        reference = self._reference_logps(module, others, engine)
-        with asking(module, engine):
+        reference = self._reference_logps(module, others, parallel)
+        with asking(module, parallel):
             for batch, of_reference in zip(others, reference, strict=True):
                 total = total + ((module(batch).logps - of_reference) * batch["items"]).sum()
                 count = count + batch["items"].sum()
         return total, count
 
-    def _baseline(self, total: Tensor, count: Tensor, engine: Engine) -> Tensor:
+    def _baseline(self, total: Tensor, count: Tensor, parallel: Parallel) -> Tensor:
         """() z: the mean over all ranks, clamped at 0 from below."""
         if not self.has_baseline:
-            return torch.zeros((), device=engine.device)
-        total, count = engine.sum(torch.stack([total, count])).unbind()
+            return torch.zeros((), device=parallel.device)
+        total, count = parallel.sum(torch.stack([total, count])).unbind()
         return (total / count.clamp(min=1)).clamp(min=0)
 
-    def _with(self, baseline: Tensor, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> list[Batch]:
+    def _with(self, baseline: Tensor, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> list[Batch]:
         more: dict[str, Any] = {"baseline": baseline}
-        if (row := mean_row(self.head, engine)) is not None:
+        if (row := mean_row(self.head, parallel)) is not None:
             more["mean_row"] = row
         own = [{name: value for name, value in batch.items() if name != "kl"} for batch in batches]
-        reference = self._reference_logps(module, own, engine)
+        reference = self._reference_logps(module, own, parallel)
         return [{**batch, "reference": logps, **more} for batch, logps in zip(own, reference, strict=True)]
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:

@@ -207,7 +207,7 @@ class LmObjective(StageObjective):
         return is_trained.sum().float()
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """Compute the loss. ``module`` is the result of ``self.module``, wrapped by the engine."""
+        """Compute the loss. ``module`` is the result of ``self.module``, wrapped by the backend."""
         loss: Loss = module(batch)
         return loss
 
@@ -250,7 +250,7 @@ def unfitted(rows: Sequence[Row]) -> Batch:
 class ModelWithLoss(nn.Module):
     """A causal language model and its loss as one module: micro-batch -> ``Loss``.
 
-    The engine's wrapper is called once per micro-batch, and all weights, including the head's, are used inside this
+    The backend's wrapper is called once per micro-batch, and all weights, including the head's, are used inside this
     call. Wrappers rely on this to sync gradients and to gather sharded weights.
 
     Args:

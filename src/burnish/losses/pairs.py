@@ -27,7 +27,7 @@ from burnish.kernels.elementwise import rounding_as_trained
 from burnish.kernels.probe import Capabilities, Head, causal_lm, find_head, makes_some_logits
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.modes import evaluating
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.lm import (
@@ -196,7 +196,7 @@ class AnswersObjective(StageObjective):
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         raise NotImplementedError
 
-    def _reference_logps(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> list[Tensor]:
+    def _reference_logps(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> list[Tensor]:
         """(S,) reference log-probabilities of each micro-batch: precomputed ones of its rows, or computed now."""
         if all("reference" in batch for batch in batches):
             return [batch["reference"] for batch in batches]
@@ -205,7 +205,7 @@ class AnswersObjective(StageObjective):
                 "The reference log-probabilities were computed before training, and these examples were not included."
             )
             raise UserError(what, remedy="Configure them as an evaluation set before training starts.")
-        with self.reference.answering(module) as answering, engine.other_modules(), asking(answering, engine):
+        with self.reference.answering(module) as answering, parallel.other_modules(), asking(answering, parallel):
             return [answering(batch).logps for batch in batches]
 
 
@@ -263,58 +263,58 @@ class PairObjective(AnswersObjective):
             batch["reference"] = torch.tensor(given).flatten()
         return batch
 
-    def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]:
+    def reference_columns(self, module: nn.Module, rows: Sequence[Row], parallel: Parallel) -> dict[str, list[float]]:
         """Reference log-probabilities of both responses, by column."""
-        (logps,) = self._reference_logps(module, [engine.to_device(self.collate(rows))], engine)
+        (logps,) = self._reference_logps(module, [parallel.to_device(self.collate(rows))], parallel)
         return {f"reference_{side}_logps": logps[at::2].tolist() for at, side in enumerate(("chosen", "rejected"))}
 
-    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         """Add to each micro-batch the reference's log-probabilities and the values that depend on the whole step."""
         found: list[dict[str, Any]] = [{} for _ in batches]
         self.step_begins(module)
         if self.needs_reference:
-            for more, logps in zip(found, self._reference_logps(module, batches, engine), strict=True):
+            for more, logps in zip(found, self._reference_logps(module, batches, parallel), strict=True):
                 more["reference"] = logps
-        if (row := mean_row(self.head, engine)) is not None:
+        if (row := mean_row(self.head, parallel)) is not None:
             found = [{**more, "mean_row": row} for more in found]
         made = [{**batch, **more} for batch, more in zip(batches, found, strict=True)]
         if self.counts_tokens:
-            share = token_share(made, engine)
+            share = token_share(made, parallel)
             made = [{**batch, "pairs_per_token": share} for batch in made]
         if self.sorts or (self.options.pref_bco_weight and module.training):
-            made = self._with_the_step(module, made, engine)
+            made = self._with_the_step(module, made, parallel)
         if self.options.pref_bco_weight:
-            made = [{**batch, "baseline": self.baseline.value.to(engine.device)} for batch in made]
+            made = [{**batch, "baseline": self.baseline.value.to(parallel.device)} for batch in made]
         return made
 
-    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
         """As ``Objective.iter_eval``, but ranks (AOT) are taken among all pairs of the set, and a mean over tokens is
         over all tokens of the set.
         """
         if self.sorts:
-            yield from self.prepare_step(module, [engine.to_device(batch) for batch in batches], engine)
+            yield from self.prepare_step(module, [parallel.to_device(batch) for batch in batches], parallel)
             return
-        share = token_share(map(engine.to_device, batches), engine) if self.counts_tokens else None
+        share = token_share(map(parallel.to_device, batches), parallel) if self.counts_tokens else None
         for batch in batches:
-            (made,) = self.prepare_step(module, [engine.to_device(batch)], engine)
+            (made,) = self.prepare_step(module, [parallel.to_device(batch)], parallel)
             yield made if share is None else {**made, "pairs_per_token": share}
 
-    def _with_the_step(self, module: nn.Module, batches: list[Batch], engine: Engine) -> list[Batch]:
+    def _with_the_step(self, module: nn.Module, batches: list[Batch], parallel: Parallel) -> list[Batch]:
         """Compute the policy's log-probabilities of all pairs of the step without gradient, for ranks and BCO's
         baseline."""
-        with asking(module, engine):
+        with asking(module, parallel):
             pairs = [self._pairs(module(batch), batch) for batch in batches]
         if self.options.pref_bco_weight and module.training:
-            self._move_baseline(pairs, batches, engine)
-        return with_matches(pairs, batches, engine, self.sorts) if self.sorts else batches
+            self._move_baseline(pairs, batches, parallel)
+        return with_matches(pairs, batches, parallel, self.sorts) if self.sorts else batches
 
-    def _move_baseline(self, pairs: Sequence[Pairs], batches: Sequence[Batch], engine: Engine) -> None:
+    def _move_baseline(self, pairs: Sequence[Pairs], batches: Sequence[Batch], parallel: Parallel) -> None:
         rewards = [
             (self.shape.beta * (pair.chosen.ratio + pair.rejected.ratio) * batch["items"]).sum()
             for pair, batch in zip(pairs, batches, strict=True)
         ]
         count = 2 * torch.stack([batch["items"].sum() for batch in batches]).sum()
-        total, number = engine.sum(torch.stack([torch.stack(rewards).sum(), count])).unbind()
+        total, number = parallel.sum(torch.stack([torch.stack(rewards).sum(), count])).unbind()
         self.baseline.add(total, number)
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
@@ -402,9 +402,9 @@ def check_pair_stage(options: PreferenceChoices) -> list[Problem]:
 
 
 @contextmanager
-def asking(module: nn.Module, engine: Engine) -> Iterator[None]:
+def asking(module: nn.Module, parallel: Parallel) -> Iterator[None]:
     """Context for a forward pass without gradient whose results are compared with those of training."""
-    with evaluating(module), rounding_as_trained(), engine.precision():
+    with evaluating(module), rounding_as_trained(), parallel.precision():
         yield
 
 
@@ -443,15 +443,15 @@ def detached(pairs: Pairs) -> Pairs:
     return pairs._replace(chosen=chosen, rejected=rejected)
 
 
-def token_share(batches: Iterable[Batch], engine: Engine) -> Tensor:
+def token_share(batches: Iterable[Batch], parallel: Parallel) -> Tensor:
     """() number of pairs divided by the number of trained tokens of their chosen responses, over all ranks."""
     counts = [torch.stack([batch["items"].sum(), (batch["lengths"][0::2] * batch["items"]).sum()]) for batch in batches]
-    pairs, tokens = engine.sum(torch.stack(counts).sum(0)).unbind()
+    pairs, tokens = parallel.sum(torch.stack(counts).sum(0)).unbind()
     share: Tensor = pairs / tokens.clamp(min=1)
     return share
 
 
-def with_matches(pairs: Sequence[Pairs], batches: Sequence[Batch], engine: Engine, name: str) -> list[Batch]:
+def with_matches(pairs: Sequence[Pairs], batches: Sequence[Batch], parallel: Parallel, name: str) -> list[Batch]:
     """Add (P,) ``matches_chosen`` and ``matches_rejected``: the values of the same rank among all pairs of the step."""
     items = torch.cat([batch["items"] for batch in batches])
     if name == "aot":
@@ -461,13 +461,13 @@ def with_matches(pairs: Sequence[Pairs], batches: Sequence[Batch], engine: Engin
         values, others = (
             torch.cat([side.ratio for side in sides]) for sides in zip(*(p[:2] for p in pairs), strict=True)
         )
-    gathered = engine.gather(torch.stack([values, others, items]))  # (3 for each rank, most pairs of a rank)
+    gathered = parallel.gather(torch.stack([values, others, items]))  # (3 for each rank, most pairs of a rank)
     every = gathered.view(-1, 3, gathered.shape[1]).transpose(0, 1).flatten(1)
     counts = every[2] > 0
     one, other = (torch.zeros_like(every[0]) for _ in range(2))
     one[counts] = at_same_rank(every[0][counts], every[1][counts])
     other[counts] = one[counts] if name == "aot" else at_same_rank(every[1][counts], every[0][counts])
-    own = slice(engine.rank * (len(one) // engine.world_size), None)
+    own = slice(parallel.rank * (len(one) // parallel.world_size), None)
     sizes = [len(batch["items"]) for batch in batches]
     ours = [torch.split(matches[own][: sum(sizes)], sizes) for matches in (one, other)]
     return [{**batch, "matches_chosen": a, "matches_rejected": b} for batch, a, b in zip(batches, *ours, strict=True)]

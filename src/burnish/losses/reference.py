@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from burnish.checkpoint.parts import Stateful
 from burnish.config.errors import UserError
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 
 
 class Reference(Protocol):
@@ -25,18 +25,18 @@ class Reference(Protocol):
     parts: Mapping[str, Stateful]
 
     def setup(self, module: nn.Module) -> None:
-        """Called once with the policy as the engine prepared it; see ``Objective.setup``."""
+        """Called once with the policy as the backend prepared it; see ``Objective.setup``."""
         return
 
     def answering(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
         """Context that yields the module with the reference's values. ``module`` is the policy as prepared by the
-        engine."""
+        backend."""
         ...
 
 
-def refuse_sharded_weights(engine: Engine) -> None:
+def refuse_sharded_weights(parallel: Parallel) -> None:
     """Raise UserError for a moving reference if each rank holds only a shard of the weights."""
-    if engine.splits_weights:
+    if parallel.splits_weights:
         what = '"sync_ref_model" updates full weights, but each process holds only a shard of them (FSDP, ZeRO-3).'
         raise UserError(what, remedy="Remove it, or use DDP, ZeRO-1 or ZeRO-2.", option="sync_ref_model")
 
@@ -120,21 +120,21 @@ class ShardedStart(Reference):
     """``StartOfRun`` for sharded weights (FSDP, ZeRO-3): keeps a copy of this rank's shards, and swaps both during the
     reference's forward passes.
 
-    ``setup`` is called after the engine has sharded the model, and before a checkpoint is loaded.
+    ``setup`` is called after the backend has sharded the model, and before a checkpoint is loaded.
     """
 
     parts: Mapping[str, Stateful] = {}
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, parallel: Parallel) -> None:
+        self.parallel = parallel
         self.held: list[tuple[Tensor, Tensor]] = []
 
     def setup(self, module: nn.Module) -> None:
-        """Copy the current weights at the first call. ``module`` is the policy as prepared by the engine."""
+        """Copy the current weights at the first call. ``module`` is the policy as prepared by the backend."""
         if self.held:
             return
-        self.engine.drop_gathered(module)
-        self.held = [(piece, piece.clone()) for piece in self.engine.pieces(module)]
+        self.parallel.drop_gathered(module)
+        self.held = [(piece, piece.clone()) for piece in self.parallel.pieces(module)]
 
     @contextmanager
     def answering(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -145,7 +145,7 @@ class ShardedStart(Reference):
             self._exchange(module)
 
     def _exchange(self, module: nn.Module) -> None:
-        self.engine.drop_gathered(module)
+        self.parallel.drop_gathered(module)
         with torch.no_grad():
             for piece, other in self.held:
                 kept = piece.clone()

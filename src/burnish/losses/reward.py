@@ -26,7 +26,7 @@ from burnish.config.errors import UserError
 from burnish.config.options import option
 from burnish.config.registry import Registry
 from burnish.kernels.probe import Capabilities, causal_lm
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.lm import unfitted
@@ -229,9 +229,9 @@ class RewardObjective(StageObjective):
         items: Tensor = batch["items"]
         return items.sum()
 
-    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
         self.margins.begin(batches)
-        yield from super().iter_eval(module, batches, engine)
+        yield from super().iter_eval(module, batches, parallel)
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         scores: Tensor = module(batch)
@@ -295,7 +295,7 @@ class HeadState:
         self.head = head
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """The trainable weights, for an engine that shards them."""
+        """The trainable weights, for a backend that shards them."""
         return self.head.parameters()
 
     def state_dict(self) -> dict[str, Tensor]:

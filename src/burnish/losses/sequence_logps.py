@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from burnish.kernels.probe import Head, causal_lm
 from burnish.kernels.tied import TIED
 from burnish.kernels.token_logps import LogpRules, TokenLogps, linear_token_logps, plain_token_logps
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
 from burnish.losses.base import Collate
 from burnish.losses.lm import tied_embedding
@@ -159,14 +159,14 @@ class SequenceModel(nn.Module):
         return plain_token_logps(of_trained, targets, self._rules), of_trained.detach().float().mean(-1), aux
 
 
-def mean_row(head: Head | None, engine: Engine) -> Tensor | None:
+def mean_row(head: Head | None, parallel: Parallel) -> Tensor | None:
     """(H,) mean over the rows of the head's weight; its product with a hidden state is the mean logit.
 
     Returns:
         (0,) if the model computes its logits itself, whose mean is taken then. None if the mean logit is not available,
         for example because the head is sharded.
     """
-    if engine.splits_weights:
+    if parallel.splits_weights:
         return None
     if head is None:
         return torch.empty(0)

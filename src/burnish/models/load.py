@@ -1,6 +1,6 @@
 """Load a language model, with its vision tower if it has one: config, weights, precision, attention.
 
-In:  ``ModelOptions``, and from the engine a dtype and a device. Out: transformers' own model, ready for an adapter.
+In:  ``ModelOptions``, and from the backend a dtype and a device. Out: transformers' own model, ready for an adapter.
 ``meta_model`` creates it without weights, for counting and checking.
 Refuses: weights that are missing, of another shape, or pickled. Errors that the files alone show are found earlier
 (check.py).

@@ -187,7 +187,7 @@ class _BlockAdam(Optimizer):
     """
 
     changes_what_trains = True
-    """The set of weights with gradients changes during the run, so an engine must not cache it."""
+    """The set of weights with gradients changes during the run, so a backend must not cache it."""
 
     def __init__(self, groups: Groups, options: BadamChoices) -> None:
         super().__init__(groups, {"lr": options.learning_rate, "weight_decay": 0.0})

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 from torch import nn
 
-from burnish.parallel.choices import EngineChoices
-from burnish.parallel.ddp import BUFFERS, DdpEngine, syncing_arguments
+from burnish.parallel.choices import ParallelChoices
+from burnish.parallel.ddp import BUFFERS, DdpParallel, syncing_arguments
 
 
-class AccelerateEngine(DdpEngine):
+class AccelerateParallel(DdpParallel):
     """Data parallelism with accelerate, for one or several processes."""
 
     def open_group(self) -> None:
@@ -29,7 +29,7 @@ class AccelerateEngine(DdpEngine):
         return cast(nn.Module, self.accelerator.prepare_model(model))
 
 
-def _accelerator(options: EngineChoices, is_on_cpu: bool) -> Any:
+def _accelerator(options: ParallelChoices, is_on_cpu: bool) -> Any:
     """An ``Accelerator`` that only does what the options request."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -39,7 +39,7 @@ def _accelerator(options: EngineChoices, is_on_cpu: bool) -> Any:
         syncing["broadcast_buffers"] = False  # accelerate's name of the argument
     return Accelerator(
         cpu=is_on_cpu,
-        mixed_precision="no",  # SingleEngine handles autocast and the loss scale
+        mixed_precision="no",  # SingleProcess handles autocast and the loss scale
         kwargs_handlers=[
             DistributedDataParallelKwargs(**syncing),
             InitProcessGroupKwargs(backend=options.ddp_backend, timeout=timedelta(seconds=options.ddp_timeout)),

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from burnish.config.errors import Problem, did_you_mean
-from burnish.parallel.choices import EngineChoices
+from burnish.parallel.choices import ParallelChoices
 from burnish.utils.patching import Reason, record
 
 CHECKPOINTED = Reason("layer under gradient checkpointing", "gradient_checkpointing is set")
@@ -23,7 +23,7 @@ _OF_MODELS = {"every_n_layers": 1, "offload": False}
 """Further arguments of transformers 5.23's models, and their neutral values."""
 
 
-def checkpointing_problems(options: EngineChoices) -> Iterator[Problem]:
+def checkpointing_problems(options: ParallelChoices) -> Iterator[Problem]:
     """Problems of ``gradient_checkpointing_kwargs``."""
     given, known = options.gradient_checkpointing_kwargs or {}, [*_OF_TORCH, *_OF_MODELS, "selective"]
     for name in [name for name in given if name not in known]:

@@ -1,4 +1,4 @@
-"""Protocols of the options that engines read. A function takes the narrowest protocol with the options that it
+"""Protocols of the options that backends read. A function takes the narrowest protocol with the options that it
 reads."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class FormatChoices(MixedChoices, Protocol):
     fp16_full_eval: bool
 
 
-class EngineChoices(DeepspeedChoices, FsdpChoices, FormatChoices, DeviceChoice, ProcessOptions, Protocol):
-    """All options that engines read."""
+class ParallelChoices(DeepspeedChoices, FsdpChoices, FormatChoices, DeviceChoice, ProcessOptions, Protocol):
+    """All options that backends read."""
 
     activation_offloading: bool
     ddp_backend: str | None

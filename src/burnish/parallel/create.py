@@ -1,30 +1,30 @@
-"""Create the engine that the options and the number of processes select. Other engines are not imported."""
+"""Create the backend that the options and the number of processes select. Other backends are not imported."""
 
 from __future__ import annotations
 
-from burnish.loop.protocols import Engine
-from burnish.parallel.choices import EngineChoices
-from burnish.parallel.options import engine_name
-from burnish.parallel.single import SingleEngine
+from burnish.loop.protocols import Parallel
+from burnish.parallel.choices import ParallelChoices
+from burnish.parallel.options import parallel_name
+from burnish.parallel.single import SingleProcess
 
 
-def create_engine(options: EngineChoices) -> Engine:
-    """The engine that the options and the number of processes select."""
-    name = engine_name(options)
+def create_parallel(options: ParallelChoices) -> Parallel:
+    """The backend that the options and the number of processes select."""
+    name = parallel_name(options)
     if name == "single":
-        return SingleEngine(options)
+        return SingleProcess(options)
     if name == "accelerate":
-        from burnish.parallel.accelerate import AccelerateEngine
+        from burnish.parallel.accelerate import AccelerateParallel
 
-        return AccelerateEngine(options)
+        return AccelerateParallel(options)
     if name == "fsdp":
-        from burnish.parallel.fsdp.engine import FsdpEngine
+        from burnish.parallel.fsdp.parallel import FsdpParallel
 
-        return FsdpEngine(options)
+        return FsdpParallel(options)
     if name == "deepspeed":
-        from burnish.parallel.deepspeed.engine import DeepSpeedEngine
+        from burnish.parallel.deepspeed.parallel import DeepSpeedParallel
 
-        return DeepSpeedEngine(options)
-    from burnish.parallel.ddp import DdpEngine
+        return DeepSpeedParallel(options)
+    from burnish.parallel.ddp import DdpParallel
 
-    return DdpEngine(options)
+    return DdpParallel(options)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from burnish.parallel.choices import EngineChoices
-from burnish.parallel.multi_process import ParallelEngine
+from burnish.parallel.choices import ParallelChoices
+from burnish.parallel.multi_process import MultiProcess
 
 
-class DdpEngine(ParallelEngine):
+class DdpParallel(MultiProcess):
     """Data parallelism: each process has the whole model."""
 
     averages_itself = False
@@ -88,7 +88,7 @@ _OF_TORCH = inspect.signature(DistributedDataParallel).parameters
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OF_TORCH else "broadcast_buffers"  # before torch 2.13
 
 
-def syncing_arguments(options: EngineChoices) -> dict[str, Any]:
+def syncing_arguments(options: ParallelChoices) -> dict[str, Any]:
     """The ``ddp_*`` options as torch's arguments. Defaults are those of transformers."""
     finds = options.ddp_find_unused_parameters
     if finds is None:

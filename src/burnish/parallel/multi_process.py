@@ -1,10 +1,10 @@
-"""Base of the engines for several processes: the process group and its collectives.
+"""Base of the backends for several processes: the process group and its collectives.
 
-In: the same as for ``SingleEngine``, in each process, and the environment variables of a launcher (RANK, WORLD_SIZE,
+In: the same as for ``SingleProcess``, in each process, and the environment variables of a launcher (RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Out: sums over all ranks, rows of all ranks, and an update that is applied on all
-ranks or on none. The derived engines (``ddp``, ``fsdp``) distribute weights and gradients.
+ranks or on none. The derived backends (``ddp``, ``fsdp``) distribute weights and gradients.
 
-Precision, clipping and the handling of NaN are those of ``SingleEngine``, so one process computes exactly the same
+Precision, clipping and the handling of NaN are those of ``SingleProcess``, so one process computes exactly the same
 weights. Tested with gloo on CPUs; not tested on several GPUs.
 """
 
@@ -27,24 +27,24 @@ from torch.optim import Optimizer
 
 from burnish.checkpoint.parts import Part
 from burnish.loop.types import IGNORE_INDEX
-from burnish.parallel.choices import EngineChoices
-from burnish.parallel.single import SingleEngine
+from burnish.parallel.choices import ParallelChoices
+from burnish.parallel.single import SingleProcess
 
 CLOSING_S = 10.0
 """Maximum seconds that a process waits for closing its group when it ends."""
 
 _opened: list[Any] = []
-"""Groups opened by engines of this process. Others belong to the script."""
+"""Groups opened by backends of this process. Others belong to the script."""
 
 
-class ParallelEngine(SingleEngine):
-    """Base engine for one of several processes.
+class MultiProcess(SingleProcess):
+    """Base backend for one of several processes.
 
     Args:
-        options: the flat options; those of ``EngineOptions`` are read.
+        options: the flat options; those of ``ParallelOptions`` are read.
     """
 
-    def __init__(self, options: EngineChoices) -> None:
+    def __init__(self, options: ParallelChoices) -> None:
         super().__init__(options)
         was_there = dist.is_initialized()
         self.open_group()
@@ -113,7 +113,7 @@ def with_weights(parts: Mapping[str, Part]) -> list[str]:
 
 
 def close_group() -> None:
-    """Close the group at the end of a command, if an engine opened it. After a failure another rank may still be inside
+    """Close the group at the end of a command, if a backend opened it. After a failure another rank may still be inside
     a collective, for which NCCL can wait; the wait is limited to ``CLOSING_S``.
     """
     if _is_open():
@@ -124,7 +124,7 @@ def close_group() -> None:
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Close the group that an engine opened in a script, unless the script failed. In that case NCCL could wait for
+    """Close the group that a backend opened in a script, unless the script failed. In that case NCCL could wait for
     other ranks, and no thread can be started at this point to limit the wait.
     """
     if _is_open() and not hasattr(sys, "last_value"):

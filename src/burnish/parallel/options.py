@@ -1,6 +1,6 @@
-"""Options of the engines, and their checks.
+"""Options of the backends, and their checks.
 
-In: the flat options. Out: problems (``check_engine``), notes (``engine_notes``), and the choice of engine and device.
+In: the flat options. Out: problems (``check_parallel``), notes (``parallel_notes``), the choice of backend and device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from burnish.parallel.accelerate_launch import (
     mixed_precision,
 )
 from burnish.parallel.checkpointing import checkpointing_problems
-from burnish.parallel.choices import DeviceChoice, EngineChoices
+from burnish.parallel.choices import DeviceChoice, ParallelChoices
 from burnish.parallel.deepspeed.settings import (
     NAMES,
     deepspeed_notes,
@@ -37,7 +37,7 @@ from burnish.parallel.process_counts import AUTO
 
 
 @dataclass
-class EngineOptions:
+class ParallelOptions:
     """Devices, precision, parallelism and seeds."""
 
     engine: str = option(
@@ -131,7 +131,7 @@ class EngineOptions:
 
 
 @check
-def check_engine(options: EngineChoices) -> list[Problem]:
+def check_parallel(options: ParallelChoices) -> list[Problem]:
     """Report options that this machine, or any machine, does not support."""
     return [
         *_formats(options), *checkpointing_problems(options), *deepspeed_problems(options), *fsdp_problems(options),
@@ -140,7 +140,7 @@ def check_engine(options: EngineChoices) -> list[Problem]:
     ]  # fmt: skip
 
 
-def _compiling(options: EngineChoices) -> Iterator[Problem]:
+def _compiling(options: ParallelChoices) -> Iterator[Problem]:
     """Report an unknown backend or mode of torch's compiler. If one is set, the compiler is imported to list them."""
     given = {"backend": options.torch_compile_backend, "mode": options.torch_compile_mode}
     if not options.torch_compile or set(given.values()) <= {None, "inductor"}:
@@ -158,7 +158,7 @@ def _compiling(options: EngineChoices) -> Iterator[Problem]:
             )
 
 
-def _formats(options: EngineChoices) -> Iterator[Problem]:
+def _formats(options: ParallelChoices) -> Iterator[Problem]:
     asked = [name for name in ("bf16", "fp16", "pure_bf16") if getattr(options, name)]
     if "fp16" in asked and len(asked) > 1:
         yield Problem(
@@ -176,7 +176,7 @@ def _formats(options: EngineChoices) -> Iterator[Problem]:
         yield Problem('"bf16" requires a GPU that supports bfloat16.', remedy="Set fp16: true instead.", option="bf16")
 
 
-def _processes(options: EngineChoices) -> Iterator[Problem]:
+def _processes(options: ParallelChoices) -> Iterator[Problem]:
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if isinstance(options.num_processes, str) and options.num_processes != AUTO:
         yield Problem(
@@ -197,7 +197,7 @@ def _processes(options: EngineChoices) -> Iterator[Problem]:
         )
     if uses_deepspeed(options) and uses_fsdp(options):
         yield Problem('"deepspeed" and "fsdp" cannot be combined.', option=("deepspeed", "fsdp"))
-    if engine_name(options) == "deepspeed" and find_spec("deepspeed") is None:
+    if parallel_name(options) == "deepspeed" and find_spec("deepspeed") is None:
         yield Problem(
             "This run needs the library DeepSpeed, which is not installed.",
             remedy="pip install deepspeed",
@@ -212,7 +212,7 @@ def _processes(options: EngineChoices) -> Iterator[Problem]:
 
 
 @notes
-def engine_notes(options: EngineChoices) -> list[str]:
+def parallel_notes(options: ParallelChoices) -> list[str]:
     """Notes on options without effect here, or with another effect than expected."""
     device, notes = device_of(options), []
     asked = mixed_precision(options)
@@ -242,11 +242,11 @@ def engine_notes(options: EngineChoices) -> list[str]:
     return notes
 
 
-def engine_name(options: EngineChoices, num_processes: int | None = None) -> str:
-    """The engine that the options and the number of processes select.
+def parallel_name(options: ParallelChoices, num_processes: int | None = None) -> str:
+    """The backend that the options and the number of processes select.
 
     Args:
-        options: the options of the engine.
+        options: the options of the backend.
         num_processes: for a run that is not started yet. Default: the number set by the launcher.
     """
     if options.engine != AUTO:

@@ -1,7 +1,7 @@
-"""The engine in plain torch, for one process and one device: the reference for all other engines.
+"""The backend in plain torch, for one process and one device: the reference for all other backends.
 
 In: a model, an optimizer, micro-batches, losses. Out: all on the device, gradients, an update unless the loss or a
-gradient is not finite. The loop (``loop/loop.py``) calls it. The engine does not depend on the objective.
+gradient is not finite. The loop (``loop/loop.py``) calls it. The backend does not depend on the objective.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch.optim import Optimizer
 from burnish.checkpoint.parts import Part, Stateful
 from burnish.loop.types import Batch
 from burnish.parallel.checkpointing import checkpoint_activations
-from burnish.parallel.choices import EngineChoices
+from burnish.parallel.choices import ParallelChoices
 from burnish.parallel.memory import keep_few_kernels, keep_freed_memory
 from burnish.parallel.offloading import Offloading
-from burnish.parallel.options import EngineOptions, check_engine, device_of
+from burnish.parallel.options import ParallelOptions, check_parallel, device_of
 from burnish.parallel.precision import autocast_dtype
 
-__all__ = ["EngineOptions", "SingleEngine", "check_engine", "set_seed"]
+__all__ = ["ParallelOptions", "SingleProcess", "check_parallel", "set_seed"]
 
 
-class SingleEngine:
-    """Engine for one process and one device.
+class SingleProcess:
+    """Backend for one process and one device.
 
     Args:
-        options: the flat options; those of ``EngineOptions`` are read.
+        options: the flat options; those of ``ParallelOptions`` are read.
     """
 
     rank: int = 0
     world_size: int = 1
-    checkpoints_layers = False  # an engine's own settings may enable gradient checkpointing as well
+    checkpoints_layers = False  # a backend's own settings may enable gradient checkpointing as well
 
-    def __init__(self, options: EngineChoices) -> None:
+    def __init__(self, options: ParallelChoices) -> None:
         self.options = options
         self.device = device_of(options)
         self.dtype = autocast_dtype(options, self.device)
@@ -56,7 +56,7 @@ class SingleEngine:
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """The engine's own parts of a checkpoint: the loss scale, if there is one."""
+        """The backend's own parts of a checkpoint: the loss scale, if there is one."""
         return {"scaler": cast(Stateful, self.scaler)} if self.scaler else {}
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
@@ -85,7 +85,7 @@ class SingleEngine:
         model.to(self.device)
 
     def settle(self, model: nn.Module) -> None:
-        """Move a model for which ``place`` was not called to the engine's device."""
+        """Move a model for which ``place`` was not called to the backend's device."""
         model.to(self.device)
 
     def to_device(self, batch: Batch) -> Batch:
@@ -158,7 +158,7 @@ class SingleEngine:
         return norm
 
     def step(self, optimizer: Optimizer, is_finite: Tensor) -> bool:
-        """Update once, unless ``is_finite`` () bool is false. See ``Engine.step`` for the return value."""
+        """Update once, unless ``is_finite`` () bool is false. See ``Parallel.step`` for the return value."""
         if self.scaler:
             # Reads one number from the device, as torch's own GradScaler.step does.
             applied = bool(is_finite)

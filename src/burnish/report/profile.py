@@ -76,15 +76,15 @@ def check_profile(options: ProfileChoices) -> list[Problem]:
 
 def watch(run: Loop, folder: Path, options: ProfileOptions) -> None:
     """Time the parts of the run from now on, and write the results to ``folder`` after enough steps."""
-    if run.engine.rank != 0:
+    if run.parallel.rank != 0:
         return
-    clock = PartClock(run.engine.device)
+    clock = PartClock(run.parallel.device)
     for owner, name, part in (
-        (run.engine, "to_device", "batch to the device"),
+        (run.parallel, "to_device", "batch to the device"),
         (run.objective, "loss", "forward and loss"),
-        (run.engine, "backward", "backward"),
-        (run.engine, "clip", "norm and clip"),
-        (run.engine, "step", "optimizer"),
+        (run.parallel, "backward", "backward"),
+        (run.parallel, "clip", "norm and clip"),
+        (run.parallel, "step", "optimizer"),
         (run.optimizer, "zero_grad", "optimizer"),
     ):
         patch(owner, name, clock.around(part, getattr(owner, name)), Reason(part, "profile times it"))

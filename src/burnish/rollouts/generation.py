@@ -17,7 +17,7 @@ import torch
 
 from burnish.config.errors import UserError
 from burnish.inference.types import NoiseKey, Sampling
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import Example, Ids, Message, Row
 from burnish.rollouts.completions import CompletionLimits, CompletionSource
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
@@ -121,7 +121,7 @@ class Generator:
         )  # fmt: skip
 
     def samples(
-        self, rows: Sequence[Row], count: int, key: NoiseKey, engine: Engine, step: int, is_eval: bool = False
+        self, rows: Sequence[Row], count: int, key: NoiseKey, parallel: Parallel, step: int, is_eval: bool = False
     ) -> tuple[list[Scored], RewardTable, dict[str, float]]:
         """``count`` completions of each prompt, the rewards of all, and the seconds of each phase. Collective.
 
@@ -133,7 +133,7 @@ class Generator:
         start = time.perf_counter()
         made = self._completed(rows, count, key, is_eval)
         seconds["generate"], start = time.perf_counter() - start, time.perf_counter()
-        table = self._rewarded(rows, count, made, engine, step)
+        table = self._rewarded(rows, count, made, parallel, step)
         seconds["reward"] = time.perf_counter() - start
         return made, table, seconds
 
@@ -169,7 +169,7 @@ class Generator:
         return samples
 
     def _rewarded(
-        self, rows: Sequence[Row], count: int, samples: list[Scored], engine: Engine, step: int
+        self, rows: Sequence[Row], count: int, samples: list[Scored], parallel: Parallel, step: int
     ) -> RewardTable:
         """Call the reward functions. An error on one rank is raised on all."""
         names = [function.name for function in self.functions]
@@ -178,10 +178,10 @@ class Generator:
             if samples:
                 table = self._table(rows, count, samples, step)
         except UserError as error:
-            if engine.world_size == 1:
+            if parallel.world_size == 1:
                 raise
             failure = str(error)
-        for said in engine.gather_objects(failure) if engine.world_size > 1 else ():
+        for said in parallel.gather_objects(failure) if parallel.world_size > 1 else ():
             if said is not None:
                 raise UserError(said, option="reward_funcs")
         for sample, values in zip(samples, table.values.tolist(), strict=True):

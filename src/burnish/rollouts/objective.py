@@ -30,7 +30,7 @@ from burnish.kernels.philox import permutation
 from burnish.kernels.probe import Capabilities, causal_lm, find_head, makes_some_logits
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.modes import evaluating
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Example, Loss, Row, StepBatch
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
 from burnish.losses.lm import aux_coefficient
@@ -161,7 +161,7 @@ class RolloutObjective(AnswersObjective):
 
     @property
     def rows_per_rank(self) -> int:
-        """Prompts of a rank in a step batch of the stream."""
+        """Prompts of a rank in a step batch of the loader."""
         most = max(self.micro_batches, self.choices.gradient_accumulation_steps)
         return max(1, self.choices.per_device_train_batch_size * most // self.choices.num_generations)
 
@@ -206,7 +206,7 @@ class RolloutObjective(AnswersObjective):
         return super().fit(capabilities, collate)
 
     def _collated(self, collate: Collate, rows: Sequence[Row]) -> Batch:
-        """Prompts of a micro-batch of the stream: rows as they are; of a blank one ``items`` is 0."""
+        """Prompts of a micro-batch of the loader: rows as they are; of a blank one ``items`` is 0."""
         return {"rows": list(rows), "labels": torch.zeros(len(rows), 1), "items": torch.ones(len(rows))}
 
     @property
@@ -263,12 +263,12 @@ class RolloutObjective(AnswersObjective):
         self,
         module: nn.Module,
         step_batch: StepBatch,
-        engine: Engine,
+        parallel: Parallel,
         step: int,
         more: Iterator[StepBatch] | None = None,
     ) -> Sequence[StepBatch]:
         generation, drops = step // self.inner_steps, self.choices.drop_zero_variance_groups
-        drawn = self._draw(module, step_batch, engine, step)
+        drawn = self._draw(module, step_batch, parallel, step)
         metrics = self.give_advantages(drawn.samples)
         wanted, batches = len(drawn.samples), 1
         while (
@@ -277,32 +277,32 @@ class RolloutObjective(AnswersObjective):
             further = next(more, None)
             if further is None:
                 break
-            drawn.add(self._draw(module, further, engine, step))
+            drawn.add(self._draw(module, further, parallel, step))
             metrics = self.give_advantages(drawn.samples)
             step_batch, batches = replace(further, items=[*step_batch.items, *further.items]), batches + 1
         every, names = drawn.samples, [function.name for function in self.functions]
         metrics |= metrics_of(drawn.tables) | length_metrics(every)
         metrics |= {f"time/{name}": value for name, value in drawn.seconds.items()}
         self.times.generating_s += sum(drawn.seconds.values())
-        if self.on_generation is not None and engine.rank == 0:
+        if self.on_generation is not None and parallel.rank == 0:
             self.on_generation(every, names, step + 1, generation)
         used = every
         if drops in ("drop", "refill"):
             used = _compared(every)
             metrics["frac_groups_dropped"] = 1 - len(used) / max(len(every), 1)
         numbers = with_counts(metrics, every, names, self.count())
-        return self._step_batches(used[:wanted], numbers, step_batch, generation, engine)
+        return self._step_batches(used[:wanted], numbers, step_batch, generation, parallel)
 
-    def _draw(self, module: nn.Module, step_batch: StepBatch, engine: Engine, step: int) -> _Drawn:
+    def _draw(self, module: nn.Module, step_batch: StepBatch, parallel: Parallel, step: int) -> _Drawn:
         """Completions of a step batch of prompts, on all ranks, with rewards and log-probabilities. Collective."""
         rows = [row for batch in step_batch.batches for row in real_rows(batch)]
         key = NoiseKey(self.choices.seed, ROLLOUT, step // self.inner_steps)
-        generator = self.generator(module, engine)
-        own, table, seconds = generator.samples(rows, self.choices.num_generations, key, engine, step + 1)
+        generator = self.generator(module, parallel)
+        own, table, seconds = generator.samples(rows, self.choices.num_generations, key, parallel, step + 1)
         start = time.perf_counter()
-        self._ask_models(module, own, engine)
+        self._ask_models(module, own, parallel)
         seconds["logps"] = time.perf_counter() - start
-        found = engine.gather_objects((own, table.metrics))
+        found = parallel.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
         return _Drawn(every, [given for _, given in found], seconds)
 
@@ -311,12 +311,12 @@ class RolloutObjective(AnswersObjective):
         options = self.choices
         return (options.num_generations_eval if is_eval else None) or options.num_generations
 
-    def generator(self, module: nn.Module, engine: Engine) -> Generator:
+    def generator(self, module: nn.Module, parallel: Parallel) -> Generator:
         assert self.source is not None, "whoever assembles the run sets the source of completions"
 
         @contextmanager
         def generating() -> Iterator[None]:
-            with evaluating(module), engine.generating(module):
+            with evaluating(module), parallel.generating(module):
                 yield
 
         stops = frozenset(self.template.stop_token_ids())
@@ -356,13 +356,13 @@ class RolloutObjective(AnswersObjective):
         metrics: dict[str, Counted],
         source: StepBatch,
         generation: int,
-        engine: Engine,
+        parallel: Parallel,
     ) -> list[StepBatch]:
         passes = []
         for number in range(self.inner_steps // self.steps_per_pass):
             order = permutation(len(samples), (self.choices.seed, DEAL), self.number_of_deal(generation, number))
             size = self.choices.per_device_train_batch_size
-            passes += partitioned(samples, order, self.steps_per_pass, size, engine.rank, engine.world_size)
+            passes += partitioned(samples, order, self.steps_per_pass, size, parallel.rank, parallel.world_size)
         made, columns = [], columns_of(samples)
         for number, micro_batches in enumerate(passes):
             made.append(step_batch_of(source, micro_batches, columns, metrics if number == 0 else {}))
@@ -381,30 +381,30 @@ class RolloutObjective(AnswersObjective):
 
     # --- passes without a gradient ------------------------------------------------------------------------------------
 
-    def _ask_models(self, module: nn.Module, samples: Sequence[Scored], engine: Engine) -> None:
+    def _ask_models(self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel) -> None:
         """Log-probabilities of the completions under the policy and the reference, where they are needed."""
         if self.needs_old_logps or self.token_loss.masks_entropy:
-            with asking(module, engine):
-                for sample, (logps, entropies, *values) in self._asked(module, samples, engine):
+            with asking(module, parallel):
+                for sample, (logps, entropies, *values) in self._asked(module, samples, parallel):
                     sample.old_logps = logps if self.needs_old_logps else None
                     sample.entropies = entropies if self.token_loss.masks_entropy else None
                     sample.old_values = values[0] if values else None
         if self.needs_reference:
             assert self.reference is not None
-            with self.reference.answering(module) as answering, engine.other_modules(), asking(answering, engine):
-                for sample, (logps, *_) in self._asked(answering, samples, engine):
+            with self.reference.answering(module) as answering, parallel.other_modules(), asking(answering, parallel):
+                for sample, (logps, *_) in self._asked(answering, samples, parallel):
                     sample.ref_logps = logps
 
     def _asked(
-        self, module: nn.Module, samples: Sequence[Scored], engine: Engine
+        self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel
     ) -> Iterator[tuple[Scored, list[list[float]]]]:
         """Yield each completion with the log-probability, the entropy and, of a value head, the value of each of its
         tokens. Collective where ranks hold pieces of the weights."""
         size = self.choices.per_device_train_batch_size
-        passes = max(len(part) for part in engine.gather_objects(range(0, len(samples), size)))
+        passes = max(len(part) for part in parallel.gather_objects(range(0, len(samples), size)))
         for at in range(passes):
             part = samples[at * size : (at + 1) * size]
-            batch = engine.to_device(collated(self.collate_samples, packed(part)))
+            batch = parallel.to_device(collated(self.collate_samples, packed(part)))
             values = module(batch)
             number = sum(len(sample.ids) for sample in part)
             given = [values.token_logps, values.token_entropy]
@@ -420,15 +420,15 @@ class RolloutObjective(AnswersObjective):
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         self.step_begins(module)
         made = []
         for batch in batches:
-            found = engine.to_device(collated(self.collate_samples, batch["pack"]))
+            found = parallel.to_device(collated(self.collate_samples, batch["pack"]))
             weights = self.token_loss.token_weights(found["token_mask"], found["owner"], len(found["items"]))
             made.append({**found, "token_weights": weights, "metrics": batch.get("metrics", {})})
         entropies = [batch["entropies"] for batch in made] if self.token_loss.masks_entropy else None
-        return self.token_loss.prepare_step(made, engine, entropies)
+        return self.token_loss.prepare_step(made, parallel, entropies)
 
     def num_items(self, batch: Batch) -> Tensor:
         return self.token_loss.num_items(batch)
@@ -446,24 +446,24 @@ class RolloutObjective(AnswersObjective):
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
-    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
         """Complete the prompts of the set, with the same noise each time."""
         rows = [row for batch in batches for row in real_rows(batch)]
         count = self.count(is_eval=True)
-        generator = self.generator(module, engine)
+        generator = self.generator(module, parallel)
         key = NoiseKey(self.choices.seed, EVALUATION)
-        own, table, _ = generator.samples(rows, count, key, engine, 0, is_eval=True)
-        self._ask_models(module, own, engine)
-        found = engine.gather_objects((own, table.metrics))
+        own, table, _ = generator.samples(rows, count, key, parallel, 0, is_eval=True)
+        self._ask_models(module, own, parallel)
+        found = parallel.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
         metrics = self.give_advantages(every, is_eval=True) | metrics_of([given for _, given in found])
         metrics |= length_metrics(every) | pass_at_k(every, count)
         numbers = with_counts(metrics, every, table.names, count)
         size, columns = self.choices.per_device_train_batch_size, columns_of(every)
-        steps = partitioned(every, range(len(every)), 1, size, engine.rank, engine.world_size)
+        steps = partitioned(every, range(len(every)), 1, size, parallel.rank, parallel.world_size)
         for number, part in enumerate(steps[0]):
             batch: Batch = {"pack": packed(part, columns), "metrics": numbers if number == 0 else {}}
-            yield from self.prepare_step(module, [batch], engine)
+            yield from self.prepare_step(module, [batch], parallel)
 
 
 @OBJECTIVES.register("rloo", reads=(RolloutOptions, ReferenceOptions, GenerationOptions, "disable_dropout"))
@@ -477,7 +477,7 @@ class LeaveOneOutObjective(RolloutObjective):
 
 
 def real_rows(batch: Batch) -> list[Row]:
-    """The rows of a micro-batch of the stream that are prompts: of a blank one none."""
+    """The rows of a micro-batch of the loader that are prompts: of a blank one none."""
     return [row for row, item in zip(batch["rows"], batch["items"].tolist(), strict=True) if item]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from burnish.checkpoint.parts import Part, Stateful
 from burnish.inference.types import EVALUATION, NoiseKey
 from burnish.kernels.probe import Capabilities
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row, StepBatch
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
 from burnish.losses.pairs import PAIR_COLUMNS, AnswersObjective, PairObjective
@@ -92,7 +92,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
 
     # --- completions -> pairs -----------------------------------------------------------------------------------------
 
-    def _ask_models(self, module: nn.Module, samples: Sequence[Scored], engine: Engine) -> None:
+    def _ask_models(self, module: nn.Module, samples: Sequence[Scored], parallel: Parallel) -> None:
         """Nothing: a pair is compared with the reference in ``prepare_step``."""
 
     def give_advantages(self, samples: Sequence[Scored], is_eval: bool = False) -> dict[str, float]:
@@ -123,20 +123,25 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
             yield row
 
     def _step_batches(
-        self, samples: Sequence[Scored], metrics: dict[str, Counted], source: StepBatch, generation: int, engine: Engine
+        self,
+        samples: Sequence[Scored],
+        metrics: dict[str, Counted],
+        source: StepBatch,
+        generation: int,
+        parallel: Parallel,
     ) -> list[StepBatch]:
-        batches = self._micro_batches(samples, metrics, self.count(), engine)
+        batches = self._micro_batches(samples, metrics, self.count(), parallel)
         rows = [row for batch in batches for row in batch["pairs"]]
         tokens = sum(len(row["chosen_input_ids"]) + len(row["rejected_input_ids"]) for row in rows)
         return [replace(source, batches=batches, num_rows=len(rows), num_tokens=tokens)]
 
     def _micro_batches(
-        self, samples: Sequence[Scored], metrics: dict[str, Counted], count: int, engine: Engine
+        self, samples: Sequence[Scored], metrics: dict[str, Counted], count: int, parallel: Parallel
     ) -> list[Batch]:
         """This rank's pairs in micro-batches, as many on all ranks; one without pairs is blank."""
         pairs = [row for row in self._pairs_of(samples, count) if row is not None]
-        size, world = self.choices.per_device_train_batch_size, engine.world_size
-        own = pairs[len(pairs) * engine.rank // world : len(pairs) * (engine.rank + 1) // world]
+        size, world = self.choices.per_device_train_batch_size, parallel.world_size
+        own = pairs[len(pairs) * parallel.rank // world : len(pairs) * (parallel.rank + 1) // world]
         most = max(1, -(-len(pairs) // (size * world)))
         found: list[Batch] = [{"pairs": own[at * size : (at + 1) * size], "metrics": {}} for at in range(most)]
         found[0]["metrics"] = metrics
@@ -144,9 +149,9 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
-        collated = [engine.to_device(self._collated_pairs(batch["pairs"])) for batch in batches]
-        made = PairObjective.prepare_step(self, module, collated, engine)
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
+        collated = [parallel.to_device(self._collated_pairs(batch["pairs"])) for batch in batches]
+        made = PairObjective.prepare_step(self, module, collated, parallel)
         return [{**each, "metrics": batch["metrics"]} for each, batch in zip(made, batches, strict=True)]
 
     def _collated_pairs(self, pairs: Sequence[Row]) -> Batch:
@@ -164,13 +169,13 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         loss = PairObjective.loss(self, module, batch)
         return replace(loss, sums={**loss.sums, **as_metrics(numbers, loss.total.device)})
 
-    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
         rows = [row for batch in batches for row in real_rows(batch)]
         count, key = self.count(is_eval=True), NoiseKey(self.choices.seed, EVALUATION)
-        own, table, _ = self.generator(module, engine).samples(rows, count, key, engine, 0, is_eval=True)
-        found = engine.gather_objects((own, table.metrics))
+        own, table, _ = self.generator(module, parallel).samples(rows, count, key, parallel, 0, is_eval=True)
+        found = parallel.gather_objects((own, table.metrics))
         every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
         metrics = self.give_advantages(every, is_eval=True) | metrics_of([given for _, given in found])
         numbers = with_counts(metrics | length_metrics(every), every, table.names, count)
-        for batch in self._micro_batches(every, numbers, count, engine):
-            yield from self.prepare_step(module, [batch], engine)
+        for batch in self._micro_batches(every, numbers, count, parallel):
+            yield from self.prepare_step(module, [batch], parallel)

@@ -24,7 +24,7 @@ from burnish.config.errors import UserError
 from burnish.config.options import option
 from burnish.kernels.probe import Capabilities, causal_lm
 from burnish.loop.modes import evaluating
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Loss, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder
 from burnish.losses.lm import aux_coefficient
@@ -180,18 +180,18 @@ class PpoObjective(RolloutObjective):
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
-        made = super().prepare_step(module, batches, engine)
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
+        made = super().prepare_step(module, batches, parallel)
         threshold = self.choices.ppo_ratio_threshold
         is_first = any(batch["metrics"] for batch in made)  # of a rollout: the ratio of each token is 1
         if threshold is None or is_first or not module.training:
             return made
-        sums = torch.zeros(2, device=engine.device)
-        with torch.no_grad(), evaluating(module), engine.precision():
+        sums = torch.zeros(2, device=parallel.device)
+        with torch.no_grad(), evaluating(module), parallel.precision():
             for batch in made:
                 ratio = (module(_inputs(batch)).token_logps - batch["old_logps"]).exp()
                 sums += torch.stack([(ratio * batch["token_mask"]).sum(), batch["token_mask"].sum()])
-        total, count = engine.sum(sums).tolist()
+        total, count = parallel.sum(sums).tolist()
         if total <= threshold * count:
             return made
         return [{**batch, "token_weights": torch.zeros_like(batch["token_weights"])} for batch in made]

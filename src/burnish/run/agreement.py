@@ -17,26 +17,26 @@ import torch
 
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import specs
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
 
 _SHOWN = 5
 
 
-def raise_unless_ranks_agree(plan: Plan, fingerprints: Mapping[str, Any], num_rows: int, engine: Engine) -> None:
+def raise_unless_ranks_agree(plan: Plan, fingerprints: Mapping[str, Any], num_rows: int, parallel: Parallel) -> None:
     """Compare this process with rank 0. All processes must call this.
 
     Raises:
         UserError: in every process, with the differences of each rank.
     """
-    if engine.world_size == 1:
+    if parallel.world_size == 1:
         return
     mine = {
         **_options(plan.options), **fingerprints, "rows": num_rows, "python": platform.python_version(),
         "torch": torch.__version__,
     }  # fmt: skip
-    everyone: list[tuple[str, dict[str, Any]]] = engine.gather_objects((socket.gethostname(), _plain(mine)))
+    everyone: list[tuple[str, dict[str, Any]]] = parallel.gather_objects((socket.gethostname(), _plain(mine)))
     problems = [
         _problem(rank, host, differences)
         for rank, (host, theirs) in enumerate(everyone)

@@ -1,7 +1,7 @@
 """A run of ``burnish train``, from the plan to the last file:
 
 prepare     tokenizer, template, records -> rows; writes nothing and reads no weights (prepare.py)
-build       model, adapter, engine, data loader, optimizer, callbacks -> a loop (loop.py)
+build       model, adapter, backend, data loader, optimizer, callbacks -> a loop (loop.py)
 load        the newest complete checkpoint, if it belongs to this run (recovery/resume.py)
 train       loop/loop.py
 finish      evaluate, save, plot, write reports (finish.py)
@@ -25,13 +25,13 @@ from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.config.options import raise_if
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
+from burnish.data.batches.loader import EvalBatches, RowLoader, StepPartition
 from burnish.data.batches.patches import patches_of_rows
-from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition
 from burnish.data.stats import DataStats
 from burnish.kernels.probe import Capabilities
 from burnish.loop.events import CallbackHandler
 from burnish.loop.loop import TrainOutput
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.attention_choice import requested_attention
@@ -47,7 +47,7 @@ from burnish.models.save import save_config
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import fit_vocabulary
 from burnish.optim.builtin import create_optimizer, create_scheduler, keeps_load_precision
-from burnish.parallel.create import create_engine
+from burnish.parallel.create import create_parallel
 from burnish.parallel.options import local_rank
 from burnish.parallel.precision import compute_sentence, loaded_dtype
 from burnish.parallel.single import set_seed
@@ -106,28 +106,28 @@ def train_run(plan: Plan) -> Result:
 
 
 def run_prepared(plan: Plan, prepared: Prepared) -> Result:
-    """Create the engine, train, and write all results."""
+    """Create the backend, train, and write all results."""
     options, folder = plan.options, output_folder(plan.options)
-    engine = create_engine(options)
-    is_first = engine.rank == 0
+    parallel = create_parallel(options)
+    is_first = parallel.rank == 0
     set_log_levels(options, is_first, local_rank() == 0)
-    interrupts = InterruptCallback(partial(any_of_ranks, engine), options.max_train_seconds)
+    interrupts = InterruptCallback(partial(any_of_ranks, parallel), options.max_train_seconds)
     with only_writer(folder, METADATA_NAMES) if is_first else nullcontext(), interrupts as interrupt:
         start = start_of(plan, prepared.fingerprints, prepared.steps)
         for sentence in filter(None, (*start.notes, start.done)):
             note(sentence)
         if start.done:
             return Result(None, folder)
-        metadata = metadata_of(plan, engine, prepared.stats) if is_first else None
+        metadata = metadata_of(plan, parallel, prepared.stats) if is_first else None
         replaces = is_first and start.checkpoint is None and options.overwrite_output_dir and trains(options)
         with metadata or nullcontext(), BackupOnOverwrite(folder) if replaces else nullcontext() as earlier:
             if is_first:
                 remove_remains(folder, options)
-            engine.barrier()
-            raise_unless_ranks_agree(plan, prepared.fingerprints(), len(prepared.rows), engine)
+            parallel.barrier()
+            raise_unless_ranks_agree(plan, prepared.fingerprints(), len(prepared.rows), parallel)
             watch_over = [StallWatch(options.stall_timeout_s)] if options.stall_timeout_s else []
             own = [interrupt, *filter(None, [earlier, metadata]), *watch_over]
-            loop = build_loop(plan, prepared, engine, start.checkpoint, own)
+            loop = build_loop(plan, prepared, parallel, start.checkpoint, own)
             if start.checkpoint is not None:
                 loop.load(start.checkpoint)
             if options.profile:
@@ -136,12 +136,12 @@ def run_prepared(plan: Plan, prepared: Prepared) -> Result:
                 return train_and_finish(loop, plan, prepared, interrupt, metadata)
 
 
-def any_of_ranks(engine: Engine, asked: bool) -> bool:
+def any_of_ranks(parallel: Parallel, asked: bool) -> bool:
     """Return whether any rank was asked to stop.
 
     Ranks receive a signal at different times, but must stop at the same step. Costs one synchronization per step.
     """
-    return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
+    return asked if parallel.world_size == 1 else bool(parallel.sum(torch.tensor(float(asked), device=parallel.device)))
 
 
 def remove_remains(folder: Path, options: RunOptions) -> None:
@@ -179,13 +179,13 @@ def how_to_continue(folder: Path) -> list[str]:
     return [f"The checkpoint is {newest}. To continue: burnish train {shlex.quote(str(folder / RUN_YAML))}"]
 
 
-def metadata_of(plan: Plan, engine: Engine, stats: DataStats) -> RunMetadata:
+def metadata_of(plan: Plan, parallel: Parallel, stats: DataStats) -> RunMetadata:
     """Create the metadata files of the run: its process and its options."""
     folder = output_folder(plan.options)
     metadata = RunMetadata(folder, partial(described, output_dir=str(folder)))
     given = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
     rows = {"seen": stats.seen, "dropped": sum(count for reason, count in stats if reason.kind == "dropped")}
-    metadata.begin(given_yaml(given, plan.provenance, OF_ONE_START, plan.command), [str(engine.device)], rows)
+    metadata.begin(given_yaml(given, plan.provenance, OF_ONE_START, plan.command), [str(parallel.device)], rows)
     return metadata
 
 
@@ -193,14 +193,14 @@ def metadata_of(plan: Plan, engine: Engine, stats: DataStats) -> RunMetadata:
 
 
 def build_loop(
-    plan: Plan, prepared: Prepared, engine: Engine, found: Path | None, callbacks: Sequence[Any] = ()
+    plan: Plan, prepared: Prepared, parallel: Parallel, found: Path | None, callbacks: Sequence[Any] = ()
 ) -> RunLoop:
     """Build the loop at step 0.
 
     Args:
         plan: the plan.
         prepared: output of ``prepare``.
-        engine: the engine.
+        parallel: processes and devices of the run.
         found: checkpoint that the caller loads next; None for a new run.
         callbacks: callbacks in addition to those of the options.
     """
@@ -208,51 +208,52 @@ def build_loop(
     prepared = with_others_of_the_step(with_place_for_numbers(with_numbers(prepared), options), options)
     set_seed(options.seed, options.full_determinism)
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
-    model = trained_model(prepared, adapter, engine, options)
+    model = trained_model(prepared, adapter, parallel, options)
     if prepared.family is not None and has_images(prepared):
-        raise_if(check_processes(options, model, engine.world_size, engine.splits_weights))
+        raise_if(check_processes(options, model, parallel.world_size, parallel.splits_weights))
     capabilities, notes, ahead = fit_objective(objective, model, prepared, options)
-    notes += begin_head(objective, options, engine)
-    begin_completions(objective, model, engine, options)
-    notes += begin_reference(objective, model, adapter, engine, options, capabilities.is_padding_free)
+    notes += begin_head(objective, options, parallel)
+    begin_completions(objective, model, parallel, options)
+    notes += begin_reference(objective, model, adapter, parallel, options, capabilities.is_padding_free)
     for sentence in notes:
         note(sentence)
 
     accumulation = options.gradient_accumulation_steps
     if objective.rows_per_rank is None:
-        accumulation = accumulation_for(found, options, engine.world_size)
+        accumulation = accumulation_for(found, options, parallel.world_size)
     pads, most = not capabilities.is_padding_free, options.max_tokens_per_batch
     budget = Budget(most, pads) if most else None
-    stream = row_stream(prepared, options, engine, accumulation, budget, ahead)
+    loader = row_loader(prepared, options, parallel, accumulation, budget, ahead)
 
     trained = [*model.named_parameters(), *objective.own_parameters()]
     created = create_optimizer(trained, model, options, learning_rates(model, options))
-    module, optimizer = engine.prepare(objective.module(model), created)
+    module, optimizer = parallel.prepare(objective.module(model), created)
     objective.setup(module)
     scheduler = create_scheduler(optimizer, options, steps.curve_steps, options.learning_rate, steps.steps_per_rate)
 
     batch_size = options.per_device_train_batch_size
     facts = RunFacts(
-        steps, batch_size, accumulation, engine.world_size, *counts_of(model, prepared.sizes),
+        steps, batch_size, accumulation, parallel.world_size, *counts_of(model, prepared.sizes),
         unit="pack" if packs_rows(options, objective.default_packing) else "example",
     )  # fmt: skip
     own = callbacks_of(options, facts, [*rollout_callbacks(objective, options), *callbacks])
-    state = TrainerState.at_start(options, steps, batch_size, engine.rank, local_rank())
+    state = TrainerState.at_start(options, steps, batch_size, parallel.rank, local_rank())
     listeners = CallbackHandler(
         own, options, state, TrainerControl(), model=model, optimizer=optimizer, lr_scheduler=scheduler,
-        processing_class=prepared.tokenizer, train_dataloader=stream, eval_dataloader=None,
+        processing_class=prepared.tokenizer, train_dataloader=loader, eval_dataloader=None,
     )  # fmt: skip
     checkpoints = RetryingCheckpoints(
         output_folder(options), fingerprints=prepared.fingerprints(), limit=options.save_total_limit,
         write_extras=partial(write_companions, model, adapter, prepared.tokenizer),
-        in_background=options.save_in_background, processes=engine, listeners=listeners,
+        in_background=options.save_in_background, processes=parallel, listeners=listeners,
         # A schedule-free optimizer changes weights for evaluation; an objective may change its parts before updates.
         copies_later=not (hasattr(created, "eval") or objective.parts),
     )  # fmt: skip
     loop = RunLoop(
-        options, prepared.where, model=module, weights=ModelState(model, adapter), objective=objective, engine=engine,
-        stream=stream, optimizer=optimizer, scheduler=scheduler, callbacks=listeners, checkpoints=checkpoints,
-        eval_sets=eval_sets(prepared, options, engine, budget), other_parts={"callbacks": listeners},
+        options, prepared.where, model=module, weights=ModelState(model, adapter), objective=objective,
+        parallel=parallel, loader=loader, optimizer=optimizer, scheduler=scheduler, callbacks=listeners,
+        checkpoints=checkpoints, eval_sets=eval_sets(prepared, options, parallel, budget),
+        other_parts={"callbacks": listeners},
         flos_per_token=6 * parameters_without_embeddings(model), logs_tokens=counts_tokens(options),
     )  # fmt: skip
     for sentence in precompute(loop, prepared, options):
@@ -261,12 +262,12 @@ def build_loop(
     return loop
 
 
-def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, options: RunOptions) -> Any:
+def trained_model(prepared: Prepared, adapter: ModelAdapter, parallel: Parallel, options: RunOptions) -> Any:
     """Load the model, attach the adapter, and place it on the device, with trainable weights in their training
     dtype."""
     in_files = loaded_dtype(prepared.config)
-    notes = [compute_sentence(compute_dtype(options, prepared.config), in_files, engine.device)]
-    device = engine.device if quantization_of(options, prepared.config) else None  # quantized kernels depend on it
+    notes = [compute_sentence(compute_dtype(options, prepared.config), in_files, parallel.device)]
+    device = parallel.device if quantization_of(options, prepared.config) else None  # quantized kernels depend on it
     model = load_model(
         options,
         dtype=load_dtype(options, prepared.config),
@@ -286,7 +287,7 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
         notes.append(
             "Dropout is disabled, including LoRA dropout, so that log-probabilities are comparable (disable_dropout)."
         )
-    engine.place(model, trainable_dtype(options, model, engine))
+    parallel.place(model, trainable_dtype(options, model, parallel))
     turns = prepared.sizes.turns.lines if prepared.sizes.turns and trains(options) else ()
     notes += [f"{label.capitalize()}: {text}." for label, text in turns]
     if not quantization_of(options, prepared.config):
@@ -297,16 +298,16 @@ def trained_model(prepared: Prepared, adapter: ModelAdapter, engine: Engine, opt
     return model
 
 
-def row_stream(
-    prepared: Prepared, options: RunOptions, engine: Engine, accumulation: int, budget: Budget | None,
+def row_loader(
+    prepared: Prepared, options: RunOptions, parallel: Parallel, accumulation: int, budget: Budget | None,
     ahead: RowsAhead | None = None,
-) -> RowStream:  # fmt: skip
+) -> RowLoader:  # fmt: skip
     per_rank = prepared.objective.rows_per_rank
     cut = StepPartition(
-        per_rank or options.per_device_train_batch_size, 1 if per_rank else accumulation, engine.world_size,
-        engine.rank, options.dataloader_drop_last, None if per_rank else budget,
+        per_rank or options.per_device_train_batch_size, 1 if per_rank else accumulation, parallel.world_size,
+        parallel.rank, options.dataloader_drop_last, None if per_rank else budget,
     )  # fmt: skip
-    return RowStream(
+    return RowLoader(
         prepared.rows, prepared.objective.collate, cut, keys=prepared.rows.keys_of_step, options=options,
         seed=options.seed if options.data_seed is None else options.data_seed,
         lengths=None if prepared.rows.is_streamed else prepared.rows.lengths,
@@ -316,10 +317,12 @@ def row_stream(
     )  # fmt: skip
 
 
-def eval_sets(prepared: Prepared, options: RunOptions, engine: Engine, budget: Budget | None) -> dict[str, EvalBatches]:
+def eval_sets(
+    prepared: Prepared, options: RunOptions, parallel: Parallel, budget: Budget | None
+) -> dict[str, EvalBatches]:
     return {
         name: EvalBatches(
-            rows, prepared.objective.collate, options.per_device_eval_batch_size, engine.world_size, engine.rank,
+            rows, prepared.objective.collate, options.per_device_eval_batch_size, parallel.world_size, parallel.rank,
             budget, rows.lengths, patches_of_rows(rows, prepared.family) if budget else None,
         )
         for name, rows in prepared.eval_rows.items()
@@ -386,11 +389,11 @@ def wants_prefix_sharing(objective: StageObjective, model: Any, options: RunOpti
     return bool(wanted and objective.allows_prefix_sharing(model))
 
 
-def trainable_dtype(options: RunOptions, model: Any, engine: Engine) -> torch.dtype:
+def trainable_dtype(options: RunOptions, model: Any, parallel: Parallel) -> torch.dtype:
     """Return the dtype of the trained weights. Without training, it is the dtype of the other weights."""
     if options.pure_bf16:
         return torch.bfloat16
     loaded: torch.dtype = next(model.parameters()).dtype
     if not trains(options):
-        return engine.dtype or loaded
+        return parallel.dtype or loaded
     return loaded if keeps_load_precision(options) else torch.float32

@@ -43,10 +43,10 @@ def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None
         prepared: output of ``prepare``.
         output: result of training; None if nothing was trained.
     """
-    options, folder, is_first = plan.options, output_folder(plan.options), run.engine.rank == 0
+    options, folder, is_first = plan.options, output_folder(plan.options), run.parallel.rank == 0
     results: dict[str, float] = {}
     run.set_training_mode(False)  # a schedule-free optimizer has different weights for inference than for training
-    if output is not None and (is_first or run.engine.is_sharded):
+    if output is not None and (is_first or run.parallel.is_sharded):
         with nothing_lost(run):
             write_trained_model(run, prepared, folder)
     reports = Reports(run, is_of_model=output is not None)
@@ -82,15 +82,15 @@ def write_trained_model(run: Loop, prepared: Prepared, folder: Path) -> None:
 
     If the model is sharded, all ranks must call this; rank 0 writes.
     """
-    held, engine = run.parts["model"].held, run.engine
+    held, parallel = run.parts["model"].held, run.parallel
     assert isinstance(held, ModelState)
     is_adapter = not held.adapter.saves_whole_model
     save_model(
         held.model, prepared.tokenizer, folder, adapter=held.adapter if is_adapter else None,
-        stop_token_ids=prepared.template.stop_token_ids(), whole=engine.whole if engine.is_sharded else None,
-        writes=engine.rank == 0,
+        stop_token_ids=prepared.template.stop_token_ids(), whole=parallel.whole if parallel.is_sharded else None,
+        writes=parallel.rank == 0,
     )  # fmt: skip
-    save_head(run.objective, held.model, prepared.tokenizer, folder, is_adapter=is_adapter, engine=engine)
+    save_head(run.objective, held.model, prepared.tokenizer, folder, is_adapter=is_adapter, parallel=parallel)
 
 
 _SHOWN = ("*model*.safetensors", "README.md", "training_loss.png", "generated_predictions.jsonl")
@@ -120,7 +120,7 @@ def nothing_lost(run: Loop) -> Iterator[None]:
         is_written = True
     finally:
         is_kept = run.checkpoints.path(run.state.global_step).is_dir()
-        if not (is_written or is_kept) and run.engine.world_size == 1:  # other ranks would not take part in saving
+        if not (is_written or is_kept) and run.parallel.world_size == 1:  # other ranks would not take part in saving
             run.set_training_mode(True)
             run.save()
             run.checkpoints.wait()
@@ -186,7 +186,7 @@ def margins_of(run: Loop) -> dict[str, list[float]]:
         return {}
     own = {name or "evaluation": kept.of(batches) for name, batches in run.eval_sets.items()}
     own = own if any(own.values()) else {"training": kept.of(None)}
-    of_ranks: list[dict[str, list[float]]] = run.engine.gather_objects(own)
+    of_ranks: list[dict[str, list[float]]] = run.parallel.gather_objects(own)
     return {name: [margin for of_rank in of_ranks for margin in of_rank[name]] for name in own}
 
 

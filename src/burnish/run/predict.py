@@ -36,7 +36,7 @@ from burnish.inference.slots import SlotLimits
 from burnish.inference.types import GenerationRequest, Sampling
 from burnish.loop.loop import Loop
 from burnish.loop.meter import Clock
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX, Example
 from burnish.losses.base import OBJECTIVES
 from burnish.models.generate import generate, generation_config, until_stop
@@ -88,10 +88,10 @@ def predict_all(run: Loop, prepared: Prepared, plan: Plan) -> dict[str, float]:
         if not OBJECTIVES[options.stage].uses_lm_head:
             run.set_training_mode(False)
             write_scores(run, folder)
-        if run.engine.rank == 0:
+        if run.parallel.rank == 0:
             note("  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.endswith("_loss")))
     run.callbacks.fire("on_predict", metrics=metrics)
-    if run.engine.rank == 0:
+    if run.parallel.rank == 0:
         save_metrics("predict", metrics, folder)
     return metrics
 
@@ -107,7 +107,7 @@ def predict(
         note(f"{len(examples) - len(questions)} of {len(examples)} records have no prompt; they were skipped.")
     config = generation_config(bare_model(run), tokenizer, stops, options)
     stem = _stem(name)
-    partial = folder / f"{stem}.partial.jsonl" if run.engine.world_size == 1 else None
+    partial = folder / f"{stem}.partial.jsonl" if run.parallel.world_size == 1 else None
     likelihoods: dict[int, float] = {}
     with doing(Activity.PREDICT):
         asked = [*questions] * options.samples
@@ -117,7 +117,7 @@ def predict(
     labels = [tokenizer.decode(question.label, **given) for question in questions]
     prefix = f"predict_{name}" if name else "predict"
     found = {f"{prefix}_{metric}": round(value, 4) for metric, value in _scores(texts, labels, options).items()}
-    if run.engine.rank == 0:
+    if run.parallel.rank == 0:
         path = folder / f"{stem}.jsonl"
         prompts = [tokenizer.decode(question.prompt, skip_special_tokens=False) for question in questions]
         drawn = [[(texts[at], likelihoods.get(at)) for at in range(first, len(texts), len(labels))]
@@ -196,13 +196,13 @@ def answer_all(
             what = "prompts with images support neither num_beams nor the decoding methods of the generation_config."
             raise UserError(what, remedy="Set num_beams: 1.", option="num_beams")
         return _through_generate(run, questions, config, options)
-    model, engine = bare_model(run), run.engine
+    model, parallel = bare_model(run), run.parallel
     context = context_length(model.config) or LONGEST
     top = 0 if options.samples > 1 else None
     asks = {
         at: replace(_ask(at, question, config, options.seed), top_logprobs=top) for at, question in enumerate(questions)
     }
-    mine = [at for at in asks if at % engine.world_size == engine.rank]
+    mine = [at for at in asks if at % parallel.world_size == parallel.rank]
     open_ = [at for at in mine if asks[at].max_new_tokens > 0 and len(asks[at].ids) < context]
     answers: dict[int, list[int]] = {at: [] for at in mine}
     with ExitStack() as stack:
@@ -212,8 +212,8 @@ def answer_all(
         likely |= kept.likelihoods if kept else {}
         open_ = [at for at in open_ if not (kept and at in kept.answers)]
         slots = options.infer_seats or options.per_device_eval_batch_size
-        stack.enter_context(engine.generating(run.model))  # the number of questions differs between ranks
-        loop = Scheduler(model, SlotLimits(slots, context, exact=options.infer_exact), precision=engine.precision)
+        stack.enter_context(parallel.generating(run.model))  # the number of questions differs between ranks
+        loop = Scheduler(model, SlotLimits(slots, context, exact=options.infer_exact), precision=parallel.precision)
 
         advance = stack.enter_context(work("Answering", len(open_), "prompts"))
 
@@ -240,7 +240,7 @@ def answer_all(
 
             generate_all(loop, requests, done, with_images)
     if likelihoods is not None and options.samples > 1:
-        for part in engine.gather_objects(likely):
+        for part in parallel.gather_objects(likely):
             likelihoods |= part
     return _of_all_ranks(run, answers, len(questions))
 
@@ -326,26 +326,26 @@ class Partial:
 
 def _of_all_ranks(run: Loop, answers: Mapping[int, list[int]], number: int) -> list[list[int]]:
     """Gather the responses of all ranks in the order of the questions. Question i belongs to rank i % world_size."""
-    engine = run.engine
-    if engine.world_size == 1:
+    parallel = run.parallel
+    if parallel.world_size == 1:
         return [answers[at] for at in range(number)]
-    rows = [answers.get(at, []) for at in range(engine.rank, engine.rank + number, engine.world_size)]
-    rows = rows[: -(-number // engine.world_size)]
-    gathered = _gathered(engine, rows)
-    return [gathered[at % engine.world_size * len(rows) + at // engine.world_size] for at in range(number)]
+    rows = [answers.get(at, []) for at in range(parallel.rank, parallel.rank + number, parallel.world_size)]
+    rows = rows[: -(-number // parallel.world_size)]
+    gathered = _gathered(parallel, rows)
+    return [gathered[at % parallel.world_size * len(rows) + at // parallel.world_size] for at in range(number)]
 
 
 def _through_generate(run: Loop, questions: Sequence[Question], config: Any, options: RunOptions) -> list[list[int]]:
     """Generate in batches of prompts of similar length with ``generate``."""
-    engine, size = run.engine, options.per_device_eval_batch_size
+    parallel, size = run.parallel, options.per_device_eval_batch_size
     by_length = sorted(range(len(questions)), key=lambda index: -len(questions[index].prompt))
     answers: list[list[int]] = [[] for _ in questions]
-    across = size * engine.world_size
+    across = size * parallel.world_size
     for start in range(0, len(by_length), across):
         together = by_length[start : start + across]
         # Gathering needs all ranks, so those without a question repeat the last one.
-        filled = together + together[-1:] * (across - len(together)) if engine.world_size > 1 else together
-        mine = filled[engine.rank * size : (engine.rank + 1) * size]
+        filled = together + together[-1:] * (across - len(together)) if parallel.world_size > 1 else together
+        mine = filled[parallel.rank * size : (parallel.rank + 1) * size]
         for index, ids in zip(together, _answers(run, questions, mine, config), strict=False):
             answers[index] = ids
         run.callbacks.fire("on_prediction_step")
@@ -354,24 +354,24 @@ def _through_generate(run: Loop, questions: Sequence[Question], config: Any, opt
 
 def _answers(run: Loop, questions: Sequence[Question], mine: Sequence[int], config: Any) -> list[list[int]]:
     """Return the responses of all ranks, in rank order."""
-    model, engine = bare_model(run), run.engine
+    model, parallel = bare_model(run), run.parallel
     prompts = [questions[index].prompt for index in mine]
-    with engine.precision(), engine.generating(run.model):
+    with parallel.precision(), parallel.generating(run.model):
         made = generate(model, prompts, config, context_length(model.config))
-    return made if engine.world_size == 1 else _gathered(engine, made)
+    return made if parallel.world_size == 1 else _gathered(parallel, made)
 
 
-def _gathered(engine: Engine, rows: Sequence[list[int]]) -> list[list[int]]:
+def _gathered(parallel: Parallel, rows: Sequence[list[int]]) -> list[list[int]]:
     """Gather rows of all ranks, in rank order. Every rank must have the same number of rows."""
     longest = max(1, *map(len, rows))
-    padded = torch.tensor([ids + [IGNORE_INDEX] * (longest - len(ids)) for ids in rows], device=engine.device)
-    return [[token for token in ids if token != IGNORE_INDEX] for ids in engine.gather(padded).tolist()]
+    padded = torch.tensor([ids + [IGNORE_INDEX] * (longest - len(ids)) for ids in rows], device=parallel.device)
+    return [[token for token in ids if token != IGNORE_INDEX] for ids in parallel.gather(padded).tolist()]
 
 
 def bare_model(run: Loop) -> Any:
-    """Return the transformers or PEFT model without the loss and the engine's wrapper."""
+    """Return the transformers or PEFT model without the loss and the wrapper of the backend."""
     state = run.parts["model"].held
-    return state.model if isinstance(state, ModelState) else run.engine.unwrap(run.model)
+    return state.model if isinstance(state, ModelState) else run.parallel.unwrap(run.model)
 
 
 def write_answers(
@@ -401,8 +401,8 @@ def write_scores(run: Loop, folder: Path) -> None:
     LLaMA-Factory writes the same file with rounded scores. Each process scores its share; rank 0 writes.
     """
     for name, batches in run.eval_sets.items():
-        found = run.engine.gather_objects(list(_scores_of(run, batches)))
-        if run.engine.rank == 0:
+        found = run.parallel.gather_objects(list(_scores_of(run, batches)))
+        if run.parallel.rank == 0:
             path = folder / f"{_stem(name)}.jsonl"
             lines = dict(line for of_rank in found for line in of_rank)
             with path.open("w", encoding="utf-8") as file:
@@ -414,9 +414,9 @@ def write_scores(run: Loop, folder: Path) -> None:
 @torch.no_grad()
 def _scores_of(run: Loop, batches: Any) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield the index of each pair and its scores."""
-    ready = run.objective.iter_eval(run.model, batches, run.engine)
+    ready = run.objective.iter_eval(run.model, batches, run.parallel)
     for numbers, batch in zip(batches.parts, ready, strict=True):
-        with run.engine.precision():
+        with run.parallel.precision():
             scores = run.model(batch).tolist()
         for place, number in enumerate(numbers):
             yield int(number), {"chosen": scores[2 * place], "rejected": scores[2 * place + 1]}

@@ -23,7 +23,7 @@ from burnish.data.rows.encode import alone, begin_place, replacing
 from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.data.rows.store import RowWriter, open_rows
 from burnish.kernels.probe import causal_lm
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
 from burnish.losses.reference import AdapterOff
 from burnish.utils.files import cache_home
@@ -31,25 +31,25 @@ from burnish.utils.patching import patch_summary
 
 
 def fill(
-    rows: RowsWithReference, objective: Any, module: nn.Module, engine: Engine, size: int, anew: bool = False
+    rows: RowsWithReference, objective: Any, module: nn.Module, parallel: Parallel, size: int, anew: bool = False
 ) -> list[str]:
     """Fill in the reference log-probabilities of ``rows``. Returns notes for the user.
 
     Args:
         rows: rows to fill.
         objective: objective whose reference is evaluated.
-        module: the policy, as prepared by the engine.
-        engine: the engine.
+        module: the policy, as prepared by the backend.
+        parallel: processes and devices of the run.
         size: rows per batch.
         anew: ignore the cache.
     """
-    folder = cache_home() / "reference" / key_of(rows, objective, module, engine, size)
+    folder = cache_home() / "reference" / key_of(rows, objective, module, parallel, size)
     kept = None if anew else _kept(folder)
-    if all(engine.gather_objects(kept is not None)):
+    if all(parallel.gather_objects(kept is not None)):
         rows.restore(kept or [])
         return [f"Reference log-probabilities of {len(rows):,} examples were loaded from the cache: {folder}."]
-    rows.fill(objective, module, engine, size)
-    return [] if engine.rank else _keep(rows, folder)
+    rows.fill(objective, module, parallel, size)
+    return [] if parallel.rank else _keep(rows, folder)
 
 
 def _kept(folder: Path) -> list[Row] | None:
@@ -73,24 +73,24 @@ def _keep(rows: RowsWithReference, folder: Path) -> list[str]:
     return []
 
 
-def key_of(rows: RowsWithReference, objective: Any, module: nn.Module, engine: Engine, size: int) -> str:
+def key_of(rows: RowsWithReference, objective: Any, module: nn.Module, parallel: Parallel, size: int) -> str:
     """Return a hash of everything that the numbers depend on. It is the same on every rank and for any world size."""
     hashed = blake2b(digest_size=16)
     is_base = isinstance(objective.reference, AdapterOff)
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad and is_base}
     with objective.reference.answering(module) as answering:
-        bare: Any = engine.unwrap(answering)
+        bare: Any = parallel.unwrap(answering)
         model = causal_lm(bare.model)
         facts = {
             "burnish": burnish.__version__, "libraries": [version(name) for name in ("torch", "transformers")],
             "model": [type(model).__name__, model.config.to_json_string()], "patches": patch_summary(model),
-            "attention": model.config._attn_implementation, "format": str(engine.dtype),
-            "device": engine.device.type, "rows": len(rows),
+            "attention": model.config._attn_implementation, "format": str(parallel.dtype),
+            "device": parallel.device.type, "rows": len(rows),
         }  # fmt: skip
         hashed.update(json.dumps(facts, sort_keys=True).encode())
         for name, tensor in bare.state_dict(keep_vars=True).items():
             if isinstance(tensor, Tensor) and id(tensor) not in trained:
-                _add(hashed, name, engine.whole(tensor))
+                _add(hashed, name, parallel.whole(tensor))
     for batch in rows.batches(objective, size):
         for name, tensor in tensors_of(batch):
             _add(hashed, name, tensor)

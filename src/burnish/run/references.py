@@ -24,7 +24,7 @@ from burnish.data.rows.others_of_step import RowsWithOthers
 from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.kernels.probe import causal_lm, shares_prefixes
 from burnish.loop.loop import Loop
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.losses.base import StageObjective
 from burnish.losses.reference import (
     AdapterOff,
@@ -52,7 +52,7 @@ from burnish.utils.patching import allows
 
 
 def begin_reference(
-    objective: StageObjective, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions,
+    objective: StageObjective, model: nn.Module, adapter: ModelAdapter, parallel: Parallel, options: RunOptions,
     is_padding_free: bool,
 ) -> list[str]:  # fmt: skip
     """Set the objective's reference model, if it needs one. Returns notes for the user.
@@ -61,26 +61,26 @@ def begin_reference(
         objective: the objective.
         model: the policy, before training.
         adapter: adapter of the policy.
-        engine: the engine.
+        parallel: processes and devices of the run.
         options: options of the run.
         is_padding_free: whether batches are padding-free, which the reference model must then support.
     """
     if not objective.needs_reference:
         return []
-    objective.reference, sentences = _reference_of(objective, model, adapter, engine, options, is_padding_free)
+    objective.reference, sentences = _reference_of(objective, model, adapter, parallel, options, is_padding_free)
     return sentences
 
 
 def _reference_of(
-    objective: StageObjective, model: nn.Module, adapter: ModelAdapter, engine: Engine, options: RunOptions,
+    objective: StageObjective, model: nn.Module, adapter: ModelAdapter, parallel: Parallel, options: RunOptions,
     is_padding_free: bool,
 ) -> tuple[Reference, list[str]]:  # fmt: skip
     if options.ref_model is not None:
-        second = SecondModel(_second(objective, model, engine, options, is_padding_free))
+        second = SecondModel(_second(objective, model, parallel, options, is_padding_free))
         sentence = f"The reference is {options.ref_model}, a second model in memory."
         if not options.sync_ref_model:
             return second, [sentence]
-        refuse_sharded_weights(engine)
+        refuse_sharded_weights(parallel)
         return _following(second.beside(model), sentence, options)
     if is_base(options) and not options.sync_ref_model:
         return AdapterOff(adapter, model), ["The reference is the model without the adapter."]
@@ -93,8 +93,8 @@ def _reference_of(
     if isinstance(adapter, LoraAdapter) and adapter.to_continue is not None:
         sentence += " To use the model without the adapter (as in LLaMA-Factory), set ref_model."
     if not options.sync_ref_model:
-        return ShardedStart(engine) if engine.splits_weights else StartOfRun(model), [sentence]
-    refuse_sharded_weights(engine)
+        return ShardedStart(parallel) if parallel.splits_weights else StartOfRun(model), [sentence]
+    refuse_sharded_weights(parallel)
     return _following(StartOfRun(model), sentence, options)
 
 
@@ -129,7 +129,7 @@ def precompute(run: Loop, prepared: Prepared, options: RunOptions) -> list[str]:
     places = [some for some in (prepared.rows, *prepared.eval_rows.values()) if isinstance(some, RowsWithReference)]
     size, said = options.per_device_eval_batch_size, list[str]()
     for rows in places if trains(options) else places[1:]:
-        said += fill(rows, objective, run.model, run.engine, size, anew=options.overwrite_cache)
+        said += fill(rows, objective, run.model, run.parallel, size, anew=options.overwrite_cache)
     if places and not isinstance(objective.reference, AdapterOff):
         objective.reference = None
     return said
@@ -166,20 +166,20 @@ def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> st
 
 
 def _second(
-    objective: StageObjective, model: nn.Module, engine: Engine, options: RunOptions, is_padding_free: bool
+    objective: StageObjective, model: nn.Module, parallel: Parallel, options: RunOptions, is_padding_free: bool
 ) -> nn.Module:
     asked = replace(
         options, model_name_or_path=options.ref_model, adapter_name_or_path=options.ref_model_adapters,
         quantization_bit=options.ref_model_quantization_bit, train_from_scratch=False,
     )  # fmt: skip
     config = load_config(asked)
-    dtype, device = load_dtype(options, config, is_frozen=True), engine.device if asked.quantization_bit else None
+    dtype, device = load_dtype(options, config, is_frozen=True), parallel.device if asked.quantization_bit else None
     second: Any = load_model(asked, dtype=dtype, device=device, config=config)
     for folder in adapter_folders(asked):
         load_adapter(second, folder)
         merge_into_base(second)
     refuse_other_vocabulary(model, second)
-    second.to(engine.device)
+    second.to(parallel.device)
     make_seeing(second)
     if not options.torch_compile:
         patch_forwards(second, options)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from burnish.config.errors import UserError
-from burnish.loop.protocols import Engine, Objective
+from burnish.loop.protocols import Objective, Parallel
 from burnish.losses.base import StageObjective
 from burnish.losses.reward import BIAS, REWARD_HEADS, RewardHead, RewardObjective, ValueHead
 from burnish.models.reward_files import (
@@ -30,7 +30,7 @@ from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 
 
-def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -> list[str]:
+def begin_head(objective: StageObjective, options: RunOptions, parallel: Parallel) -> list[str]:
     """Set the objective's reward head or value head, loaded or new. Returns notes for the user."""
     if isinstance(objective, PpoObjective):
         return _begin_value_head(objective, options)
@@ -44,7 +44,7 @@ def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -
             remedy="If it was exported without its head, copy that file into its folder. Or train with stage: rm.",
         )
     if found is None:
-        _refuse_classifier(objective, options, engine)
+        _refuse_classifier(objective, options, parallel)
         return ["The reward head is newly initialized: random weights, bias 0."]
     weights, file = found
     if kind := kind_of_head(file):
@@ -56,7 +56,7 @@ def begin_head(objective: StageObjective, options: RunOptions, engine: Engine) -
     if objective.came_as_score and objective.options.reward_head is None and isinstance(objective.head, ValueHead):
         objective.head.summary.register_parameter("bias", None)  # it is saved as a classifier, which has no bias
     objective.head.take(weights)
-    _refuse_classifier(objective, options, engine)
+    _refuse_classifier(objective, options, parallel)
     return [f"The reward head was loaded from {file}."]
 
 
@@ -70,8 +70,8 @@ def _begin_value_head(objective: PpoObjective, options: RunOptions) -> list[str]
     return [f"The value head was loaded from {found[1]}."]
 
 
-def _refuse_classifier(objective: RewardObjective, options: RunOptions, engine: Engine) -> None:
-    if engine.splits_weights and trains(options) and saved_head(objective) == "score":
+def _refuse_classifier(objective: RewardObjective, options: RunOptions, parallel: Parallel) -> None:
+    if parallel.splits_weights and trains(options) and saved_head(objective) == "score":
         what = "A sequence classifier is saved by one process, but the weights are sharded (FSDP, ZeRO-3)."
         raise UserError(what, remedy="Set reward_head: value_head, or use DDP, ZeRO-1 or ZeRO-2.")
 
@@ -93,18 +93,18 @@ def head_folders(options: RunOptions) -> list[Path]:
 
 
 def save_head(
-    objective: Objective, model: nn.Module, tokenizer: Any, folder: Path, *, is_adapter: bool, engine: Engine
+    objective: Objective, model: nn.Module, tokenizer: Any, folder: Path, *, is_adapter: bool, parallel: Parallel
 ) -> None:
     """Write the head in the format that matches what was saved in ``folder``. All ranks must call this."""
     if isinstance(objective, PpoObjective) and objective.value_head is not None:
-        values = {name: engine.whole(value).detach().cpu() for name, value in objective.value_head.weights().items()}
-        if engine.rank == 0:
+        values = {name: parallel.whole(value).detach().cpu() for name, value in objective.value_head.weights().items()}
+        if parallel.rank == 0:
             write_value_head(folder, values)
         return
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, RewardHead):
         return
-    weights = {name: engine.whole(value).detach().cpu() for name, value in objective.head.weights().items()}
-    if engine.rank > 0:
+    weights = {name: parallel.whole(value).detach().cpu() for name, value in objective.head.weights().items()}
+    if parallel.rank > 0:
         return
     asked = saved_head(objective)
     if asked not in ("value_head", "score"):

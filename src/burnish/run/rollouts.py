@@ -13,7 +13,7 @@ import torch
 from burnish.adapters.lora_model import merged
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.data.rows.numbered import NumberedRows
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.losses.base import StageObjective
 from burnish.models.load import context_length
 from burnish.parallel.memory import total_memory
@@ -31,20 +31,22 @@ _SHARE = 0.25
 """Of a device's memory, for keys and values in float32."""
 
 
-def begin_completions(objective: StageObjective, model: Any, engine: Engine, options: RunOptions) -> None:
+def begin_completions(objective: StageObjective, model: Any, parallel: Parallel, options: RunOptions) -> None:
     """Give the objective its source of completions: the model that trains, unless it has one."""
     if not isinstance(objective, RolloutObjective) or objective.source is not None:
         return
     if options.reward_model is not None:
-        objective.functions.append(reward_model_function(options, engine))
+        objective.functions.append(reward_model_function(options, parallel))
     context, longest = context_length(model.config) or _LONGEST, longest_of(options, model.config)
-    seats = slots_of(objective, engine.device, model.config, longest)
-    objective.source = SlotSource(model, seats, context, engine.precision, options.infer_exact, merging(model, engine))
+    seats = slots_of(objective, parallel.device, model.config, longest)
+    objective.source = SlotSource(
+        model, seats, context, parallel.precision, options.infer_exact, merging(model, parallel)
+    )
 
 
-def merging(model: Any, engine: Engine) -> Callable[[], AbstractContextManager[None]]:
+def merging(model: Any, parallel: Parallel) -> Callable[[], AbstractContextManager[None]]:
     """The context in which a trained adapter is part of the weights; where ranks hold pieces, it is applied instead."""
-    return nullcontext if engine.splits_weights else partial(merged, model)
+    return nullcontext if parallel.splits_weights else partial(merged, model)
 
 
 def rollout_callbacks(objective: StageObjective, options: RunOptions) -> list[Any]:
@@ -79,13 +81,13 @@ def slots_of(objective: RolloutObjective, device: torch.device, config: Any, lon
     return max(1, min(SLOTS_CPU if device.type == "cpu" else SLOTS_GPU, of_a_generation, fitting))
 
 
-def reward_model_function(options: RunOptions, engine: Engine) -> RewardFunction:
+def reward_model_function(options: RunOptions, parallel: Parallel) -> RewardFunction:
     """The reward model of a run, as one more reward function behind the others."""
     name, weights, place = options.reward_model or "", options.reward_weights, len(options.reward_funcs or [])
     call: Any = RewardServer(name)
     if options.reward_model_type != "api":
         bits = options.reward_model_quantization_bit
-        call = reward_model_of(name, options.reward_model_adapters or (), bits).to(engine.device)
+        call = reward_model_of(name, options.reward_model_adapters or (), bits).to(parallel.device)
     return RewardFunction(call.__name__, call, 1.0 if weights is None else weights[place], name)
 
 

@@ -1,8 +1,8 @@
 """``trainer.accelerator``: the part of accelerate's ``Accelerator`` that overrides and scripts call, based on the
-engine.
+backend.
 
 It moves tensors, runs the backward pass, clips and gathers. With several processes, accelerate itself may be used
-inside the engine.
+inside the backend.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX
 from burnish.parallel.options import local_rank
 from burnish.trainer.data.in_step import each_tensor
 from burnish.trainer.data.loaders import loader_of_rank
 
 
-class EngineAccelerator:
+class ParallelAccelerator:
     """An accelerator with the names and semantics of accelerate's."""
 
     def __init__(
-        self, engine: Engine, mixed_precision: str = "no", config: Any = None,
+        self, parallel: Parallel, mixed_precision: str = "no", config: Any = None,
         trainer_log: Callable[[dict[str, Any]], None] = lambda values: None,
         trainer_save: Callable[[], str] = lambda: "",
     ) -> None:  # fmt: skip
-        self.engine = engine
+        self.parallel = parallel
         self._trainer_log, self._trainer_save = trainer_log, trainer_save
         self.mixed_precision = mixed_precision
         # A state dict type set by a script has no effect: save_model writes a full model, checkpoints are sharded.
-        plugin = SimpleNamespace(set_state_dict_type=lambda *given: None) if engine.is_sharded else None
-        self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=plugin, num_processes=engine.world_size)
+        plugin = SimpleNamespace(set_state_dict_type=lambda *given: None) if parallel.is_sharded else None
+        self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=plugin, num_processes=parallel.world_size)
         self.parallelism_config = None
         self.project_dir: str | None = None
         self.trackers: list[Any] = []  # trackers of report_to are callbacks
@@ -58,38 +58,38 @@ class EngineAccelerator:
             end_of_dataloader=False, remainder=-1, sync_gradients=True, plugin_kwargs=accumulation
         )
 
-    device = property(lambda self: self.engine.device)
-    num_processes = property(lambda self: self.engine.world_size)
-    process_index = property(lambda self: self.engine.rank)
+    device = property(lambda self: self.parallel.device)
+    num_processes = property(lambda self: self.parallel.world_size)
+    process_index = property(lambda self: self.parallel.rank)
     local_process_index = property(lambda self: local_rank())
-    is_main_process = property(lambda self: self.engine.rank == 0)
+    is_main_process = property(lambda self: self.parallel.rank == 0)
     is_local_main_process = property(lambda self: local_rank() == 0)
-    is_last_process = property(lambda self: self.engine.rank == self.engine.world_size - 1)
-    use_distributed = property(lambda self: self.engine.world_size > 1)
-    multi_device = property(lambda self: self.engine.world_size > 1)
+    is_last_process = property(lambda self: self.parallel.rank == self.parallel.world_size - 1)
+    use_distributed = property(lambda self: self.parallel.world_size > 1)
+    multi_device = property(lambda self: self.parallel.world_size > 1)
     gradient_accumulation_steps = property(lambda self: self.gradient_state.plugin_kwargs["num_steps"])
-    is_fsdp2 = property(lambda self: self.engine.splits_weights)
+    is_fsdp2 = property(lambda self: self.parallel.splits_weights)
     optimizer_step_was_skipped = property(lambda self: False)  # the loop reports skipped steps itself
     deepspeed_plugin = property(lambda self: self.state.deepspeed_plugin)
     logging_dir = property(lambda self: self.project_dir)
-    data_parallel_rank = property(lambda self: self.engine.rank)
-    data_parallel_shard_rank = property(lambda self: self.engine.rank if self.engine.is_sharded else 0)
+    data_parallel_rank = property(lambda self: self.parallel.rank)
+    data_parallel_shard_rank = property(lambda self: self.parallel.rank if self.parallel.is_sharded else 0)
     tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = 0
     is_composable_parallelism_enabled = False
     should_save_model = True
     torch_device_mesh = fp8_backend = None
     save_iteration = 0
-    scaler = property(lambda self: getattr(self.engine, "scaler", None))
+    scaler = property(lambda self: getattr(self.parallel, "scaler", None))
 
     @property
     def distributed_type(self) -> str:
-        return "NO" if self.engine.world_size == 1 else "MULTI_GPU" if self.device.type == "cuda" else "MULTI_CPU"
+        return "NO" if self.parallel.world_size == 1 else "MULTI_GPU" if self.device.type == "cuda" else "MULTI_CPU"
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        self.engine.backward(loss)
+        self.parallel.backward(loss)
 
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: int = 2) -> Tensor:
-        return self.engine.clip(list(parameters), max_norm)
+        return self.parallel.clip(list(parameters), max_norm)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
         nn.utils.clip_grad_value_(parameters, clip_value)
@@ -188,7 +188,7 @@ class EngineAccelerator:
         )
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Return the optimizer, which the engine has already prepared."""
+        """Return the optimizer, which the backend has already prepared."""
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -244,7 +244,7 @@ class EngineAccelerator:
     def check_trigger(self) -> bool:
         """Whether any process has called ``set_trigger`` since the last call."""
         flag = torch.tensor(float(self._is_triggered), device=self.device)
-        is_set = bool(self.engine.sum(flag) > 0)
+        is_set = bool(self.parallel.sum(flag) > 0)
         self._is_triggered = False if is_set else self._is_triggered
         return is_set
 
@@ -253,30 +253,30 @@ class EngineAccelerator:
         return self.free_memory(*parts)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Do nothing: the engine unscales gradients before it clips them."""
+        """Do nothing: the backend unscales gradients before it clips them."""
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The model without the wrappers of the engine or of a script's own ``DataParallel``."""
+        """The model without the wrappers of the backend or of a script's own ``DataParallel``."""
         wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-        return self.engine.unwrap(model.module if isinstance(model, wrappers) else model)
+        return self.parallel.unwrap(model.module if isinstance(model, wrappers) else model)
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        return self.engine.unwrap(model).state_dict()
+        return self.parallel.unwrap(model).state_dict()
 
     def prepare(self, *parts: Any) -> Any:
-        """Return objects that the engine has already prepared. A script's own loaders are divided between processes."""
+        """Return objects, which are prepared already. A script's own loaders are divided between processes."""
         prepared = tuple(self.prepare_data_loader(part) if isinstance(part, DataLoader) else part for part in parts)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_data_loader(self, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """A loader with this process's batches, so that each row goes to one process. Divided loaders are returned
         unchanged."""
-        return loader_of_rank(loader, self.engine, self._order_seed)
+        return loader_of_rank(loader, self.parallel, self._order_seed)
 
     @cached_property
     def _order_seed(self) -> int:
         """A seed shared by all processes, drawn in the same way as by torch's ``RandomSampler``."""
-        seeds = self.engine.gather_objects(int(torch.empty((), dtype=torch.int64).random_().item()))
+        seeds = self.parallel.gather_objects(int(torch.empty((), dtype=torch.int64).random_().item()))
         return int(seeds[0] % 2**32)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -284,20 +284,20 @@ class EngineAccelerator:
 
     def gather(self, values: Any) -> Any:
         """Concatenate the tensors of all processes, including those in tuples, lists and dicts."""
-        return each_tensor(values, lambda tensor: self.engine.gather(tensor[None] if tensor.dim() == 0 else tensor))
+        return each_tensor(values, lambda tensor: self.parallel.gather(tensor[None] if tensor.dim() == 0 else tensor))
 
     gather_for_metrics = gather
 
     def pad_across_processes(self, values: Any, dim: int = 1, pad_index: int = IGNORE_INDEX) -> Any:
-        """Return ``values`` unchanged, because the engine's gather pads."""
+        """Return ``values`` unchanged, because the backend's gather pads."""
         return values
 
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
-        total = self.engine.sum(tensor)
-        return total / self.engine.world_size if reduction == "mean" else total
+        total = self.parallel.sum(tensor)
+        return total / self.parallel.world_size if reduction == "mean" else total
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return self.engine.precision()
+        return self.parallel.precision()
 
     def main_process_first(self) -> AbstractContextManager[None]:
         return self._first(self.is_main_process)
@@ -317,7 +317,7 @@ class EngineAccelerator:
         return nullcontext()
 
     def wait_for_everyone(self) -> None:
-        self.engine.barrier()
+        self.parallel.barrier()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self.is_local_main_process:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from burnish.config.errors import UserError
 from burnish.trainer import notes
-from burnish.trainer.accelerator import EngineAccelerator
+from burnish.trainer.accelerator import ParallelAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 
 logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
@@ -58,7 +58,7 @@ def _peer_methods() -> dict[str, list[str]]:
 
 def check_accelerator(accelerator: object) -> None:
     """Raise UserError if an override of ``create_accelerator_and_postprocess`` created another accelerator."""
-    if not isinstance(accelerator, EngineAccelerator):
+    if not isinstance(accelerator, ParallelAccelerator):
         what = "create_accelerator_and_postprocess must set trainer.accelerator to burnish's accelerator. Received: "
         remedy = "Call super().create_accelerator_and_postprocess() and change its result."
         raise UserError(f"{what}{type(accelerator).__name__}.", remedy=remedy)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size, nested_detach
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length, speed_metrics
 
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.data.in_step import named_in, no_rows_of
 
@@ -32,15 +32,15 @@ class Gathered:
     """
 
     def __init__(
-        self, args: TrainingArguments, engine: Engine, gather: Callable[[Any], Any],
+        self, args: TrainingArguments, parallel: Parallel, gather: Callable[[Any], Any],
         compute_metrics: Callable[..., dict[str, Any]] | None, keeps: bool,
     ) -> None:  # fmt: skip
-        self.args, self.engine, self.gather, self.compute_metrics = args, engine, gather, compute_metrics
+        self.args, self.parallel, self.gather, self.compute_metrics = args, parallel, gather, compute_metrics
         self.keeps = keeps or not args.batch_eval_metrics
         self.losses, self.predictions, self.labels, self.inputs = self.containers = tuple(
             EvalLoopContainer(args.eval_do_concat_batches, padding_index=-100) for _ in range(4)
         )
-        self.loss, self.weight = torch.zeros(2, device=engine.device).unbind()
+        self.loss, self.weight = torch.zeros(2, device=parallel.device).unbind()
         self.batch_metrics: dict[str, Any] = {}
         self.num_rows = self.num_batches = 0
 
@@ -87,7 +87,7 @@ class Gathered:
             extras = self._extras(self.losses.get_arrays(), self.inputs.get_arrays())
             metrics = dict(self.compute_metrics(EvalPrediction(predictions, labels, **extras)))
         metrics = denumpify_detensorize(metrics)
-        loss, weight = self.engine.sum(torch.stack([self.loss, self.weight])).tolist()
+        loss, weight = self.parallel.sum(torch.stack([self.loss, self.weight])).tolist()
         if weight > 0:
             metrics[f"{prefix}_loss"] = loss / weight
         elif self.losses.get_arrays() is not None:
@@ -95,7 +95,7 @@ class Gathered:
         metrics = {name: metrics[name] for name in sorted(metrics, key=lambda name: not name.startswith(f"{prefix}_"))}
         named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
         dataset = getattr(dataloader, "dataset", None)
-        seen = self.engine.sum(torch.tensor(self.num_rows, device=self.engine.device))
+        seen = self.parallel.sum(torch.tensor(self.num_rows, device=self.parallel.device))
         return EvalLoopOutput(predictions, labels, named, len(dataset) if has_length(dataset) else int(seen))
 
     def _extras(self, losses: Any, inputs: Any) -> dict[str, Any]:

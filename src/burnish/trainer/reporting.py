@@ -6,7 +6,7 @@ import torch
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils import logging
 
-from burnish.data.batches.stream import num_tokens
+from burnish.data.batches.loader import num_tokens
 from burnish.loop.schedule import StepPlan
 from burnish.loop.types import Batch
 from burnish.trainer.arguments.training import TrainingArguments

@@ -174,7 +174,7 @@ class Seq2SeqTrainer(Trainer):
     def _writing(self) -> Writing | None:
         """Settings for generation with slots in this evaluation; None if ``model.generate`` is used."""
         is_ours = type(self).prediction_step is Seq2SeqTrainer.prediction_step
-        is_whole = self._engine.world_size == 1 and not self._engine.is_sharded
+        is_whole = self._parallel.world_size == 1 and not self._parallel.is_sharded
         if not (is_ours and is_whole and self.args.predict_with_generate):
             return None
         return writing_of(self.model, self._with_usual(self._gen_kwargs or {}))

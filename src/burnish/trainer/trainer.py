@@ -43,22 +43,22 @@ from burnish.loop.schedule import StepPlan
 from burnish.loop.state import TrainerControl, TrainerState, keeping_plan, load_state
 from burnish.loop.types import Batch, Loss
 from burnish.optim.builtin import create_optimizer, create_scheduler
-from burnish.parallel.create import create_engine
-from burnish.parallel.options import engine_name, local_rank
+from burnish.parallel.create import create_parallel
+from burnish.parallel.options import local_rank, parallel_name
 from burnish.parallel.precision import full_eval_dtype
 from burnish.parallel.single import set_seed
 from burnish.report import results
 from burnish.run.recovery.spikes import train_with_rollback
 from burnish.trainer import constructor as given
 from burnish.trainer import evaluation, inspection, optimizer, reporting, search, training
-from burnish.trainer.accelerator import EngineAccelerator
+from burnish.trainer.accelerator import ParallelAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.callbacks import TrainerCallbackHandler, default_callbacks, display_callback
 from burnish.trainer.data import loaders
 from burnish.trainer.data.in_step import each_tensor, in_step, named_in, with_last
 from burnish.trainer.data.prefix_sharing import fit_prefix_sharing, has_plain_loss, shared_prefixes_of
-from burnish.trainer.data.stream import LoaderStream, PaddingBatch, num_batches
+from burnish.trainer.data.torch_loader import PaddingBatch, TorchLoader, num_batches
 from burnish.trainer.files import card, files
 from burnish.trainer.files.hub import Hub
 from burnish.trainer.files.transformers_checkpoints import is_foreign, load_foreign, write_transformers_files
@@ -166,9 +166,9 @@ class Trainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create ``accelerator``. An override calls this method, and may change its result."""
-        self._engine = create_engine(plain_options(self.args))
-        self.accelerator = EngineAccelerator(
-            self._engine, self.args.mixed_precision, self.args.accelerator_config, self.log, self._save_now
+        self._parallel = create_parallel(plain_options(self.args))
+        self.accelerator = ParallelAccelerator(
+            self._parallel, self.args.mixed_precision, self.args.accelerator_config, self.log, self._save_now
         )
 
     def _validate_args(self) -> None:
@@ -183,8 +183,8 @@ class Trainer:
         asked = args.place_model_on_device
         self.place_model_on_device = not inspection.waits_for_its_device(model, args) if asked is None else asked
         if self.place_model_on_device and not getattr(model, "is_quantized", False):
-            self._move_model_to_device(model, self._engine.device)
-        self.model_wrapped = model  # replaced by the engine's prepared model
+            self._move_model_to_device(model, self._parallel.device)
+        self.model_wrapped = model  # replaced by the backend's prepared model
         self.model_accepts_loss_kwargs = inspection.takes_loss_arguments(model)
         self.label_names = inspection.labels_of(model, args.label_names)
         self.can_return_loss = can_return_loss(type(inspection.base_model(model)))
@@ -256,7 +256,7 @@ class Trainer:
             ready = training.made_ready(
                 self.model, self.args, self.accelerator, self.processing_class, self.neftune_noise_alpha
             )
-            signals = training.answering_signals(self, self.args, self._engine)
+            signals = training.answering_signals(self, self.args, self._parallel)
             attempt = self._attempts if self.args.auto_find_batch_size else self._attempt
             with ready, training.writing_alone(into, self.args), signals:
                 output = attempt(folder, ignore_keys_for_eval)
@@ -278,7 +278,7 @@ class Trainer:
         self._train_batch_size = self.args.train_batch_size
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         if self.place_model_on_device or self.model_init is not None:
-            self.model.to(self._engine.device)
+            self.model.to(self._parallel.device)
 
     def _attempts(self, folder: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
         """Run attempts with half the micro-batch size each time that memory runs out."""
@@ -327,34 +327,34 @@ class Trainer:
 
     @property
     def _rows_per_step(self) -> int:
-        return self._train_batch_size * self._accumulation * self._engine.world_size
+        return self._train_batch_size * self._accumulation * self._parallel.world_size
 
     def _make_loop(self, ignore_keys: list[str] | None) -> TrainerLoop:
         """The loop at step 0. Components are created in the order of their dependencies."""
-        args, engine, handler, loader = self.args, self._engine, self.callback_handler, self.get_train_dataloader()
+        args, parallel, handler, loader = self.args, self._parallel, self.callback_handler, self.get_train_dataloader()
         plan = training.plan_of(self.set_initial_training_values(args, loader), loader, self._accumulation)
         training.check_spikes(args, loader)
         if not self._overrides("compute_loss"):
             self._fitted()  # probe the model here rather than inside the first step
         objective = self._objective()
         handler.args, handler.control, handler.parts["train_dataloader"] = args, self.control, loader
-        weights, stream = files.TrainerModel(self.model), self._stream(loader, plan)
-        module, self.optimizer = engine.prepare(self._module(), self._optimizer_for(plan.max_steps))
+        weights, batches = files.TrainerModel(self.model), self._step_batches(loader, plan)
+        module, self.optimizer = parallel.prepare(self._module(), self._optimizer_for(plan.max_steps))
         objective.setup(module)
         scheduler = self.create_scheduler(num_training_steps=plan.max_steps, optimizer=self.optimizer)
         self.model_wrapped = module
-        self.state = TrainerState.at_start(args, plan, self._train_batch_size, engine.rank, local_rank())
+        self.state = TrainerState.at_start(args, plan, self._train_batch_size, parallel.rank, local_rank())
         self._name_trial(self.state)
         handler.state = self.state
         handler.parts |= {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": scheduler}
         checkpoints = Checkpoints(
             self._get_output_dir(self._trial), limit=args.save_total_limit, in_background=args.save_in_background,
             fingerprints=training.trainer_fingerprints(args, plan, self._rows_per_step),
-            write_extras=self._write_extras, processes=engine, listeners=handler,
+            write_extras=self._write_extras, processes=parallel, listeners=handler,
         )  # fmt: skip
         self._loop = TrainerLoop(
             self, plan, self._accumulation, ignore_keys, model=module, weights=weights, objective=objective,
-            engine=engine, stream=stream, optimizer=self.optimizer, scheduler=scheduler, callbacks=handler,
+            parallel=parallel, loader=batches, optimizer=self.optimizer, scheduler=scheduler, callbacks=handler,
             checkpoints=checkpoints,
         )  # fmt: skip
         return self._loop
@@ -367,13 +367,13 @@ class Trainer:
     def _objective(self) -> Objective:
         return TrainerObjective(self)
 
-    def _stream(self, loader: Any, plan: StepPlan) -> LoaderStream:
+    def _step_batches(self, loader: Any, plan: StepPlan) -> TorchLoader:
         main = getattr(self.model, "main_input_name", "input_ids")
         padding = getattr(self.processing_class, "pad_token_id", None)
         count = self._counter(str(self.args.include_num_input_tokens_seen), main, padding)
         total = num_batches(loader) or plan.max_steps * self._accumulation
-        return LoaderStream(
-            loader, self._accumulation, total, count, self._stop_empty, self._engine, self._padding_batch,
+        return TorchLoader(
+            loader, self._accumulation, total, count, self._stop_empty, self._parallel, self._padding_batch,
             self._samples if self._overrides("get_batch_samples") else None,
         )  # fmt: skip
 
@@ -447,7 +447,7 @@ class Trainer:
             loss = accepting(self.compute_loss, "num_items_in_batch")(model, inputs, num_items_in_batch=items)
         refuse_no_loss(loss)
         self._empty_cache_if_due()
-        loss = loss * (share * self._engine.world_size)  # the engine averages over processes, but a sum is needed
+        loss = loss * (share * self._parallel.world_size)  # the backend averages over processes, but a sum is needed
         self.accelerator.backward(loss)
         detached: Tensor = loss.detach()
         return detached
@@ -494,7 +494,7 @@ class Trainer:
         """Results of the probes of the model's forward pass, which run once."""
         if self._asked is None or self._asked.model is not self.model:
             asked = self._ask()
-            self._asked = replace(asked, head=None, shares_prefixes=False) if self._engine.frees_weights else asked
+            self._asked = replace(asked, head=None, shares_prefixes=False) if self._parallel.frees_weights else asked
         return self._asked
 
     def _ask(self) -> Capabilities:
@@ -504,7 +504,7 @@ class Trainer:
     def _leaves_tokens_out(self) -> bool:
         """Whether tokens without influence on a loss are skipped: as set by the arguments; by default on a CPU."""
         wanted = self.args.needed_tokens_only
-        is_usual = self._engine.device.type == "cpu" and not self.args.torch_compile
+        is_usual = self._parallel.device.type == "cpu" and not self.args.torch_compile
         return bool(is_usual if wanted is None else wanted) and self.neftune_noise_alpha is None
 
     def _flat(self, inputs: Batch) -> Batch | None:
@@ -517,7 +517,7 @@ class Trainer:
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """The autocast of the run. ``cache_enabled`` has no effect."""
-        return self._engine.precision()
+        return self._parallel.precision()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move the batch to the device. Override it to change the inputs of the model."""
@@ -530,14 +530,14 @@ class Trainer:
         model.to(device)
 
     def _prepare_input(self, data: Any) -> Any:
-        device = self._engine.device
+        device = self._parallel.device
         return each_tensor(
             data, lambda tensor: tensor.to(device), lambda value: value.to(device) if hasattr(value, "to") else value
         )
 
     def _num_items(self, inputs: Batch) -> Tensor:
         """() number of items of a micro-batch."""
-        return num_items_of(inputs, inspection.loss_shifts_labels(self.model), self._engine.device)
+        return num_items_of(inputs, inspection.loss_shifts_labels(self.model), self._parallel.device)
 
     def _items(self, inputs: Batch, num_items: Tensor) -> Tensor | None:
         """() ``num_items_in_batch``: at least 1, so that a micro-batch without labels adds 0 rather than 0/0."""
@@ -595,7 +595,7 @@ class Trainer:
         self, loader: Any, description: str, only_loss: bool | None, ignore_keys: list[str] | None, prefix: str
     ) -> EvalLoopOutput:
         """Run ``evaluation_loop`` and add its runtime to the metrics."""
-        started, at_once = time.time(), self.args.eval_batch_size * self._engine.world_size
+        started, at_once = time.time(), self.args.eval_batch_size * self._parallel.world_size
         output = self.evaluation_loop(loader, description, only_loss, ignore_keys, prefix)
         num_rows = cast(int, output.num_samples)
         cast("dict[str, float]", output.metrics).update(evaluation.rates(prefix, started, num_rows, at_once))
@@ -613,9 +613,9 @@ class Trainer:
         reporting.announce_evaluation(description, num_rows, args.eval_batch_size)
         self.callback_handler.parts["eval_dataloader"] = dataloader
         keeps = description == "Prediction"
-        gathered = evaluation.Gathered(args, self._engine, self.accelerator.gather, self.compute_metrics, keeps)
+        gathered = evaluation.Gathered(args, self._parallel, self.accelerator.gather, self.compute_metrics, keeps)
         main = getattr(self.model, "main_input_name", "input_ids")
-        for inputs, is_own, is_last in with_last(in_step(self._read_ahead(dataloader, only_loss), self._engine)):
+        for inputs, is_own, is_last in with_last(in_step(self._read_ahead(dataloader, only_loss), self._parallel)):
             weight = self._num_items(self._prepare_input(inputs))
             loss, logits, labels = self.prediction_step(model, inputs, only_loss, ignore_keys=ignore_keys)
             shown = self._prepare_input(inputs[main]) if "inputs" in args.include_for_metrics else None
@@ -660,14 +660,14 @@ class Trainer:
         """The model in evaluation mode, outside of training also in half precision if requested."""
         model, dtype = self.model_wrapped, full_eval_dtype(self.args)
         if not self.is_in_train and dtype is not None:
-            model = model.to(dtype=dtype, device=self._engine.device)
+            model = model.to(dtype=dtype, device=self._parallel.device)
         elif not self.is_in_train and self.place_model_on_device:
-            model = model.to(self._engine.device)
+            model = model.to(self._parallel.device)
         model.eval()
         set_optimizer_mode(self.optimizer, is_training=False)
         return model  # type: ignore[no-any-return]
 
-    # --- data: loaders.py, stream.py ----------------------------------------------------------------------------------
+    # --- data: loaders.py, torch_loader.py ---------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
         """Batches of the training set. Override it to return your own loader, which is used unchanged."""
@@ -708,7 +708,7 @@ class Trainer:
             collate = self._get_collator_with_removed_columns(collate, description)
         sampled = sampler_fn is not None and not isinstance(dataset, torch.utils.data.IterableDataset)
         sampler = sampler_fn(dataset) if sampled else None
-        return loaders.make_loader(dataset, collate, batch_size, self.args, self._engine, sampler, is_training)
+        return loaders.make_loader(dataset, collate, batch_size, self.args, self._parallel, sampler, is_training)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """The sampler for training. A subclass may return another one."""
@@ -724,7 +724,7 @@ class Trainer:
 
     def _order(self, dataset: Any, strategy: str, batch_size: int, accumulation: int) -> Any:
         return loaders.order_of_rows(
-            dataset, strategy, batch_size, accumulation, self.args, self._engine, self.processing_class
+            dataset, strategy, batch_size, accumulation, self.args, self._parallel, self.processing_class
         )
 
     def num_examples(self, dataloader: Any) -> int:
@@ -733,7 +733,7 @@ class Trainer:
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Number of rows per step, over its micro-batches and all processes."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps * self._engine.world_size)
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self._parallel.world_size)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any
@@ -754,13 +754,13 @@ class Trainer:
         samples = list(islice(epoch_iterator, num_batches))
         if not samples or not isinstance(named_in(samples[0]).get("labels"), Tensor):
             return samples, None
-        return samples, self._engine.sum(
+        return samples, self._parallel.sum(
             torch.stack([self._num_items(self._prepare_input(one)) for one in samples]).sum()
         )
 
     def _samples(self, batches: Iterator[Any], num_batches: int) -> list[Any]:
         """The micro-batches of the next step, using an override of ``get_batch_samples``."""
-        samples, self._given_items = self.get_batch_samples(batches, num_batches, self._engine.device)
+        samples, self._given_items = self.get_batch_samples(batches, num_batches, self._parallel.device)
         return samples
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -859,8 +859,8 @@ class Trainer:
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         writes, folder = self.args.should_save, Path(self.args.output_dir if output_dir is None else output_dir)
-        if self._engine.is_sharded:
-            files.write_gathered(self.model, folder, self._engine.whole, writes)
+        if self._parallel.is_sharded:
+            files.write_gathered(self.model, folder, self._parallel.whole, writes)
         elif writes:
             files.write_model(self.accelerator.unwrap_model(self.model), folder, state_dict)
         if writes:
@@ -949,15 +949,15 @@ class Trainer:
     @property
     def deepspeed(self) -> Any:
         """DeepSpeed's own engine around the model during training; None without DeepSpeed."""
-        return getattr(self._engine, "runner", None)
+        return getattr(self._parallel, "runner", None)
 
     @property
     def is_deepspeed_enabled(self) -> bool:
-        return engine_name(plain_options(self.args)) == "deepspeed"
+        return parallel_name(plain_options(self.args)) == "deepspeed"
 
     @property
     def is_fsdp_enabled(self) -> bool:
-        return engine_name(plain_options(self.args)) == "fsdp"
+        return parallel_name(plain_options(self.args)) == "fsdp"
 
     def is_local_process_zero(self) -> bool:
         return bool(self.args.local_process_index == 0)
@@ -1118,12 +1118,12 @@ class TrainerLoop(Loop):
                 return super().microstep(batch, num_items, is_last)
             trainer._step = StepInProgress(num_items)
             items = None if trainer._items(batch, num_items) is None else num_items
-            with self.engine.microbatch(self.model, last=is_last):
+            with self.parallel.microbatch(self.model, last=is_last):
                 value = accepting(trainer.training_step, "num_items_in_batch")(
                     self.model, batch, num_items_in_batch=items
                 )
         sums, trainer._step = trainer._step.sums, StepInProgress()
-        return Loss(without_gradient(value, self.engine.device) * (num_items / self.engine.world_size), sums)
+        return Loss(without_gradient(value, self.parallel.device) * (num_items / self.parallel.world_size), sums)
 
     def loss(self, batch: Batch) -> Loss:
         """The objective's loss for the inputs that the trainer prepares. A padding batch has the weight 0."""
@@ -1173,7 +1173,7 @@ class TrainerLoop(Loop):
             else:
                 notes = compare_with_checkpoint(folder, self.checkpoints.fingerprints, despite=True)
                 there = {n: p for n, p in self.parts.items() if p.is_saved or checkpoint.has_part(folder, p.stem_of(0))}
-                checkpoint.load(folder, there, self.engine.rank)
+                checkpoint.load(folder, there, self.parallel.rank)
             for note in [*notes, *training.differences(self.state, self.trainer.args)]:
                 logger.warning(note)
         best = self.state.best_model_checkpoint
@@ -1181,7 +1181,7 @@ class TrainerLoop(Loop):
             logger.warning(f"The best checkpoint {best} was deleted and will not be loaded at the end.")
             self.state.best_model_checkpoint = None
         if self.trainer.args.ignore_data_skip:
-            self.stream.load_state_dict({"epoch": self.stream.state_dict()["epoch"], "position": 0})
+            self.loader.load_state_dict({"epoch": self.loader.state_dict()["epoch"], "position": 0})
 
     def describe_rows(self, items: Sequence[int]) -> str:
         return f"rows {', '.join(map(str, items))} of train_dataset"

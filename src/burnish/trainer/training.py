@@ -23,7 +23,7 @@ from burnish.checkpoint import checkpoint
 from burnish.config.errors import UserError
 from burnish.config.options import raise_if
 from burnish.kernels.lora import holds_factors
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.schedule import StepPlan, plan_steps
 from burnish.loop.state import TrainerState
 from burnish.losses.neftune import NOISE
@@ -32,10 +32,10 @@ from burnish.models.patches.liger import apply_liger, liger_problems
 from burnish.parallel.precision import compute_sentence, has_products, slow_products
 from burnish.run.recovery.interrupt import InterruptCallback
 from burnish.trainer import notes
-from burnish.trainer.accelerator import EngineAccelerator
+from burnish.trainer.accelerator import ParallelAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.callbacks import TrainerCallbackHandler
-from burnish.trainer.data.stream import num_batches, order_in
+from burnish.trainer.data.torch_loader import num_batches, order_in
 from burnish.trainer.files.transformers_checkpoints import is_foreign
 from burnish.utils.files import only_writer
 from burnish.utils.patching import Reason, record, restore
@@ -46,7 +46,7 @@ logger = logging.get_logger("transformers.trainer")  # so that the log level tha
 
 @contextmanager
 def made_ready(
-    model: nn.Module, args: TrainingArguments, accelerator: EngineAccelerator, processing_class: Any,
+    model: nn.Module, args: TrainingArguments, accelerator: ParallelAccelerator, processing_class: Any,
     noise: float | None,
 ) -> Iterator[None]:  # fmt: skip
     """Context with the changes of a model that apply during its training.
@@ -73,7 +73,7 @@ def made_ready(
     # A compiler fuses operations itself. On a CPU only adapters benefit: with rows of 86 tokens nothing else is faster.
     if not args.torch_compile and (device.type != "cpu" or any(map(holds_factors, model.modules()))):
         made += patch_forwards(model, args)
-    say_compute_dtype(model, accelerator.engine.dtype, device)
+    say_compute_dtype(model, accelerator.parallel.dtype, device)
     try:
         yield
     finally:
@@ -146,13 +146,17 @@ def writing_alone(folder: str, args: TrainingArguments) -> Iterator[None]:
 
 
 @contextmanager
-def answering_signals(trainer: Any, args: TrainingArguments, engine: Engine) -> Iterator[None]:
+def answering_signals(trainer: Any, args: TrainingArguments, parallel: Parallel) -> Iterator[None]:
     """After Ctrl-C or SIGTERM, save a checkpoint after the current step and raise KeyboardInterrupt. Signals with a
     script's own handler are not changed. Without checkpoints all signals keep their behavior.
     """
 
     def on_any(asked: bool) -> bool:
-        return asked if engine.world_size == 1 else bool(engine.sum(torch.tensor(float(asked), device=engine.device)))
+        return (
+            asked
+            if parallel.world_size == 1
+            else bool(parallel.sum(torch.tensor(float(asked), device=parallel.device)))
+        )
 
     if args.save_strategy == "no":
         yield

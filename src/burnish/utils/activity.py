@@ -1,7 +1,7 @@
 """Record on an exception the activity that it interrupted.
 
     with doing(Activity.BACKWARD):
-        engine.backward(loss)
+        parallel.backward(loss)
 
 An exception that leaves the block gets the activity as an attribute. The innermost block counts. Messages about lack of
 memory, and their suggestions, depend on it (``run/recovery/failure.py``).

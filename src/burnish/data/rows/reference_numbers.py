@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from burnish.data.rows.row_set import RowSet, RowsOver
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
 from burnish.utils.work import work
 
@@ -24,7 +24,9 @@ class UsesReference(Protocol):
 
     @property
     def collate(self) -> Callable[[Sequence[Row]], Batch]: ...
-    def reference_columns(self, module: nn.Module, rows: Sequence[Row], engine: Engine) -> dict[str, list[float]]: ...
+    def reference_columns(
+        self, module: nn.Module, rows: Sequence[Row], parallel: Parallel
+    ) -> dict[str, list[float]]: ...
 
 
 class RowsWithReference(RowsOver):
@@ -62,19 +64,19 @@ class RowsWithReference(RowsOver):
     def _parts(self, size: int) -> list[range]:
         return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
-    def fill(self, objective: UsesReference, module: nn.Module, engine: Engine, size: int) -> None:
+    def fill(self, objective: UsesReference, module: nn.Module, parallel: Parallel, size: int) -> None:
         """Evaluate the reference on all rows, in batches of ``size`` that are distributed over the ranks."""
         parts = self._parts(size)
-        mine, found = parts[engine.rank :: engine.world_size], []
+        mine, found = parts[parallel.rank :: parallel.world_size], []
         with work("Reference", len(self)) as advance:
-            for at in range(-(-len(parts) // engine.world_size)):
+            for at in range(-(-len(parts) // parallel.world_size)):
                 part = mine[at] if at < len(mine) else parts[0]  # equal count on all ranks: each may hold a shard
                 there = [number for number in part if self.rows[number] is not None]
                 rows: Any = [self.rows[number] for number in there]
-                columns = objective.reference_columns(module, rows, engine) if rows else {}
+                columns = objective.reference_columns(module, rows, parallel) if rows else {}
                 found += [(there, columns)] if at < len(mine) and rows else []
-                advance(len(part) * engine.world_size)
-        for there, columns in chain.from_iterable(engine.gather_objects(found)):
+                advance(len(part) * parallel.world_size)
+        for there, columns in chain.from_iterable(parallel.gather_objects(found)):
             for name, values in columns.items():
                 column = self.columns.setdefault(name, array("d", [float("nan")] * len(self)))
                 for number, value in zip(there, values, strict=True):

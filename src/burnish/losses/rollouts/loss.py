@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Loss, Metric, Sum
 from burnish.losses.rollouts.options import CLIPPED
 
@@ -126,7 +126,7 @@ class RolloutLoss:
     # --- what depends on the whole step ---
 
     def prepare_step(
-        self, batches: Sequence[Batch], engine: Engine, entropies: Sequence[Tensor] | None = None
+        self, batches: Sequence[Batch], parallel: Parallel, entropies: Sequence[Tensor] | None = None
     ) -> list[Batch]:
         """Each micro-batch with its ``entropy_mask`` and ``entropy_scale``, where the loss needs them. Also ends the
         previous step for an adaptive entropy coefficient. Collective where one of these is used.
@@ -139,13 +139,13 @@ class RolloutLoss:
         if self.masks_entropy and not all("entropy_mask" in batch for batch in made):
             assert entropies is not None, "entropies are needed for top_entropy_quantile"
             masks = high_entropy_masks(
-                entropies, [batch["token_mask"] for batch in made], self.options.top_entropy_quantile, engine
+                entropies, [batch["token_mask"] for batch in made], self.options.top_entropy_quantile, parallel
             )
             made = [{**batch, "entropy_mask": mask} for batch, mask in zip(made, masks, strict=True)]
         if self.has_bonus:
-            self.entropy.end_step(engine)
+            self.entropy.end_step(parallel)
             counts = [torch.stack([self.num_items(batch).float(), _bonus_mask(batch).sum()]) for batch in made]
-            items, tokens = engine.sum(torch.stack(counts).sum(0)).unbind()
+            items, tokens = parallel.sum(torch.stack(counts).sum(0)).unbind()
             made = [{**batch, "entropy_scale": items / tokens.clamp(min=1)} for batch in made]
         return made
 
@@ -304,12 +304,12 @@ class EntropyController:
         if self.options.use_adaptive_entropy:
             self._pending.append(torch.stack([total.detach(), count.detach()]).double())
 
-    def end_step(self, engine: Engine) -> None:
+    def end_step(self, parallel: Parallel) -> None:
         """Move the coefficient by the entropy of the step whose micro-batches were added. Collective."""
         if not self.options.use_adaptive_entropy:
             return
-        own = torch.tensor(self._collected(), dtype=torch.float64, device=engine.device)
-        total, count = engine.sum(own).tolist()  # a device read per step, in this mode alone
+        own = torch.tensor(self._collected(), dtype=torch.float64, device=parallel.device)
+        total, count = parallel.sum(own).tolist()  # a device read per step, in this mode alone
         self._sums = [0.0, 0.0]
         if count > 0:
             options, self.last = self.options, total / count
@@ -331,7 +331,7 @@ class EntropyController:
 
 
 def high_entropy_masks(
-    entropies: Sequence[Tensor], masks: Sequence[Tensor], share: float, engine: Engine
+    entropies: Sequence[Tensor], masks: Sequence[Tensor], share: float, parallel: Parallel
 ) -> list[Tensor]:
     """(N,) of each micro-batch: 1 for the ``share`` of the step's counted tokens that have the highest entropy.
 
@@ -342,7 +342,7 @@ def high_entropy_masks(
         entropies, masks: (N,) of each micro-batch of this rank. Collective.
     """
     own = torch.cat([entropy[mask > 0] for entropy, mask in zip(entropies, masks, strict=True)]).detach().float()
-    every = engine.gather(own)
+    every = parallel.gather(own)
     threshold = linear_quantile(every, 1 - share) if len(every) else 0.0
     least = threshold - _TIE * abs(threshold)
     return [(entropy.detach() >= least).to(mask.dtype) * mask for entropy, mask in zip(entropies, masks, strict=True)]

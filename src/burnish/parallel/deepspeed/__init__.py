@@ -1,1 +1,1 @@
-"""DeepSpeed: its settings, its engine, and the conversion of its shards for checkpoints."""
+"""DeepSpeed: its settings, its backend, and the conversion of its shards for checkpoints."""

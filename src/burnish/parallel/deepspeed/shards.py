@@ -1,6 +1,6 @@
-"""Convert the shards of a model under ZeRO for checkpoints that any other engine can read.
+"""Convert the shards of a model under ZeRO for checkpoints that any other backend can read.
 
-In: the engine, which knows this rank's slice of each weight in ZeRO's flat vectors. Out: the state of each part of a
+In: the backend, which knows this rank's slice of each weight in ZeRO's flat vectors. Out: the state of each part of a
 run as pieces, and back. Refuses a checkpoint of another model.
 """
 
@@ -30,7 +30,7 @@ class FlatSlice(NamedTuple):
 
 
 class ZeroVectors(Protocol):
-    """The methods of the engine (``engine.py``) that give access to ZeRO's flat vectors."""
+    """The methods of the backend (``parallel.py``) that give access to ZeRO's flat vectors."""
 
     deepspeed: Any
     runner: Any
@@ -84,7 +84,7 @@ class AdapterShards:
     """Converts an adapter, which is small: gathered for saving, and loaded completely on every rank.
 
     Args:
-        engine: the engine.
+        parallel: processes and devices of the run.
         weights: the weights to gather. Default: all trainable ones.
     """
 

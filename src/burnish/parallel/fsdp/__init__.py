@@ -1,1 +1,1 @@
-"""FSDP: the engine and its settings."""
+"""FSDP: the backend and its settings."""

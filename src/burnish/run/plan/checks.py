@@ -29,7 +29,7 @@ from burnish.models.attention_choice import is_flash, requested_attention
 from burnish.models.source import find_source
 from burnish.optim.builtin import OPTIMIZERS, create_scheduler
 from burnish.parallel.deepspeed.settings import zero_stage
-from burnish.parallel.options import device_of, engine_name
+from burnish.parallel.options import device_of, parallel_name
 from burnish.parallel.precision import autocast_dtype
 from burnish.report.console import RUN_LOG
 from burnish.report.jsonl import LOG_NAME
@@ -223,7 +223,7 @@ SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
 @check
 def check_sharded(options: RunOptions) -> list[Problem]:
     """Return problems of options that cannot be combined with sharded weights."""
-    engine = engine_name(options)
+    engine = parallel_name(options)
     if engine not in ("fsdp", "deepspeed"):
         return []
     problems = []

@@ -1,6 +1,6 @@
-"""Memory per device of a distributed run, for any engine and number of processes.
+"""Memory per device of a distributed run, for any backend and number of processes.
 
-The terms of a run on one device (``memory.py``) are divided according to the engine. Terms that the engine needs in
+The terms of a run on one device (``memory.py``) are divided according to the backend. Terms that the backend needs in
 addition, and the peaks while loading a model and while writing a checkpoint, are added. None of this has been measured
 on several GPUs; on CPUs a test compares it with the peak of each process.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from burnish.parallel.deepspeed.settings import raw_settings, zero_stage
 from burnish.parallel.fsdp.settings import fsdp_settings
-from burnish.parallel.options import device_of, engine_name
+from burnish.parallel.options import device_of, parallel_name
 from burnish.run.plan.memory import DecoderShape, Formats, Term
 from burnish.run.plan.options import RunOptions
 
@@ -53,7 +53,7 @@ _LIVE, _BUCKET = 10**9, 5 * 10**8
 
 def sharing_of(options: RunOptions, world_size: int) -> Sharing:
     """Return the sharing that follows from the options and the number of processes."""
-    name = engine_name(options, world_size)
+    name = parallel_name(options, world_size)
     if name == "fsdp":
         settings = fsdp_settings(options)
         copies = max(1, settings.copies or 1)

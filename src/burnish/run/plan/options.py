@@ -16,7 +16,7 @@ from burnish.adapters.peft import OftOptions, PeftOptions
 from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.options import option, union
 from burnish.data.batches.batching import BatchingOptions
-from burnish.data.batches.stream import StreamOptions
+from burnish.data.batches.loader import LoaderOptions
 from burnish.data.chat.choose import TemplateOptions
 from burnish.data.chat.truncate import EncodingOptions
 from burnish.data.images.options import ImageOptions
@@ -44,7 +44,7 @@ from burnish.optim.badam import BadamOptions
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.optim.low_rank import LowRankOptions
 from burnish.optim.muon import MuonOptions
-from burnish.parallel.options import EngineOptions
+from burnish.parallel.options import ParallelOptions
 from burnish.report.options import ReportOptions
 from burnish.report.profile import ProfileOptions
 from burnish.report.trackers import TRACKERS
@@ -86,7 +86,7 @@ GROUPS: tuple[type, ...] = (
     TemplateOptions,
     EncodingOptions,
     BatchingOptions,
-    StreamOptions,
+    LoaderOptions,
     ImageCacheOptions,
     StepOptions,
     CurveOptions,
@@ -104,7 +104,7 @@ GROUPS: tuple[type, ...] = (
     QuantizedExportOptions,
     ReportOptions,
     ProfileOptions,
-    EngineOptions,
+    ParallelOptions,
 )
 """Option groups that every run reads, in the order of ``burnish train --help``."""
 MEMBER_GROUPS: tuple[type, ...] = (
@@ -122,7 +122,7 @@ if TYPE_CHECKING:  # type checkers do not understand the union; a test compares 
     class RunOptions(
         AnsweringOptions, TaskOptions, LigerOptions, PatchOptions,
         PreferenceOptions, ReferenceOptions, RolloutOptions, DataOptions,
-        BatchingOptions, StreamOptions, ImageCacheOptions, StepOptions, CurveOptions, OptimOptions,
+        BatchingOptions, LoaderOptions, ImageCacheOptions, StepOptions, CurveOptions, OptimOptions,
         LoopOptions, SpikeOptions, FlowOptions, EarlyStoppingOptions, ClockOptions, CheckpointOptions,
         MetricOptions, QuantizedExportOptions,
         ReportOptions, ProfileOptions, FreezeOptions, LoraOptions,

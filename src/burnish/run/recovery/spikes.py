@@ -41,4 +41,4 @@ def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> Non
     warn(f"{spike}.{named} Rolling back; the examples of this step are skipped from now on.")
     loop.optimizer.zero_grad()
     loop.load(found)
-    loop.stream.leave_out(items)
+    loop.loader.leave_out(items)

@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
 
 from burnish.config.options import check_bounds
-from burnish.parallel.options import engine_notes
+from burnish.parallel.options import parallel_notes
 from burnish.trainer import notes
 from burnish.trainer.arguments.fields import Fields
 
@@ -115,7 +115,7 @@ def say_what_has_no_effect(args: Fields) -> None:
     for name, (usual, reason) in _NO_EFFECT.items():
         if getattr(args, name) not in usual:
             notes.warn(f"`{name}` has no effect: {reason}", UserWarning, stacklevel=5)
-    for note in engine_notes(cast(Any, args)):
+    for note in parallel_notes(cast(Any, args)):
         notes.warn(note, UserWarning, stacklevel=5)
     usual = AcceleratorConfig().to_dict() | {"gradient_accumulation_kwargs": None}
     given = cast(AcceleratorConfig, args.accelerator_config).to_dict() | {"gradient_accumulation_kwargs": None}

@@ -15,13 +15,13 @@ from transformers.utils import logging
 
 from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.options import option, union
-from burnish.data.batches.stream import StreamOptions
+from burnish.data.batches.loader import LoaderOptions
 from burnish.loop.events import FlowOptions
 from burnish.loop.loop import LoopOptions
 from burnish.loop.schedule import CurveOptions, StepOptions
 from burnish.loop.spikes import SpikeOptions
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
-from burnish.parallel.single import EngineOptions
+from burnish.parallel.single import ParallelOptions
 from burnish.utils.patching import PatchOptions
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ if TYPE_CHECKING:  # type checkers cannot evaluate a union; a test compares both
     @dataclass
     class Groups(
         CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, SpikeOptions, FlowOptions,
-        StreamOptions, EngineOptions, PatchOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
+        LoaderOptions, ParallelOptions, PatchOptions, AdamMiniOptions, BadamOptions, LowRankOptions, MuonOptions,
     ):  # fmt: skip
         pass
 
 else:
     Groups = union(
         "Groups", CheckpointOptions, StepOptions, OptimOptions, CurveOptions, LoopOptions, SpikeOptions, FlowOptions,
-        StreamOptions, EngineOptions, PatchOptions, *OPTIMIZERS.option_groups(),
+        LoaderOptions, ParallelOptions, PatchOptions, *OPTIMIZERS.option_groups(),
     )  # fmt: skip
 
 _LEVELS = (*logging.get_log_levels_dict(), "passive")

@@ -35,7 +35,7 @@ from burnish.loop.schedule import warmup_steps_of
 from burnish.optim.builtin import OPTIMIZERS
 from burnish.parallel.accelerate_launch import mixed_precision
 from burnish.parallel.options import device_of
-from burnish.parallel.single import check_engine
+from burnish.parallel.single import check_parallel
 from burnish.trainer import notes
 from burnish.trainer.arguments.checks import check_arguments, say_what_has_no_effect
 from burnish.trainer.arguments.fields import Fields
@@ -118,7 +118,7 @@ class TrainingArguments(Setters, Fields, metaclass=AcceptsOldNames):
         if self.use_cpu:
             self.dataloader_pin_memory = False
         self.fsdp = self.fsdp or None
-        raise_if(check_engine(cast(Any, self)))  # some of its types are wider than those of the engine
+        raise_if(check_parallel(cast(Any, self)))  # some of its types are wider than those of the backend
         say_what_has_no_effect(self)
 
     if not TYPE_CHECKING:  # a type checker would accept any attribute

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 
 
-def in_step(batches: Iterable[Any], engine: Engine) -> Iterator[tuple[Any, bool]]:
+def in_step(batches: Iterable[Any], parallel: Parallel) -> Iterator[tuple[Any, bool]]:
     """Yield (batch, whether it is this rank's own and counts). Batches are only drawn on demand."""
     iterator, padding, is_there = iter(batches), None, True
     while True:
         batch = next(iterator, None) if is_there else None
         is_there = batch is not None
-        num_ranks = engine.sum(torch.tensor(float(is_there), device=engine.device))
+        num_ranks = parallel.sum(torch.tensor(float(is_there), device=parallel.device))
         if not num_ranks > 0:
             return
-        if padding is None and num_ranks < engine.world_size:  # fewer rows than ranks: a rank never had its own batch
-            padding = next(one for one in engine.gather_objects(batch) if one is not None)
+        if padding is None and num_ranks < parallel.world_size:  # fewer rows than ranks: a rank never had its own batch
+            padding = next(one for one in parallel.gather_objects(batch) if one is not None)
         padding = batch if is_there else padding
         yield padding, is_there
 

@@ -17,11 +17,11 @@ from transformers.trainer_pt_utils import IterableDatasetShard
 from transformers.trainer_utils import RemoveColumnsCollator, has_length, seed_worker
 from transformers.utils import logging
 
-from burnish.data.batches.stream import StepPartition
-from burnish.loop.protocols import Engine
+from burnish.data.batches.loader import StepPartition
+from burnish.loop.protocols import Parallel
 from burnish.loop.schedule import StepPlan
 from burnish.trainer.arguments.training import TrainingArguments
-from burnish.trainer.data.stream import BatchesOfRank, EpochOrder, RowsOfRank, is_of_rank
+from burnish.trainer.data.torch_loader import BatchesOfRank, EpochOrder, RowsOfRank, is_of_rank
 
 logger = logging.get_logger("transformers.trainer")  # so that the log level that a script sets applies here as well
 
@@ -38,13 +38,13 @@ class TrainerLoader(DataLoader[Any]):
 
 
 def make_loader(
-    dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, args: TrainingArguments, engine: Engine,
+    dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, args: TrainingArguments, parallel: Parallel,
     sampler: Any = None, is_training: bool = False,
 ) -> TrainerLoader:  # fmt: skip
     """A loader for a set. A set without length is divided between the processes while it is read."""
     parameters: dict[str, Any] = {
         "batch_size": batch_size, "collate_fn": collate, "num_workers": args.dataloader_num_workers,
-        "pin_memory": args.dataloader_pin_memory and engine.device.type != "cpu",
+        "pin_memory": args.dataloader_pin_memory and parallel.device.type != "cpu",
         "persistent_workers": args.dataloader_persistent_workers,
         "prefetch_factor": args.dataloader_prefetch_factor, "in_order": args.dataloader_in_order,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
@@ -55,15 +55,15 @@ def make_loader(
             parameters["worker_init_fn"] = functools.partial(
                 seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
             )
-    elif engine.world_size > 1:
-        dataset = RowsOfRank(dataset, batch_size, engine.world_size, engine.rank)
+    elif parallel.world_size > 1:
+        dataset = RowsOfRank(dataset, batch_size, parallel.world_size, parallel.rank)
     loader = TrainerLoader(dataset, **parameters)
-    loader.world_size = engine.world_size
+    loader.world_size = parallel.world_size
     return loader
 
 
 def order_of_rows(
-    dataset: Any, strategy: str, batch_size: int, accumulation: int, args: TrainingArguments, engine: Engine,
+    dataset: Any, strategy: str, batch_size: int, accumulation: int, args: TrainingArguments, parallel: Parallel,
     tokenizer: Any,
 ) -> EpochOrder | None:  # fmt: skip
     """The order in which this rank reads a set. None if the set has no length.
@@ -74,7 +74,7 @@ def order_of_rows(
         batch_size: rows per micro-batch.
         accumulation: micro-batches per step.
         args: the arguments of the Trainer.
-        engine: for rank and world size.
+        parallel: for rank and world size.
         tokenizer: names the column to measure for "group_by_length".
     """
     if dataset is None or not has_length(dataset):
@@ -85,7 +85,7 @@ def order_of_rows(
             'padding-free. Use "group_by_length" or "random".'
         )
     lengths = row_lengths(dataset, args.length_column_name, tokenizer) if strategy == "group_by_length" else None
-    partition = StepPartition(batch_size, accumulation, engine.world_size, engine.rank, args.dataloader_drop_last)
+    partition = StepPartition(batch_size, accumulation, parallel.world_size, parallel.rank, args.dataloader_drop_last)
     seed = int(args.seed if args.data_seed is None else args.data_seed)
     return EpochOrder(len(dataset), partition, seed, strategy, lengths, getattr(dataset, "keys_of_step", None))
 
@@ -130,18 +130,18 @@ def numbers_of_training(
 # --- a script's own loader --------------------------------------------------------------------------------------------
 
 
-def loader_of_rank(loader: DataLoader[Any], engine: Engine, seed: int) -> DataLoader[Any]:
+def loader_of_rank(loader: DataLoader[Any], parallel: Parallel, seed: int) -> DataLoader[Any]:
     """The loader of this process.
 
     Args:
         loader: the script's loader.
-        engine: for rank and world size.
+        parallel: for rank and world size.
         seed: seed of a random order; the same in every process.
     """
-    if engine.world_size == 1 or is_of_rank(loader) or isinstance(loader.dataset, RowsOfRank):
+    if parallel.world_size == 1 or is_of_rank(loader) or isinstance(loader.dataset, RowsOfRank):
         return loader
-    partitioned = TrainerLoader(**_as_it_was(loader), **_rows_of(loader, engine, seed))
-    partitioned.world_size = engine.world_size
+    partitioned = TrainerLoader(**_as_it_was(loader), **_rows_of(loader, parallel, seed))
+    partitioned.world_size = parallel.world_size
     return partitioned
 
 
@@ -154,8 +154,8 @@ def _as_it_was(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in names}
 
 
-def _rows_of(loader: DataLoader[Any], engine: Engine, seed: int) -> dict[str, Any]:
-    dataset, size, who = loader.dataset, loader.batch_size, (engine.world_size, engine.rank)
+def _rows_of(loader: DataLoader[Any], parallel: Parallel, seed: int) -> dict[str, Any]:
+    dataset, size, who = loader.dataset, loader.batch_size, (parallel.world_size, parallel.rank)
     if isinstance(dataset, IterableDataset):
         partitioned = RowsOfRank(dataset, size or 1, *who)
         return {"dataset": partitioned, "batch_size": size, "drop_last": loader.drop_last}

@@ -37,15 +37,15 @@ def load_foreign(folder: Path, loop: Loop, model: nn.Module, steps_per_epoch: in
     load_foreign_weights(folder, model)
     loop.state.load_state_dict(load_state(folder).state_dict())
     epoch, step = divmod(loop.state.global_step, max(steps_per_epoch, 1))
-    loop.stream.load_state_dict({"epoch": epoch, "position": step * accumulation})
+    loop.loader.load_state_dict({"epoch": epoch, "position": step * accumulation})
     optimizer, scheduler = folder / "optimizer.pt", folder / "scheduler.pt"
     missing = [path.name for path in (optimizer, scheduler) if not path.is_file()]
     if not missing:
-        loop.optimizer.load_state_dict(_tensors(optimizer, loop.engine.device))
+        loop.optimizer.load_state_dict(_tensors(optimizer, loop.parallel.device))
         loop.schedule.scheduler.load_state_dict(_tensors(scheduler))
     elif not any(path.is_file() for path in (optimizer, scheduler)):
         missing = ["optimizer.pt and scheduler.pt"]
-    _load_generators(folder, loop.engine.rank, loop.engine.world_size)
+    _load_generators(folder, loop.parallel.rank, loop.parallel.world_size)
     return [f"{folder} has no {name}: the states of optimizer and scheduler are not restored." for name in missing]
 
 

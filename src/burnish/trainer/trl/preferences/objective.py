@@ -22,7 +22,7 @@ from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
 from burnish.data.rows.reference_numbers import RowsWithReference
 from burnish.kernels.probe import Capabilities, causal_lm
-from burnish.loop.protocols import Engine
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
 from burnish.losses.base import Collate
 from burnish.losses.pairs import AnswersObjective
@@ -45,7 +45,7 @@ from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.data.in_step import in_step
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.data.prefix_sharing import may_lie_flat
-from burnish.trainer.data.stream import PaddingBatch
+from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.trl.preferences.rows import ObjectiveRows
 
 logger = logging.get_logger("transformers.trainer")
@@ -62,22 +62,22 @@ class ReadyBatches:
 
     Args:
         loader: this rank's loader.
-        ready: ``Objective.iter_eval`` with module and engine.
+        ready: ``Objective.iter_eval`` with module and backend.
         pad: converts a batch to one with weight 0, for ranks without further batches.
     """
 
     def __init__(
-        self, loader: Any, ready: Callable[[Iterable[Batch]], Iterator[Batch]], engine: Engine,
+        self, loader: Any, ready: Callable[[Iterable[Batch]], Iterator[Batch]], parallel: Parallel,
         pad: Callable[[Batch], Batch] = padding_batch,
     ) -> None:  # fmt: skip
-        self.loader, self.ready, self.engine, self.pad = loader, ready, engine, pad
+        self.loader, self.ready, self.parallel, self.pad = loader, ready, parallel, pad
         self.dataset = getattr(loader, "dataset", None)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self.ready(_InStep(self.loader, self.engine, self.pad)):
+        for batch in self.ready(_InStep(self.loader, self.parallel, self.pad)):
             # Its rows are counted by the first tensor; a padded batch of TRL is not changed.
             yield {"items": batch["items"], **batch} if "items" in batch else batch
 
@@ -85,11 +85,11 @@ class ReadyBatches:
 class _InStep:
     """A loader that can be iterated several times, with the same number of batches on all ranks."""
 
-    def __init__(self, loader: Any, engine: Engine, pad: Callable[[Batch], Batch]) -> None:
-        self.loader, self.engine, self.pad = loader, engine, pad
+    def __init__(self, loader: Any, parallel: Parallel, pad: Callable[[Batch], Batch]) -> None:
+        self.loader, self.parallel, self.pad = loader, parallel, pad
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch, is_own in in_step(self.loader, self.engine):
+        for batch, is_own in in_step(self.loader, self.parallel):
             yield batch if is_own else self.pad(batch)
 
 
@@ -170,7 +170,12 @@ class Score(nn.Module):
 
 
 def reference_for(
-    objective: AnswersObjective, options: ReferenceOptions, model: Any, ref_model: Any, peft_config: Any, engine: Engine
+    objective: AnswersObjective,
+    options: ReferenceOptions,
+    model: Any,
+    ref_model: Any,
+    peft_config: Any,
+    parallel: Parallel,
 ) -> Reference | None:
     """The reference: ``ref_model``, the model without its new adapter, or the weights at the start of training.
 
@@ -180,17 +185,17 @@ def reference_for(
         model: the policy.
         ref_model: a separate reference model, or None.
         peft_config: config of a new adapter; None if there is none, or it is continued.
-        engine: the engine.
+        parallel: processes and devices of the run.
     """
     if not objective.needs_reference:
         return None
     if ref_model is not None:
         switch_off_dropout(ref_model)
         make_seeing(ref_model)
-        second = SecondModel(objective.module_of_reference(ref_model.to(engine.device)))
+        second = SecondModel(objective.module_of_reference(ref_model.to(parallel.device)))
         if not options.sync_ref_model:
             return second
-        refuse_sharded_weights(engine)
+        refuse_sharded_weights(parallel)
         return _following(second.beside(model), options)
     if peft_config is not None and _begins_as_nothing(peft_config) and not options.sync_ref_model:
         adapter = PeftAdapter(PeftOptions())
@@ -199,9 +204,9 @@ def reference_for(
     if options.precompute_ref_log_probs:
         return AsItIs()
     if options.sync_ref_model:
-        refuse_sharded_weights(engine)
+        refuse_sharded_weights(parallel)
         return _following(StartOfRun(model), options)
-    return ShardedStart(engine) if engine.splits_weights else StartOfRun(model)
+    return ShardedStart(parallel) if parallel.splits_weights else StartOfRun(model)
 
 
 def _following(start: StartOfRun | SecondModel, options: ReferenceOptions) -> Following:
@@ -217,7 +222,7 @@ def _begins_as_nothing(peft_config: Any) -> bool:
 
 def with_numbers(
     dataset: Any, rows_of: Callable[[list[Any]], list[Row]], objective: AnswersObjective, module: nn.Module,
-    engine: Engine, size: int, ask: Callable[[Any], dict[str, list[float]]] | None = None,
+    parallel: Parallel, size: int, ask: Callable[[Any], dict[str, list[float]]] | None = None,
 ) -> Any:  # fmt: skip
     """A dataset with the reference's log-probabilities of each row. Returned unchanged if it already has them.
 
@@ -226,7 +231,7 @@ def with_numbers(
         rows_of: rows of the dataset -> rows of the objective.
         objective: the objective.
         module: the objective's module of the policy.
-        engine: the engine.
+        parallel: processes and devices of the run.
         size: batch size.
         ask: dataset -> the columns, if a script computes them.
 
@@ -248,7 +253,7 @@ def with_numbers(
             dataset = dataset.add_column(name, answers)
         return dataset
     rows = RowsWithReference(ObjectiveRows(dataset, lambda row: rows_of([row])[0]))
-    for sentence in fill(rows, objective, module, engine, size):
+    for sentence in fill(rows, objective, module, parallel, size):
         logger.warning(sentence)
     for name, values in rows.columns.items():
         dataset = dataset.add_column(name, values.tolist())

@@ -1,7 +1,7 @@
 """Training with a script's overridden methods, called as in TRL: with padded batches and the model itself.
 
 If a subclass overrides ``compute_loss`` or another method with a batch or model as argument, the loader yields TRL's
-padded batches, and the engine wraps the bare model. Values that depend on the whole step (reference log-probabilities,
+padded batches, and the backend wraps the bare model. Values that depend on the whole step (reference log-probabilities,
 KTO's baseline, ranks) are computed as without the override, and are attached to the padded batch. So an override that
 only calls the original method changes nothing.
 """
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from burnish.checkpoint.parts import Stateful
-from burnish.loop.protocols import Engine, Objective
+from burnish.loop.protocols import Objective, Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Loss, Row
 from burnish.losses.sequence_logps import SequenceModel
-from burnish.trainer.data.stream import PaddingBatch
+from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.trl.preferences.objective import padding_batch
 
 
@@ -89,22 +89,22 @@ class Scripted(Objective):
         made: Batch = self.objective.collate(self.rows_of(batch))
         return padding_batch(made) if isinstance(batch, PaddingBatch) else made
 
-    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], engine: Engine) -> Sequence[Batch]:
-        laid = [engine.to_device(self.collated(batch)) for batch in batches]
-        ready = self.objective.prepare_step(self.over(module), laid, engine)
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
+        laid = [parallel.to_device(self.collated(batch)) for batch in batches]
+        ready = self.objective.prepare_step(self.over(module), laid, parallel)
         return [ScriptedBatch(batch, made) for batch, made in zip(batches, ready, strict=True)]
 
-    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], engine: Engine) -> Iterator[Batch]:
-        seen = _Seen(batches, self.collated, engine)
-        for ready in self.objective.iter_eval(self.over(module), seen, engine):
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
+        seen = _Seen(batches, self.collated, parallel)
+        for ready in self.objective.iter_eval(self.over(module), seen, parallel):
             yield ScriptedBatch(seen.padded.popleft(), ready)
 
-    def ready(self, module: nn.Module, batch: Batch, engine: Engine) -> Batch:
+    def ready(self, module: nn.Module, batch: Batch, parallel: Parallel) -> Batch:
         """The objective's micro-batch of a padded one: the prepared one, or a new one if a script has changed the
         batch."""
         if isinstance(batch, ScriptedBatch) and batch.is_as_made:
             return batch.ready
-        (made,) = self.objective.prepare_step(self.over(module), [engine.to_device(self.collated(batch))], engine)
+        (made,) = self.objective.prepare_step(self.over(module), [parallel.to_device(self.collated(batch))], parallel)
         return made  # type: ignore[no-any-return]
 
     def num_items(self, batch: Batch) -> Tensor:
@@ -136,20 +136,20 @@ class _Seen:
 
     batches: Iterable[Batch]
     collated: Callable[[Batch], Batch]
-    engine: Engine
+    parallel: Parallel
     padded: deque[Batch] = field(default_factory=deque)
 
     def __iter__(self) -> Iterator[Batch]:
         self.padded.clear()
         for batch in self.batches:
-            self.padded.append(self.engine.to_device(batch))
+            self.padded.append(self.parallel.to_device(batch))
             yield self.collated(batch)
 
     __hash__ = object.__hash__
 
 
 class PaddedScores(nn.Module):
-    """The scores computed by a sequence classifier itself. ``model`` is wrapped by the engine."""
+    """The scores computed by a sequence classifier itself. ``model`` is wrapped by the backend."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def module_over(made: nn.Module, bare: nn.Module, model: nn.Module) -> nn.Module
     """The objective's module around ``model``.
 
     Args:
-        made: the module around ``bare``, used if no engine has wrapped the model. A wrapper has to be called itself to
+        made: the module around ``bare``, used if no backend has wrapped the model. A wrapper has to be called itself to
             sync gradients; logits are computed then, and scores are taken from the model's output.
         bare: the model without wrappers.
         model: the model passed to a method.

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from burnish.config.errors import Problem, UserError
 from burnish.data.batches.batching import collate_padded
-from burnish.data.batches.stream import num_tokens
+from burnish.data.batches.loader import num_tokens
 from burnish.data.sets.trl import Kind
 from burnish.loop.loop import TrainOutput
 from burnish.loop.meter import Totals
@@ -34,7 +34,7 @@ from burnish.parallel.single import set_seed
 from burnish.run.references import refuse_other_vocabulary
 from burnish.trainer import notes
 from burnish.trainer.data.loaders import is_datasets_set
-from burnish.trainer.data.stream import PaddingBatch
+from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer, argument
@@ -258,7 +258,7 @@ class PreferenceTrainer(TrlTrainer):
         if isinstance(objective, AnswersObjective):
             choices = self.args.choices()
             objective.reference = reference_for(
-                objective, choices, model, self._second_model, peft_config, self._engine
+                objective, choices, model, self._second_model, peft_config, self._parallel
             )
         self._asked = replace(found, model=model)
         self.model_wrapped = self._made = objective.module(model)
@@ -301,7 +301,7 @@ class PreferenceTrainer(TrlTrainer):
 
     def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
         """``compute_loss`` for a padded batch."""
-        ready = self._scripted.ready(model, inputs, self._engine)
+        ready = self._scripted.ready(model, inputs, self._parallel)
         return self._mean_loss(self._scripted.loss_of(model, inputs, ready), model, ready, inputs, return_outputs)
 
     def _mean_loss(self, found: Loss, model: nn.Module, ready: Batch, inputs: Any, return_outputs: bool) -> Any:
@@ -345,7 +345,7 @@ class PreferenceTrainer(TrlTrainer):
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """A dataset with the reference's log-probabilities of each row. Raises the errors of ``with_numbers``."""
         ask = partial(self._answers_of_script, batch_size) if self._overrides("compute_ref_log_probs") else None
-        return with_numbers(dataset, self._rows_of, self.objective, self._made, self._engine, batch_size, ask)
+        return with_numbers(dataset, self._rows_of, self.objective, self._made, self._parallel, batch_size, ask)
 
     def _answers_of_script(self, batch_size: int, dataset: Any) -> dict[str, list[float]]:
         """The columns of a dataset computed by a script's ``compute_ref_log_probs``. Every process computes all
@@ -368,9 +368,9 @@ class PreferenceTrainer(TrlTrainer):
             model: the reference, or the trained model.
             inputs: TRL's padded batch.
         """
-        columns = self.objective.reference_columns(self._made, rows_of_padded(inputs, self.kind), self._engine)
+        columns = self.objective.reference_columns(self._made, rows_of_padded(inputs, self.kind), self._parallel)
         found = (columns.get(column_of(side)) for side in _SIDES[self.kind])
-        return tuple(None if one is None else torch.tensor(one, device=self._engine.device) for one in found)
+        return tuple(None if one is None else torch.tensor(one, device=self._parallel.device) for one in found)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -481,13 +481,13 @@ class PreferenceTrainer(TrlTrainer):
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> Any:  # fmt: skip
         self._totals, module = Totals(), self._model_for_evaluation()
-        ready = partial(self._objective().iter_eval, module, engine=self._engine)
+        ready = partial(self._objective().iter_eval, module, parallel=self._parallel)
         with torch.no_grad():
             output = super().evaluation_loop(
-                ReadyBatches(dataloader, lambda batches: ready(batches=batches), self._engine, self._padding_batch),
+                ReadyBatches(dataloader, lambda batches: ready(batches=batches), self._parallel, self._padding_batch),
                 description, prediction_loss_only, ignore_keys, metric_key_prefix,
             )  # fmt: skip
-        means = self.objective.report(self._totals.means(self._engine))
+        means = self.objective.report(self._totals.means(self._parallel))
         metrics: Any = output.metrics
         metrics.update({f"{metric_key_prefix}_{name}": v for name, v in means.items() if name != "loss"})
         metrics[f"{metric_key_prefix}_num_tokens"] = float(self.state.num_input_tokens_seen)
@@ -552,7 +552,7 @@ class KTOTrainer(PreferenceTrainer):
         """The result of ``compute_loss``, as in TRL."""
         if not (self.calculate_KL and self._overrides("_compute_kl_logps")):
             return super()._loss_of_padded(model, inputs, return_outputs)
-        ready = {**self._scripted.ready(model, inputs, self._engine), "baseline": self._baseline_of(model, inputs)}
+        ready = {**self._scripted.ready(model, inputs, self._parallel), "baseline": self._baseline_of(model, inputs)}
         return self._mean_loss(self._scripted.loss_of(model, inputs, ready), model, ready, inputs, return_outputs)
 
     def _baseline_of(self, model: nn.Module, inputs: Any) -> Tensor:

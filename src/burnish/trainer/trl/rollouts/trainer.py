@@ -18,7 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from burnish.config.errors import UserError
-from burnish.data.batches.stream import num_tokens
+from burnish.data.batches.loader import num_tokens
 from burnish.loop.meter import Totals
 from burnish.loop.protocols import Objective
 from burnish.loop.types import Batch
@@ -33,7 +33,7 @@ from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
 from burnish.rollouts.rewards.models import RewardModel, reward_model_of
 from burnish.run.rollouts import merging, slots_of
 from burnish.trainer.data.in_step import in_step
-from burnish.trainer.data.stream import PaddingBatch
+from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
@@ -204,7 +204,7 @@ class RolloutTrainer(TrlTrainer):
             inputs, list(prompts), list(completions), [list(ids) for ids in completion_ids]
         )
         values = torch.as_tensor(values, dtype=torch.float64).cpu()
-        count, first = len(prompts), self._engine.rank * len(prompts)
+        count, first = len(prompts), self._parallel.rank * len(prompts)
         values = values[first : first + count] if len(values) > count else values
         if values.shape != (count, len(functions)):
             expected = f"({count}, {len(functions)})"
@@ -232,7 +232,7 @@ class RolloutTrainer(TrlTrainer):
         """
         for function in self.objective.functions:
             if isinstance(function.call, RewardModel):
-                function.call.to(self._engine.device)
+                function.call.to(self._parallel.device)
         names = dict.fromkeys(name for record in inputs for name in record if name != "prompt")
         columns = {name: [record.get(name) for record in inputs] for name in names}
         table = compute_rewards(
@@ -255,18 +255,18 @@ class RolloutTrainer(TrlTrainer):
         return start.as_model(self.model) if isinstance(start, StartOfRun) and not is_peft_model(self.model) else None
 
     def _fit(self, peft_config: Any) -> None:
-        objective, model, engine = self.objective, self.model, self._engine
+        objective, model, parallel = self.objective, self.model, self._parallel
         leaves_out = self._leaves_tokens_out and objective.allows_prefix_sharing(model)
         found, collate = fitted(model, None, self.args, self._pad, leaves_out, False)
         for note in objective.fit(found, collate):
             logger.warning(note)
         choices: Any = objective.choices
-        objective.reference = reference_for(objective, choices, model, None, peft_config, engine)
+        objective.reference = reference_for(objective, choices, model, None, peft_config, parallel)
         self._asked = replace(found, model=model)
         self.model_wrapped = self._made = objective.module(model)
         context = context_length(model.config) or _LONGEST
-        slots = slots_of(objective, engine.device, model.config, min(context, 4 * self.args.max_completion_length))
-        objective.source = SlotSource(model, slots, context, engine.precision, merging=merging(model, engine))
+        slots = slots_of(objective, parallel.device, model.config, min(context, 4 * self.args.max_completion_length))
+        objective.source = SlotSource(model, slots, context, parallel.precision, merging=merging(model, parallel))
         if self.tools or self.environments is not None:
             variables: Any = self.args.chat_template_kwargs
             form = ToolDialogue(self._tokenizer, schemas(self.tools), variables or {})
@@ -351,12 +351,12 @@ class RolloutTrainer(TrlTrainer):
     ) -> Any:  # fmt: skip
         """Complete the prompts of a set, and measure rewards and lengths. The noise is the same each time."""
         module, totals = self._model_for_evaluation(), Totals()
-        prompts = (batch for batch, is_own in in_step(dataloader, self._engine) if is_own)
+        prompts = (batch for batch, is_own in in_step(dataloader, self._parallel) if is_own)
         with torch.no_grad(), self.compute_loss_context_manager():
-            for batch in self.objective.iter_eval(module, prompts, self._engine):
+            for batch in self.objective.iter_eval(module, prompts, self._parallel):
                 totals.add(self.objective.loss(module, batch), self.objective.num_items(batch))
                 self._tell("on_prediction_step")
-        means = self.objective.report(totals.means(self._engine))
+        means = self.objective.report(totals.means(self._parallel))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         if self.is_in_train:
             module.train()

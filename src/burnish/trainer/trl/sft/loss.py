@@ -24,7 +24,7 @@ def sums_without_logits(
 ) -> tuple[TokenSums, Any]:
     """The sums, and the model's output with empty logits.
 
-    The hidden states are captured by a hook of the head rather than by calling the backbone, because an engine's
+    The hidden states are captured by a hook of the head rather than by calling the backbone, because a backend's
     wrapper must run the forward pass, and a peft wrapper inserts virtual tokens.
 
     Args:

@@ -193,7 +193,7 @@ class SFTTrainer(TrlTrainer):
         a subclass overrides a method between loader and loss.
         """
         loader = super()._get_dataloader(*given, **more)
-        if self._engine.device.type == "cpu":
+        if self._parallel.device.type == "cpu":
             return loader
         between = ("compute_loss", "training_step", "prediction_step", "_prepare_inputs")
         if all(getattr(type(self), name) is getattr(SFTTrainer, name) for name in between):
@@ -334,7 +334,7 @@ class SFTTrainer(TrlTrainer):
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self._eval_sums:
             names = list(self._eval_sums)
-            totals = self._engine.sum(torch.stack([self._eval_sums[name] for name in names])).tolist()
+            totals = self._parallel.sum(torch.stack([self._eval_sums[name] for name in names])).tolist()
             means = dict(zip(names, totals, strict=True))
             items = max(means.pop("items"), 1.0)
             metrics: Any = output.metrics

@@ -22,13 +22,13 @@ import torch
 from burnish.config.checks import notes
 from burnish.config.options import option
 from burnish.data.batches.budget import Budget
-from burnish.loop.protocols import Stream
+from burnish.loop.protocols import Loader
 from burnish.loop.types import IGNORE_INDEX, Batch, Row, StepBatch
 from burnish.utils.sequences import OnDemand
 
 
 @dataclass
-class StreamOptions:
+class LoaderOptions:
     """Data order and data loader workers."""
 
     train_sampling_strategy: str = option(
@@ -61,7 +61,7 @@ class ReadAheadChoices(Protocol):
 
 
 @notes
-def stream_notes(options: ReadAheadChoices) -> list[str]:
+def loader_notes(options: ReadAheadChoices) -> list[str]:
     """Return notes on options that have no effect or are reduced."""
     asked, cores = options.dataloader_num_workers, os.cpu_count() or 1
     if options.dataloader_prefetch_factor is not None and not asked:
@@ -207,7 +207,7 @@ def _grouped_by_length(order: list[int], lengths: Sequence[int], batch_size: int
     return [item for part in stretches for item in part]
 
 
-class StepBatchLoader(Stream):
+class StepBatchLoader(Loader):
     """Base class: the step batches of an epoch and the position in it, which can be saved and restored.
 
     Subclasses define ``step_batches``, ``length`` and ``leave_out``.
@@ -239,7 +239,7 @@ class StepBatchLoader(Stream):
         self.epoch, self.position = state["epoch"], state["position"]
 
 
-class RowStream(StepBatchLoader):
+class RowLoader(StepBatchLoader):
     """The step batches of a training set of known length.
 
     Args:
@@ -257,7 +257,7 @@ class RowStream(StepBatchLoader):
 
     def __init__(
         self, items: Sequence[Any], collate: Callable[[Sequence[Any]], Batch], cut: StepPartition, *, seed: int,
-        options: StreamOptions | None = None, lengths: Sequence[int] | None = None, buffer_size: int | None = None,
+        options: LoaderOptions | None = None, lengths: Sequence[int] | None = None, buffer_size: int | None = None,
         keys: Callable[[Sequence[int]], Mapping[int, Any]] | None = None, blank_row: Row | None = None,
         ahead: Callable[[Iterator[Any]], Iterator[Any]] | None = None, patches: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
@@ -267,7 +267,7 @@ class RowStream(StepBatchLoader):
         self.buffer_size = buffer_size
         self.cut = cut
         self.seed = seed
-        self.options = options or StreamOptions()
+        self.options = options or LoaderOptions()
         self.keys = keys
         self.blank_row = blank_row or BLANK_ROW
         self.collate = collate

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
-from burnish.data.batches.stream import StepBatchLoader, StepPartition, order_of
-from burnish.loop.protocols import Engine
+from burnish.data.batches.loader import StepBatchLoader, StepPartition, order_of
+from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, StepBatch
 from burnish.trainer import notes
 from burnish.trainer.data.in_step import in_step
@@ -32,7 +32,7 @@ class EpochOrder(Sampler[int]):
     Args:
         num_items: number of items in the dataset, over all ranks.
         cut: how a step is divided; ``drop_last`` excludes items that do not fill a micro-batch of every rank.
-        seed: seed of the order; ``strategy`` and ``lengths`` as in ``data.batches.stream.order_of``.
+        seed: seed of the order; ``strategy`` and ``lengths`` as in ``data.batches.loader.order_of``.
         keys: all items of a step -> the key with which the dataset is indexed for each (``keys_of_step`` of a dataset).
     """
 
@@ -154,7 +154,7 @@ class PaddingBatch(dict[str, Any]):
     """
 
 
-class LoaderStream(StepBatchLoader):
+class TorchLoader(StepBatchLoader):
     """The step batches of a loader.
 
     Args:
@@ -163,24 +163,24 @@ class LoaderStream(StepBatchLoader):
         total: micro-batches per epoch: ``len(loader)``; without a length, those of the whole run.
         count: batch -> (rows, tokens) for the meter.
         on_empty: called if an epoch of a loader without length has no batches.
-        engine: for runs with several processes.
+        parallel: for runs with several processes.
         pad: converts a batch to one without items.
         take: (batches, number) -> the micro-batches of a step. Default: the next ones.
     """
 
     def __init__(
         self, loader: Any, accumulation: int, total: int, count: Callable[[Batch], tuple[int, int]],
-        on_empty: Callable[[], None] = lambda: None, engine: Engine | None = None,
+        on_empty: Callable[[], None] = lambda: None, parallel: Parallel | None = None,
         pad: Callable[[Batch], PaddingBatch] = PaddingBatch,
         take: Callable[[Iterator[Batch], int], list[Batch]] | None = None,
     ) -> None:  # fmt: skip
-        self.engine = engine
+        self.parallel = parallel
         self.take = take or (lambda batches, number: list(islice(batches, number)))
         self.loader, self.accumulation, self.total, self.count = loader, accumulation, total, count
         self.on_empty, self.pad = on_empty, pad
         self.drawn = 0  # number of micro-batches read from the loader
         self.generator_at_start: Tensor | None = None
-        self.source = stream_with_state(loader, 1 if engine is None else engine.world_size)
+        self.source = stream_with_state(loader, 1 if parallel is None else parallel.world_size)
         self.source_state: Any = None  # state of the source at ``position``, until reading continues from there
 
     def step_batches(self) -> Iterator[StepBatch]:
@@ -282,9 +282,9 @@ class LoaderStream(StepBatchLoader):
 
     def _in_step(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches of a loader without length, the same number on every rank."""
-        if self.engine is None or self.engine.world_size == 1 or num_batches(self.loader) is not None:
+        if self.parallel is None or self.parallel.world_size == 1 or num_batches(self.loader) is not None:
             return batches
-        return (batch if is_own else self.pad(batch) for batch, is_own in in_step(batches, self.engine))
+        return (batch if is_own else self.pad(batch) for batch, is_own in in_step(batches, self.parallel))
 
     def _filled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield ``batches``, and padding batches if this rank has none of the last rows of an epoch."""

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: ZeRO, which shards optimizer states (1), gradients (2) and weights (3) over processes.
+"""The DeepSpeed backend: ZeRO, which shards optimizer states (1), gradients (2) and weights (3) over processes.
 
 In: a model, an optimizer, the settings (``deepspeed/settings.py``). Out: the module that DeepSpeed runs, and the
 location of this rank's slices of weights and optimizer states (``deepspeed/shards.py`` converts them for checkpoints).
@@ -38,10 +38,10 @@ from burnish.checkpoint.shards import LocalShard
 from burnish.config.errors import UserError
 from burnish.loop.types import Loss
 from burnish.parallel.accelerate_launch import mixed_precision
-from burnish.parallel.choices import EngineChoices
+from burnish.parallel.choices import ParallelChoices
 from burnish.parallel.deepspeed.settings import filled, zero_stage
 from burnish.parallel.deepspeed.shards import AdapterShards, FlatSlice, StateShards, WeightShards
-from burnish.parallel.multi_process import ParallelEngine, with_weights
+from burnish.parallel.multi_process import MultiProcess, with_weights
 from burnish.parallel.single import set_precision
 from burnish.utils.files import expanded
 
@@ -50,12 +50,12 @@ _USER = -1
 """Id of a module that uses a weight. ZeRO-3 releases a weight after the last module that uses it."""
 
 
-class DeepSpeedEngine(ParallelEngine):
+class DeepSpeedParallel(MultiProcess):
     """ZeRO with DeepSpeed, in one of several processes."""
 
     is_sharded = True
 
-    def __init__(self, options: EngineChoices) -> None:
+    def __init__(self, options: ParallelChoices) -> None:
         super().__init__(options)
         self.dtype = None  # DeepSpeed converts the weights itself; autocast would revert this
         self.scaler, self.scales_loss = None, bool(mixed_precision(options) == "fp16" and self.device.type != "cpu")

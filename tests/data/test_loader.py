@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from burnish.data.batches.budget import Budget
-from burnish.data.batches.stream import EvalBatches, RowStream, StepPartition, StreamOptions, balanced, share_of_waiting
+from burnish.data.batches.loader import EvalBatches, LoaderOptions, RowLoader, StepPartition, balanced, share_of_waiting
 
 
 def collate(items):
@@ -17,7 +17,7 @@ def collate(items):
 def stream(num_items=21, batch_size=2, accumulation=2, world_size=1, rank=0, seed=7, **options):
     cut = StepPartition(batch_size, accumulation, world_size, rank, options.pop("drop_last", False))
     lengths = options.pop("lengths", None)
-    return RowStream(range(num_items), collate, cut, seed=seed, options=StreamOptions(**options), lengths=lengths)
+    return RowLoader(range(num_items), collate, cut, seed=seed, options=LoaderOptions(**options), lengths=lengths)
 
 
 def items_of(group):
@@ -88,7 +88,7 @@ def test_a_resumed_stream_touches_no_row_before_its_place(done):
             touched.append(index)
             return super().__getitem__(index)
 
-    s = RowStream(Rows(range(40_000)), collate, StepPartition(2, 2), seed=7, options=StreamOptions())
+    s = RowLoader(Rows(range(40_000)), collate, StepPartition(2, 2), seed=7, options=LoaderOptions())
     s.load_state_dict({"epoch": 0, "position": 4 * done})
     expected = s.order(0)[4 * done : 4 * done + 4]
     touched.clear()
@@ -195,7 +195,7 @@ def test_a_budget_keeps_the_items_of_each_step_and_no_micro_batch_is_above_it(pa
     lengths = [1 + (7 * i) % 19 for i in range(21)]
     plain = steps_of_epoch(stream())
     cut = StepPartition(2, 2, budget=Budget(20, pads))
-    groups = list(RowStream(range(21), collate, cut, seed=7, lengths=lengths).step_batches())
+    groups = list(RowLoader(range(21), collate, cut, seed=7, lengths=lengths).step_batches())
     assert [sorted(items_of(group)) for group in groups] == [sorted(step) for step in plain]
     for group in groups:
         for batch in group.batches:
@@ -219,7 +219,7 @@ def test_patches_of_images_count_in_a_budget(pads):
 
 def test_a_budget_puts_the_rows_of_several_micro_batches_together_where_they_fit():
     groups = list(
-        RowStream(
+        RowLoader(
             range(12), collate, StepPartition(1, 6, budget=Budget(20, False)), seed=7, lengths=[5] * 12
         ).step_batches()
     )
@@ -231,7 +231,7 @@ def steps_of_ranks(world_size, lengths, budget=None, items=21):
     ranks = []
     for rank in range(world_size):
         cut = StepPartition(2, 2, world_size, rank, budget=budget)
-        ranks.append(list(RowStream(range(items), collate, cut, seed=7, lengths=lengths).step_batches()))
+        ranks.append(list(RowLoader(range(items), collate, cut, seed=7, lengths=lengths).step_batches()))
     found = []
     for groups in zip(*ranks, strict=True):
         learned = [[batch for batch in group.batches if (batch["labels"] != -100).any()] for group in groups]
@@ -244,7 +244,7 @@ def steps_of_ranks(world_size, lengths, budget=None, items=21):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_share_the_items_of_a_step_each_once_in_as_many_micro_batches(world_size, budget):
     lengths = [1 + i % 5 for i in range(21)]
-    plain = [sorted(step) for step in steps_of_epoch(RowStream(
+    plain = [sorted(step) for step in steps_of_epoch(RowLoader(
         range(21), collate, StepPartition(2, 2 * world_size), seed=7
     ))]  # fmt: skip
     for (shares, counts), wanted in zip(steps_of_ranks(world_size, lengths, budget), plain, strict=True):
