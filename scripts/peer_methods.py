@@ -55,7 +55,7 @@ REASONS = {
     "Generated ids are padded when batches are joined.": ("_pad_tensors_to_max_len",),
     "Nothing is sent anywhere.": ("_send_telemetry",),
     "A check of the constructor, in burnish's words.": ("_reject_skip_prepare_without_labels",),
-    "Preferences are learned by causal language models only.": ("_shift_right",),
+    "Only causal language models are supported.": ("_shift_right",),
     "`generate_during_eval` is refused: `burnish predict` generates.": ("generate_from_model",),
     "A generation is made by `burnish/rollouts`; `rollout_func` of the constructor replaces it.": (
         "_generate", "_generate_and_score_completions", "_generate_single_turn", "_tokenize_prompts",

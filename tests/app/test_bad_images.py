@@ -85,7 +85,7 @@ def name(value):
 
 
 CASES = [
-    (remove, {}, 'record 3 (line 1): images[0] "2.png" is not there. Looked in'),
+    (remove, {}, 'record 3 (line 1): images[0] "2.png" was not found. Searched:'),
     (move, {}, "elsewhere/0.png has that name"),
     (write(b""), {}, "is empty: a file of zero bytes"),
     (write(b"<!DOCTYPE html>"), {}, 'record 3 (line 1): images[0] "2.png" is not an image (begins "<!DOCTYPE ht")'),
@@ -94,8 +94,8 @@ CASES = [
     (name(["http://example.com/a.png"]), {}, "Images are not downloaded during training"),
     (name([7]), {}, "Received: int"),
     (name([""]), {}, "images[0] is an empty path"),
-    (name(["data:image/png;base64,iV*"]), {}, "base64 is broken"),
-    (None, {"image_max_pixels": 100, "image_min_pixels": 50}, "gives no whole patch: at least 784"),
+    (name(["data:image/png;base64,iV*"]), {}, "invalid base64"),
+    (None, {"image_max_pixels": 100, "image_min_pixels": 50}, "is smaller than one patch of this model (784)"),
     (None, {"image_max_pixels": 100}, "image_max_pixels (100) is below image_min_pixels (1024)"),
     (None, {"template": "gemma3"}, "template gemma3 writes <image_soft_token>, the model qwen2_5_vl expects"),
     (None, {"lora_target": "qkv"}, "those of that name are in a part that is frozen"),
@@ -142,7 +142,7 @@ def test_files_of_the_image_processor_that_are_missing_are_named(model, tmp_path
     shutil.copytree(model, without, ignore=shutil.ignore_patterns("*processor_config.json"))
     assert main(given(without, tmp_path, records(tmp_path))) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "record 1: the record holds images, which cannot be used" in said
+    assert "record 1: the images of the record cannot be used" in said
     assert "this folder has no preprocessor_config.json" in said
 
 
@@ -161,5 +161,5 @@ def test_a_torchvision_that_does_not_fit_torch_is_named(model, tmp_path):
     command = [sys.executable, "-m", "burnish", *given(model, tmp_path, records(tmp_path))]
     found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert found.returncode == 2
-    assert "torchvision 0.28.0 does not fit torch" in found.stderr
+    assert "torchvision 0.28.0 is not compatible with torch" in found.stderr
     assert "pip uninstall torchvision" in found.stderr

@@ -111,7 +111,7 @@ REFUSED = [
            "eval_strategy": "steps", "val_size": "4"}),
     Wrong("a metric that must be asked for", ["eval_accuracy", "compute_accuracy: true", "run.yaml, line"],
           {"metric_for_best_model": "accuracy", "eval_strategy": "steps", "val_size": "4", "save_strategy": "best"}),
-    Wrong("a metric that there is not", ["eval_f1", "There are: eval_aux_loss, eval_loss"],
+    Wrong("a metric that there is not", ["eval_f1", "Available: eval_aux_loss, eval_loss"],
           {"metric_for_best_model": "f1", "eval_strategy": "steps", "val_size": "4"}),
 ]  # fmt: skip
 

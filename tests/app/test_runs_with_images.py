@@ -214,7 +214,7 @@ def test_an_image_that_is_cut_off_is_named(workplace, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("options", "splits", "said"),
-    [({}, True, "split across processes"), ({"freeze_vision_tower": False}, False, "ddp_find_unused_parameters"),
+    [({}, True, "sharded weights"), ({"freeze_vision_tower": False}, False, "ddp_find_unused_parameters"),
      ({"freeze_vision_tower": False, "ddp_find_unused_parameters": True}, False, ""), ({}, False, "")],
 )  # fmt: skip
 def test_several_processes_that_would_wait_for_each_other_are_refused(options, splits, said):

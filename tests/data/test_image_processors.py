@@ -203,5 +203,7 @@ def test_an_image_beyond_200_to_1_is_refused_before_its_step(tmp_path):
         messages=(Message("user", (part,), raw=raw), Message("assistant", "A line.", raw=answer)),
         source="v.json", number=7,
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"v.json, record 7.*p7_804x4.png is 804x4; this model takes at most 200 to 1"):
+    with pytest.raises(
+        UserError, match=r"v.json, record 7.*p7_804x4.png is 804x4; the maximum aspect ratio of this model is 200:1"
+    ):
         list(PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found).encode([example], DataStats()))

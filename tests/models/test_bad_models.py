@@ -202,7 +202,7 @@ def test_an_attention_library_that_is_not_installed_is_named(flash_attn, package
     [
         (
             {"attn_implementation": "flash_atention_2"},
-            'there is no "flash_atention_2". Did you mean "flash_attention_2"',
+            'Unknown attn_implementation "flash_atention_2". Did you mean "flash_attention_2"',
         ),
         ({"attn_implementation": "kernels-community/flash-attn2"}, "needs the library kernels"),
         ({"attn_implementation": "eager", "flash_attn": "sdpa"}, "only one of them can be set"),

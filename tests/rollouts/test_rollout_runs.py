@@ -220,7 +220,7 @@ def test_a_step_of_which_all_groups_are_dropped_moves_no_weight(tmp_path, capsys
     run = train(user(tmp_path, max_steps=2, top_p=0.9, **more))
     assert same_weights(run / "checkpoint-1", tmp_path / "model")
     assert history(run)[0]["frac_groups_dropped"] == 1
-    assert "With top_p 0.9, completions are drawn from another distribution" in capsys.readouterr().out
+    assert "With top_p 0.9, the sampling distribution differs from the policy" in capsys.readouterr().out
 
 
 def test_a_completion_that_never_fits_is_refused(tmp_path):

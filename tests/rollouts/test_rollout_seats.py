@@ -88,8 +88,8 @@ def test_out_of_memory_begins_again_with_fewer_seats(folder, monkeypatch, capsys
     assert source.scheduler.facts().slots == 6
     assert source.complete(PROMPTS, KEYS, LIMITS) == whole
     said = " ".join(capsys.readouterr().out.split())
-    assert "Out of memory with 16 completions side by side" in said
-    assert "begins again with 9. Set kept_seats: 9" in said
+    assert "Out of memory with 16 concurrent completions" in said
+    assert "starts over with 9." in said
     assert said.count("Out of memory") == 3
 
 

@@ -173,10 +173,10 @@ def test_a_result_that_does_not_fit_ends_the_completion(folder):
 def test_a_template_that_rewrites_earlier_turns_is_refused(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = TEMPLATE.replace("'<|im_start|>' + m.role", "messages | length ~ '<|im_start|>' + m.role")
-    with pytest.raises(UserError, match="writes a turn otherwise"):
+    with pytest.raises(UserError, match="changes an assistant turn"):
         ToolDialogue(tokenizer, schemas([add]), {})
     tokenizer.chat_template = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
-    with pytest.raises(UserError, match="unknown format of tool calls"):
+    with pytest.raises(UserError, match="unknown format for them"):
         ToolDialogue(tokenizer, schemas([add]), {})
 
 

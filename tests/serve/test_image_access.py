@@ -324,7 +324,7 @@ def test_other_schemes_are_refused(media, url):
 def test_a_data_uri_is_held_to_the_limit_of_bytes():
     access = ImageAccess(most_bytes=30)
     assert not access.needs(request_of("data:image/png;base64,AAAA"))
-    assert "an image may have 30 bytes" in refused(access, "data:image/png;base64," + "A" * 400)
+    assert "the maximum size of an image is 30 bytes" in refused(access, "data:image/png;base64," + "A" * 400)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

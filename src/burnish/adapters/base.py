@@ -83,13 +83,11 @@ class FinetuningOptions:
     finetuning_type: str = option(
         "lora", "Fine-tuning method: all weights (full), some layers (freeze), or an adapter.", choices=ADAPTERS.names
     )
-    freeze_vision_tower: bool = option(True, "Do not train the vision tower of a model that reads images.")
-    freeze_multi_modal_projector: bool = option(
-        True, "Do not train the projector between vision tower and language model."
-    )
-    freeze_language_model: bool = option(False, "Do not train the language model of a model that reads images.")
+    freeze_vision_tower: bool = option(True, "Freeze the vision tower of a vision-language model.")
+    freeze_multi_modal_projector: bool = option(True, "Freeze the projector between vision tower and language model.")
+    freeze_language_model: bool = option(False, "Freeze the language model of a vision-language model.")
     train_mm_proj_only: bool = option(
-        False, "Train the projector only: tower and language model are frozen (LLaMA-Factory's older name)."
+        False, "Train only the projector; freeze vision tower and language model (LLaMA-Factory's older name)."
     )
     print_param_status: bool = option(False, "Print name, dtype, device and requires_grad of every parameter.")
 
@@ -121,7 +119,7 @@ def part_problems(options: NamedType, model: nn.Module) -> list[Problem]:
         what = "vision tower, projector and language model are all frozen: nothing is left to train."
         return [Problem(what, remedy="Set freeze_language_model: false.", option=tuple(_PARTS))]
     asked = [name for name, usual in _PARTS.items() if getattr(options, name) != usual]
-    what = f"{type(causal_lm(model)).__name__} reads text only and has no vision tower."
+    what = f"{type(causal_lm(model)).__name__} is a text-only model without a vision tower."
     return [Problem(f'"{name}" cannot be set: {what}', remedy="Remove it.", option=name) for name in asked]
 
 
@@ -198,7 +196,7 @@ def raise_unless_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Ten
     """Raise one UserError if two states differ in names or shapes."""
     parts = [
         f"{verb} {few(names)}"
-        for verb, names in (("lack", sorted(own.keys() - given)), ("have beyond it", sorted(given.keys() - own)))
+        for verb, names in (("lack", sorted(own.keys() - given)), ("have in addition", sorted(given.keys() - own)))
         if names
     ]
     other = [
@@ -220,7 +218,7 @@ def unknown_names(option_name: str, wanted: Sequence[str], known: Sequence[str],
     return [
         Problem(
             f'{option_name} "{name}" does not match any {what} of this model.{did_you_mean(name, known)}',
-            remedy=f"There are: {listed}." if listed else "",
+            remedy=f"Available: {listed}." if listed else "",
             option=option_name,
         )
         for name in wanted

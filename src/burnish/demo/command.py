@@ -65,7 +65,7 @@ def grpo_demo(words: list[str]) -> int:
     name = "demo_grpo.yaml"
     folder = output_folder(demo_plan(words, name).options)
     start = folder.with_name(f"{folder.name}-sft")
-    note(f"{FIRST_STEPS} steps of supervised fine-tuning first, so that some answers are right ...")
+    note(f"{FIRST_STEPS} steps of supervised fine-tuning, so that some responses are correct before GRPO ...")
     first = train_run(demo_plan([f"max_steps={FIRST_STEPS}", f"output_dir={start}", "plot_loss=false"]))
     if first.exit_code is not None:
         return first.exit_code

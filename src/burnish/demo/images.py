@@ -38,7 +38,7 @@ def demo_picture(words: list[str]) -> int:
 
     run, base, data = image_plan(words)
     folder = Path(output_folder(run.options))
-    note(f"Making a model from a seed, and drawing {_TRAINED + _HELD_OUT:,} images ...")
+    note(f"Creating a randomly initialized model, and drawing {_TRAINED + _HELD_OUT:,} images ...")
     make_model(base)
     questions = draw_set(data)
     note(f"Generating responses to {len(questions)} held-out images before training ...")

@@ -51,12 +51,12 @@ def _phases(plan: Plan, prepared: Prepared, objective: RolloutObjective) -> Iter
     longest = max(prepared.sample.lengths, default=0) + options.max_completion_length
     num_bytes = 2 * shape.layers * shape.keys * slots * longest * prepared.formats.compute
     text = (
-        f"{shown_bytes(int(num_bytes))} at most for keys and values of {slots} completions at once, freed before the "
-        "first backward pass"
+        f"at most {shown_bytes(int(num_bytes))} of KV cache for {slots} concurrent completions, freed before the first "
+        "backward pass"
     )
     yield Line("generate", text, plan.where("kept_seats"))
     asked = ["the policy"] * objective.needs_old_logps + ["the reference"] * objective.needs_reference
-    without = "not needed: completions are trained on by the weights that drew them"
+    without = "not needed: the weights do not change between generation and training"
     yield Line("log-probs", f"one pass of {' and '.join(asked)} without gradient" if asked else without)
     tokens = objective.rows_per_rank * options.num_generations * options.max_completion_length
     kept = shown_bytes(16 * tokens)

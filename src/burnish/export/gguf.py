@@ -88,7 +88,7 @@ def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
     if getattr(config, "vision_config", None) is not None:
         what = f"export_format: gguf cannot be used with a {config.model_type} model, which reads images."
         why = "llama.cpp expects its vision tower in a second file (mmproj), which burnish does not write."
-        return [Problem(what, why=why, remedy="Leave out export_format.", option="export_format")]
+        return [Problem(what, why=why, remedy="Remove export_format.", option="export_format")]
     if options.llama_cpp:
         return []
     kind, model_type = options.export_gguf_type, config.model_type

@@ -39,7 +39,7 @@ class InferOptions:
         None,
         "Executable that starts vLLM or SGLang; it may belong to another environment. Default: the library's command.",
         names_place=True,
-        risky="it names a program",
+        risky="it specifies a program to run",
     )
     infer_seats: int | None = option(
         None,
@@ -63,13 +63,13 @@ class InferOptions:
     vllm_enforce_eager: bool = option(False, "Disable CUDA graphs in vLLM.")
     vllm_max_lora_rank: int = option(32, "Maximum LoRA rank of vLLM.", ge=1)
     vllm_config: dict[str, Any] | str | None = option(
-        None, "Additional vLLM settings.", names_place=True, risky="it holds arguments of another program"
+        None, "Additional vLLM settings.", names_place=True, risky="it passes arguments to another program"
     )
     sglang_maxlen: int = option(4096, "Maximum sequence length of SGLang.", unit="tokens", ge=2)
     sglang_mem_fraction: float = option(0.7, "Fraction of GPU memory that SGLang uses.", gt=0, le=1)
     sglang_tp_size: int = option(-1, "Tensor parallel size of SGLang. -1: all GPUs.")
     sglang_config: dict[str, Any] | str | None = option(
-        None, "Additional SGLang settings.", names_place=True, risky="it holds arguments of another program"
+        None, "Additional SGLang settings.", names_place=True, risky="it passes arguments to another program"
     )
 
 

@@ -61,7 +61,7 @@ def missing_metric(name: str, metrics: Iterable[str]) -> Problem:
     """The problem for a ``metric_for_best_model`` that is not among ``metrics``."""
     return Problem(
         f'metric_for_best_model "{name}" is not among the metrics of the evaluation.{did_you_mean(name, metrics)}',
-        remedy=f"There are: {', '.join(sorted(metrics))}.",
+        remedy=f"Available: {', '.join(sorted(metrics))}.",
         option="metric_for_best_model",
     )
 

@@ -100,7 +100,8 @@ class StageObjective(Objective, Protocol):
         for name, filler in cls.token_columns.items():
             if TOKEN_COLUMNS.setdefault(name, filler) != filler:
                 raise ValueError(
-                    f"{cls.__name__}: token column {name!r} has the value {TOKEN_COLUMNS[name]} elsewhere."
+                    f"{cls.__name__}: another objective declares the token column {name!r} with the fill value "
+                    f"{TOKEN_COLUMNS[name]}."
                 )
 
     def __init__(self, choices: Any, template: RowEncoder, tokenizer: Any = None, /) -> None: ...

@@ -206,7 +206,9 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
     if options.f_divergence_type != "reverse_kl" and not all(loss.diverges for loss in losses):
         known = ", ".join(name for name, loss in PAIR_LOSSES.items() if loss.diverges)
         problems.append(
-            Problem(f'"f_divergence_type" {options.f_divergence_type} is for {known}.', option="f_divergence_type")
+            Problem(
+                f'"f_divergence_type" {options.f_divergence_type} applies to {known} only.', option="f_divergence_type"
+            )
         )
     if options.use_weighting and any(loss.sorts for loss in losses):
         problems.append(

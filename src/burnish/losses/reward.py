@@ -82,10 +82,8 @@ class RewardOptions:
         None, "Weight of the square of a pair's summed scores, which keeps their mean near 0.", ge=0
     )
     reward_head: str | None = option(
-        None, "The head, and the form in which it is saved: a linear layer in a separate file next to the "
-        "language model (value_head), or a sequence classifier of transformers (score). Default: as the model "
-        "was loaded; value_head "
-        "for a new head.",
+        None, "Type of the reward head: a linear layer in a separate file next to the language model (value_head), or "
+        "a sequence classifier of transformers (score). Default: as in the loaded model; value_head for a new head.",
         choices=REWARD_HEADS.names,
     )  # fmt: skip
 

@@ -53,7 +53,7 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
     if not is_flash(name):
         known = [*_OTHERS, *_FLASH_LIBRARIES]
         yield Problem(
-            f'attn_implementation: there is no "{name}".{did_you_mean(name, known)}',
+            f'Unknown attn_implementation "{name}".{did_you_mean(name, known)}',
             remedy=f"Known: {', '.join(known)}, and hub kernels such as kernels-community/flash-attn2.",
             option="attn_implementation",
         )
@@ -63,7 +63,7 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
         other = " (or kernels)" if package != "kernels" else ""
         yield Problem(
             f"{asked} needs the library {package}, which is not installed.",
-            remedy=f"Install {package}{other}, or remove the option: sdpa computes the same.",
+            remedy=f"Install {package}{other}, or remove the option: sdpa gives the same result.",
             option="attn_implementation" if options.attn_implementation else "flash_attn",
         )
 

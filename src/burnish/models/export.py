@@ -44,7 +44,7 @@ class ExportOptions:
         None,
         "Path of a llama.cpp checkout or installation whose converter and quantizer write the GGUF file.",
         names_place=True,
-        risky="programs of that folder are run",
+        risky="it runs programs in that folder",
     )
     export_hub_model_id: str | None = option(
         None,

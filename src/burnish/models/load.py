@@ -262,8 +262,7 @@ def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
     length = context_length(config)
     if not isinstance(rope, dict) or length is None or "rope_theta" not in rope:
         raise UserError(
-            f'rope_scaling "{kind}" cannot be used: a {config.model_type} model has no single table of rotary '
-            "positions.",
+            f'rope_scaling "{kind}" cannot be used: a {config.model_type} model has several rotary embeddings.',
             remedy="Remove rope_scaling, and keep cutoff_len within the model's context.",
             option="rope_scaling",
         )
@@ -363,7 +362,7 @@ def weight_problems(where: str, model: nn.Module, found: Mapping[str, Any], need
     if mismatched:
         name, held, needed = mismatched[0]
         more = f", and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
-        what = f"{name} is {shape_in_words(held)} in the weights and {shape_in_words(needed)} by the config{more}."
+        what = f"{name} is {shape_in_words(held)} in the weights but {shape_in_words(needed)} in the config{more}."
         problems.append(
             Problem(
                 what, where=where, remedy="config.json and the weights belong to different models; download both again."

@@ -37,7 +37,7 @@ class ModelOptions:
     trust_remote_code: bool = option(
         False,
         "Run Python code that comes with the model. Enable only for models that you trust.",
-        risky="it runs code that a model brings",
+        risky="it runs code that comes with a model",
     )
     train_from_scratch: bool = option(
         False, "Initialize the weights randomly (with seed); only the model's config is read."
@@ -70,7 +70,7 @@ class ModelOptions:
         None,
         "Attention implementation, by transformers' names, or a kernel from the hub such as "
         "kernels-community/flash-attn2 (requires the library kernels).",
-        risky="another name is that of a kernel on the hub, which is code",
+        risky="other names download and run a kernel from the hub",
         harmless=("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"),
     )
     rope_scaling: str | None = option(
@@ -82,7 +82,9 @@ class ModelOptions:
         False, "Return the key-value cache from forward passes in training. Training does not need it."
     )
     low_cpu_mem_usage: bool = option(
-        True, "Load the model without a second copy of its weights in memory.", ignored="transformers 5 always loads so"
+        True,
+        "Load the model without a second copy of its weights in memory.",
+        ignored="transformers 5 always does this",
     )
 
 

@@ -197,10 +197,10 @@ def load_reward_model(
     found = read_head([folder for folder in folders if folder.is_dir()])
     if found is None and folders[0].is_dir():
         what = f'{name} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.'
-        raise UserError(what, remedy="Train one with stage: rm, or give a reward function.", option="reward_model")
+        raise UserError(what, remedy="Train one with stage: rm, or set a reward function.", option="reward_model")
     is_classifier = found is None or found[1].name not in (VALUE_HEAD, OLD_VALUE_HEAD)
     if found is not None and kind_of_head(found[1]):
-        raise UserError(f"{found[1]} is a reward head of another kind than a linear layer.", option="reward_model")
+        raise UserError(f"{found[1]} is a reward head that is not a linear layer.", option="reward_model")
     with quiet():
         model = (
             AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **more)

@@ -285,7 +285,7 @@ class _LayerAdam(_BlockAdam):
             logger.setLevel(logging.INFO)  # badam_verbose prints at any log level
             logger.info("BAdam: the active block is %s.", prefix)
         if self.options.badam_verbose == 2:
-            logger.info("BAdam: it holds %s.", ", ".join(sorted(names)))
+            logger.info("BAdam: its parameters are %s.", ", ".join(sorted(names)))
 
     def _gradients_in(self) -> None:
         for parameter, moved in self._pairs:

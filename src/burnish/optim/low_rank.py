@@ -89,9 +89,7 @@ class LowRankOptions:
     apollo_scale_type: str = option(
         "channel", "Granularity of the scale: one per channel, or one per matrix.", choices=("channel", "tensor")
     )
-    apollo_scale_front: bool = option(
-        False, "Apply the square root of apollo_scale before the growth of a step is limited."
-    )
+    apollo_scale_front: bool = option(False, "Apply the square root of apollo_scale before the norm-growth limiter.")
     optim_target_modules: str | list[str] | None = option(
         None, "Layers for optim: galore_* and apollo_*: names, a regular expression, or all-linear."
     )
@@ -220,7 +218,7 @@ def _given(options: AdamChoices, known: tuple[str, ...]) -> dict[str, Any]:
     given = optim_arguments(options)
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise TypeError(f"there is no {unknown[0]}, only {', '.join(known)}")
+        raise TypeError(f"unknown argument {unknown[0]}; known: {', '.join(known)}")
     return given
 
 

@@ -22,8 +22,8 @@ _REFUSED = {
     "adamw_torch_xla": (_NOT_THIS_DEVICE, "Set optim: adamw_torch."),
     "adamw_torch_npu_fused": (_NOT_THIS_DEVICE, "Set optim: adamw_torch_fused."),
     "adamw_anyprecision": (
-        "its library (torchdistx) ended with torch 2.0",
-        "Set optim: stable_adamw with pure_bf16: true, which keeps what bfloat16 cannot hold, or adamw_torch.",
+        "its library (torchdistx) has not been maintained since torch 2.0",
+        "Set optim: stable_adamw with pure_bf16: true, which compensates for rounding in bfloat16, or adamw_torch.",
     ),
 }
 

@@ -55,7 +55,7 @@ def launched_problems(options: MixedChoices) -> Iterator[Problem]:
     if not _says_format(options) and _asked(_FORMAT) not in ("", "no", "bf16", "fp16"):
         yield Problem(
             f'{_FORMAT} is "{_asked(_FORMAT)}": burnish supports bf16 and fp16.',
-            remedy="Set mixed_precision: bf16 in accelerate's file, or bf16: true in the run's.",
+            remedy="Set mixed_precision: bf16 in accelerate's config file, or bf16: true in the run's YAML file.",
         )
     if is_true(os.environ.get("ACCELERATE_USE_MEGATRON_LM")):
         yield Problem("ACCELERATE_USE_MEGATRON_LM is true: burnish does not run on Megatron.", remedy="Use FSDP.")

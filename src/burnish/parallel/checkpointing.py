@@ -28,7 +28,7 @@ def checkpointing_problems(options: ParallelChoices) -> Iterator[Problem]:
     given, known = options.gradient_checkpointing_kwargs or {}, [*_OF_TORCH, *_OF_MODELS, "selective"]
     for name in [name for name in given if name not in known]:
         yield Problem(
-            f'"gradient_checkpointing_kwargs": there is no "{name}".{did_you_mean(name, known)}',
+            f'"gradient_checkpointing_kwargs": unknown key "{name}".{did_you_mean(name, known)}',
             remedy=f"Known: {', '.join(known)}.",
             option="gradient_checkpointing_kwargs",
         )

@@ -82,7 +82,7 @@ class ParallelOptions:
     torch_compile_backend: str | None = option(
         None,
         "Backend of torch.compile. Default: inductor.",
-        risky="another package can provide it",
+        risky="it can run code of another package",
         harmless=("inductor", "eager", "aot_eager", "cudagraphs"),
     )
     torch_compile_mode: str | None = option(None, 'Mode of torch.compile, such as "reduce-overhead".')
@@ -112,7 +112,7 @@ class ParallelOptions:
         None,
         f"DeepSpeed config, or a JSON file with it, or one of {', '.join(NAMES)}.",
         names_place=True,
-        risky="its settings can name programs",
+        risky="its settings can specify programs to run",
         harmless=NAMES,
     )
     accelerator_config: dict[str, Any] | str | None = option(
@@ -152,7 +152,7 @@ def _compiling(options: ParallelChoices) -> Iterator[Problem]:
     for name, value in given.items():
         if value is not None and value not in known[name]:
             yield Problem(
-                f'"torch_compile_{name}": there is no "{value}".{did_you_mean(value, known[name])}',
+                f'"torch_compile_{name}": unknown value "{value}".{did_you_mean(value, known[name])}',
                 remedy=f"Known: {', '.join(known[name])}.",
                 option=f"torch_compile_{name}",
             )

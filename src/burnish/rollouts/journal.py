@@ -169,13 +169,13 @@ class RolloutNotesCallback(TrainerCallback):
         if self._alike >= _IN_A_ROW:
             means = ", ".join(f"{name} {value:.2f}" for name, value in logs.items() if name.endswith("/mean"))
             found["alike"] = (
-                f"In the last {_IN_A_ROW} logs all completions of each prompt had the same reward: nothing is learned. "
-                f"{means}. Use easier or harder prompts, a reward with more values, or a higher temperature."
+                f"In the last {_IN_A_ROW} logs all completions of each prompt had the same reward, so nothing was "
+                f"learned. {means}. Use easier or harder prompts, a reward with more values, or a higher temperature."
             )
         if logs.get("grad_norm") == 0 and zero_std == 1 and logs.get("reward_std", 0.0) > 0:
             found["between"] = (
-                f"grad_norm is 0 although reward_std is {logs['reward_std']:.2f}: rewards differ between prompts, and "
-                "not between the completions of one prompt, which alone are compared."
+                f"grad_norm is 0 although reward_std is {logs['reward_std']:.2f}: rewards differ between prompts "
+                "but not between the completions of a prompt, so all advantages are 0."
             )
         if (cut := logs.get("completions/clipped_ratio", 0.0)) >= _MANY:
             found["cut"] = (
@@ -184,13 +184,13 @@ class RolloutNotesCallback(TrainerCallback):
             )
         if (kl := logs.get("kl", 0.0)) > _FAR:
             found["kl"] = (
-                f"The KL divergence from the reference is {kl:.1f} per token: the policy has moved far away. Raise "
+                f"The KL divergence from the reference is {kl:.1f} per token: the policy has drifted far. Raise "
                 "beta, or lower learning_rate."
             )
         entropy, first = logs.get("entropy", math.inf), self._first.get("entropy", 0.0)
         if entropy < _LITTLE * first:
             found["entropy"] = (
-                f"The entropy has fallen from {first:.3g} to {entropy:.3g}: completions hardly differ any more. Set "
+                f"The entropy has fallen from {first:.3g} to {entropy:.3g}: completions barely differ. Set "
                 "epsilon_high: 0.28 or entropy_coef, or lower learning_rate."
             )
         if self._below >= _FALLEN:

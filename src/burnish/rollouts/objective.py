@@ -188,14 +188,14 @@ class RolloutObjective(AnswersObjective):
             raise UserError(problems)
         if not self.template.stop_token_ids():
             longest = self.choices.max_completion_length
-            what = f"Every completion would run to {longest} tokens: the template and the tokenizer have no end token."
+            what = f"No completion would end before {longest} tokens: template and tokenizer have no end token."
             raise UserError(what, remedy="Set template or stop_words.", option="template")
         if not (filters := filters_of(self.choices)):
             return []
         names = ", ".join(f"{name} {value:g}" for name, value in filters.items())
         return [
-            f"With {names}, completions are drawn from another distribution than the one that is trained, so the "
-            "gradient is not that of the expected reward. The mean difference is logged as sampling/law_difference."
+            f"With {names}, the sampling distribution differs from the policy, so the gradient of the expected reward "
+            "is biased. The mean difference in log-probability is logged as sampling/law_difference."
         ]
 
     def sequence_title(self, row: Row, name: str) -> str:
@@ -312,7 +312,7 @@ class RolloutObjective(AnswersObjective):
         return (options.num_generations_eval if is_eval else None) or options.num_generations
 
     def generator(self, module: nn.Module, parallel: Parallel) -> Generator:
-        assert self.source is not None, "whoever assembles the run sets the source of completions"
+        assert self.source is not None, "the source of completions must be set before training"
 
         @contextmanager
         def generating() -> Iterator[None]:
@@ -487,7 +487,7 @@ def refuse_answered(example: Example) -> None:
     last = prompt[-1] if isinstance(prompt, list) and prompt else None
     if isinstance(last, Mapping) and last.get("role") == "assistant" and not example.extra.get("completion"):
         what = "a prompt must end with a user message. Received: a prompt that ends with an assistant message."
-        raise UserError(f"{example.place}: {what}", remedy="Put the answer into a separate column.")
+        raise UserError(f"{example.place}: {what}", remedy="Move the response to a separate column.")
 
 
 def _compared(samples: Sequence[Scored]) -> list[Scored]:

@@ -44,13 +44,13 @@ class RolloutOptions(RolloutLossOptions):
     )  # fmt: skip
     reward_weights: list[float] | None = option(None, "Weights of the reward functions. Default: 1 each.")
     reward_timeout_s: float = option(
-        120.0, "The run stops if a reward function has not returned after this time.", gt=0, unit="s"
+        120.0, "Time limit of a call of a reward function; the run stops if it is exceeded.", gt=0, unit="s"
     )
     on_changed_reward: str = option(
         "stop", "Whether a run may be resumed with other reward functions.", choices=("stop", "accept")
     )
     reward_model: str | None = option(
-        None, "Reward model: a folder of stage: rm, a sequence classifier, or an address with reward_model_type: api.",
+        None, "Reward model: a model of stage: rm, a sequence classifier, or a URL with reward_model_type: api.",
         names_place=True,
     )  # fmt: skip
     reward_model_type: str = option(
@@ -65,7 +65,7 @@ class RolloutOptions(RolloutLossOptions):
     )
     # --- advantages ---
     multi_objective_aggregation: str = option(
-        "sum_then_normalize", "Whether rewards are summed before they are normalized, or after (GDPO).",
+        "sum_then_normalize", "Order of summing and normalizing several rewards; normalize_then_sum is GDPO.",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )  # fmt: skip
     scale_rewards: bool | str = option(
@@ -73,21 +73,19 @@ class RolloutOptions(RolloutLossOptions):
         "generation (batch). true and false mean group and none.", choices=("group", "batch", "none", True, False),
     )  # fmt: skip
     normalize_advantages: bool = option(
-        False, "Normalize the advantages of RLOO over a generation to mean 0 and deviation 1."
+        False, "Normalize the advantages of a generation to mean 0 and standard deviation 1 (RLOO)."
     )
-    reward_clip_range: list[float] | None = option(
-        None, "Lower and upper bound of the reward of a completion, for RLOO."
-    )
+    reward_clip_range: list[float] | None = option(None, "Lower and upper bound of the reward of a completion (RLOO).")
     missing_eos_penalty: float | None = option(
-        None, "Subtracted from the reward of a completion that did not end by itself, for PPO and online DPO.", ge=0
+        None, "Penalty on the reward of a completion without an end token (PPO and online DPO).", ge=0
     )
     drop_zero_variance_groups: bool | str = option(
-        False, "Groups in which all rewards are equal: keep them (false), leave them out of the step (drop), or draw "
-        "further prompts in their place, at most three times as many (refill).", choices=(False, "drop", "refill"),
+        False, "What to do with groups whose rewards are all equal: keep them (false), drop them from the step (drop), "
+        "or replace them by further prompts, at most three times as many (refill).", choices=(False, "drop", "refill"),
     )  # fmt: skip
     # --- completions ---
     rl_preset: str | None = option(
-        None, "Values for the options of a published method; each can be overridden.", choices=tuple(PRESETS)
+        None, "Preset of a published method; each of its options can be overridden.", choices=tuple(PRESETS)
     )
     num_generations: int = option(8, "Number of completions per prompt. Default with stage: rloo: 2.", ge=1)
     num_generations_eval: int | None = option(
@@ -97,23 +95,23 @@ class RolloutOptions(RolloutLossOptions):
         512, "Maximum number of tokens of a completion.", ge=1, unit="tokens", aliases=("response_length",)
     )
     generation_batch_size: int | None = option(
-        None, "Number of completions that are drawn at once, over all processes. Default: those of one step.", ge=1
+        None, "Number of completions per generation, over all processes. Default: those of one step.", ge=1
     )
     steps_per_generation: int | None = option(
-        None, "Number of micro-batches that the completions drawn at once make. Default: gradient_accumulation_steps.",
+        None, "Number of micro-batches per generation. Default: gradient_accumulation_steps.",
         ge=1, unit="micro-batches",
     )  # fmt: skip
-    num_iterations: int = option(1, "Number of times that the completions of a generation are trained on.", ge=1)
+    num_iterations: int = option(1, "Number of training passes over the completions of a generation.", ge=1)
     min_p: float | None = option(
-        None, "Sample only tokens with at least this share of the probability of the most likely token.", ge=0, le=1
+        None, "Sample only tokens with at least this fraction of the probability of the most likely token.", ge=0, le=1
     )
     eval_temperature: float | None = option(None, "Sampling temperature of an evaluation. Default: temperature.", ge=0)
     mask_truncated_completions: bool = option(
-        False, "Leave completions that were cut at max_completion_length out of the loss."
+        False, "Exclude completions truncated at max_completion_length from the loss."
     )
     kept_seats: int | None = option(
-        None, "Number of completions that are generated side by side. Default: those of a generation, at most 64 on a "
-        "CPU and 256 on a GPU, and as many as have their keys and values in a quarter of the memory.", ge=1,
+        None, "Number of completions generated concurrently. Default: all of a generation, limited to 64 on a CPU, to "
+        "256 on a GPU, and to a KV cache of a quarter of the memory.", ge=1,
     )  # fmt: skip
     log_completions: bool = option(True, "Print completions with their rewards, and write them to completions.jsonl.")
     num_completions_to_print: int | None = option(2, "Number of completions to print. None: all of a generation.", ge=0)
@@ -291,10 +289,10 @@ def _nearest(number: int, factor: int) -> str:
 def check_loss(options: LossShapeChoices) -> list[Problem]:
     found = []
     if options.temperature == 0:
-        what = "temperature 0 gives equal completions of a prompt: nothing could be learned."
-        found.append(Problem(what, remedy="Leave temperature at 1.", option="temperature"))
+        what = "with temperature 0, all completions of a prompt are equal and nothing is learned."
+        found.append(Problem(what, remedy="Remove it; the default is 1.", option="temperature"))
     if options.stage != "rloo" and options.rl_loss_type == "cispo" and options.epsilon_high is None:
-        what = "loss_type cispo needs epsilon_high, which is the largest ratio itself there."
+        what = "loss_type cispo requires epsilon_high, the maximum probability ratio."
         found.append(Problem(what, remedy="The paper uses epsilon_high: 5.0.", option=("rl_loss_type",)))
     if options.entropy_coef_min > options.entropy_coef_max:
         low, high = options.entropy_coef_min, options.entropy_coef_max
@@ -314,15 +312,15 @@ def _of_other_stages(options: RolloutStageChoices) -> list[Problem]:
     found = []
     if options.infer_backend in _OTHER_ENGINES:
         what = f'"infer_backend" {options.infer_backend} is not supported with stage: {options.stage}.'
-        remedy = "Completions are generated in this process, by the weights that train. Leave it out."
+        remedy = "Completions are generated in the training process. Remove it."
         found = [Problem(what, remedy=remedy, option="infer_backend")]
     if options.streaming:
-        why = "random numbers depend on the number of a prompt in its data set."
+        why = "random numbers depend on the position of a prompt in its dataset."
         what = f'"streaming" is not supported with stage: {options.stage}: {why}'
         found.append(Problem(what, remedy="Remove it.", option="streaming"))
     return found + [
         Problem(f'"{name}" is not supported with stage: {options.stage}: the model learns from its own completions.',
-                remedy="Leave it out.", option=name)
+                remedy="Remove it.", option=name)
         for name in _OF_ANSWERS if getattr(options, name)
     ]  # fmt: skip
 

@@ -46,14 +46,14 @@ class PpoOptions(PpoLossOptions):
     """Proximal policy optimization."""
 
     ppo_buffer_size: int = option(
-        1, "Number of steps whose completions are drawn at once: a rollout has this many times "
-        "per_device_train_batch_size x gradient_accumulation_steps prompts.", ge=1,
+        1, "Number of steps per rollout: a rollout has ppo_buffer_size x per_device_train_batch_size x "
+        "gradient_accumulation_steps prompts.", ge=1,
     )  # fmt: skip
-    ppo_epochs: int = option(4, "Number of times that each rollout is trained on.", ge=1, aliases=("num_ppo_epochs",))
-    ppo_score_norm: bool = option(False, "Normalize scores by the mean and deviation of all scores so far.")
+    ppo_epochs: int = option(4, "Number of training passes over each rollout.", ge=1, aliases=("num_ppo_epochs",))
+    ppo_score_norm: bool = option(False, "Normalize scores by the running mean and standard deviation.")
     ppo_ratio_threshold: float | None = option(
-        10.0, "A step whose mean probability ratio is above this has no loss. none: not computed, which saves a "
-        "forward pass per step.", gt=1,
+        10.0, "Skip the loss of steps whose mean probability ratio exceeds this value. none: do not check, which saves "
+        "a forward pass per step.", gt=1,
     )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ class PpoObjective(RolloutObjective):
     def fit(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         notes, inner = super().fit(capabilities, collate), causal_lm(capabilities.model)
         if self.head is None or aux_coefficient(inner, self.options.router_aux_loss_coef):
-            what = "stage: ppo needs a model whose output layer can be called by itself, without a router's loss."
+            what = "stage: ppo requires a model with a plain linear head and no router loss."
             raise UserError(what, remedy="Set fused_loss: auto and router_aux_loss_coef: 0.", option="stage")
         embedding = inner.get_input_embeddings().weight
         self.value_head = ValueHead(embedding.shape[1]).to(embedding.device)

@@ -78,9 +78,9 @@ def read_settings(path: Path) -> Any:
 
 
 def json_beside(path: Path) -> str:
-    """``There are: a.json, b.json.``: other files in the folder of a missing file; "" if there are none."""
+    """``The folder contains: a.json, b.json.``: other files in the folder of a missing file; "" if there are none."""
     there = sorted(map(str, path.parent.glob("*.json")))[:5]
-    return f"There are: {', '.join(there)}." if there else ""
+    return f"The folder contains: {', '.join(there)}." if there else ""
 
 
 def write_json(path: Path, data: Any, *, indent: int = 2, sort_keys: bool = False) -> None:

@@ -31,7 +31,7 @@ OPTIONS_OF_ROWS: Final = (
 )
 
 
-SHRUNK = kept("its images were made smaller, so that the row fits into cutoff_len (image_fit: shrink)")
+SHRUNK = kept("images resized to fit into cutoff_len (image_fit: shrink)")
 SHRINKING, SMALLEST = 0.8, 28 * 28
 """Factor applied to the pixels of images in each attempt to fit a row, and the minimum pixels of an image."""
 ANSWERING: Final = ("assistant", "function")
@@ -175,11 +175,11 @@ class Template(ConversationEncoder):
             return None
 
     def _refuse_images(self, example: Example) -> None:
-        what, remedy = "the record holds images, and this model reads text only.", "Leave the column of images out."
+        what, remedy = "the record contains images, but the model supports text only.", "Remove the column of images."
         if self.images_refused is not None:
             (problem, *_) = self.images_refused.problems
             where = f"{problem.where}: " if problem.where else ""
-            what, remedy = f"the record holds images, which cannot be used: {where}{problem.what}", problem.remedy
+            what, remedy = f"the images of the record cannot be used: {where}{problem.what}", problem.remedy
         raise UserError(what, example.place, remedy=remedy)
 
     def _shrunk(self, example: Example, turns: list[Turn], made: list[Turn], stats: DataStats) -> list[Turn]:

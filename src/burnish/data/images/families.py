@@ -46,7 +46,7 @@ def check_family(template: str, family: Family) -> None:
     expected = PLACEHOLDERS.get(template)
     if expected is not None and expected != family.placeholder:
         raise UserError(
-            f"template {template} writes {expected}, the model {family.model_type} expects {family.placeholder}.",
-            remedy="Set template to that of the model, or remove it to use the tokenizer's chat template.",
+            f"template {template} uses the placeholder {expected}, but {family.model_type} uses {family.placeholder}.",
+            remedy="Set template to the one of this model, or remove it to use the tokenizer's chat template.",
             option="template",
         )

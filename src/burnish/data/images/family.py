@@ -97,7 +97,7 @@ class Family:
         """The id of a control token. Raises UserError where the tokenizer lacks it."""
         found = self.tokenizer.get_vocab().get(word)
         if found is None:
-            what = f'the tokenizer has no token "{word}", which stands for images in {self.model_type}.'
+            what = f'the tokenizer has no token "{word}", the image placeholder of {self.model_type}.'
             raise UserError(what, remedy="Use the tokenizer of the checkpoint.")
         return int(found)
 

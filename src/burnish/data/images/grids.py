@@ -41,7 +41,9 @@ class Qwen(Family):
     def check(self, image: ImageFile) -> None:
         width, height = self.given_sizes(image)[-1]
         if max(width, height) > MOST_ASPECT * min(width, height):
-            raise BadImage(f"{image.path} is {width}x{height}; this model takes at most {MOST_ASPECT} to 1.")
+            raise BadImage(
+                f"{image.path} is {width}x{height}; the maximum aspect ratio of this model is {MOST_ASPECT}:1."
+            )
 
     def _made(self, width: int, height: int) -> Ids:
         return repeated(self.placeholder_id, self.patches(width, height) // self.processor.merge_size**2)

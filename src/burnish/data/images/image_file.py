@@ -148,7 +148,7 @@ def upright(image: ImageFile) -> Image:
         return _decoded(BytesIO(image.content), image, len(image.content))
     path = Path(image.path)
     if not path.is_file():
-        raise UserError("the image no longer exists.", where=image.path, remedy="Put it back.")
+        raise UserError("the image no longer exists.", where=image.path, remedy="Restore the file.")
     size = path.stat().st_size
     if image.num_bytes and size != image.num_bytes:
         what = f"the image file has changed since the dataset was tokenized ({size:,} bytes, was {image.num_bytes:,})."

@@ -18,31 +18,30 @@ class ImageOptions:
 
     media_dir: str | None = option(
         None,
-        "Folder of images that a dataset names by relative paths. Default: the folder of the data file, then "
-        "dataset_dir.",
+        "Folder for relative image paths of a dataset. Default: the folder of the data file, then dataset_dir.",
         aliases=("image_dir",), names_place=True,
     )  # fmt: skip
     image_max_pixels: int = option(
-        768 * 768, "Largest image, in pixels; larger ones are resized before the image processor.", ge=1,
+        768 * 768, "Maximum number of pixels per image. Larger images are resized before the image processor.", ge=1,
         unit="pixels",
     )  # fmt: skip
     image_min_pixels: int = option(
-        32 * 32, "Smallest image, in pixels; smaller ones are resized before the image processor.", ge=1,
+        32 * 32, "Minimum number of pixels per image. Smaller images are resized before the image processor.", ge=1,
         unit="pixels",
     )  # fmt: skip
     image_fit: Literal["keep", "shrink"] = option(
         "keep",
-        "What to do with a record whose images do not fit into cutoff_len: drop and count it (keep), or resize its "
-        "images until they fit (shrink).",
+        "What to do with a record whose images do not fit into cutoff_len: keep the size of its images and drop the "
+        "record (keep), or resize its images until they fit (shrink).",
     )
     image_backend: Literal["pil", "torchvision"] = option(
-        "pil", "Backend of the image processor. Normalized pixels differ by at most one level of 255."
+        "pil", "Backend of the image processor. Results of the two differ by at most 1/255 per pixel."
     )
     crop_to_patches: bool | None = option(
-        None, "Cut images into tiles (InternVL). Default: as the checkpoint's image processor has it."
+        None, "Split images into tiles (InternVL). Default: as in the image processor's config."
     )
     image_do_pan_and_scan: bool | None = option(
-        None, "Add crops of long images (Gemma 3). Default: as the checkpoint's image processor has it."
+        None, "Add crops of elongated images (Gemma 3). Default: as in the image processor's config."
     )
 
 
@@ -79,13 +78,13 @@ def apply_image_options(processor: Any, config: Any, options: ImageChoices) -> l
     if tiles is not None and hasattr(processor, "crop_to_patches"):
         processor.crop_to_patches = tiles
     elif tiles is not None:
-        notes.append(f'"crop_to_patches" has no effect on {config.model_type}: it belongs to InternVL.')
+        notes.append(f'"crop_to_patches" has no effect on {config.model_type}: it applies to InternVL only.')
     if crops is not None and not hasattr(processor, "do_pan_and_scan"):
-        notes.append(f'"image_do_pan_and_scan" has no effect on {config.model_type}: it belongs to Gemma 3.')
+        notes.append(f'"image_do_pan_and_scan" has no effect on {config.model_type}: it applies to Gemma 3 only.')
     patch, merge = getattr(processor, "patch_size", None), getattr(processor, "merge_size", None)
     least = (patch * merge) ** 2 if isinstance(patch, int) and isinstance(merge, int) else 0
     if options.image_max_pixels < least:
-        what = f"image_max_pixels ({options.image_max_pixels}) gives no whole patch: at least {least} for this model."
+        what = f"image_max_pixels ({options.image_max_pixels}) is smaller than one patch of this model ({least})."
         raise UserError(what, remedy=f"Set image_max_pixels: {least} or more.", option="image_max_pixels")
     most = (processor.size or {}).get("longest_edge") if str(config.model_type).startswith(("qwen", "glm")) else None
     if most is not None and most < options.image_max_pixels != ImageOptions.image_max_pixels:

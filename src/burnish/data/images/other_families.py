@@ -40,9 +40,7 @@ class AnyFamily(Family):
         names = ("image_token_id", "image_token_index")
         found = next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
         if found is None:
-            what = (
-                f"the configuration of {config.model_type} has no image_token_id, the token that stands for an image."
-            )
+            what = f"the config of {config.model_type} has no image_token_id (the image placeholder)."
             raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
         self.placeholder = str(tokenizer.convert_ids_to_tokens(int(found)))
         self.mark = str(getattr(source.composed, "image_token", None) or self.placeholder)
@@ -59,8 +57,8 @@ class AnyFamily(Family):
     def note(self) -> str:
         """A sentence for the user on how images are written."""
         return (
-            f"Models of type {self.model_type} have no rules of their own here: images are written as transformers' "
-            f"{type(self.source.composed).__name__} writes them, and a probe decides whether rows stay apart."
+            f"Model type {self.model_type} has no specific support for images: placeholders are those of transformers' "
+            f"{type(self.source.composed).__name__}, and padding-free batches are used if a check of the model passes."
         )
 
 
@@ -73,6 +71,6 @@ def any_family(source: Checkpoint, known: Any) -> AnyFamily:
     if source.composed is None:
         raise UserError(
             f"Models of type {source.config.model_type} cannot be trained on images: their processor cannot be loaded.",
-            remedy=f"Model types that need none: {', '.join(known)}.",
+            remedy=f"Model types that do not need one: {', '.join(known)}.",
         )
     return AnyFamily(source)

@@ -72,7 +72,7 @@ class Sight:
             raise BadImage(f"{named} {error}") from None
         except (FileNotFoundError, NotADirectoryError):
             looked = " and ".join(map(str, self.folders)) or str(Path.cwd())
-            raise MissingImage(f"{named} is not there. Looked in {looked}.", self._nearest(Path(path).name)) from None
+            raise MissingImage(f"{named} was not found. Searched: {looked}.", self._nearest(Path(path).name)) from None
         except (IsADirectoryError, PermissionError) as error:
             raise BadImage(f"{named} cannot be read: {error.strerror}.") from None
         if is_kept:  # its name says what is in it
@@ -153,12 +153,12 @@ def _decoded(uri: str, place: str) -> bytes:
     if not head.startswith("data:") or not head.endswith(";base64"):
         raise BadImage(f'{place}: the data URI must begin "data:image/...;base64,". Received: "{_short(head)}".')
     if broken := _NO_BASE64.search(body):
-        raise BadImage(f"{place}: the image's base64 is broken at character {broken.start() + 1:,}.")
+        raise BadImage(f"{place}: invalid base64 at character {broken.start() + 1:,}.")
     try:
         return b64decode(body)
     except (Error, ValueError):
         letters = len(body)
-        raise BadImage(f"{place}: the image's base64 is incomplete: it ends after character {letters:,}.") from None
+        raise BadImage(f"{place}: incomplete base64: it ends after character {letters:,}.") from None
 
 
 def _as_png(image: Any) -> bytes:

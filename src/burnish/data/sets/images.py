@@ -86,7 +86,10 @@ def _image(sight: Sight, source: Any, place: str, limits: Mapping[str, int] | No
 
 def _other(kind: str, place: str) -> tuple[str, str]:
     if kind == "video":
-        return f"it contains video ({place}); this model takes images.", "Give its frames as images."
+        return (
+            f"it contains video ({place}); this model supports images only.",
+            "Extract its frames and use them as images.",
+        )
     return "it contains audio; burnish trains on text and images.", ""
 
 
@@ -106,7 +109,7 @@ def with_images(record: Record, example: Example) -> Example:
     has_parts = any(any(_images(message)) for message in _all(example))
     marks = sum(text.count(MARK) for text in _texts(example)) if given is not None else 0
     if has_parts and marks:
-        raise BadRecord(f'it holds parts of type "image" and {marks} "{MARK}".', "Use only one of them.")
+        raise BadRecord(f'it contains parts of type "image" and also {marks} "{MARK}".', "Use only one of them.")
     if not given and not has_parts and not marks:
         return example
     if not example.messages:
@@ -132,9 +135,11 @@ def with_images(record: Record, example: Example) -> Example:
 def _refuse_count(images: int, places: int, place: str, is_part: bool) -> None:
     counts = f"{images} image{'s' * (images != 1)} and {places} {place}{'s' * (is_part and places != 1)}."
     if is_part:
-        raise BadRecord(counts, "Give each part its image.", reason="the number of images and of placeholders differ")
+        raise BadRecord(
+            counts, "Provide one image for each part.", reason="the numbers of images and placeholders differ"
+        )
     remedy = f'Write "{MARK}" where each image belongs, or remove an image.'
-    raise BadRecord(counts, remedy, reason="the number of images and of placeholders differ", kind="marks")
+    raise BadRecord(counts, remedy, reason="the numbers of images and placeholders differ", kind="marks")
 
 
 def _given(record: Record) -> Sequence[Any] | None:

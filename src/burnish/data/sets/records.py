@@ -139,14 +139,14 @@ class Record:
             if self.values.get(column):
                 sight, is_images = self.layout.sight, column == self.layout.images
                 raise BadRecord(
-                    f'the record contains images ("{column}"), but {sight.model_type} reads text only.'
+                    f'the record contains images ("{column}"), but {sight.model_type} is a text-only model.'
                     if is_images and sight is not None
                     else f'the column "{column}" is not empty, but burnish trains on text only.',
                     "Choose a model with a vision tower. To train on the text only, remove the column from the file, "
                     'or leave "images" out of "columns".'
                     if is_images
                     else "To train on the text only, remove the column from the file.",
-                    reason="it contains more than text",
+                    reason="it contains non-text content",
                 )
 
     def value(self, part: str) -> Any:
@@ -198,7 +198,7 @@ def as_text(value: Any, column: str) -> str:
         if others:
             raise BadRecord(
                 f'"{column}" contains {listed(others)}, but burnish trains on text only.',
-                reason="it contains more than text",
+                reason="it contains non-text content",
             )
         return "".join(as_text(part.get("text"), f"{column}.text") for part in value)
     if value is None:

@@ -19,9 +19,7 @@ OPTION_NAMES = {"loss_type": "rl_loss_type", "beta": "rl_beta"}
 class RolloutLossOptions:
     """Losses of completions."""
 
-    rl_loss_type: str = option(
-        "dapo", "Loss of stage: grpo. Its name in TRL, loss_type, works as well under this stage.", choices=LOSSES
-    )
+    rl_loss_type: str = option("dapo", "Loss of stage: grpo. TRL's name loss_type is accepted as well.", choices=LOSSES)
     rl_beta: float | None = option(
         None, "Coefficient of the KL divergence from the reference model; beta in TRL. 0: no reference model is "
         "loaded. Default: 0 for grpo, 0.05 for rloo.", ge=0,
@@ -36,11 +34,11 @@ class RolloutLossOptions:
         None, "Upper bound of the ratio of completions with a negative advantage (two-sided clipping).", gt=1
     )
     importance_sampling_level: str = option(
-        "token", "Whether the probability ratio is one of each token, or of the whole completion (GSPO).",
+        "token", "Level of the probability ratio: each token, or the whole completion (GSPO).",
         choices=("token", "sequence"),
     )  # fmt: skip
     sapo_temperature_pos: float = option(1.0, "Temperature of SAPO for positive advantages.", gt=0)
-    sapo_temperature_neg: float = option(1.05, "Temperature of SAPO for other advantages.", gt=0)
+    sapo_temperature_neg: float = option(1.05, "Temperature of SAPO for negative advantages.", gt=0)
     vespo_k_pos: float = option(2.0, "Exponent k of VESPO for advantages of at least 0.", ge=0)
     vespo_lambda_pos: float = option(3.0, "Decay λ of VESPO for advantages of at least 0.", ge=0)
     vespo_k_neg: float = option(3.0, "Exponent k of VESPO for negative advantages.", ge=0)
@@ -49,15 +47,17 @@ class RolloutLossOptions:
         True, "Multiply the KL divergence by the probability ratio, so that its gradient has no bias."
     )
     off_policy_mask_threshold: float | None = option(
-        None, "Leave completions with a negative advantage out of the policy loss once their mean log-ratio to the "
-        "policy that drew them exceeds this value.", ge=0,
+        None, "Exclude completions with a negative advantage from the policy loss if their mean log-ratio to the "
+        "sampling policy exceeds this value.", ge=0,
     )  # fmt: skip
     top_entropy_quantile: float = option(
-        1.0, "Share of the tokens, those with the highest entropy, that the policy loss uses.", gt=0, le=1
+        1.0, "Fraction of the tokens, by descending entropy, that contribute to the policy loss.", gt=0, le=1
     )
     entropy_coef: float = option(0.0, "Coefficient of the entropy bonus.", ge=0)
-    use_adaptive_entropy: bool = option(False, "Adapt entropy_coef after each step, to keep the entropy at its target.")
+    use_adaptive_entropy: bool = option(
+        False, "Adapt entropy_coef after each step to keep the entropy at entropy_target."
+    )
     entropy_coef_min: float = option(0.0, "Lower bound of an adaptive entropy_coef.", ge=0)
     entropy_coef_max: float = option(1.0, "Upper bound of an adaptive entropy_coef.", ge=0)
     entropy_coef_delta: float = option(0.005, "Change of an adaptive entropy_coef per step.", gt=0)
-    entropy_target: float = option(0.2, "Entropy per token that an adaptive entropy_coef aims at.", ge=0, unit="nats")
+    entropy_target: float = option(0.2, "Target entropy per token of an adaptive entropy_coef.", ge=0, unit="nats")

@@ -27,19 +27,19 @@ _LEAST_VARIANCE = 1e-8
 class PpoLossOptions:
     """Losses and rewards of proximal policy optimization."""
 
-    ppo_target: float = option(6.0, "KL divergence per completion that the adaptive coefficient aims at.", gt=0)
+    ppo_target: float = option(6.0, "Target KL divergence per completion of the adaptive coefficient.", gt=0)
     ppo_horizon: int = option(
         10000, "Number of completions over which the KL coefficient adapts.", ge=1, unit="completions"
     )
-    ppo_init_kl_coef: float = option(0.2, "Coefficient of the KL penalty at the start; it adapts to ppo_target.", ge=0)
-    kl_coef: float | None = option(None, "A fixed coefficient of the KL penalty, in place of an adaptive one.", ge=0)
+    ppo_init_kl_coef: float = option(0.2, "Initial coefficient of the KL penalty; it adapts to ppo_target.", ge=0)
+    kl_coef: float | None = option(None, "Fixed coefficient of the KL penalty, instead of an adaptive one.", ge=0)
     ppo_whiten_rewards: bool = option(
-        False, "Normalize the variance of the rewards per token over a rollout.", aliases=("whiten_rewards",)
+        False, "Normalize the variance of the per-token rewards of a rollout.", aliases=("whiten_rewards",)
     )
-    ppo_gamma: float = option(1.0, "Discount factor of later rewards.", gt=0, le=1, aliases=("gamma",))
+    ppo_gamma: float = option(1.0, "Discount factor (gamma).", gt=0, le=1, aliases=("gamma",))
     ppo_lam: float = option(0.95, "Lambda of generalized advantage estimation.", ge=0, le=1, aliases=("lam",))
     ppo_cliprange: float = option(0.2, "Clip range of the probability ratio.", gt=0, lt=1, aliases=("cliprange",))
-    ppo_cliprange_value: float = option(0.2, "Clip range of the change of a value.", gt=0, aliases=("cliprange_value",))
+    ppo_cliprange_value: float = option(0.2, "Clip range of the value function.", gt=0, aliases=("cliprange_value",))
     ppo_vf_coef: float = option(0.1, "Weight of the value loss.", ge=0, aliases=("vf_coef",))
 
 

@@ -28,10 +28,10 @@ class ImageCacheOptions:
     """Decoding of images."""
 
     image_cache: str = option(
-        "memory", "Keep prepared images for their next use: in memory, or not (none).", choices=("memory", "none")
+        "memory", "Cache preprocessed images: in memory, or not at all (none).", choices=("memory", "none")
     )
-    image_cache_mb: int = option(2048, "Memory for prepared images that are kept.", unit="MiB", ge=0)
-    image_ahead_mb: int = option(512, "Memory for images that are decoded ahead of their step.", unit="MiB", ge=1)
+    image_cache_mb: int = option(2048, "Maximum size of the cache of preprocessed images.", unit="MiB", ge=0)
+    image_ahead_mb: int = option(512, "Maximum memory for prefetched images.", unit="MiB", ge=1)
 
 
 _BYTES_PER_TOKEN = 20_000

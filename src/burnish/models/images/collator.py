@@ -185,8 +185,8 @@ class ImageCollator:
                 features[place] = begin + count
         held = sum(token == self.layout.placeholder for token in row["input_ids"])
         if held != sum(feature > 0 for feature in features):
-            what = f"a row has {held} placeholders, and its {len(placed)} images take {sum(map(bool, features))}."
-            raise UserError(what, remedy="Encode the data again (overwrite_cache: true).")
+            what = f"an example has {held} placeholders, but its {len(placed)} images need {sum(map(bool, features))}."
+            raise UserError(what, remedy="Tokenize the dataset again (overwrite_cache: true).")
         found = {"image_features": features, "content_hashes": features}
         if self.layout.has_grid_positions:
             grids = [tensors[self._key(one, placed)]["image_grid_thw"][0].tolist() for one in placed]

@@ -28,7 +28,7 @@ from burnish.loop.modes import evaluating
 from burnish.models.images.masks import masks_of
 from burnish.utils.patching import Patch, Reason, hook, patches_of
 
-SEEING = Reason("vision model", "each image of a micro-batch goes through the tower once")
+SEEING = Reason("vision model", "each image of a micro-batch is encoded once")
 
 
 @dataclass
@@ -101,8 +101,8 @@ class Seeing:
         count = len(_joined(made.pooler_output))
         if count != sum(images.counts):
             raise RuntimeError(
-                f"The tower of {type(self._model).__name__} gives {count} features, and the rows have "
-                f"{sum(images.counts)} placeholders for them ({len(images.counts)} images)."
+                f"The vision tower of {type(self._model).__name__} returned {count} features, but the batch has "
+                f"{sum(images.counts)} placeholders for its {len(images.counts)} images."
             )
         if is_frozen:
             images.kept[key] = made

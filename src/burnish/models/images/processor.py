@@ -63,7 +63,7 @@ class ImageProcessor:
             return cls(processor, CROSSED, options)
         if not hasattr(base, "get_image_features"):
             name = type(causal_lm(model)).__name__
-            what = f"{name} cannot be trained on images: it has no features that take the place of tokens."
+            what = f"{name} cannot be trained on images: it does not replace placeholder tokens by image features."
             raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
         return cls(processor, list(inspect.signature(base.get_image_features).parameters), options)
 
@@ -131,7 +131,7 @@ def load_image_processor(options: ModelOptions, backend: str = "pil", **settings
         what = f"its image processor cannot be loaded: {message_of(error)}"
         needs = "torchvision" in str(error).lower()
         remedy = (
-            "This family has no image processor of Pillow; install the torchvision that fits the installed torch."
+            "The image processor of this model requires torchvision. Install the version for the installed torch."
             if needs
             else f"Download {' or '.join(FILES)} again."
         )
@@ -171,5 +171,5 @@ def copy_companions(config: Any, folder: Path) -> None:
 
 
 def _no_files(folder: Path) -> Problem:
-    what = f"this folder has no {' or '.join(FILES)}, so images cannot be prepared for the model."
+    what = f"this folder has no {' or '.join(FILES)}, so images cannot be preprocessed."
     return Problem(what, where=str(folder), remedy="Copy them from the base model.", option="model_name_or_path")

@@ -17,8 +17,8 @@ def broken_torchvision() -> Problem | None:
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return Problem(
-            f"torchvision {_version('torchvision')} does not fit torch {_version('torch')} ({said}).",
-            why="transformers cannot load many models beside it, text models included.",
+            f"torchvision {_version('torchvision')} is not compatible with torch {_version('torch')} ({said}).",
+            why="While it is installed, transformers cannot load many models, including text models.",
             remedy="Run: pip uninstall torchvision. burnish does not need it.",
         )
     return None

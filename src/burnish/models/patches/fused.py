@@ -32,12 +32,12 @@ _TOLERANCE = 1e-5  # relative to the maximum, in float32
 _EPSILONS = ("variance_epsilon", "eps")
 
 
-NORM = Reason("norm", "its formula in one pass, a few rows at a time; the result rounded once")
-GATED = Reason("gated layer", "gate and product in one pass; adapters on them share their input")
-ACTIVATION = Reason("activation", "one operation instead of several")
+NORM = Reason("norm", "computed in one pass, a few rows at a time, and rounded once")
+GATED = Reason("gated layer", "gate and product are computed in one pass; their adapters share the input")
+ACTIVATION = Reason("activation", "computed in one operation instead of several")
 LINEAR = Reason("linear layer", "no bfloat16 copy of its weights is kept for the backward pass")
 ATTENTION = Reason("attention layer", "the adapters on queries, keys and values share their input")
-ADAPTED = Reason("adapted layer", "layer and update in one product; the input is saved once")
+ADAPTED = Reason("adapted layer", "layer and update are computed in one product, and the input is saved once")
 
 Answer = tuple[Callable[[nn.Module], Callable[..., Any]], Reason] | None
 """A function that creates the forward pass of a module, and the reason for the patch. None if there is none."""

@@ -27,7 +27,7 @@ from burnish.kernels.probe import causal_lm, keeps_answers
 from burnish.parallel.options import device_of
 from burnish.utils.patching import Reason, record
 
-LIGER = Reason("part by Liger", "its kernels for a GPU")
+LIGER = Reason("part by Liger", "computed by a GPU kernel of Liger")
 _LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
@@ -78,7 +78,7 @@ def liger_problems(device: torch.device) -> list[Problem]:
         reasons.append("its kernels run on a GPU only, and this run is on a CPU")
     if find_spec("liger_kernel") is None:
         reasons.append("it needs the library liger-kernel, which is not installed")
-    remedy = "Remove the option: burnish's own layers compute the same."
+    remedy = "Remove the option: burnish's own layers give the same result."
     return [
         Problem(f'"enable_liger_kernel" is true, but {reason}.', remedy=remedy, option="enable_liger_kernel")
         for reason in reasons

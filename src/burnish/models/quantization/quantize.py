@@ -242,7 +242,7 @@ def check_quantized_files(options: ModelOptions, config: Any) -> list[Problem]:
     return problems
 
 
-UNTOUCHED = Reason("layer of 4 bits", "an evaluation leaves its weights as they are")
+UNTOUCHED = Reason("layer of 4 bits", "evaluation does not change its weights")
 
 
 def keep_as_loaded(model: nn.Module) -> None:

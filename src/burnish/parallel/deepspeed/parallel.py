@@ -331,8 +331,8 @@ def _library(device_type: str) -> Any:
 
     if not version("deepspeed").startswith(TESTED):
         logging.getLogger("burnish").warning(
-            f"DeepSpeed is {version('deepspeed')}; burnish was tested with {TESTED}, and reads attributes of it that "
-            "may have changed."
+            f"DeepSpeed {version('deepspeed')} is installed. burnish was tested with {TESTED} and uses attributes "
+            "that may have changed since."
         )
     deepspeed.utils.logging.logger.setLevel("ERROR")
     return deepspeed

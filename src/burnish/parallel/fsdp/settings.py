@@ -115,7 +115,7 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
             option=("fsdp_config", "fsdp"),
         )
     for word in sorted(_words(options) - _WORDS):
-        yield Problem(f'"fsdp": there is no "{word}".{did_you_mean(word, _WORDS)}', option="fsdp")
+        yield Problem(f'"fsdp": unknown value "{word}".{did_you_mean(word, _WORDS)}', option="fsdp")
     for key, told in _log_request().items():
         if key not in _READ and key not in _WITHOUT_EFFECT and told.lower() not in ("", "false", "none"):
             yield Problem(f'FSDP_{key.upper()} is "{told}": burnish does not support it.', remedy="Remove it.")
@@ -123,7 +123,7 @@ def fsdp_problems(options: FsdpChoices) -> Iterator[Problem]:
         known = [*_READ, *_WITHOUT_EFFECT]
         for key in _values(options):
             if key not in known:
-                yield Problem(f'"fsdp_config": there is no "{key}".{did_you_mean(key, known)}', option="fsdp_config")
+                yield Problem(f'"fsdp_config": unknown key "{key}".{did_you_mean(key, known)}', option="fsdp_config")
     except ValueError as error:
         yield Problem(f'"fsdp_config": the file {error}.', where=str(value), option="fsdp_config")
 

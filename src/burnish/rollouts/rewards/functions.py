@@ -95,7 +95,8 @@ def missing_columns(functions: Iterable[RewardFunction], columns: Iterable[str],
         if missing := sorted(function.required - set(known)):
             near = next((name for name in known if name in ("answer", "solution", "response", "label")), None)
             remedy = f"Set columns: {{{missing[0]}: {near or '<name>'}}}."
-            what = f'{function.name} reads "{missing[0]}"; {source} has {", ".join(known) or "no further columns"}.'
+            there = ", ".join(known) or "no further columns"
+            what = f'{function.name} requires the column "{missing[0]}". {source} has: {there}.'
             found.append(Problem(what, remedy=remedy, option="reward_funcs"))
     return found
 

@@ -43,7 +43,7 @@ class RewardModel:
         if head is None and (labels != 1 or not hasattr(model, "score")):
             kind = type(model).__name__
             what = f"A reward model must be a sequence classifier with one label. Received: {kind}, {labels} labels."
-            raise UserError(what, remedy="Give the folder of a reward model, or a function.", option="reward_funcs")
+            raise UserError(what, remedy="Pass the folder of a reward model, or a function.", option="reward_funcs")
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
         self.head: nn.Module = model.score if head is None else head
         self.__name__ = name or Path(str(getattr(model.config, "_name_or_path", "") or "reward_model")).name
@@ -70,7 +70,7 @@ class RewardModel:
             return f"{prompt}{completion}"
         if not self.tokenizer.chat_template:
             what = f"The reward model {self.__name__} has no chat template, but the prompts are conversations."
-            raise UserError(what, remedy="Save a tokenizer with a chat template beside it.", option="reward_model")
+            raise UserError(what, remedy="Save its tokenizer with a chat template.", option="reward_model")
         text: str = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
         return text
 
@@ -124,7 +124,9 @@ class RewardServer:
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != len(texts):
             count = len(scores) if isinstance(scores, list) else "no"
-            what = f'The reward server {self.url} must answer with "scores", one for each of {len(texts)} texts.'
+            what = (
+                f'The reward server {self.url} must return "scores" with one number for each of the {len(texts)} texts.'
+            )
             raise UserError(f"{what} Received: {count}.", option="reward_model")
         return [float(score) for score in scores]
 

@@ -48,7 +48,7 @@ def check_processes(options: RunOptions, model: Any, world_size: int, splits_wei
     if world_size == 1:
         return []
     if splits_weights:
-        what = "images cannot be used where weights are split across processes (DeepSpeed stage 3, FSDP)."
+        what = "images are not supported with sharded weights (DeepSpeed stage 3, FSDP)."
         why = "A process whose micro-batch has no image would not call the vision tower, and the others would wait."
         return [Problem(what, why=why, remedy="Use DDP, or DeepSpeed stage 1 or 2.")]
     parts = parts_of(model)
@@ -100,17 +100,17 @@ def collator_of(
 
     if layout.crosses:
         made = seeing(is_flat=False)
-        note = f"{type(model).__name__} mixes rows of one batch where they hold images, so each batch is one row."
+        note = f"{type(model).__name__} mixes examples with images within a batch, so each batch has one example."
         capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False, notes=(note,))
         return RowCollator(made, made.collate, prepared, left_out), capabilities
     may_be_flat = capabilities.is_padding_free or (bool(layout.both_ways) and options.padding_free)
     is_flat = may_be_flat and keeps_images_apart(model, seeing(is_flat=True))
     if not is_flat and not keeps_images_apart(model, seeing(is_flat=False)):
         name = type(model).__name__
-        what = f"{name} mixes rows with images that are beside each other, also in padded batches."
+        what = f"{name} mixes examples with images within a batch, even if it is padded."
         raise UserError(what, remedy="Use a model of another family.", option="model_name_or_path")
     if is_flat != capabilities.is_padding_free:  # Gemma's masks keep apart what its own attention mixes
-        note = f"{type(model).__name__} mixes adjacent rows where they hold images, so batches are padded."
+        note = f"{type(model).__name__} mixes adjacent examples with images, so batches are padded."
         shares = capabilities.shares_prefixes and is_flat
         notes = () if is_flat else (note,)
         capabilities = replace(capabilities, is_padding_free=is_flat, shares_prefixes=shares, notes=notes)
@@ -121,7 +121,7 @@ def collator_of(
 def _check_single_rows(options: RunOptions, model: Any) -> list[Problem]:
     """Problems of a model whose rows with images influence each other in every batch of several."""
     name = type(model).__name__
-    what = f"{name} mixes rows with images that are beside each other, also in padded batches."
+    what = f"{name} mixes examples with images within a batch, even if it is padded."
     problems = []
     if options.stage != "sft":
         why = f"A batch of stage {options.stage} has several rows for each example."
@@ -131,7 +131,7 @@ def _check_single_rows(options: RunOptions, model: Any) -> list[Problem]:
             problems.append(Problem(what, remedy=f"Set {name}: 1.", option=name))
     for name in ("packing", "max_tokens_per_batch"):
         if getattr(options, name, None):
-            problems.append(Problem(what, remedy=f"Leave {name} out.", option=name))
+            problems.append(Problem(what, remedy=f"Remove {name}.", option=name))
     return problems
 
 

@@ -54,6 +54,6 @@ class LeftOut:
             self.damaged[image.identity] = str(error.problems[0].what)
         if is_new:
             warn(
-                f"{image.path}: {error.problems[0].what} Its row is left out of the step "
+                f"{image.path}: {error.problems[0].what} Its example is excluded from the step "
                 f"({len(self.damaged)} so far, on_bad_record: drop)."
             )

@@ -141,7 +141,7 @@ _family(
 )  # fmt: skip
 _family(
     "use_vllm", False,
-    "burnish writes completions in this process, with the weights that are trained. Remove use_vllm and vllm_*.",
+    "Completions are generated in the training process. Remove use_vllm and vllm_*.",
     "vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url "
     "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization "
     "vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction "
@@ -164,11 +164,11 @@ _absent("Completions end at the end tokens of the template.", stop_token=None, s
 _absent("The KL divergence is estimated by the difference of log-probabilities (k1).", kl_estimator=None)
 _absent("Set model_name_or_path to the policy, and reward_model to the reward model.", sft_model_path=None,
         reward_model_path=None)  # fmt: skip
-_absent("Weights are always gathered while completions are written.", ds3_gather_for_generation=True)
+_absent("Weights are always gathered while completions are generated.", ds3_gather_for_generation=True)
 _absent("Upload the file after training: hf upload <name> completions.jsonl.", log_completions_hub_repo=None)
 _no_effect("log-probabilities are always computed in float32.", "cast_lm_head_to_fp32")
 _no_effect(
-    "finished completions are always replaced by new ones, and nothing is padded.",
+    "generation always uses continuous batching, without padding.",
     "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged",
 )
 _no_effect("tools are a feature of GRPOTrainer.", "max_tool_calling_iterations")

@@ -159,8 +159,8 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
         raise UserError(_lost(folder, lost))
     if done["max_steps"] < steps.max_steps:
         raise UserError(
-            f"this run ended after {counted(done['global_step'], 'step')} and kept no checkpoint, so it cannot go "
-            f"on to step {steps.max_steps}.",
+            f"this run ended after {counted(done['global_step'], 'step')} and kept no checkpoint, so it cannot "
+            f"continue to step {steps.max_steps}.",
             where=str(folder),
             remedy="Choose another output_dir, or set overwrite_output_dir: true to start over.",
             option="max_steps",

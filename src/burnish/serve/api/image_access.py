@@ -23,10 +23,8 @@ from burnish.serve.http.errors import APIError
 from burnish.serve.http.fetching import NotFetchedError, fetched
 
 FETCH_TIMEOUT_S = 10.0
-CLOSED_ADDRESS = "is a URL, and this server does not fetch URLs. Send a data URI. (allow_image_urls opens hosts.)"
-CLOSED_FILE = (
-    "must be a data URI (data:image/png;base64,...); files are not opened. (media_root opens the files of a folder.)"
-)
+CLOSED_ADDRESS = "is a URL, and this server does not fetch URLs. Send a data URI. (See the option allow_image_urls.)"
+CLOSED_FILE = "must be a data URI (data:image/png;base64,...); files are not opened. (See the option media_root.)"
 
 
 class ImageAccess:
@@ -80,7 +78,9 @@ class ImageAccess:
     def content(self, url: str, param: str) -> bytes:
         """Return the bytes at a URL or path. Raises APIError: 400."""
         if url.startswith("data:"):
-            raise _refusal(f"has {len(url):,} characters: an image may have {self.most_bytes:,} bytes.", param)
+            raise _refusal(
+                f"has {len(url):,} characters; the maximum size of an image is {self.most_bytes:,} bytes.", param
+            )
         if _is_address(url):
             if not self.hosts:
                 raise closed(url, param)
@@ -114,9 +114,9 @@ def _path_of(url: str, param: str) -> str:
     try:
         found = urlsplit(url)
     except ValueError:
-        raise _refusal("is not a valid address.", param) from None
+        raise _refusal("is not a valid URL.", param) from None
     if found.scheme != "file" or found.netloc not in ("", "localhost"):
-        raise _refusal("must be a data URI, an http or https address, or a file of this machine.", param)
+        raise _refusal("must be a data URI, an http or https URL, or the path of a file.", param)
     return unquote(found.path)
 
 

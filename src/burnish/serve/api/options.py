@@ -52,12 +52,12 @@ class ApiOptions:
     api_max_body: int = option(32 * 2**20, "Maximum size of a request body.", unit="bytes", ge=1024)
     allow_image_urls: list[str] = option(
         [],
-        "Host names from which images are fetched if a request contains their address, such as images.example.org. "
-        "Only public addresses are connected to, and redirects are not followed. Default: none.",
+        "Hosts from which image URLs of requests are fetched, such as images.example.org. Only public addresses are "
+        "allowed, and redirects are not followed. Default: none.",
     )
     media_root: str | None = option(
         None,
-        "Folder whose images a request may name by path or file:// address. Default: no files are opened.",
+        "Folder from which requests may read images by path or file:// URL. Default: none.",
         names_place=True,
     )
     max_image_bytes: int = option(20_000_000, "Maximum size of an image in a request.", unit="bytes", ge=1)

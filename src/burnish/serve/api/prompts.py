@@ -120,10 +120,10 @@ class Prompter:
         if not held:
             return {}
         if self.images is None:
-            message = "The model reads text only: remove the image_url parts."
+            message = "The model supports text only: remove the image_url parts."
             raise APIError(400, "unsupported_content", message, param="messages")
         if any(message.role not in ("user", "tool") for message in held):
-            message = "Images can be in messages of the roles user and tool only."
+            message = "Only messages with the role user or tool can contain images."
             raise APIError(400, "unsupported_content", message, param="messages")
         places = [
             (part, f"messages[{place}].content[{number}].image_url.url")

@@ -71,9 +71,9 @@ def parsed(url: str, hosts: Collection[str]) -> SplitResult:
         found = urlsplit(url)
         host, port = (found.hostname or "").lower(), found.port
     except ValueError:
-        raise NotFetchedError("is not a valid address.") from None
+        raise NotFetchedError("is not a valid URL.") from None
     if found.scheme not in PORTS or not host:
-        raise NotFetchedError("is not a valid http or https address.")
+        raise NotFetchedError("is not a valid http or https URL.")
     if found.username is not None or found.password is not None:
         raise NotFetchedError("must not contain a user name or a password.")
     if any(letter <= " " or letter == "\x7f" for letter in url) or not url.isascii():
@@ -151,5 +151,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "the host does not answer"
     if isinstance(error, ssl.SSLError):
-        return "its certificate or encryption was refused"
+        return "the TLS connection failed"
     return "the connection failed"

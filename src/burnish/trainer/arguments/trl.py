@@ -103,11 +103,11 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
 
     def _lead_old_values(self) -> None:
         if self.pad_token is not None:
-            self._warn("`pad_token` is deprecated: set `tokenizer.pad_token`, and give the tokenizer as "
+            self._warn("`pad_token` is deprecated: set `tokenizer.pad_token`, and pass the tokenizer as "
                        "`processing_class`.")  # fmt: skip
         if self.truncation_mode == "keep_end":
-            self._warn('`truncation_mode="keep_end"` is deprecated in TRL: a cut row loses its beginning, prompt '
-                       "included.")  # fmt: skip
+            self._warn('`truncation_mode="keep_end"` is deprecated in TRL: it removes the beginning of a long row, '
+                       "including the prompt.")  # fmt: skip
 
     def _warn(self, message: str) -> None:
         notes.warn(message, FutureWarning, stacklevel=7)

@@ -30,7 +30,7 @@ from burnish.utils.json_files import read_object
 
 SIGHT = Sight()
 """Images of a script: relative paths belong to the working folder, and the processor's limits are the only ones."""
-NOT_LEARNED = "Placeholders of images are not learned (TRL learns them)."
+NOT_LEARNED = "Image placeholders are masked in the loss (TRL trains on them)."
 
 
 def family_for(model: Any, processing_class: Any, tokenizer: Any, sample: Mapping[str, Any]) -> Family | None:
@@ -121,7 +121,7 @@ class SeeingCollator:
         rows: list[Row] = [{**example} for example in examples]
         if not any(row.get("images") for row in rows) and not self.images.is_for_text:
             if any(self.family.placeholder_id in row["input_ids"] for row in rows):
-                raise ValueError("Rows have placeholders of images, and no column `images`. Do not remove it.")
+                raise ValueError("Rows contain image placeholders but no column `images`. Keep that column.")
             return self.text(rows)
         return self.images([_plain(row) for row in rows])
 

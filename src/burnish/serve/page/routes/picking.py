@@ -164,7 +164,7 @@ def _append(target: Path, piece: bytes, offset: int, is_last: bool) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if offset == 0 else os.O_APPEND)
     with os.fdopen(os.open(part, flags, 0o644), "ab") as file:
         if file.tell() != offset:
-            raise APIError(409, "wrong_offset", f"The next piece begins at {file.tell()}. Received: {offset}.")
+            raise APIError(409, "wrong_offset", f"The next chunk must start at {file.tell()}. Received: {offset}.")
         file.write(piece)
     if is_last:
         os.link(part, target)

@@ -236,7 +236,7 @@ class WithoutReference(PreferenceConfig):
     max_completion_length: int | None = option(None, f"No effect: {_TOGETHER}", ge=1)
     generate_during_eval: bool = option(False, "Not supported. Use burnish predict.")
     is_encoder_decoder: bool | None = option(
-        None, "Whether the model is an encoder-decoder, which is not supported. Default: as the model is."
+        None, "Whether the model is an encoder-decoder, which is not supported. Default: detected from the model."
     )
 
     def __post_init__(self) -> None:
@@ -247,7 +247,7 @@ class WithoutReference(PreferenceConfig):
             remedy = PreferenceConfig.refused["generate_during_eval"]
             raise UserError("`generate_during_eval` must be False. Received: True.", remedy=remedy)
         if self.is_encoder_decoder:
-            remedy = "Preferences are learned by causal language models."
+            remedy = "Use a causal language model."
             raise UserError("`is_encoder_decoder` must be False. Received: True.", remedy=remedy)
 
 

@@ -156,7 +156,7 @@ class PreferenceTrainer(TrlTrainer):
         tokenizer = inner_tokenizer(processing_class)
         self.family = family_for(model, processing_class, tokenizer, first_row(train_dataset))
         if self.family is not None and scores:
-            raise ValueError("RewardTrainer takes text: reward models of images are not supported.")
+            raise ValueError("RewardTrainer does not support images.")
         if peft_config is not None:
             model = attach_peft(model, peft_config, added)
         if args.disable_dropout:

@@ -23,13 +23,13 @@ from burnish.trainer.arguments.training import for_argument_parser
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.trl.preferences.config import Choices
 
-NO_VLLM = "Completions are generated in this process, by the weights that train. Leave use_vllm and vllm_* out."
-_OF_VLLM = "completions are generated in this process, by the weights that train."
+NO_VLLM = "Completions are generated in the training process. Remove use_vllm and vllm_*."
+_OF_VLLM = "completions are generated in the training process."
 _NO_PADDING = "completions are not padded."
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OF_BEAMS = ("length_penalty", "early_stopping")
 """Arguments of beam search in transformers, without effect on samples."""
-_WHY_BEAMS = "completions are sampled, not searched with beams"
+_WHY_BEAMS = "beam search is not used"
 _USUAL = (("do_sample", True), ("num_beams", 1), ("use_cache", True))
 
 
@@ -51,12 +51,12 @@ class RolloutConfig(TrlArguments):
     stage: ClassVar[str]
     without_effect: ClassVar[Mapping[str, str]] = {
         "cast_lm_head_to_fp32": "log-probabilities are computed in float32.",
-        "cache_implementation": "keys and values of completions have a cache of their own.",
-        "use_transformers_continuous_batching": "completions that have ended are replaced by others always.",
-        "transformers_continuous_batching_config": "completions that have ended are replaced by others always.",
-        "use_transformers_paged": "completions that have ended are replaced by others always.",
-        "log_multimodal": "models are trained on text.",
-        "max_prompt_length": "no prompt is cut; one that is too long is left out, and counted.",
+        "cache_implementation": "burnish has its own KV cache.",
+        "use_transformers_continuous_batching": "generation always uses continuous batching.",
+        "transformers_continuous_batching_config": "generation always uses continuous batching.",
+        "use_transformers_paged": "generation always uses continuous batching.",
+        "log_multimodal": "images are not shown in logs.",
+        "max_prompt_length": "prompts are not truncated. Prompts that are too long are dropped and counted.",
         **dict.fromkeys(
             (
                 "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_structured_outputs_regex",
@@ -70,16 +70,16 @@ class RolloutConfig(TrlArguments):
         ),
     }  # fmt: skip
     refused: ClassVar[Mapping[str, str]] = {
-        "log_completions_hub_repo": "completions.jsonl lies in output_dir; upload it with: hf upload.",
+        "log_completions_hub_repo": "completions.jsonl is in output_dir; upload it with: hf upload.",
     }
 
     # --- defaults that differ from those of TrainingArguments
     learning_rate: float = option(1e-6, "Peak learning rate.", ge=0, lt=math.inf)
     remove_unused_columns: bool | None = option(  # type: ignore[assignment]
-        False, "Without effect: columns of the records are arguments of the reward functions."
+        False, "No effect: the columns of the dataset are arguments of the reward functions."
     )
     disable_dropout: bool = option(
-        True, "Disable dropout, so that completions are drawn and trained under the same model. TRL's default is false."
+        True, "Disable dropout, so that sampling and training use the same policy. TRL's default is false."
     )
 
     # --- completions
@@ -89,31 +89,29 @@ class RolloutConfig(TrlArguments):
     )
     max_completion_length: int = option(512, "Maximum number of tokens of a completion.", ge=1, unit="tokens")
     generation_batch_size: int | None = option(
-        None, "Number of completions that are drawn at once, over all processes. Default: those of one step.", ge=1
+        None, "Number of completions per generation, over all processes. Default: those of one step.", ge=1
     )
     steps_per_generation: int | None = option(
-        None, "Number of micro-batches that the completions drawn at once make. Default: gradient_accumulation_steps.",
+        None, "Number of micro-batches per generation. Default: gradient_accumulation_steps.",
         ge=1,
     )  # fmt: skip
-    num_iterations: int = option(1, "Number of times that the completions of a generation are trained on.", ge=1)
+    num_iterations: int = option(1, "Number of training passes over the completions of a generation.", ge=1)
     temperature: float = option(1.0, "Sampling temperature.", ge=0)
     top_p: float = option(
         1.0, "Sample from the smallest set of most likely tokens whose probabilities sum up to this value.", gt=0, le=1
     )
     top_k: int = option(0, "Sample from the k most likely tokens. 0: no limit.", ge=0)
     min_p: float | None = option(
-        None, "Sample only tokens with at least this share of the probability of the most likely token.", ge=0, le=1
+        None, "Sample only tokens with at least this fraction of the probability of the most likely token.", ge=0, le=1
     )
     repetition_penalty: float = option(1.0, "Repetition penalty. 1: no penalty.", gt=0)
     generation_kwargs: dict[str, Any] | str | None = option(
-        None, f"Further options of sampling, by name: {', '.join(_OF_SAMPLING)}."
+        None, f"Further sampling options: {', '.join(_OF_SAMPLING)}."
     )
     chat_template_kwargs: dict[str, Any] | str | None = option(None, "Arguments of the chat template.")
     shuffle_dataset: bool | None = option(True, "Shuffle the prompts.")
-    ds3_gather_for_generation: bool = option(
-        True, "Under ZeRO-3: gather whole weights for the generation. Must be true."
-    )
-    use_vllm: bool = option(False, "Must be false: completions are generated in this process.")
+    ds3_gather_for_generation: bool = option(True, "Gather the full weights for generation with ZeRO-3. Must be true.")
+    use_vllm: bool = option(False, "Must be false: completions are generated in the training process.")
 
     # --- rewards and the loss
     beta: float = option(0.0, "Coefficient of the KL divergence from the reference model.", ge=0)
@@ -123,7 +121,7 @@ class RolloutConfig(TrlArguments):
     )
     reward_weights: list[float] | None = option(None, "Weights of the reward functions. Default: 1 each.")
     mask_truncated_completions: bool = option(
-        False, "Leave completions that were cut at max_completion_length out of the loss."
+        False, "Exclude completions truncated at max_completion_length from the loss."
     )
     sync_ref_model: bool = option(False, "Update the reference model towards the policy.")
     ref_model_mixup_alpha: float = option(
@@ -133,7 +131,7 @@ class RolloutConfig(TrlArguments):
         512, "Number of steps between updates of the reference model.", ge=1, unit="steps"
     )
     max_tool_calling_iterations: int | None = option(
-        None, "Most rounds of tool calls in a completion. Default: no limit. 0: calls are not run.", ge=0
+        None, "Maximum rounds of tool calls per completion. Default: no limit. 0: tools are not called.", ge=0
     )
 
     # --- logging, and burnish's own
@@ -141,15 +139,16 @@ class RolloutConfig(TrlArguments):
     num_completions_to_print: int | None = option(None, "Number of completions to print. Default: all.", ge=0)
     log_unique_prompts: bool = option(False, "Print one completion of each prompt only.")
     reward_timeout_s: float = option(
-        120.0, "The run stops if a reward function has not returned after this time.", gt=0, unit="s"
+        120.0, "Time limit of a call of a reward function; the run stops if it is exceeded.", gt=0, unit="s"
     )
     eval_temperature: float | None = option(None, "Sampling temperature of an evaluation. Default: temperature.", ge=0)
     kept_seats: int | None = option(
-        None, "Number of completions that are generated side by side. Default: as many as fit.", ge=1
+        None, "Number of completions generated concurrently. Default: as many as fit into memory.", ge=1
     )
     drop_zero_variance_groups: str = option(
-        "false", "Groups in which all rewards are equal: keep them (false), leave them out of the step (drop), or draw "
-        "further prompts in their place, at most three times as many (refill).", choices=("false", "drop", "refill"),
+        "false", "What to do with groups whose rewards are all equal: keep them (false), drop them from the step "
+        "(drop), or replace them by further prompts, at most three times as many (refill).",
+        choices=("false", "drop", "refill"),
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -160,10 +159,10 @@ class RolloutConfig(TrlArguments):
         if self.use_vllm:
             raise UserError('"use_vllm" must be false. Received: True.', remedy=NO_VLLM, option="use_vllm")
         if not self.ds3_gather_for_generation:
-            what = '"ds3_gather_for_generation" must be true: weights in pieces would be gathered for each token.'
-            raise UserError(what, remedy="Leave it out.", option="ds3_gather_for_generation")
+            what = '"ds3_gather_for_generation" must be true: sharded weights would be gathered for each token.'
+            raise UserError(what, remedy="Remove it.", option="ds3_gather_for_generation")
         if self.auto_find_batch_size:
-            what = '"auto_find_batch_size" is not supported: a generation must hold whole groups of completions.'
+            what = '"auto_find_batch_size" is not supported: a generation must consist of whole groups of completions.'
             raise UserError(what, remedy="Lower per_device_train_batch_size.", option="auto_find_batch_size")
         choices = self.choices()
         steps = choices.steps_per_generation or self.gradient_accumulation_steps
@@ -235,39 +234,41 @@ class GRPOConfig(RolloutConfig):
 
     stage: ClassVar[str] = "grpo"
 
-    loss_type: str = option("dapo", "The loss.", choices=LOSSES)
+    loss_type: str = option("dapo", "Loss type.", choices=LOSSES)
     delta: float | None = option(
         None, "Upper bound of the ratio of completions with a negative advantage (two-sided clipping).", gt=1
     )
     importance_sampling_level: str = option(
-        "token", "Whether the probability ratio is one of each token, or of the whole completion (GSPO).",
+        "token", "Level of the probability ratio: each token, or the whole completion (GSPO).",
         choices=("token", "sequence"),
     )  # fmt: skip
-    sapo_temperature_neg: float = option(1.05, "Temperature of SAPO for other advantages.", gt=0)
+    sapo_temperature_neg: float = option(1.05, "Temperature of SAPO for negative advantages.", gt=0)
     sapo_temperature_pos: float = option(1.0, "Temperature of SAPO for positive advantages.", gt=0)
     vespo_k_pos: float = option(2.0, "Exponent k of VESPO for advantages of at least 0.", ge=0)
     vespo_lambda_pos: float = option(3.0, "Decay λ of VESPO for advantages of at least 0.", ge=0)
     vespo_k_neg: float = option(3.0, "Exponent k of VESPO for negative advantages.", ge=0)
     vespo_lambda_neg: float = option(2.0, "Decay λ of VESPO for negative advantages.", ge=0)
     multi_objective_aggregation: str = option(
-        "sum_then_normalize", "Whether rewards are summed before they are normalized, or after (GDPO).",
+        "sum_then_normalize", "Order of summing and normalizing several rewards; normalize_then_sum is GDPO.",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )  # fmt: skip
     scale_rewards: str = option(
-        "group", "What the advantages are divided by: the standard deviation of a group or of a batch, or none.",
+        "group", "Divide the advantages by the standard deviation of the rewards of a group or batch, or by nothing.",
         choices=("group", "batch", "none"),
     )  # fmt: skip
     top_entropy_quantile: float = option(
-        1.0, "Share of the tokens, those with the highest entropy, that the policy loss uses.", gt=0, le=1
+        1.0, "Fraction of the tokens, by descending entropy, that contribute to the policy loss.", gt=0, le=1
     )
     entropy_coef: float = option(0.0, "Coefficient of the entropy bonus.", ge=0)
-    use_adaptive_entropy: bool = option(False, "Adapt entropy_coef after each step, to keep the entropy at its target.")
+    use_adaptive_entropy: bool = option(
+        False, "Adapt entropy_coef after each step to keep the entropy at entropy_target."
+    )
     entropy_coef_min: float = option(0.0, "Lower bound of an adaptive entropy_coef.", ge=0)
     entropy_coef_max: float = option(1.0, "Upper bound of an adaptive entropy_coef.", ge=0)
     entropy_coef_delta: float = option(0.005, "Change of an adaptive entropy_coef per step.", gt=0)
-    entropy_target: float = option(0.2, "Entropy per token that an adaptive entropy_coef aims at.", ge=0, unit="nats")
+    entropy_target: float = option(0.2, "Target entropy per token of an adaptive entropy_coef.", ge=0, unit="nats")
     off_policy_mask_threshold: float | None = option(
-        None, "Leave completions with a negative advantage out once their mean log-ratio exceeds this value.", ge=0
+        None, "Exclude completions with a negative advantage whose mean log-ratio exceeds this value.", ge=0
     )
     use_bias_correction_kl: bool = option(True, "Multiply the KL divergence by the probability ratio.")
 
@@ -287,7 +288,9 @@ class RLOOConfig(RolloutConfig):
     num_generations: int = option(2, "Number of completions per prompt.", ge=1)
     beta: float = option(0.05, "Coefficient of the KL divergence from the reference model.", ge=0)
     reward_clip_range: tuple[float, float] | None = option(None, "Lower and upper bound of the reward of a completion.")
-    normalize_advantages: bool = option(False, "Normalize the advantages of a generation to mean 0 and deviation 1.")
+    normalize_advantages: bool = option(
+        False, "Normalize the advantages of a generation to mean 0 and standard deviation 1."
+    )
 
 
 for _kind in (GRPOConfig, RLOOConfig):

@@ -68,7 +68,7 @@ def prompt_rows(
     if not is_list and not (is_datasets_set(dataset) and hasattr(dataset, "__len__")):
         kind = type(dataset).__name__
         raise NotImplementedError(
-            f"The {name} dataset must be a datasets.Dataset: its prompts are known by their numbers. Received: {kind}."
+            f"The {name} dataset must be a datasets.Dataset: prompts are accessed by index. Received: {kind}."
         )
     if not is_list and "prompt" not in dataset.column_names:
         columns = ", ".join(dataset.column_names)
@@ -81,7 +81,7 @@ def prompt_rows(
     rows = objective.encode(examples, stats)
     kept: list[Row] = [{**row, "row": at} for at, row in enumerate(rows) if row is not None]
     if not kept:
-        raise UserError(f"The {name} dataset has no prompt that could be answered.")
+        raise UserError(f"The {name} dataset has no usable prompts.")
     if len(kept) < len(rows):
         dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts of the {name} dataset were dropped"
         logger.warning(f"{dropped}: they are empty or too long.")

@@ -63,11 +63,11 @@ class ToolDialogue:
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
         self.tokenizer, self.tools, self.variables = tokenizer, list(tools), dict(variables)
         if not tokenizer.chat_template:
-            raise UserError("Tools need a chat template, and the tokenizer has none.", option="tools")
+            raise UserError("Tools require a chat template, but the tokenizer has none.", option="tools")
         self.form: ReplyForm = form_of_jinja(JinjaFormat(tokenizer.chat_template, _Plain(), tokenizer, "own"))
         if self.form.reader is None:
-            what = "The chat template has no tool calls, or an unknown format of tool calls."
-            raise UserError(what, remedy="Set the chat template of a model that calls tools.", option="tools")
+            what = "The chat template has no tool calls, or uses an unknown format for them."
+            raise UserError(what, remedy="Use the chat template of a model that supports tool calls.", option="tools")
         self.offered = _AnyName(schemas_of(self.tools))
         self.results_of([{"role": "tool", "name": next(iter(self.offered), "tool"), "content": "1"}])
 
@@ -85,9 +85,11 @@ class ToolDialogue:
         if eos in before:
             before = before[: len(before) - before[::-1].index(eos)]
         if whole[: len(before)] != before:
-            what = "The chat template writes a turn otherwise once a tool's result follows it, so a completion of "
-            what += "several turns would not be the conversation that the model saw."
-            raise UserError(what, remedy="Set a chat template that keeps earlier turns as they are.", option="tools")
+            what = (
+                "The chat template changes an assistant turn when a tool result follows it, so completions of several "
+            )
+            what += "turns would differ from what the model generated."
+            raise UserError(what, remedy="Use a chat template that leaves earlier turns unchanged.", option="tools")
         return whole[len(before) :]
 
     def message_of(self, prompt: Sequence[int], ids: Sequence[int], stops: frozenset[int]) -> dict[str, Any]:
