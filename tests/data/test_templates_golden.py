@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "function", "observation": "observation"}
 # No golden row is exempt: of what LLaMA-Factory is known to do wrong, the rows show only that template "empty" trains
-# no eos, and burnish does the same where that template is named (docs/decisions/0010-templates-as-data.md).
+# no eos, and burnish does the same where that template is named (docs/decisions/0010-chat-templates-as-data.md).
 EXEMPT: set[tuple[str, str]] = set()
 
 

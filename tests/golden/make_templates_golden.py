@@ -4,7 +4,7 @@
 
 Only its formatters, template classes and supervised processor run; the table of templates is burnish's own, which
 another test holds against LLaMA-Factory's. Rows are kept as hashes, tool texts in full. What burnish does otherwise
-on purpose is left out: granite4's observation and llama3's date (docs/decisions/0010-templates-as-data.md).
+on purpose is left out: granite4's observation and llama3's date (docs/decisions/0010-chat-templates-as-data.md).
 """
 
 # ruff: noqa: E402  llamafactory's package imports need stand-ins first

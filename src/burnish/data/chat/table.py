@@ -10,7 +10,7 @@ A list of slots defines how a message is written. Each slot is one of:
 Slots are tokenized separately, so that no token spans two of them. A list of one slot may be written without brackets.
 
 Texts and flags are those of LLaMA-Factory as of August 2026 (src/llamafactory/data/template.py), except for the two
-errors described in docs/decisions/0010-templates-as-data.md.
+errors described in docs/decisions/0010-chat-templates-as-data.md.
 """
 
 from __future__ import annotations
