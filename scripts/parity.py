@@ -225,8 +225,8 @@ class WeightedLoss:
 
 lm, classifier = seeded(gpt2), seeded(lambda: bert("SequenceClassification", num_labels=3))
 GROUPED = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
-ONE_RULE = "this model's loss is a mean whatever it is told; transformers adds the means of the micro-batches up"
-BUNDLED = "transformers adds the gradient of the last, incomplete group to the next step; here it is a step"
+ONE_RULE = "the model's loss ignores num_items_in_batch; transformers adds the means of micro-batches"
+BUNDLED = "transformers adds the gradient of the last incomplete group to the next step"
 
 CASES = [
     Case("causal LM, dropout", lm, text_rows),

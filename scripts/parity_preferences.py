@@ -161,7 +161,7 @@ def classifier_lora() -> dict[str, Any]:
 
 TWO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 RAGGED = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-SHORT = "64 pairs are no multiple of 6: TRL's last, short micro-batch weighs as much as a full one"
+SHORT = "64 is not a multiple of 6, and TRL gives the short last micro-batch the weight of a full one"
 
 
 def dpo(name: str, records: Callable[[], list[dict[str, Any]]] = pairs, **more: Any) -> Case:
@@ -176,58 +176,58 @@ def smoothed(name: str) -> dict[str, Any]:
 PLAIN_LOSSES = ("hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
                 "sigmoid_norm")  # fmt: skip
 DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
-_BIAS = "weights: the bias of the head, which cancels in the loss; its gradient is rounding"
-_SMOOTHED = "TRL 1.16 reads label_smoothing for other losses, and for sigmoid not"
+_BIAS = "weights: the bias of the head cancels in the loss, so its gradient is rounding error"
+_SMOOTHED = "TRL 1.16 ignores label_smoothing for sigmoid"
 
 CASES = [
     dpo("sigmoid"),
     dpo("texts", texts),
     dpo("implicit prompts", implicit),
-    dpo("cut to 40 tokens", max_length=40),
-    dpo("two micro-batches", **TWO, differs="entropy and accuracy: means over tokens, TRL's over micro-batches"),
+    dpo("truncated to 40 tokens", max_length=40),
+    dpo("two micro-batches", **TWO, differs="entropy and accuracy are means over tokens, in TRL over micro-batches"),
     dpo("two micro-batches of three", **RAGGED, differs=SHORT),
     dpo("LoRA", trainer=lora),
-    dpo("a second model", trainer=second),
-    dpo("asked beforehand", trainer=second, precompute_ref_log_probs=True),
-    dpo("a reference that moves", sync_ref_model=True, ref_model_sync_steps=7),
+    dpo("separate reference model", trainer=second),
+    dpo("precomputed reference", trainer=second, precompute_ref_log_probs=True),
+    dpo("synchronized reference", sync_ref_model=True, ref_model_sync_steps=7),
     dpo("GPT-2", model=gpt2, learning_rate=1e-4),
     dpo("mixture of experts", model=mixture),
     *(dpo(name, loss_type=[name]) for name in PLAIN_LOSSES),
-    dpo("discopop", loss_type=["discopop"], differs="its temperature of 0.05 makes twenty times of rounding"),
-    dpo("sft", loss_type=["sft"], differs="no reference is asked: rewards are those of the policy alone"),
+    dpo("discopop", loss_type=["discopop"], differs="its temperature of 0.05 amplifies rounding errors 20 times"),
+    dpo("sft", loss_type=["sft"], differs="burnish uses no reference: rewards are those of the policy alone"),
     *(dpo(name, **smoothed(name)) for name in ("robust", "exo_pair")),
     dpo("sigmoid, smoothed", **smoothed("sigmoid"), differs=_SMOOTHED),
-    dpo("aot, two micro-batches", loss_type=["aot"], **TWO, differs="TRL sorts the pairs of a micro-batch"),
-    dpo("sft, two micro-batches", loss_type=["sft"], **TWO, differs="TRL's token mean is one of the micro-batch"),
+    dpo("aot, two micro-batches", loss_type=["aot"], **TWO, differs="TRL sorts within a micro-batch"),
+    dpo("sft, two micro-batches", loss_type=["sft"], **TWO, differs="TRL averages over the tokens of a micro-batch"),
     dpo("three losses", loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0]),
     *(dpo(name, f_divergence_type=name, trainer=second) for name in DIVERGENCES),
     dpo("LD-DPO", ld_alpha=0.5),
     dpo("WPO", use_weighting=True),
     Case("KTO", "trl", "KTO", {}, verdicts, takes_rows=True),
-    Case("KTO, its own other answers", "trl", "KTO", {}, verdicts,
-         differs="the record before in the set, not in the micro-batch: another z"),
+    Case("KTO, burnish's mismatched completions", "trl", "KTO", {}, verdicts,
+         differs="the previous record of the dataset, not of the micro-batch, gives another KL term"),
     Case("KTO, two micro-batches", "trl", "KTO", TWO, verdicts, takes_rows=True,
-         differs="z is a mean over the step, TRL's over the micro-batch"),
+         differs="the KL term is a mean over the step, in TRL over the micro-batch"),
     Case("KTO, LoRA", "trl", "KTO", {}, verdicts, lora, takes_rows=True),
     Case("KTO, weights", "trl", "KTO", {"desirable_weight": 1.5, "undesirable_weight": 0.5}, verdicts, second,
          takes_rows=True),
-    Case("KTO, without a baseline", "trl", "KTO", {"loss_type": "apo_zero_unpaired"}, verdicts),
+    Case("KTO, without a KL term", "trl", "KTO", {"loss_type": "apo_zero_unpaired"}, verdicts),
     Case("reward", "trl", "Reward", {}, implicit, model=scorer),
-    Case("reward, margins and centring", "trl", "Reward", {"center_rewards_coefficient": 0.01}, with_margins,
+    Case("reward, margins and centering", "trl", "Reward", {"center_rewards_coefficient": 0.01}, with_margins,
          model=scorer),
     Case("reward, two micro-batches", "trl", "Reward", TWO, implicit, model=scorer,
-         differs="min_reward and max_reward are those of the step, TRL's the means of the micro-batches'"),
+         differs="min_reward and max_reward are those of the step, in TRL means over micro-batches"),
     Case("reward, LoRA", "trl", "Reward", {}, implicit, classifier_lora, scorer),
-    Case("ORPO", "trl", "ORPO", {}, texts, differs="TRL learns the prompt of a chosen answer too"),
-    Case("ORPO, nothing learned", "trl", "ORPO", {"learning_rate": 0.0}, texts,
-         differs="the same: the loss has the prompt in it there, the log odds agree"),
+    Case("ORPO", "trl", "ORPO", {}, texts, differs="TRL trains on the prompt of chosen responses too"),
+    Case("ORPO, learning rate 0", "trl", "ORPO", {"learning_rate": 0.0}, texts,
+         differs="TRL's loss includes the prompt; the log odds agree"),
     Case("CPO", "trl", "CPO", {}, texts),
-    Case("CPO, conversations", "trl", "CPO", {}, pairs, differs="TRL adds an end token behind that of the template"),
+    Case("CPO, conversations", "trl", "CPO", {}, pairs, differs="TRL adds an EOS token after that of the template"),
     Case("CPO, hinge", "trl", "CPO", {"loss_type": "hinge"}, texts),
     Case("CPO, IPO", "trl", "CPO", {"loss_type": "ipo"}, texts),
     Case("CPO, SimPO", "trl", "CPO", {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0}, texts),
     Case("CPO, AlphaPO", "trl", "CPO", {"loss_type": "alphapo", "alpha": 0.1, "beta": 2.0}, texts),
-    Case("CPO, two micro-batches", "trl", "CPO", TWO, texts, differs="TRL's token mean is one of the micro-batch"),
+    Case("CPO, two micro-batches", "trl", "CPO", TWO, texts, differs="TRL averages over the tokens of a micro-batch"),
     *(
         Case(f"dpo, {name}", "llamafactory", "dpo", more)
         for name, more in {
@@ -239,16 +239,16 @@ CASES = [
     ),
     *(
         Case(f"dpo, {name}", "llamafactory", "dpo", {"pref_loss": name},
-             differs=f"LLaMA-Factory trains sigmoid under the name {name}")
+             differs=f"LLaMA-Factory uses sigmoid for {name}")
         for name in ("hinge", "ipo")
     ),
     Case("dpo, LD-DPO", "llamafactory", "dpo", {"ld_alpha": 0.5},
-         differs="LLaMA-Factory weighs the policy's tokens only"),
+         differs="LLaMA-Factory weights the policy's tokens only"),
     Case("kto", "llamafactory", "kto"),
     Case("kto, LoRA", "llamafactory", "kto", {"finetuning_type": "lora"}),
     Case("kto, weights", "llamafactory", "kto", {"kto_chosen_weight": 1.5, "kto_rejected_weight": 0.5}),
     Case("kto, two micro-batches", "llamafactory", "kto", TWO,
-         differs="z and means are those of the step, LLaMA-Factory's of the micro-batch"),
+         differs="KL term and means are those of the step, in LLaMA-Factory of the micro-batch"),
     Case("rm", "llamafactory", "rm", differs=_BIAS),
     Case("rm, LoRA", "llamafactory", "rm", {"finetuning_type": "lora"}, differs=_BIAS),
 ]  # fmt: skip

@@ -35,11 +35,11 @@ PEERS = {
 DOCUMENT = Path(__file__).parents[1] / "docs" / "parity.md"
 BEGIN, END = "<!-- table: made by scripts/peer_methods.py -->", "<!-- end of table -->"
 REASONS = {
-    "The loop is `burnish/loop/loop.py`: there is no such step to replace. A callback sees the same events.": (
+    "The loop is `burnish/loop/loop.py`: it has no such method. Callbacks receive the same events.": (
         "_inner_training_loop", "_run_epoch", "_prepare_for_training", "_init_training_state", "_evaluate",
         "_maybe_log_save_evaluate", "_track_num_input_tokens", "_update_auto_batch_size", "_determine_best_metric",
     ),
-    "The engine (`burnish/parallel`) wraps the model and clips; `on_pre_optimizer_step` sees the gradients.": (
+    "The engine (`burnish/parallel`) wraps the model and clips; `on_pre_optimizer_step` has access to the gradients.": (
         "_wrap_model", "_build_accelerator_args", "_clip_grad_norm", "_get_grad_norm", "_has_mixed_mesh_grads",
         "_mixed_mesh_grad_norm", "_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters",
     ),
@@ -52,12 +52,12 @@ REASONS = {
     "burnish has no tensor, context or sequence parallelism.": (
         "get_tp_size", "get_cp_size", "get_sp_size", "_prepare_context_parallel_inputs",
     ),
-    "Generated ids are padded when batches are joined.": ("_pad_tensors_to_max_len",),
-    "Nothing is sent anywhere.": ("_send_telemetry",),
-    "A check of the constructor, in burnish's words.": ("_reject_skip_prepare_without_labels",),
+    "Generated ids are padded when batches are concatenated.": ("_pad_tensors_to_max_len",),
+    "No telemetry.": ("_send_telemetry",),
+    "The constructor checks this.": ("_reject_skip_prepare_without_labels",),
     "Only causal language models are supported.": ("_shift_right",),
-    "`generate_during_eval` is refused: `burnish predict` generates.": ("generate_from_model",),
-    "A generation is made by `burnish/rollouts`; `rollout_func` of the constructor replaces it.": (
+    "`generate_during_eval` is not supported. Use `burnish predict`.": ("generate_from_model",),
+    "`burnish/rollouts` generates completions; pass `rollout_func` to replace it.": (
         "_generate", "_generate_and_score_completions", "_generate_single_turn", "_tokenize_prompts",
         "_tool_call_loop", "_get_tool_suffix_ids",
     ),
@@ -65,10 +65,10 @@ REASONS = {
         "_compute_loss", "_get_per_token_logps_and_entropies", "get_gamma_weights", "get_high_entropy_mask",
         "get_off_policy_mask",
     ),
-    "An evaluation completes prompts; a reward function sees every column of a record.": (
+    "Evaluation generates completions; reward functions receive all columns of a record.": (
         "prediction_step", "_remove_unused_columns",
     ),
-    "Handed to reward functions as `log_extra` and `log_metric`.": ("_log_completion_extra", "_log_metric"),
+    "Passed to reward functions as `log_extra` and `log_metric`.": ("_log_completion_extra", "_log_metric"),
 }  # fmt: skip
 """Why burnish does not call a method -> the methods."""
 

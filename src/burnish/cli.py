@@ -269,7 +269,7 @@ COMMANDS: dict[str, Command] = {
         _WEB,
     ),
     "webchat": Command(
-        "PATH [key=value ...]", "web UI, opened at a chat with one model", "serve.page.command:webchat", _WEB
+        "PATH [key=value ...]", "open the web UI in a chat with one model", "serve.page.command:webchat", _WEB
     ),
     "runs": Command(
         "[FOLDER ...] [--json]", "list runs under the given folders and their status", "serve.page.runs.listing:runs"

@@ -97,7 +97,7 @@ CASES = [
     (name(["data:image/png;base64,iV*"]), {}, "invalid base64"),
     (None, {"image_max_pixels": 100, "image_min_pixels": 50}, "is smaller than one patch of this model (784)"),
     (None, {"image_max_pixels": 100}, "image_max_pixels (100) is below image_min_pixels (1024)"),
-    (None, {"template": "gemma3"}, "template gemma3 writes <image_soft_token>, the model qwen2_5_vl expects"),
+    (None, {"template": "gemma3"}, "template gemma3 uses the placeholder <image_soft_token>, but qwen2_5_vl uses"),
     (None, {"lora_target": "qkv"}, "those of that name are in a part that is frozen"),
     (None, {"freeze_language_model": "true"}, "are all frozen: nothing is left to train"),
     (None, {"cutoff_len": 8}, "cutoff_len would cut through an image"),
@@ -121,7 +121,7 @@ def test_a_row_with_a_damaged_image_is_left_out_on_demand(model, tmp_path, monke
     cut(tmp_path, made)
     options = {"on_bad_record": "drop", "max_steps": 4 // batch, "per_device_train_batch_size": batch}
     assert main(given(model, tmp_path, made, **options)) == 0
-    assert "Its row is left out of the step (1 so far, on_bad_record: drop)." in " ".join(
+    assert "Its example is excluded from the step (1 so far, on_bad_record: drop)." in " ".join(
         capsys.readouterr().err.split()
     )
 

@@ -160,7 +160,7 @@ def test_a_model_without_a_family_is_written_by_its_own_processor(folder):
     model, composed = idefics2()
     found = family(model.config, composed, is_given=True)
     assert isinstance(found, AnyFamily)
-    assert "Idefics2Processor writes them" in found.note
+    assert "are those of transformers' Idefics2Processor" in found.note
     example = asked(folder, "What is ", NAMES[0], " and ", NAMES[2], " now?")
     (row,) = PlainTemplate(PlainOptions(None, "keep_start"), found.tokenizer, found).encode([example], DataStats())
     chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)

@@ -181,7 +181,7 @@ def test_a_file_that_is_no_image_is_refused_by_what_it_begins_with(folder):
 
 
 def test_a_model_of_text_refuses_images_by_its_name(folder):
-    with pytest.raises(UserError, match=r'contains images .*"images".*, but qwen2 reads text only'):
+    with pytest.raises(UserError, match=r'contains images .*"images".*, but qwen2 is a text-only model'):
         read(bad(), folder, model_type="qwen2")
 
 

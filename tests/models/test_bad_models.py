@@ -290,7 +290,7 @@ def test_more_layers_in_the_config_than_in_the_weights_is_fatal(tmp_path):
 def test_a_shape_that_is_not_the_configs_is_named_with_both(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", intermediate_size=32)
     (found,) = told(tmp_path)
-    assert "model.layers.0.mlp.down_proj.weight is 16x24 in the weights and 16x32 by the config, and 5 more" in found
+    assert "model.layers.0.mlp.down_proj.weight is 16x24 in the weights but 16x32 in the config, and 5 more" in found
     with pytest.raises(UserError, match="16x24 in the weights"):
         load_model(ModelOptions(model_name_or_path=str(tmp_path)))
 

@@ -53,7 +53,7 @@ class ApiOptions:
     allow_image_urls: list[str] = option(
         [],
         "Hosts from which image URLs of requests are fetched, such as images.example.org. Only public addresses are "
-        "allowed, and redirects are not followed. Default: none.",
+        "allowed, and redirects are not followed.",
     )
     media_root: str | None = option(
         None,
