@@ -116,7 +116,7 @@ def continuously(ends: ExitStack) -> Way:
 
 
 WAYS: dict[str, Callable[[ExitStack], Way]] = {
-    "burnish, over slots": over_slots,
+    "burnish": over_slots,
     "transformers, generate in batches": in_batches,
     "transformers, generate one by one": one_by_one,
     "transformers, continuous batching": continuously,

@@ -31,7 +31,7 @@ def where(rounds: Sequence[Round], words: Sequence[str], count: int) -> str:
     named = ", ".join(f"{library} {' and '.join(sorted(numbers))}" for library, numbers in sorted(versions.items()))
     return (
         f"{datetime.now(UTC):%Y-%m-%d}; {processor()}; {count} round{'s' * (count > 1)}; {named}. "
-        f'Again with: `make bench WHAT="{" ".join(words)}"`.'
+        f'Reproduce with: `make bench WHAT="{" ".join(words)}"`.'
     )
 
 

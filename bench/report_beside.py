@@ -30,7 +30,7 @@ def help_seconds(count: int = 9) -> float:
 
 
 def start(rounds: Sequence[Round]) -> str:
-    """From the command to the first step."""
+    """From the command until the first step."""
     ready = named("ready_cpu_s")
     lines = table(
         rounds,
@@ -38,19 +38,21 @@ def start(rounds: Sequence[Round]) -> str:
             "processor s": amount(rounds, ready, ".1f"),
             "burnish's to it": lambda name: ratios(rounds, OURS, name, ready),
             "wall s": amount(rounds, "ready_wall_s", ".1f"),
-            "memory then, GB": amount(rounds, "ready_bytes", unit=GB),
+            "memory of the second, GB": amount(rounds, "ready_bytes", unit=GB),
         },
         "setting",
     )
     return (
-        "From the start of the process to the first step: imports, model, rows (LLaMA-Factory and burnish encode them, "
-        f"TRL and transformers are handed token ids).\n\n{lines}\n\n"
+        "From the start of the process until the first step: "
+        "imports, model, data (LLaMA-Factory and burnish tokenize it, TRL and transformers receive token "
+        "ids)."
+        f"\n\n{lines}\n\n"
         f"`burnish --help` answers in {help_seconds():.2f} s (wall, median of nine)."
     )
 
 
 def rows(rounds: Sequence[Round]) -> str:
-    """From the command to the first step of a set of many rows, and the same once more."""
+    """From the command until the first step of a set of many rows, and the same once more."""
     first, again = named("ready_cpu_s"), named("again_ready_cpu_s")
     lines = table(
         rounds,
@@ -58,15 +60,15 @@ def rows(rounds: Sequence[Round]) -> str:
             "processor s": amount(rounds, first, ".1f"),
             "wall s": amount(rounds, "ready_wall_s", ".1f"),
             "peak memory, GB": amount(rounds, "ready_peak_bytes", unit=GB),
-            "once more, processor s": amount(rounds, again, ".1f"),
-            "wall s then": amount(rounds, "again_ready_wall_s", ".1f"),
+            "second start, processor s": amount(rounds, again, ".1f"),
+            "wall s of the second": amount(rounds, "again_ready_wall_s", ".1f"),
             "to the first": amount(rounds, lambda figures: again(figures) / first(figures)),
         },
         "burnish, bf16",
     )
     return (
-        "From the start of the process to the first step, and the same command once more: it reads the rows that the "
-        "first has left in the cache. Streamed rows are encoded when they are used and not cached.\n\n"
+        "From the start of the process until the first step, and the same command again, which reads the cached rows. "
+        "Streamed rows are tokenized on demand and not cached.\n\n"
         f"{lines}"
     )
 
@@ -78,10 +80,11 @@ def packing(rounds: Sequence[Round]) -> str:
     }
     lines = table(rounds, {**filled, "processor s": amount(rounds, "pack_cpu_s")})
     return (
-        "Best-fit packs of 10,000 rows with log-normal lengths, 200 tokens in the median and a pack at most: burnish "
-        "packs the whole set, the others each thousand rows for themselves, as they map a set if nothing else is "
-        "asked. What it takes, for all three capacities: TRL and burnish from rows to packs, LLaMA-Factory, which "
-        f"packs while it encodes, the choice of the rows alone.\n\n{lines}"
+        "Best-fit packs of 10,000 rows with log-normal lengths, 200 tokens in the median and a pack at most: "
+        "burnish packs the whole dataset, the others blocks of a thousand rows, their default. Time for all "
+        "three capacities: TRL and burnish from rows to packs; for LLaMA-Factory, which packs during "
+        "tokenization, only the assignment of rows."
+        f"\n\n{lines}"
     )
 
 
@@ -97,12 +100,14 @@ def checkpoint(rounds: Sequence[Round]) -> str:
     shares = [ratios(rounds, "burnish", "transformers", figure) for figure in (wait, wait_cpu)]
     lines = table(
         rounds,
-        {"wall s": amount(rounds, wait), "processor s of the thread that trains": amount(rounds, wait_cpu)},
+        {"wall s": amount(rounds, wait), "processor s of the training thread": amount(rounds, wait_cpu)},
     )
     return (
         "Time between the end of a step and `on_save`, for a checkpoint with weights, optimizer, schedule and random "
-        "numbers every three steps of short rows, and what the next update then waits for its copies; the median of a "
-        "run. burnish writes while it trains on, and waits for the last one at the end of the run.\n\n"
+        "numbers every three steps of short rows, "
+        "and the time that the next update waits for copies of the state; median of a run. burnish writes "
+        "while training continues, and waits for the last checkpoint at the end of the run."
+        "\n\n"
         f"{lines}\n{line(['burnish to transformers', *shares])}"
     )
 
@@ -121,24 +126,25 @@ def processes(rounds: Sequence[Round]) -> str:
         rounds,
         {
             "labels / processor s": amount(rounds, speed, ".0f"),
-            "to one process": of_two,
-            "burnish's rate to it": beside_ours(speed),
+            "relative to one process": of_two,
+            "rate of burnish relative to it": beside_ours(speed),
             "peak memory of a process, GB": amount(rounds, "steps_peak_bytes", unit=GB),
             "burnish's to it": beside_ours(named("steps_peak_bytes")),
             "with the checkpoint, GB": amount(rounds, peak, unit=GB),
-            "waiting for the other, %": amount(rounds, "waited_share", ".1f", unit=0.01),
-            "loop waits for the checkpoint, s": amount(rounds, lambda f: statistics.median(f["save_waits_s"])),
-            "on the disk after, s": amount(rounds, "ends_s"),
+            "waiting for the other process, %": amount(rounds, "waited_share", ".1f", unit=0.01),
+            "checkpoint blocks training, s": amount(rounds, lambda f: statistics.median(f["save_waits_s"])),
+            "written to disk after, s": amount(rounds, "ends_s"),
             "its size, MB": amount(rounds, "checkpoint_bytes", ".0f", unit=1e6),
         },
     )
     return (
         "Seven steps of the same rows, eight to a step, by one process or four by each of two (gloo, one thread each), "
         "then a checkpoint; the first step is not counted. The rate is of the labels and processor seconds of both "
-        "processes, the memory of the larger one. Waiting is the share of time in which the thread that trains neither "
-        "runs nor is ready to, in the collectives. The checkpoint is on the disk when the run may end: burnish hashes "
-        "its files and has them flushed by then, the others leave that to the system; while a run goes on, burnish "
-        f"writes beside it.\n\n{lines}"
+        "processes, the memory of the larger one. "
+        "Waiting is the share of time that the training thread is blocked in collective operations. The "
+        "checkpoint is on disk when the run can end: burnish hashes and flushes its files, the others leave "
+        "that to the operating system; during a run, burnish writes in the background."
+        f"\n\n{lines}"
     )
 
 
@@ -151,8 +157,10 @@ def resume(rounds: Sequence[Round]) -> str:
     columns = {f"after {step:,} steps, ms": amount(rounds, f"after_{step}_ms", ".0f") for step in STEPS}
     return (
         "A million rows, eight to a step: processor milliseconds from the beginning of the resumed epoch to its next "
-        "batch. transformers goes through the numbers of the batches that it skips, burnish to the position; the order "
-        f"of the rows is made anew by both.\n\n{table(rounds, columns)}"
+        "batch. "
+        "transformers iterates over the indices of skipped batches, burnish starts at the position; both "
+        "compute the order of the rows again."
+        f"\n\n{table(rounds, columns)}"
     )
 
 
@@ -166,12 +174,13 @@ def evaluation(rounds: Sequence[Round]) -> str:
             "peak of the evaluation, GB": amount(rounds, highest, unit=GB),
             "burnish's peak to it": beside(rounds, OURS, highest),
             "processor s": amount(rounds, taken, ".1f"),
-            "burnish's rate to it": beside(rounds, OURS, lambda figures: 1 / taken(figures)),
+            "rate of burnish relative to it": beside(rounds, OURS, lambda figures: 1 / taken(figures)),
         },
     )
     return (
-        "Two steps of eight rows, then an evaluation of all rows, eight at a time: the mean loss. The peak of the "
-        f"evaluation begins at what the training has left resident.\n\n{lines}"
+        "Two steps of eight rows, then an evaluation of all rows, eight at a time: the mean loss. "
+        "The peak of the evaluation includes memory that is still resident after training."
+        f"\n\n{lines}"
     )
 
 
@@ -186,16 +195,16 @@ def generation(rounds: Sequence[Round]) -> str:
         rounds,
         {
             "new tokens / processor s": amount(rounds, rate, ".0f"),
-            "burnish's rate to it": beside(rounds, ours, rate),
+            "rate of burnish relative to it": beside(rounds, ours, rate),
             "peak of the training, GB": amount(rounds, peak, unit=GB),
-            "peak of the answers, GB": amount(rounds, "prediction_peak_bytes", unit=GB),
+            "peak during generation, GB": amount(rounds, "prediction_peak_bytes", unit=GB),
         },
     )
     return (
-        "Two steps of eight rows, then the prompts of all rows answered in bfloat16, eight at a time, with 32 tokens "
-        "each, the likeliest: transformers' `generate` on the prompts in their order, and burnish's "
-        "`do_predict`, over seats; with a static cache it uses `generate`, for prompts of like length together. On a "
-        f"processor nothing is compiled for the static cache.\n\n{lines}"
+        "Two steps of eight rows, then 32 tokens for the prompts of all rows in bfloat16, eight at a time, with greedy "
+        "decoding: transformers' `generate` on the prompts in order, and burnish's `do_predict`. With a static cache "
+        "it uses `generate`, grouping prompts of similar length. On a CPU nothing is compiled for the static "
+        f"cache.\n\n{lines}"
     )
 
 
@@ -217,7 +226,7 @@ def answers(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
     columns: dict[str, Cell] = {}
     for kind in ("even", "uneven", "drawn"):
         columns[f"{kind}: tokens / s"] = amount(found, kind, ".0f")
-        columns["burnish's rate to it" + " " * len(columns)] = beside(found, OURS_OVER_SEATS, named(kind))
+        columns["rate of burnish relative to it" + " " * len(columns)] = beside(found, OURS_OVER_SLOTS, named(kind))
     lines = table(found, {**columns, "same ids, %": amount(found, "same", ".0f")})
     failed = {way: kinds["failed"] for way, kinds in rounds[0].items() if "failed" in kinds}
     said = "".join(f"\n{way} failed: {why}" for way, why in failed.items())
@@ -230,7 +239,7 @@ def answers(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
     )
 
 
-OURS_OVER_SEATS = "burnish, over seats"
+OURS_OVER_SLOTS = "burnish"
 
 
 def serve(rounds: Sequence[Round], alone: Figures) -> str:
@@ -240,11 +249,11 @@ def serve(rounds: Sequence[Round], alone: Figures) -> str:
         {
             "socket open, s": amount(rounds, "open_s", ".1f"),
             "first answer, s": amount(rounds, "ready_s", ".1f"),
-            "memory then, GB": amount(rounds, "loaded_bytes", unit=GB),
+            "memory of the second, GB": amount(rounds, "loaded_bytes", unit=GB),
             "tokens / s of 8 streams": amount(rounds, "tokens_per_s", ".0f"),
             "tokens / processor s": amount(rounds, "tokens_per_cpu_s", ".0f"),
-            "first token beside a prompt of 4,000, s": amount(rounds, "first_s"),
-            "in pieces of 512": amount(rounds, "pieces", ".1f"),
+            "first token while a prompt of 4,000 tokens is read, s": amount(rounds, "first_s"),
+            "in chunks of 512": amount(rounds, "pieces", ".1f"),
             "small model: ms a step of 8 streams": amount(rounds, "small_token_s", ".1f", 1e-3),
             "processor ms": amount(rounds, "small_token_cpu_s", ".1f", 1e-3),
             "memory after 1,000 requests, MB more": amount(rounds, "grown_bytes", ".1f", 1e6),
@@ -257,8 +266,9 @@ def serve(rounds: Sequence[Round], alone: Figures) -> str:
     failed = {name: figures["failed"] for name, figures in rounds[0].items() if "failed" in figures}
     said = "".join(f"\n\n`{name}` failed: {why.strip().splitlines()[-1]}" for name, why in failed.items())
     return (
-        "The same model behind `POST /v1/chat/completions`, one thread, greedy, by the clock. A step is one token of "
-        "each of eight streams; on a model whose pass takes next to nothing it is what a server needs by itself. "
+        "The same model behind `POST /v1/chat/completions`, one thread, greedy, by the clock. "
+        "A step is one token of each of eight streams; with a very small model this is the overhead of the "
+        "server. "
         f"burnish's engine alone takes {1e3 * alone['small_token_s']:.1f} ms for that step, so the server adds "
         f"{1e3 * added[0]:.1f} ms; of processors {1e3 * added[1]:.1f} ms. A seat takes "
         f"{alone['seat_bytes_per_token'] / 1024:.0f} KiB a token of this model.\n\n{lines}{said}"
@@ -271,11 +281,12 @@ def encoding(rounds: Sequence[Round]) -> str:
         rounds,
         {
             "conversations / processor s": amount(rounds, rate, ".0f"),
-            "burnish's rate to it": lambda name: ratios(rounds, "burnish", name, rate),
+            "rate of burnish relative to it": lambda name: ratios(rounds, "burnish", name, rate),
             "peak memory, GB": amount(rounds, peak, unit=GB),
         },
     )
     return (
-        "Conversations of a question and an answer, with their template and the mask of what is learned, in one "
-        f"process without a cache.\n\n{lines}"
+        "Conversations of a prompt and a response, with chat template and labels, in one process without a "
+        "cache."
+        f"\n\n{lines}"
     )

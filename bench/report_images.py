@@ -15,7 +15,7 @@ from train_images import ROWS_PER_STEP
 
 
 def images(steps: Sequence[Round], starts: Sequence[Round], facts: Figures, num_photos: int) -> str:
-    """Rate and memory of the steps, and the time to the first step of many photos."""
+    """Rate and memory of the steps, and the time until the first step of many photos."""
     return "\n\n".join([_described(facts), _steps(steps), _best(steps), _start(starts, num_photos)])
 
 
@@ -25,7 +25,7 @@ def _described(facts: Figures) -> str:
         f"A Qwen2.5-VL shape of {facts['weights'] / 1e6:.1f}M weights; {facts['rows']} rows with a JPEG each ({sizes} "
         f"in turn), resized to {MOST_PIXELS:,} pixels at most by the image processor, {ROWS_PER_STEP} rows to a step; "
         "LoRA on the language model, vision tower frozen, bfloat16, one thread for products. TRL and LLaMA-Factory use "
-        "torchvision for images, burnish Pillow. A process of its own each; the first step is not counted."
+        "torchvision for images, burnish Pillow. Each runs in a separate process; the first step is not counted."
     )
 
 
@@ -38,10 +38,10 @@ def _steps(rounds: Sequence[Round]) -> str:
         rounds,
         {
             "processor s a step": amount(rounds, _step_s),
-            "burnish's rate to it": beside(rounds, IMAGES_OURS, speed),
+            "rate of burnish relative to it": beside(rounds, IMAGES_OURS, speed),
             "wall s a step": amount(rounds, lambda figures: figures["wall_s"] / figures["steps"]),
             "peak memory, GB": amount(rounds, peak, unit=GB),
-            "burnish's memory to it": beside(rounds, IMAGES_OURS, peak),
+            "memory of burnish relative to it": beside(rounds, IMAGES_OURS, peak),
             "mean loss": amount(rounds, "loss"),
         },
         "setting",
@@ -51,7 +51,17 @@ def _steps(rounds: Sequence[Round]) -> str:
 def _best(rounds: Sequence[Round]) -> str:
     """burnish beside the fastest setting of each peer, and beside its leanest."""
     settings = of_images(is_start=False)
-    lines = [line(["peer", "its fastest setting", "burnish's rate to it", "its leanest setting", "memory to it"])]
+    lines = [
+        line(
+            [
+                "peer",
+                "fastest setting",
+                "rate of burnish relative to it",
+                "setting with the least memory",
+                "memory relative to it",
+            ]
+        )
+    ]
     lines.append("|---|---|---:|---|---:|")
     for peer, library in PEERS.items():
         best, lean = fastest(rounds, settings, library), leanest(rounds, settings, library)
@@ -68,13 +78,13 @@ def _start(rounds: Sequence[Round], num_photos: int) -> str:
         {
             "processor s": amount(rounds, ready, ".1f"),
             "wall s": amount(rounds, "ready_wall_s", ".1f"),
-            "its wall time to burnish's": lambda name: _times(rounds, name),
+            "wall time relative to burnish": lambda name: _times(rounds, name),
             "peak memory, GB": amount(rounds, "ready_peak_bytes", unit=GB),
         },
-        "to the first step",
+        "until the first step",
     )
     return (
-        f"From the start of the process to the first step with {num_photos:,} photos of 1280x960, nothing cached: "
+        f"From the start of the process until the first step with {num_photos:,} photos of 1280x960, nothing cached: "
         "LLaMA-Factory decodes and resizes every photo while it encodes, burnish reads headers, and TRL encodes in its "
         f"steps.\n\n{lines}"
     )

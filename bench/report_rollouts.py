@@ -41,7 +41,7 @@ def operations(facts: Figures, length: float) -> tuple[float, float]:
     products count for nobody.
 
     Args:
-        length: tokens of a completion in the mean.
+        length: tokens of a completion on average.
     """
     head = facts["vocabulary"] * facts["width"]
     prompt = (facts["tokens"] - facts["labels"]) / facts["rows"] / (GROUP * length)
@@ -69,16 +69,16 @@ def lengths(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figures
         rounds,
         {
             "step, processor s": amount(rounds, lambda f: f["cpu_s"] / f["steps"]),
-            "drawing, processor s": amount(rounds, lambda f: f["drawing_cpu_s"] / f["steps"]),
+            "generation, processor s": amount(rounds, lambda f: f["drawing_cpu_s"] / f["steps"]),
             "tokens / completion": amount(rounds, lambda f: f["labels"] / f["steps"] / COMPLETIONS, ".1f"),
             "tokens / processor s of a step": amount(rounds, speed, ".0f"),
             "to TRL's default": lambda name: ratios(rounds, name, BASE, speed),
-            "tokens / processor s of drawing": amount(rounds, drawn, ".0f"),
-            "drawing to TRL's default": lambda name: ratios(rounds, name, BASE, drawn),
+            "generated tokens / processor s": amount(rounds, drawn, ".0f"),
+            "generation relative to TRL's default": lambda name: ratios(rounds, name, BASE, drawn),
             "peak memory, GB": amount(rounds, peak, unit=GB),
-            "memory to it": lambda name: ratios(rounds, name, BASE, peak),
-            "of the limit, step, %": amount(rounds, share(0), ".0f"),
-            "of the limit, drawing, %": amount(rounds, share(1), ".0f"),
+            "memory relative to it": lambda name: ratios(rounds, name, BASE, peak),
+            "step, % of the limit": amount(rounds, share(0), ".0f"),
+            "generation, % of the limit": amount(rounds, share(1), ".0f"),
         },
         "setting",
     )
@@ -95,8 +95,8 @@ def beside_the_best(rounds: Sequence[Round], settings: Sequence[Setting]) -> str
         f"burnish to TRL's default: {ratios(rounds, OURS, BASE, speed)} times the rate of a step, "
         f"{ratios(rounds, OURS, BASE, drawn)} times that of drawing, {ratios(rounds, OURS, BASE, peak)} of the memory. "
         f"To the fastest of TRL ({best.removeprefix('TRL, ')}): {ratios(rounds, OURS, best, speed)} times the rate of "
-        f"a step; to the one that draws fastest ({draws.removeprefix('TRL, ')}): {ratios(rounds, OURS, draws, drawn)} "
-        "times that of drawing."
+        f"a step; to the fastest at generation ({draws.removeprefix('TRL, ')}): {ratios(rounds, OURS, draws, drawn)} "
+        "times that of generation."
     )
 
 
@@ -105,12 +105,12 @@ def rollouts(found: Sequence[tuple[str, Sequence[Round], Figures]], settings: Se
     facts = found[0][2]
     about = (
         f"GRPO of a {facts['family']} shape of {facts['weights'] / 1e6:.1f}M random weights; {COMPLETIONS} completions "
-        f"a step, {GROUP} to a prompt of {(facts['tokens'] - facts['labels']) / facts['rows']:.0f} tokens in the mean, "
-        "full training, AdamW, no reference model, one thread; a reward that takes no time. TRL's GRPOTrainer has its "
-        "defaults (bf16, gradient checkpointing, eight completions to a micro-batch) and other formats and "
-        "micro-batches. The limit is the arithmetic of the model's formula, each prompt counted once, at the rate of "
-        "products of square matrices in the same format. Completions are drawn at random, so their number of tokens "
-        "differs between the lines where they end by themselves; rates are per token."
+        f"a step, {GROUP} to a prompt of {(facts['tokens'] - facts['labels']) / facts['rows']:.0f} tokens on average, "
+        "full training, AdamW, no reference model, one thread; a reward that takes no time. "
+        "TRL's GRPOTrainer runs with its defaults (bf16, gradient checkpointing, eight completions per "
+        "micro-batch), and with other dtypes and micro-batches. The limit is the arithmetic of the model, with each "
+        "prompt counted once, at the speed of square matrix products in the same dtype. Completions are "
+        "sampled, so their number of tokens differs between the lines if they end early; rates are per token."
     )
     parts = [f"With {name}:\n\n{lengths(rounds, settings, facts)}" for name, rounds, facts in found]
     return "\n\n".join([about, *parts])

@@ -66,9 +66,9 @@ def training(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figure
         rounds,
         {
             "labels / processor s": amount(rounds, speed, ".0f"),
-            "ratio to TRL's default": lambda name: ratios(rounds, name, BASE, speed),
+            "relative to TRL's default": lambda name: ratios(rounds, name, BASE, speed),
             "peak memory, GB": lambda name: f"{highest(name) / GB:.2f}",
-            "above what must be there, GB": lambda name: f"{(highest(name) - there) / GB:.2f}",
+            "above the minimum, GB": lambda name: f"{(highest(name) - there) / GB:.2f}",
             "MFU": used,
             "mean loss": amount(rounds, "loss"),
         },
@@ -83,16 +83,17 @@ def described(facts: Figures, method: str) -> str:
     return (
         f"A {facts['family']} shape of {facts['weights'] / 1e6:.1f}M weights ({facts['layers']} layers of "
         f"{facts['width']}, vocabulary {facts['vocabulary']:,}); {facts['rows']} rows of "
-        f"{facts['tokens'] / facts['rows']:.0f} tokens in the mean, {facts['longest_row']} at most, "
-        f"{100 * facts['labels'] / facts['tokens']:.0f} % of them learned; eight rows to a step, or a pack "
-        f"of about as many; {adapter}, AdamW, one thread."
+        f"{facts['tokens'] / facts['rows']:.0f} tokens on average, {facts['longest_row']} at most, "
+        f"{100 * facts['labels'] / facts['tokens']:.0f} % of them trained; "
+        "eight rows per step, or a pack of about the same size; "
+        f"{adapter}, AdamW, one thread."
     )
 
 
 def beside_the_best(rounds: Sequence[Round], settings: Sequence[Setting], facts: Figures, method: str) -> list[str]:
-    """burnish beside the fastest setting of each peer, and beside its leanest."""
-    lines = ["| peer | its fastest setting | burnish's rate to it | its leanest setting | burnish's memory to it | "
-             "and above what must be there |", "|---|---|---:|---|---:|---:|"]  # fmt: skip
+    """burnish compared with the fastest setting of each library, and with the one that needs the least memory."""
+    lines = ["| library | fastest setting | rate of burnish relative to it | setting with the least memory | "
+             "memory of burnish relative to it | and above the minimum |", "|---|---|---:|---|---:|---:|"]  # fmt: skip
     if not whole(rounds, OURS):
         return []
 
@@ -124,10 +125,12 @@ def state_bytes(facts: Figures, method: str) -> int:
 
 
 def about_mfu(rate: tuple[float, float], method: str) -> str:
-    there = "weights, gradients and optimizer in float32" if method == "full" else "the frozen weights in bfloat16"
+    there = (
+        "weights, gradients and optimizer states in float32" if method == "full" else "the frozen weights in bfloat16"
+    )
     return (
-        f"What must be there: {there}; above it stand activations, temporaries and what was imported.\n"
-        f"MFU is against products of 1024 x 1024 on one thread: {rate[0] / 1e9:.0f} GFLOP/s in float32, "
+        f"The minimum is the size of {there}; the rest are activations, temporary tensors and imported libraries.\n"
+        f"MFU is relative to matrix products of 1024 x 1024 on one thread: {rate[0] / 1e9:.0f} GFLOP/s in float32, "
         f"{rate[1] / 1e9:.0f} in bfloat16, measured in the same run."
     )
 
@@ -138,8 +141,7 @@ def loop_line(rounds: Sequence[Round]) -> list[str]:
         return []
     loop = middle(each, lambda figures: figures["loop_share"])
     return [
-        f"The loop itself, outside of model, loss, gradients and optimizer, takes {100 * loop:.2f} % of {OURS}'s "
-        "training."
+        f"The loop itself, without model, loss, gradients and optimizer, takes {100 * loop:.2f} % of {OURS}'s training."
     ]
 
 
@@ -151,8 +153,10 @@ def ways(rounds: Sequence[Round], facts: Figures) -> str:
         rounds,
         {
             "labels / processor s": amount(rounds, speed, ".0f"),
-            "to the plain one": lambda name: ratios(rounds, name, PLAIN, speed),
-            "to the line above": lambda name: ratios(rounds, name, above[name], speed) if name in above else "-",
+            "relative to plain": lambda name: ratios(rounds, name, PLAIN, speed),
+            "relative to the line above": lambda name: (
+                ratios(rounds, name, above[name], speed) if name in above else "-"
+            ),
             "peak memory, GB": amount(rounds, peak, unit=GB),
             "mean loss": amount(rounds, "loss", ".4f"),
         },
@@ -160,9 +164,9 @@ def ways(rounds: Sequence[Round], facts: Figures) -> str:
     )
     about = (
         f"Full training of the {facts['family']} shape on {facts['rows']} rows of "
-        f"{facts['tokens'] / facts['rows']:.0f} tokens in the mean, {facts['longest_row']} at most, eight to a step: "
-        "burnish's loop with everything of its own taken out, and then one thing after the other put back. The last "
-        "line is what a run does that asks for nothing."
+        f"{facts['tokens'] / facts['rows']:.0f} tokens on average, {facts['longest_row']} at most, eight to a step: "
+        "burnish's loop without its optimizations, which are then added one at a time. The last line is the "
+        "default."
     )
     return f"{about}\n\n{lines}"
 
@@ -173,18 +177,19 @@ def batching(rounds: Sequence[Round]) -> str:
         rounds,
         {
             "labels / processor s": amount(rounds, speed, ".0f"),
-            "to the first line": lambda name: ratios(rounds, name, OURS, speed),
+            "relative to the first line": lambda name: ratios(rounds, name, OURS, speed),
             "peak memory, GB": amount(rounds, peak, unit=GB),
-            "memory to the first line": lambda name: ratios(rounds, name, OURS, peak),
+            "memory relative relative to the first line": lambda name: ratios(rounds, name, OURS, peak),
             "mean loss": amount(rounds, "loss", ".4f"),
         },
         "setting",
     )
     about = (
-        "Full training on the rows of the table above. Steps are of eight rows, laid flat, if nothing else is asked; a "
-        "pack is as long as the longest row may be. Under a bound of tokens the steps are the same, and more "
-        "micro-batches make one. Rows behind the same words, a system prompt, are other rows, with the same labels; "
-        "what they share is computed once for a micro-batch."
+        "Full training on the rows of the table above. "
+        "Steps have eight rows, padding-free, unless stated otherwise; a pack is as long as the maximum row. "
+        "With a maximum number of tokens per micro-batch, a step has more micro-batches and is otherwise the "
+        "same. Rows with a common prefix (a system prompt) are different rows with the same labels; the "
+        "prefix is computed once per micro-batch."
     )
     return f"{about}\n\n{lines}"
 
@@ -197,15 +202,17 @@ def scripts(rounds: Sequence[Round]) -> str:
         rounds,
         {
             "labels / processor s": amount(rounds, speed, ".0f"),
-            "to the line above": lambda name: ratios(rounds, name, before[name], speed) if name in before else "-",
+            "relative to the line above": lambda name: (
+                ratios(rounds, name, before[name], speed) if name in before else "-"
+            ),
             "peak memory, GB": amount(rounds, peak, unit=GB),
-            "memory to it": lambda name: ratios(rounds, name, before[name], peak) if name in before else "-",
+            "memory relative to it": lambda name: ratios(rounds, name, before[name], peak) if name in before else "-",
             "mean loss": amount(rounds, "loss", ".4f"),
         },
         "script",
     )
     about = (
-        "Full training of the qwen2 shape by two scripts as people write them, eight padded rows to a step: TRL's "
+        "Full training of the qwen2 shape by two typical scripts, eight padded rows per step: TRL's "
         "SFTTrainer with its defaults, and transformers' Trainer in bfloat16; and by the same scripts with one import "
         "changed."
     )
@@ -214,9 +221,10 @@ def scripts(rounds: Sequence[Round]) -> str:
 
 _METHODS = {"full": "Full training", "lora": "LoRA of rank 8 in every linear layer but the head"}
 _ABOUT_STAGE = {
-    "dpo": "The reference is the model as training began.",
-    "kto": "The reference is the model as training began.",
-    "rm": "Heads are random, so losses differ. LLaMA-Factory trains this model, and cannot save it: its head is tied.",
+    "dpo": "The reference is the initial model.",
+    "kto": "The reference is the initial model.",
+    "rm": "Heads are random, so losses differ. LLaMA-Factory trains this model but cannot save it, because its head is "
+    "tied.",
 }
 
 
@@ -228,9 +236,9 @@ def preferences(rounds: Sequence[Round], settings: Sequence[Setting], facts: Fig
         rounds,
         {
             f"{what} / processor s": amount(rounds, speed),
-            "ratio to TRL's default": lambda name: ratios(rounds, name, BASE, speed),
+            "relative to TRL's default": lambda name: ratios(rounds, name, BASE, speed),
             "peak memory, GB": amount(rounds, peak, unit=GB),
-            "memory to it": lambda name: ratios(rounds, name, BASE, peak),
+            "memory relative to it": lambda name: ratios(rounds, name, BASE, peak),
             "mean loss": amount(rounds, "loss", ".4f"),
         },
         "setting",
@@ -238,7 +246,7 @@ def preferences(rounds: Sequence[Round], settings: Sequence[Setting], facts: Fig
     about = (
         f"{_METHODS[method]} of the {facts['family']} shape on {facts['rows']} {what} of "
         f"{facts.get('pairs') or 'conversations'}, rows of "
-        f"{facts['tokens'] / facts['rows']:.0f} tokens in the mean, {facts['longest_row']} at most, eight to a step, "
+        f"{facts['tokens'] / facts['rows']:.0f} tokens on average, {facts['longest_row']} at most, eight to a step, "
         "AdamW, one thread. " + _ABOUT_STAGE[stage]
     )
     found = [
@@ -271,12 +279,13 @@ def other_line(found: Round, facts: Figures) -> str:
 def other(shapes: Sequence[tuple[Round, Figures]]) -> str:
     return "\n".join(
         [
-            "Full training of the small shape in other families, and of rows of other lengths; of each peer the one "
-            "setting that is fast on the usual shape: packing without checkpointing (TRL, LLaMA-Factory), grouped by "
+            "Full training of the small shape in other families, and of rows of other lengths; "
+            "for each library the fastest setting of the table above: "
+            "packing without checkpointing (TRL, LLaMA-Factory), grouped by "
             "length in bf16 (transformers).",
             "",
             "| model | longest row | mean row | burnish, labels / processor s | to TRL | to transformers | "
-            "to LLaMA-Factory | memory to the leanest of them | MFU | the model's own code in |",
+            "to LLaMA-Factory | memory relative to the smallest of them | MFU | code of the model in |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
             *(other_line(found, facts) for found, facts in shapes),
         ]

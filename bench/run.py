@@ -319,7 +319,7 @@ def times(told: Mapping[str, tuple[float, float]]) -> str:
     seconds = sum(wall for wall, _ in told.values())
     each = ", ".join(f"{name} {wall:.0f} s ({cpu:.0f})" for name, (wall, cpu) in told.items())
     minutes = f"{seconds // 60:.0f}:{seconds % 60:02.0f} minutes"
-    return f"It took {minutes}; in brackets the processor seconds of what was measured: {each}."
+    return f"It took {minutes}; with processor seconds in parentheses: {each}."
 
 
 if __name__ == "__main__":

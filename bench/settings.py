@@ -2,7 +2,7 @@
 
 A peer runs as it comes and at the best that its options offer on a processor: bf16, rows laid beside each other or
 grouped by length, nothing computed twice for the sake of memory. All of them take the same rows in steps of eight; a
-pack is as long as eight rows in the mean, or as the longest. Each goes over the rows once and takes one step more: the
+pack is as long as eight rows on average, or as the longest. Each goes over the rows once and takes one step more: the
 first step is not counted, and where rows are sorted by length it has the longest of them, which come again. burnish
 goes over the rows twice, so that there is enough to measure.
 """
@@ -124,15 +124,15 @@ def ways() -> tuple[Setting, ...]:
 # The line of the table, and what is no longer taken out in it and in those below.
 WAYS = (
     (PLAIN,),
-    ("+ head and loss on learned positions, in chunks", "fused_loss"),
-    ("+ sequences laid flat, torch's attention for each", "padding_free", "attn_implementation"),
-    ("+ attention of its own for short and for long sequences", "attention"),
-    ("+ AdamW in one kernel", "optim"),
-    ("+ freed memory kept", "memory"),
+    ("+ head and loss at trained positions only, in chunks", "fused_loss"),
+    ("+ padding-free, torch's attention per sequence", "padding_free", "attn_implementation"),
+    ("+ own attention for short and long sequences", "attention"),
+    ("+ fused AdamW", "optim"),
+    ("+ freed memory is reused", "memory"),
     ("+ norms, gated layers and activations by blocks", "norm", "gated layer", "activation"),
-    ("+ no copies of the weights kept", "linear layer"),
+    ("+ no saved copies of weights", "linear layer"),
     ("+ one gradient for embedding and head", "tied embedding"),
-    ("+ no token that nothing depends on, and what rows share once", "needed_tokens_only"),
+    ("+ prefix sharing, no tokens without effect on the loss", "needed_tokens_only"),
 )  # fmt: skip
 
 
@@ -143,17 +143,17 @@ BATCHING = tuple(
         (OURS, {}),
         ("burnish, packing", {"packing": True, "per_device_train_batch_size": 1}),
         ("burnish, grouped by length", {"train_sampling_strategy": "group_by_length"}),
-        ("burnish, at most 768 tokens to a micro-batch", {"max_tokens_per_batch": 768}),
-        ("burnish, rows behind the same 150 words", {"default_system": SYSTEM}),
-        ("the same, each computing them", {"default_system": SYSTEM, "needed_tokens_only": False}),
+        ("burnish, at most 768 tokens per micro-batch", {"max_tokens_per_batch": 768}),
+        ("burnish, rows with a common prefix of 150 words", {"default_system": SYSTEM}),
+        ("the same, without prefix sharing", {"default_system": SYSTEM, "needed_tokens_only": False}),
     )
 )
 # A script of a peer, and the same script with burnish's classes.
 SCRIPTS = tuple(
     replace(training(name, peer, num_train_epochs=1.01, **options, **who), library="burnish" if who else peer)
     for peer, of_peer, ours, options in (
-        ("trl", BASE, "its script, with burnish's SFTTrainer", {}),
-        ("transformers", "transformers, bf16", "its script, with burnish's Trainer", {"bf16": True}),
+        ("trl", BASE, "the same script with burnish's SFTTrainer", {}),
+        ("transformers", "transformers, bf16", "the same script with burnish's Trainer", {"bf16": True}),
     )
     for name, who in ((of_peer, {}), (ours, {"made_by": "burnish"}))
 )
@@ -167,7 +167,7 @@ def preferences(stage: str, method: str) -> tuple[Setting, ...]:
     """
     data = {"stage": stage, "finetuning_type": method, "num_train_epochs": 1.01}
     lean = {"dtype": "bfloat16"} if method == "lora" else {}
-    script = training("the script of TRL, with burnish's import", "trl", made_by="burnish", **data)
+    script = training("TRL's script with burnish's import", "trl", made_by="burnish", **data)
     factory = {"bf16": True, "dataset": PREFERENCES[stage], **data}
     return (
         training(BASE, "trl", **data),
@@ -281,7 +281,7 @@ def of_images(is_start: bool) -> tuple[Setting, ...]:
     """Trainings on images; a process each, because the peers need another torchvision than for text.
 
     Args:
-        is_start: only to the first step, with everything at its default.
+        is_start: only until the first step, with everything at its default.
     """
     ways: list[tuple[str, str, tuple[str, ...]]] = [
         ("TRL", "trl", ()),
@@ -305,11 +305,11 @@ RESUME = tuple(
 
 
 def starts_again(many: Path, count: int) -> tuple[Setting, ...]:
-    """``count`` rows in the file ``many``, encoded before the first step or streamed."""
+    """``count`` rows in the file ``many``, tokenized before the first step or streamed."""
     return tuple(
         Setting(name, "burnish", ("start_again.py", "MATERIAL", "OUTPUT", "bf16=true", *words), is_alone=True)
         for name, words in (
-            (f"{count:,} rows, encoded before the first step", (f"dataset={many}",)),
+            (f"{count:,} rows, tokenized before the first step", (f"dataset={many}",)),
             (f"{count:,} rows, streamed", (f"dataset={many}", "streaming=true", "max_steps=1000")),
         )
     )

@@ -101,15 +101,14 @@ def test_what_takes_long_runs_by_name_alone():
 
 def test_the_time_of_a_run_is_said_as_a_whole_and_by_part():
     assert run.times({"train": (160.4, 300.0), "lora": (80.0, 150.0)}) == (
-        "It took 4:00 minutes; in brackets the processor seconds of what was measured: train 160 s (300), "
-        "lora 80 s (150)."
+        "It took 4:00 minutes; with processor seconds in parentheses: train 160 s (300), lora 80 s (150)."
     )
 
 
 def test_a_section_says_how_to_make_it_again_alone():
     rounds = [{"a": {"versions": {"torch": "2"}}, "b": {"versions": {"torch": "1", "trl": "1"}}, "c": {"failed": ""}}]
     said = document.where(rounds, ["lora", "--rounds", "3"], count=1)
-    assert said.endswith('; 1 round; torch 1 and 2, trl 1. Again with: `make bench WHAT="lora --rounds 3"`.')
+    assert said.endswith('; 1 round; torch 1 and 2, trl 1. Reproduce with: `make bench WHAT="lora --rounds 3"`.')
 
 
 def test_a_flag_changes_one_thing_about_the_rows_of_a_part(monkeypatch):
