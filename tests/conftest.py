@@ -69,7 +69,7 @@ def _no_secret_is_left() -> Iterator[None]:
     """A secret that a test registered is not masked in the output of the next test."""
     yield
     if secrets := sys.modules.get("burnish.config.secrets"):
-        secrets._given.clear()
+        secrets._known_secrets.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

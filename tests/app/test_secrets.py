@@ -32,7 +32,7 @@ RUN_YAML, OF_THE_SYSTEM = "hf_GIVENxMARKER0123", "hf_SYSTEMxMARKER456"
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """No secret is known from an earlier command of this process."""
-    monkeypatch.setattr("burnish.config.secrets._given", set())
+    monkeypatch.setattr("burnish.config.secrets._known_secrets", set())
 
 
 SECRETS = [name for name, spec in specs(RunOptions).items() if spec.is_secret]

@@ -6,7 +6,7 @@ import pytest
 
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.plots import plot_history, plot_margins
-from burnish.report.preferences import SENTENCE, ChosenFallsCallback
+from burnish.report.preferences import FALLING_CHOSEN, ChosenFallsCallback
 from pair_runs import make_workplace, run_of
 
 
@@ -15,7 +15,7 @@ def said(capsys, chosen, margins):
     for one, other in zip(chosen, margins, strict=True):
         logs = {"rewards/chosen": one, "rewards/margins": other}
         callback.on_log(None, TrainerState(), TrainerControl(), logs=logs)
-    return " ".join(capsys.readouterr().out.split()).count(SENTENCE)
+    return " ".join(capsys.readouterr().out.split()).count(FALLING_CHOSEN)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_retry_undo_and_edit_go_back() -> None:
     talk.take("/undo")
     assert roles(talk) == ["user", "assistant"]
     talk.take("/edit")
-    assert (talk.messages, talk._begun) == ([], "One?")
+    assert (talk.messages, talk._prefill) == ([], "One?")
     talk.take("/undo")  # nothing is left
     assert talk.messages == []
 

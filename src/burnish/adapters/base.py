@@ -103,12 +103,12 @@ def frozen_parts(options: NamedType) -> set[PartName]:
     """The frozen parts of a vision model."""
     if options.train_mm_proj_only:
         return {"vision_tower", "language_model"}
-    asked: dict[PartName, bool] = {
+    requested: dict[PartName, bool] = {
         "vision_tower": options.freeze_vision_tower,
         "multi_modal_projector": options.freeze_multi_modal_projector,
         "language_model": options.freeze_language_model,
     }
-    return {part for part, is_frozen in asked.items() if is_frozen}
+    return {part for part, is_frozen in requested.items() if is_frozen}
 
 
 def part_problems(options: NamedType, model: nn.Module) -> list[Problem]:
@@ -118,9 +118,9 @@ def part_problems(options: NamedType, model: nn.Module) -> list[Problem]:
             return []
         what = "vision tower, projector and language model are all frozen: nothing is left to train."
         return [Problem(what, remedy="Set freeze_language_model: false.", option=tuple(_PARTS))]
-    asked = [name for name, usual in _PARTS.items() if getattr(options, name) != usual]
+    requested = [name for name, usual in _PARTS.items() if getattr(options, name) != usual]
     what = f"{type(causal_lm(model)).__name__} is a text-only model without a vision tower."
-    return [Problem(f'"{name}" cannot be set: {what}', remedy="Remove it.", option=name) for name in asked]
+    return [Problem(f'"{name}" cannot be set: {what}', remedy="Remove it.", option=name) for name in requested]
 
 
 _PARTS = {
@@ -192,17 +192,17 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             tensor.copy_(state[name])
 
 
-def raise_unless_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor], what: str) -> None:
+def raise_unless_same_tensors(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], what: str) -> None:
     """Raise one UserError if two states differ in names or shapes."""
     parts = [
         f"{verb} {few(names)}"
-        for verb, names in (("lack", sorted(own.keys() - given)), ("have in addition", sorted(given.keys() - own)))
+        for verb, names in (("lack", sorted(own.keys() - loaded)), ("have in addition", sorted(loaded.keys() - own)))
         if names
     ]
     other = [
-        f"{name} is {shape_in_words(given[name].shape)}, here {shape_in_words(own[name].shape)}"
-        for name in own.keys() & given.keys()
-        if own[name].shape != given[name].shape
+        f"{name} is {shape_in_words(loaded[name].shape)}, here {shape_in_words(own[name].shape)}"
+        for name in own.keys() & loaded.keys()
+        if own[name].shape != loaded[name].shape
     ]
     parts += [f"differ in shape ({few(sorted(other))})"] if other else []
     if parts:
@@ -212,7 +212,7 @@ def raise_unless_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Ten
         )
 
 
-def unknown_names(option_name: str, wanted: Sequence[str], known: Sequence[str], what: str) -> list[Problem]:
+def unknown_names(option_name: str, requested: Sequence[str], known: Sequence[str], what: str) -> list[Problem]:
     """A problem for each wanted name that is not known. It lists the known names."""
     listed = ", ".join(list(dict.fromkeys(known))[:30])
     return [
@@ -221,6 +221,6 @@ def unknown_names(option_name: str, wanted: Sequence[str], known: Sequence[str],
             remedy=f"Available: {listed}." if listed else "",
             option=option_name,
         )
-        for name in wanted
+        for name in requested
         if name not in known
     ]

@@ -70,8 +70,8 @@ class FreezeAdapter(FullAdapter):
             ]
         problems += self._check_count(len(layers))
         inside = {part for layer in layers for name, _ in layer.named_parameters() for part in name.split(".")[:-1]}
-        wanted = [name for name in self._options.freeze_trainable_modules if name != "all"]
-        problems += unknown_names("freeze_trainable_modules", wanted, sorted(inside), "module in the layers")
+        requested = [name for name in self._options.freeze_trainable_modules if name != "all"]
+        problems += unknown_names("freeze_trainable_modules", requested, sorted(inside), "module in the layers")
         outside = sorted({name for name, _ in _outside(model)})
         extra = self._options.freeze_extra_modules or []
         return problems + unknown_names("freeze_extra_modules", extra, outside, "module outside the layers")
@@ -111,9 +111,9 @@ class FreezeAdapter(FullAdapter):
         model.requires_grad_(False)
         _, layers = decoder_layers(model)
         if abs(self._options.freeze_trainable_layers) > len(layers):
-            asked = abs(self._options.freeze_trainable_layers)
+            requested = abs(self._options.freeze_trainable_layers)
             self.notes.append(
-                f"freeze_trainable_layers is {asked}, but the model has {len(layers)} layers: all are trained."
+                f"freeze_trainable_layers is {requested}, but the model has {len(layers)} layers: all are trained."
             )
         modules = set(self._options.freeze_trainable_modules)
         for layer in self._chosen(layers):

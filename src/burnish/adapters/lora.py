@@ -215,8 +215,8 @@ class Beginning:
 
     def less(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert the state of the adapter to LoRA for the original weights."""
-        a = {k: torch.cat([state[k], begun]) for k, begun in self.state.items() if k.endswith(_FACTORS[0])}
-        b = {k: torch.cat([state[k], -begun], 1) for k, begun in self.state.items() if k.endswith(_FACTORS[1])}
+        a = {k: torch.cat([state[k], initial]) for k, initial in self.state.items() if k.endswith(_FACTORS[0])}
+        b = {k: torch.cat([state[k], -initial], 1) for k, initial in self.state.items() if k.endswith(_FACTORS[1])}
         return {**state, **a, **b}
 
     def taken(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -199,15 +199,15 @@ def check_fit(model: nn.Module, folder: Path) -> list[Problem]:
     return fit.problems(model)
 
 
-def raise_unless_fitting(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+def raise_unless_fitting(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
     """Raise UserError if a checkpoint's adapter does not match the one of this run."""
-    ranks = {_rank(own), _rank(given)}
-    if None not in ranks and len(ranks) == 2 and own.keys() == given.keys():
-        what = f"the checkpoint's adapter has rank {_rank(given)}, and this run's has rank {_rank(own)}."
+    ranks = {_rank(own), _rank(loaded)}
+    if None not in ranks and len(ranks) == 2 and own.keys() == loaded.keys():
+        what = f"the checkpoint's adapter has rank {_rank(loaded)}, and this run's has rank {_rank(own)}."
         raise UserError(
             what, remedy="Set lora_rank to that of the checkpoint, or start a new run in another output_dir."
         )
-    raise_unless_same_tensors(own, given, "the adapter's weights")
+    raise_unless_same_tensors(own, loaded, "the adapter's weights")
 
 
 def _weights_header(folder: Path) -> dict[str, TensorInfo]:
@@ -266,8 +266,8 @@ def _difference(model: nn.Module, fit: Fit, key: str, info: TensorInfo) -> str:
         expected = tuple(parameters[path].shape)
     if info.shape == expected:
         return ""
-    found, wanted = shape_in_words(info.shape), shape_in_words(expected)
-    return f"{path} {kind} is {found} in the adapter, but {wanted} is expected".replace("  ", " ")
+    found, expected_shape = shape_in_words(info.shape), shape_in_words(expected)
+    return f"{path} {kind} is {found} in the adapter, but {expected_shape} is expected".replace("  ", " ")
 
 
 def _rank(state: Mapping[str, Tensor]) -> int | None:

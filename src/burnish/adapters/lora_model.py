@@ -59,7 +59,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_targets(
-    model: nn.Module, wanted: Sequence[str], left_out: Sequence[str] = (),
+    model: nn.Module, targets: Sequence[str], left_out: Sequence[str] = (),
     is_frozen: Callable[[str], bool] = lambda path: False,
 ) -> tuple[list[str], list[Problem]]:  # fmt: skip
     """The paths of the layers that ``lora_target`` selects, and a problem for each name without a match.
@@ -77,7 +77,7 @@ def find_targets(
     free = [path for path in known if not any(_within(path, whole) for whole in left_out)]
     found: dict[str, None] = {}
     missing = []
-    for name in wanted:
+    for name in targets:
         if name in _ALL:
             paths = [path for path in free if path in linear and linear[path] is not head and not _skips(model, path)]
         else:
@@ -272,8 +272,8 @@ def rows_through(model: nn.Module, adapters: Sequence[str]) -> Iterator[None]:
     if set(adapters) - known:
         raise UserError(f"There is no adapter {sorted(set(adapters) - known)}. Known: {', '.join(sorted(known))}.")
     rows = list(adapters)
-    ways = ((module, partial(type(module).forward, module, adapter_names=rows)) for module in modules)
-    made = [patch(module, "forward", way, ROWS) for module, way in ways]
+    forwards = ((module, partial(type(module).forward, module, adapter_names=rows)) for module in modules)
+    made = [patch(module, "forward", forward, ROWS) for module, forward in forwards]
     try:
         yield
     finally:

@@ -118,10 +118,10 @@ class PeftAdapter:
         from peft import PeftConfig
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-        given: Any = self.options.peft_config  # the trainer passes an object
-        if isinstance(given, PeftConfig):
-            return given
-        raw = dict(_described(given))
+        raw_config: Any = self.options.peft_config  # the trainer passes an object
+        if isinstance(raw_config, PeftConfig):
+            return raw_config
+        raw = dict(_described(raw_config))
         known = {str(getattr(kind, "value", kind)): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
         kind = str(raw.pop("peft_type", "")).upper()
         if kind not in known:
@@ -211,25 +211,25 @@ def _is_wrapped(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
-def _described(given: dict[str, Any] | str | None) -> Mapping[str, Any]:
+def _described(raw_config: dict[str, Any] | str | None) -> Mapping[str, Any]:
     """The mapping ``given``, or the one in the file or folder that it names."""
-    if given is None:
+    if raw_config is None:
         what = "finetuning_type peft requires peft_config."
         raise UserError(
             what,
             remedy="Set it, for example, to {peft_type: PROMPT_TUNING, num_virtual_tokens: 8}.",
             option=("finetuning_type", "peft_config"),
         )
-    if isinstance(given, str):
-        path = Path(given) / "adapter_config.json" if Path(given).is_dir() else Path(given)
+    if isinstance(raw_config, str):
+        path = Path(raw_config) / "adapter_config.json" if Path(raw_config).is_dir() else Path(raw_config)
         if not path.is_file():
             raise UserError(
-                f'peft_config "{given}" is neither a file nor a folder with an adapter_config.json.',
+                f'peft_config "{raw_config}" is neither a file nor a folder with an adapter_config.json.',
                 option="peft_config",
             )
         raw: Mapping[str, Any] = read_object(path)
         return raw
-    return given
+    return raw_config
 
 
 def name_base(model: Any) -> None:

@@ -94,7 +94,7 @@ def output_folder(options: CheckpointOptions) -> Path:
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _PendingSave:
     """A started save: what this rank writes, and where."""
 
     step: int
@@ -188,8 +188,8 @@ class Checkpoints:
             self._has_copies.clear()
         elif self.rank == 0:
             self._add_extras(temporary)
-        begun = _Begun(step, target, temporary, taken, sharded, copies_later, best)
-        write = partial(self._write_all if self.rank == 0 else self._write_own, begun)
+        pending = _PendingSave(step, target, temporary, taken, sharded, copies_later, best)
+        write = partial(self._write_all if self.rank == 0 else self._write_own, pending)
         if self.in_background:
             self._writer = threading.Thread(target=self._guarded, args=(write,), name="burnish-checkpoint")
             self._writer.start()
@@ -199,33 +199,33 @@ class Checkpoints:
             self.wait()
         return target
 
-    def _write_all(self, begun: _Begun) -> None:
+    def _write_all(self, pending: _PendingSave) -> None:
         """Write the files of rank 0, wait for those of the other ranks, and rename the folder."""
-        self._write_shards(begun)
-        if begun.copies_later:
-            self._add_extras(begun.temporary)
-        for stem, (tensors, data) in begun.taken.items():
-            _write_part(begun.temporary, stem, {} if stem in begun.sharded else tensors, data)
-        reported = gather_reports(begun.temporary, self.world_size) if begun.sharded else {}
-        for stem in begun.sharded:
-            write_index(begun.temporary, stem, self.world_size)
-        write_manifest(begun.temporary, begun.step, self.fingerprints, reported)
-        self._put_in_place(begun.temporary, begun.target)
-        self._rotate(keep={begun.target.name, Path(begun.best).name if begun.best else ""})
+        self._write_shards(pending)
+        if pending.copies_later:
+            self._add_extras(pending.temporary)
+        for stem, (tensors, data) in pending.taken.items():
+            _write_part(pending.temporary, stem, {} if stem in pending.sharded else tensors, data)
+        reported = gather_reports(pending.temporary, self.world_size) if pending.sharded else {}
+        for stem in pending.sharded:
+            write_index(pending.temporary, stem, self.world_size)
+        write_manifest(pending.temporary, pending.step, self.fingerprints, reported)
+        self._put_in_place(pending.temporary, pending.target)
+        self._rotate(keep={pending.target.name, Path(pending.best).name if pending.best else ""})
 
-    def _write_own(self, begun: _Begun) -> None:
+    def _write_own(self, pending: _PendingSave) -> None:
         """Write the shards of a rank other than 0, and report them to rank 0."""
-        names = [shard_name(stem, self.rank, self.world_size) for stem in begun.sharded]
-        with reporting(begun.temporary, self.rank, names):
-            self._write_shards(begun)
+        names = [shard_name(stem, self.rank, self.world_size) for stem in pending.sharded]
+        with reporting(pending.temporary, self.rank, names):
+            self._write_shards(pending)
 
-    def _write_shards(self, begun: _Begun) -> None:
+    def _write_shards(self, pending: _PendingSave) -> None:
         """Copy the tensors that the next update changes, and write this rank's shards."""
-        if begun.copies_later:
-            self._copy(tensors for tensors, _ in begun.taken.values())
-        for stem in begun.sharded:
-            path = begun.temporary / shard_name(stem, self.rank, self.world_size)
-            write_shard(path, begun.taken[stem][0], is_first=self.rank == 0)
+        if pending.copies_later:
+            self._copy(tensors for tensors, _ in pending.taken.values())
+        for stem in pending.sharded:
+            path = pending.temporary / shard_name(stem, self.rank, self.world_size)
+            write_shard(path, pending.taken[stem][0], is_first=self.rank == 0)
 
     def _is_heard(self, event: str | None) -> bool:
         """Whether a callback from outside burnish acts on ``event`` (any event if None)."""
@@ -355,8 +355,8 @@ def load(folder: Path, parts: Mapping[str, Part], rank: int = 0) -> None:
     for name, part in parts.items():
         stem = part.stem_of(rank)
         if part.reads_all_ranks:
-            held: Any = part.held
-            held.load_states(_states_of_ranks(folder, part))
+            value: Any = part.held
+            value.load_states(_states_of_ranks(folder, part))
         elif has_part(folder, stem):
             state = _read_part(folder, stem, by_shards=part.shards is not None)
             if part.refuses is not None:

@@ -92,13 +92,13 @@ def faults(folder: Path, contents: bool = True) -> list[str]:
     except ValueError as error:
         return [str(error)]
     found = []
-    for name, wanted in manifest["files"].items():
+    for name, expected in manifest["files"].items():
         path = folder / name
         if not path.is_file():
             found.append(f"{name} is missing")
-        elif path.stat().st_size != wanted["bytes"]:
-            found.append(f"{name} has {path.stat().st_size} bytes instead of {wanted['bytes']}")
-        elif contents and sha256_of(path) != wanted["sha256"]:
+        elif path.stat().st_size != expected["bytes"]:
+            found.append(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
+        elif contents and sha256_of(path) != expected["sha256"]:
             found.append(f"{name} is corrupted (checksum mismatch)")
     return found
 

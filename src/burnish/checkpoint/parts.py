@@ -133,15 +133,15 @@ def _other_weights(folder: Path, name: str, stem: str) -> Problem:
     )
 
 
-def _another_optimizer(own: Mapping[str, Any], given: Mapping[str, Any]) -> Problem | None:
+def _another_optimizer(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> Problem | None:
     """Return a problem if ``given`` is the state of another optimizer.
 
     That is the case if it lacks entries of ``own``, or if both have settings that the other lacks. If only one has
     additional settings, it comes from another version of torch.
     """
-    groups, others = own.get("param_groups", []), given.get("param_groups", [])
+    groups, others = own.get("param_groups", []), loaded.get("param_groups", [])
     apart = ((set(mine) - set(theirs), set(theirs) - set(mine)) for mine, theirs in zip(groups, others, strict=False))
-    if own.keys() <= given.keys() and len(groups) == len(others) and not any(map(all, apart)):
+    if own.keys() <= loaded.keys() and len(groups) == len(others) and not any(map(all, apart)):
         return None
     return Problem(
         "this checkpoint contains the state of a different optimizer.",

@@ -174,11 +174,11 @@ def reporting(folder: Path, rank: int, names: Sequence[str]) -> Iterator[None]:
     """Report the files ``names`` of this rank after the block has written them, or the error."""
     try:
         yield
-        said: dict[str, Any] = {"files": {name: measured(folder / name) for name in names}}
+        report: dict[str, Any] = {"files": {name: measured(folder / name) for name in names}}
     except Exception as error:
         _say(folder, rank, {"error": f"{type(error).__name__}: {error}"})
         raise
-    _say(folder, rank, said)
+    _say(folder, rank, report)
 
 
 def gather_reports(folder: Path, world_size: int, longest_s: float = _LONGEST_S) -> dict[str, Any]:
@@ -203,18 +203,18 @@ def gather_reports(folder: Path, world_size: int, longest_s: float = _LONGEST_S)
             if time.monotonic() > until:
                 raise OSError(f"Rank {rank} did not write its shard of {folder.name} within {longest_s:.0f} s.")
             time.sleep(_LOOKS_EVERY_S)
-        said = json.loads(path.read_text(encoding="utf-8"))
-        if "error" in said:
-            raise OSError(f"Rank {rank} could not write its shard of {folder.name}: {said['error']}")
-        files |= said["files"]
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if "error" in report:
+            raise OSError(f"Rank {rank} could not write its shard of {folder.name}: {report['error']}")
+        files |= report["files"]
         path.unlink()
     return files
 
 
 def _say(folder: Path, rank: int, what: dict[str, Any]) -> None:
-    begun = folder / f".rank-{rank}.begun"
-    begun.write_text(json.dumps(what), encoding="utf-8")
-    os.replace(begun, _path(folder, rank))
+    marker = folder / f".rank-{rank}.begun"
+    marker.write_text(json.dumps(what), encoding="utf-8")
+    os.replace(marker, _path(folder, rank))
 
 
 def _path(folder: Path, rank: int) -> Path:

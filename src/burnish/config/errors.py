@@ -105,7 +105,7 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient was NaN or infinite; the weights are those of the last finite step."""
 
 
-def skipped_sentence(num_steps: int, step: int) -> str:
+def skipped_steps_message(num_steps: int, step: int) -> str:
     """The message about steps that were not applied, shared by all callers."""
     return (
         f"{num_steps} of the last steps up to step {step} {'was' if num_steps == 1 else 'were'} not applied: the "

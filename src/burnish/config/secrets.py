@@ -82,7 +82,7 @@ _JOINED = frozenset({"api", "access", "account", "sharedaccess", "auth", "refres
 """Words directly before "key" or "token" in a secret's name, such as ``apikey``."""
 _RANDOM = re.compile(r"""["']?(?=\D*\d)(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9_-]{16,}["']?\s*""")
 _NOTHING = re.compile(r"""["'\[{]*\s*(?:none|null|true|false|~|<.*|\d{0,5})?\s*["'\]}]*""", re.IGNORECASE)
-_given: set[str] = set()
+_known_secrets: set[str] = set()
 
 
 @lru_cache(4096)
@@ -94,7 +94,7 @@ def has_secret_name(name: str) -> bool:
 def keep_secret(value: Any) -> None:
     """Register ``value``, and each text in it, as a secret that ``without_secrets`` replaces."""
     if isinstance(value, str) and len(value) >= SHORTEST:
-        _given.add(value)
+        _known_secrets.add(value)
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
         keep_secret(part)
 
@@ -102,7 +102,7 @@ def keep_secret(value: Any) -> None:
 def without_secrets(text: str) -> str:
     """Return ``text`` with all secrets replaced."""
     named = {value for name, value in os.environ.items() if has_secret_name(name) and len(value) >= SHORTEST}
-    for secret in sorted(_given | named, key=len, reverse=True):
+    for secret in sorted(_known_secrets | named, key=len, reverse=True):
         text = text.replace(secret, MASK)
     if "://" in text:
         text = _IN_ADDRESSES.sub(rf"\g<name>\g<parameter>\g<hook>{MASK}", text)

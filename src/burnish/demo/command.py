@@ -95,13 +95,13 @@ def reward_lines(folder: Path) -> str:
 
 def demo_plan(words: list[str], name: str = "demo.yaml", model: Path = BUNDLED / "model") -> Plan:
     """Return the plan of the bundled configuration, with paths of the installed package, overridden by ``words``."""
-    given = read_config(BUNDLED / name)
+    bundled = read_config(BUNDLED / name)
     places = {"model_name_or_path": model, "dataset_dir": BUNDLED / "data"}
     config, flags = split_arguments(words)
     if config is not None:
         what = f"burnish demo has a fixed configuration and does not accept a file. Received: {config}."
         raise UserError(what, remedy=f"Try: burnish train {config}")
-    return plan({**given, **{name: RawValue(str(path), "burnish demo") for name, path in places.items()}, **flags})
+    return plan({**bundled, **{name: RawValue(str(path), "burnish demo") for name, path in places.items()}, **flags})
 
 
 def demo_questions(name: str = "heldout") -> list[DemoQuestion]:
@@ -151,9 +151,11 @@ def preferred(folder: Path, pairs: list[DemoQuestion]) -> float:
 
     def logp(question: DemoQuestion, answer: str) -> float:
         turns = [{"role": "user", "content": question.prompt}]
-        asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        prompt_ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
         answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-        of_tokens = model(torch.tensor([asked + answer_ids])).logits[0, len(asked) - 1 : -1].float().log_softmax(-1)
+        of_tokens = (
+            model(torch.tensor([prompt_ids + answer_ids])).logits[0, len(prompt_ids) - 1 : -1].float().log_softmax(-1)
+        )
         return float(of_tokens.gather(1, torch.tensor(answer_ids).unsqueeze(1)).sum())
 
     with torch.no_grad():

@@ -53,13 +53,13 @@ def demo_picture(words: list[str]) -> int:
 
 def image_plan(words: list[str]) -> tuple[Plan, Path, Path]:
     """Return the plan of the bundled configuration, and the folders of the initial model and of the data."""
-    given = read_config(BUNDLED / "demo_picture.yaml")
+    config = read_config(BUNDLED / "demo_picture.yaml")
     _, flags = split_arguments(words)
-    root = Path(str({**given, **flags}["output_dir"].value))
+    root = Path(str({**config, **flags}["output_dir"].value))
     base, data = root.with_name(f"{root.name}-model"), root.with_name(f"{root.name}-data")
     places = {"model_name_or_path": base, "dataset_dir": data}
     named = {name: RawValue(str(path), "burnish demo") for name, path in places.items()}
-    return plan({**given, **named, **flags}), base, data
+    return plan({**config, **named, **flags}), base, data
 
 
 # --- images ---------------------------------------------------------------------------------------------------------
@@ -181,17 +181,17 @@ def seen_answers(
         images = AutoImageProcessor.from_pretrained(base, backend="pil")
     marks = "<image>" * model.config.image_seq_length
     chat: list[dict[str, Any]] = [{"role": "user", "content": marks + ASKED}]
-    asked: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
-    asked = asked["input_ids"]
+    prompt_ids: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+    prompt_ids = prompt_ids["input_ids"]
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     found: list[str] = []
     for start in range(0, len(questions), batch_size):
         some = [load(read_header(data / question.prompt)) for question in questions[start : start + batch_size]]
         pixels = images(images=some, return_tensors="pt")["pixel_values"]
-        ids = torch.tensor([asked] * len(some))
+        ids = torch.tensor([prompt_ids] * len(some))
         made = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels, max_new_tokens=32, do_sample=False,
             eos_token_id=stop, pad_token_id=stop,
         )  # fmt: skip
-        found += tokenizer.batch_decode(made[:, len(asked) :], skip_special_tokens=True)
+        found += tokenizer.batch_decode(made[:, len(prompt_ids) :], skip_special_tokens=True)
     return [text.strip() for text in found]

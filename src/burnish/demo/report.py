@@ -28,8 +28,8 @@ def report(questions: list[DemoQuestion], before: list[str], after: list[str], n
     for index in range(0, len(questions), max(1, len(questions) // SHOWN))[:SHOWN]:
         question = questions[index]
         mark = "right" if after[index] == question.answer else f"wrong, expected {question.answer}"
-        asked = cut(question.prompt.replace("\n", " "), 44)
-        lines.append(f"{asked:<46}{cut(before[index], 14):<16}{cut(after[index], 18):<20}{mark}")
+        prompt = cut(question.prompt.replace("\n", " "), 44)
+        lines.append(f"{prompt:<46}{cut(before[index], 14):<16}{cut(after[index], 18):<20}{mark}")
     scores = f"{share_exact(questions, before):.2f} before, {share_exact(questions, after):.2f} after"
     return "\n".join([*lines, f"\nexact match on {len(questions)} held-out {noun}s: {scores}"])
 

@@ -34,8 +34,8 @@ def explained_parts(chosen: Plan, num_rows: int = 2, seed: int = 0) -> Iterator[
     Raises:
         UserError: if ``burnish train`` would refuse the run.
     """
-    given = {name: getattr(chosen.options, name) for name in chosen.provenance if name in specs(RunOptions)}
-    yield {"yaml": given_yaml(given, {}), "command": command_of(given), "problems": [], "notes": list(chosen.notes)}
+    values = {name: getattr(chosen.options, name) for name in chosen.provenance if name in specs(RunOptions)}
+    yield {"yaml": given_yaml(values, {}), "command": command_of(values), "problems": [], "notes": list(chosen.notes)}
     prepared = prepare(chosen)
     yield {
         "notes": [*chosen.notes, *prepared.notes],
@@ -71,9 +71,9 @@ def problems_of(error: UserError) -> list[dict[str, str]]:
     ]  # fmt: skip
 
 
-def command_of(given: Mapping[str, Any]) -> str:
+def command_of(values: Mapping[str, Any]) -> str:
     """The same run as a shell command."""
-    words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items()]
+    words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
     return " ".join(["burnish train", *map(shlex.quote, words)])
 
 

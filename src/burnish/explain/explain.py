@@ -166,10 +166,10 @@ def _skipped_share(rows: Sequence[Row], prepared: Prepared, options: RunOptions)
     """
     shapes = meta_model(prepared.config, options.trust_remote_code)
     draws = options.finetuning_type == "lora" and options.lora_dropout > 0
-    wanted = wants_padding_free(options) and wants_prefix_sharing(
+    requested = wants_padding_free(options) and wants_prefix_sharing(
         prepared.objective, shapes, options, device_of(options)
     )
-    if draws or not wanted:
+    if draws or not requested:
         return 0.0
     looked_at = list(islice(rows, LOOKED_AT))
     size = rows_of_batch(options)
@@ -214,15 +214,15 @@ def pieces_of(row: Row, tokenizer: Any, family: Family | None = None) -> list[tu
     description.
     """
     images = images_of(row)
-    held = [0] * len(row["input_ids"])  # 1-based index of the image that a token belongs to; 0: none
+    image_at = [0] * len(row["input_ids"])  # 1-based index of the image that a token belongs to; 0: none
     for number, one in enumerate(images, start=1):
-        held[one.begin : one.end] = [number] * (one.end - one.begin)
-    known = zip(row["input_ids"], (label != IGNORE_INDEX for label in row["labels"]), held, strict=True)
+        image_at[one.begin : one.end] = [number] * (one.end - one.begin)
+    known = zip(row["input_ids"], (label != IGNORE_INDEX for label in row["labels"]), image_at, strict=True)
     pieces = []
     for (trained, number), run in groupby(known, key=lambda token: (token[1] and not token[2], token[2])):
         ids = [int(token) for token, _, _ in run]
-        said = image_in_words(images[number - 1], number, family) if number else None
-        pieces.append((said or tokenizer.decode(ids, skip_special_tokens=False), trained, ids))
+        description = image_in_words(images[number - 1], number, family) if number else None
+        pieces.append((description or tokenizer.decode(ids, skip_special_tokens=False), trained, ids))
     return pieces
 
 

@@ -27,7 +27,7 @@ from burnish.run.build import takes_own_attention, wants_padding_free
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
-from burnish.run.plan.resources import compute_dtype, formats_in_words, held_dtype, trained_dtype
+from burnish.run.plan.resources import compute_dtype, formats_in_words, storage_dtype, trained_dtype
 from burnish.run.prepare import Prepared
 from burnish.run.references import needs_reference, planned_reference
 from burnish.utils.patching import Reason, allows, patch, patch_summary, patches_of
@@ -42,8 +42,8 @@ def model_section(plan: Plan, prepared: Prepared) -> Section:
     formats = f"forward passes in {name_of(compute_dtype(options, config))}"
     context = context_length(config)
     if trains(options):
-        moved = torch.float32 if sizes.turns else trained_dtype(options, config)  # dtype of the active copy
-        formats += f", updates in {name_of(moved)}"
+        updated = torch.float32 if sizes.turns else trained_dtype(options, config)  # dtype of the active copy
+        formats += f", updates in {name_of(updated)}"
         share, method = f"{100 * sizes.trained / sizes.total:.3g} %", ADAPTERS.get(options.finetuning_type).summary
         trained = Line(
             "trained",
@@ -70,12 +70,12 @@ def _formats(options: RunOptions, prepared: Prepared) -> list[str]:
     config, saves = prepared.config, trains(options) and prepared.sizes.saves_whole_model
     if quantization_of(options, config):
         return []
-    held, moved = held_dtype(options, config), trained_dtype(options, config)
-    frozen = moved if prepared.sizes.total == prepared.sizes.trained or prepared.sizes.turns else held
+    stored, updated = storage_dtype(options, config), trained_dtype(options, config)
+    frozen = updated if prepared.sizes.total == prepared.sizes.trained or prepared.sizes.turns else stored
     return [
         text.removeprefix("Formats: ")
         for text in formats_in_words(
-            loaded_dtype(config), frozen, moved if trains(options) else None, held if saves else None
+            loaded_dtype(config), frozen, updated if trains(options) else None, stored if saves else None
         )
     ]
 

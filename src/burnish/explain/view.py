@@ -82,11 +82,11 @@ def label_width(section: Section) -> int:
 def _wrapped(line: Line, width: int, labels: int) -> Iterator[str]:
     """Wrap ``label   text  (where)``. Continuation lines are aligned with the text. A label that is too long gets
     its own line."""
-    room = max(30, min(width, _WIDEST) - labels - 2)
-    lines = textwrap.wrap(line.text, room, break_long_words=False, break_on_hyphens=False) or [""]
+    width_left = max(30, min(width, _WIDEST) - labels - 2)
+    lines = textwrap.wrap(line.text, width_left, break_long_words=False, break_on_hyphens=False) or [""]
     if line.where:
         place = f"({_short_place(line.where)})"
-        fits = len(lines[-1]) + 2 + len(place) <= room
+        fits = len(lines[-1]) + 2 + len(place) <= width_left
         lines[-1:] = [f"{lines[-1]}  {place}"] if fits else [lines[-1], place]
     if len(line.label) >= labels > 0:
         yield f"  {line.label}"

@@ -59,14 +59,14 @@ from burnish.run.recovery.clearing import BackupOnOverwrite, left_by_a_killed_pr
 from burnish.utils.files import named_where_full, only_writer
 
 
-def export(given: Mapping[str, RawValue]) -> Path:
+def export(values: Mapping[str, RawValue]) -> Path:
     """Run ``burnish export``. Returns the output folder.
 
     Raises:
         UserError: for errors in the user's input.
         RuntimeError: if the exported tokenizer renders another text than the training's template.
     """
-    options = export_options(given)
+    options = export_options(values)
     adapters = adapter_folders(options)
     config = load_config(options)
     notes = [*without_gguf(options), *without_bits(options)]
@@ -138,9 +138,9 @@ def _place_of_weights(folder: Path, is_passing: bool) -> Iterator[Path]:
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 
-def export_options(given: Mapping[str, RawValue]) -> RunOptions:
+def export_options(values: Mapping[str, RawValue]) -> RunOptions:
     """Check and build the options of an export. Training options are accepted."""
-    present, problems, _ = take_absent(given, {**specs(RunOptions), **aliases()})
+    present, problems, _ = take_absent(values, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     problems += [*wrong, *check_template(options)]
     problems += [] if problems else quantized_base(options) or check_model(options, needs_head=writes_answers(options))

@@ -205,13 +205,13 @@ def _tensors(weights: Sequence[tuple[Path, str]], config: dict[str, Any]) -> Ite
     names = gguf.get_tensor_name_map(
         gguf.MODEL_ARCH[ARCHITECTURES[config["model_type"]].upper()], config["num_hidden_layers"]
     )
-    turned = _rotated(config)
+    permuted = _rotated(config)
     for path, name in weights:
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise UserError(f'the weight "{name}" has no counterpart in a GGUF file of this architecture.')
         with safe_open(path, framework="pt") as file:
-            yield found, turned(name, file.get_tensor(name))
+            yield found, permuted(name, file.get_tensor(name))
 
 
 def _rotated(config: dict[str, Any]) -> Callable[[str, Tensor], Tensor]:
@@ -237,12 +237,12 @@ def _rotated(config: dict[str, Any]) -> Callable[[str, Tensor], Tensor]:
 def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, kind: str) -> None:
     """Add a tensor. Vectors, and matrices whose row length is not a multiple of the type's block size, stay float32."""
     numbers = tensor.detach().to(torch.float32).numpy()
-    wanted = gguf.GGMLQuantizationType[kind.upper()]
-    block = gguf.GGML_QUANT_SIZES[wanted][0]
+    target_type = gguf.GGMLQuantizationType[kind.upper()]
+    block = gguf.GGML_QUANT_SIZES[target_type][0]
     if tensor.ndim < 2 or kind == "f32" or numbers.shape[-1] % block:
         writer.add_tensor(name, numbers)
         return
-    writer.add_tensor(name, gguf.quants.quantize(numbers, wanted), raw_dtype=wanted)
+    writer.add_tensor(name, gguf.quants.quantize(numbers, target_type), raw_dtype=target_type)
 
 
 # --- afterwards -------------------------------------------------------------------------------------------------------

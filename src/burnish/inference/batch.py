@@ -63,7 +63,7 @@ def generate_all(
     # The longest requests begin first, so that none of them is left over at the end.
     waiting = sorted(range(len(requests)), key=lambda at: len(requests[at].ids) + requests[at].max_new_tokens)
 
-    def sink_of(at: int) -> Callable[[StepOutput], None]:
+    def callback_of(at: int) -> Callable[[StepOutput], None]:
         def callback(made: StepOutput) -> None:
             found[at].take(made, requests[at].stop_ids)
             if made.reason == "failed":
@@ -76,6 +76,6 @@ def generate_all(
     while waiting or loop.is_busy:
         while waiting and loop.num_waiting < loop.limits.slots:
             at = waiting.pop()
-            loop.submit(on_submit(at, requests[at]) if on_submit is not None else requests[at], sink_of(at))
+            loop.submit(on_submit(at, requests[at]) if on_submit is not None else requests[at], callback_of(at))
         loop.turn()
     return found

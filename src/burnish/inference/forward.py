@@ -103,12 +103,15 @@ class OverSlots:
         self.cache.grow(-(-int(starts.max() + longest) // STEP) * STEP)
         # Shorter rows are padded with tokens after their end, which are overwritten before they are read. The model is
         # given the row's last position for them, which is always valid.
-        places, told = (starts + steps).to(self.device), (starts + torch.minimum(steps, lengths - 1)).to(self.device)
+        places, position_ids = (
+            (starts + steps).to(self.device),
+            (starts + torch.minimum(steps, lengths - 1)).to(self.device),
+        )
         ids = torch.tensor([[*row.ids, *[0] * (longest - len(row.ids))] for row in rows], device=self.device)
         kept = sorted({place for row in rows for place in row.wanted})
         self.cache.place = SlotPlaces(first, places, width)
         with self.precision():
-            inputs = {"position_ids": told, **inputs_of_images(self.model, rows, told)}
+            inputs = {"position_ids": position_ids, **inputs_of_images(self.model, rows, position_ids)}
             logits = self.model(
                 input_ids=ids, attention_mask=self._mask(places, width, rows), past_key_values=self.cache,
                 use_cache=True, **self._only(kept, longest), **inputs,
@@ -213,11 +216,11 @@ class OwnCache(_OneRow):
         (row,) = rows
         if not row.start:
             self._kept = {}
-        told = torch.arange(row.start, row.start + len(row.ids), device=self.device)[None]
+        position_ids = torch.arange(row.start, row.start + len(row.ids), device=self.device)[None]
         with self.precision():
             out = self.model(
                 input_ids=torch.tensor([list(row.ids)], device=self.device), use_cache=True, **self._kept,
-                **inputs_of_images(self.model, rows, told),
+                **inputs_of_images(self.model, rows, position_ids),
             )  # fmt: skip
         names = [name for name in ("past_key_values", "cache_params") if getattr(out, name, None) is not None]
         self._kept = {name: getattr(out, name) for name in names}

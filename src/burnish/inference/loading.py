@@ -95,7 +95,7 @@ def load_for_inference(
     model = None if is_remote(options) else _model(options, config, tokenizer, adapters, notes, head is None)
     through = _beside_each_other(model, served) if model is not None and served else None
     for sentence in notes:
-        (on_note or (lambda said: None))(sentence)
+        (on_note or (lambda text: None))(sentence)
     last = str(adapters[-1] if adapters else options.model_name_or_path)
     return LoadedModel(
         name or expanded(last).resolve().name, options, model, tokenizer, template, form_of(template),
@@ -316,10 +316,10 @@ def _model(
     else:
         model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head)
         in_files = next(model.parameters()).dtype
-        wanted = inference_dtype(options) or supported_dtype(in_files, device)
-        model = model.to(wanted)
-        if wanted != in_files:
-            notes.append(compute_sentence(wanted, in_files, device))
+        requested = inference_dtype(options) or supported_dtype(in_files, device)
+        model = model.to(requested)
+        if requested != in_files:
+            notes.append(compute_sentence(requested, in_files, device))
     model.config.use_cache = True  # type: ignore[union-attr]
     return model.eval().requires_grad_(False)
 

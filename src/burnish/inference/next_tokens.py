@@ -17,13 +17,13 @@ from burnish.inference.slots import Job
 
 def next_tokens(jobs: Sequence[Job], logits: Tensor) -> list[int | Problem]:
     """Draw the next token of N requests from (N, V) logits."""
-    largest, likeliest = logits.max(-1)  # on a CPU, four times faster than argmax
-    found: list[int | Problem] = list(likeliest.tolist())
+    largest, top_ids = logits.max(-1)  # on a CPU, four times faster than argmax
+    found: list[int | Problem] = list(top_ids.tolist())
     drawn: dict[int, DrawSettings] = {}
     for at, (job, is_finite) in enumerate(zip(jobs, torch.isfinite(largest).tolist(), strict=True)):
         if not is_finite:
             found[at] = Problem("The model's logits contain NaN or infinity.", code="non_finite_logits")
-        elif not _takes_likeliest(job):
+        elif not _is_greedy(job):
             try:
                 drawn[at] = _draw_settings(job, logits.shape[1])
             except GrammarError as error:
@@ -38,15 +38,15 @@ def next_tokens(jobs: Sequence[Job], logits: Tensor) -> list[int | Problem]:
 def drawn_logps(jobs: Sequence[Job], logits: Tensor, tokens: Sequence[int | Problem]) -> list[float | None]:
     """Return the log-probability of each next token under the distribution it was drawn from, if requested."""
     found: list[float | None] = [None] * len(jobs)
-    asked = {
+    requested = {
         at: token
         for at, (job, token) in enumerate(zip(jobs, tokens, strict=True))
         if job.request.draw_logprobs and isinstance(token, int)
     }
-    if asked:
-        rows = [_draw_settings(jobs[at], logits.shape[1]) for at in asked]
-        logps = draw_logps(logits[list(asked)], rows, torch.tensor(list(asked.values())))
-        for at, logp in zip(asked, logps.tolist(), strict=True):
+    if requested:
+        rows = [_draw_settings(jobs[at], logits.shape[1]) for at in requested]
+        logps = draw_logps(logits[list(requested)], rows, torch.tensor(list(requested.values())))
+        for at, logp in zip(requested, logps.tolist(), strict=True):
             found[at] = logp
     return found
 
@@ -63,7 +63,7 @@ def failed_pass(error: BaseException) -> Problem:
     return Problem(str(error).strip().split("\n")[0], code="internal_error")
 
 
-def _takes_likeliest(job: Job) -> bool:
+def _is_greedy(job: Job) -> bool:
     """Return whether the next token is the argmax of the model's unmodified logits."""
     sampling, request = job.request.sampling, job.request
     is_changed = sampling.bias or sampling.presence_penalty or sampling.frequency_penalty

@@ -232,9 +232,9 @@ def log_probabilities(logits: Tensor, tokens: Sequence[int], top: int = 0, also:
     if not (top or also):
         return [Logprob(token, logp) for token, logp in zip(tokens, own, strict=True)]
     logps = logits.detach().float().log_softmax(-1)
-    values, likeliest = (found.tolist() for found in logps.topk(min(top, logps.shape[1])))
-    asked = logps[:, list(also)].tolist()
+    values, top_ids = (found.tolist() for found in logps.topk(min(top, logps.shape[1])))
+    requested = logps[:, list(also)].tolist()
     return [
         Logprob(token, logp, (*zip(ids, logps_of, strict=True), *zip(also, others, strict=True)))
-        for token, logp, ids, logps_of, others in zip(tokens, own, likeliest, values, asked, strict=True)
+        for token, logp, ids, logps_of, others in zip(tokens, own, top_ids, values, requested, strict=True)
     ]

@@ -178,9 +178,9 @@ class Scheduler:
         self._cancelled = set()
         everyone, self._cancels_all = self._cancels_all, False
         for job in [*self._waiting, *(slot.job for slot in self._slots if slot.job)]:
-            is_late = now > job.request.deadline
-            if is_late or everyone or job.handle.number in cancelled:
-                error = Problem("the request timed out.") if is_late else None
+            has_timed_out = now > job.request.deadline
+            if has_timed_out or everyone or job.handle.number in cancelled:
+                error = Problem("the request timed out.") if has_timed_out else None
                 self._end(job, "cancelled", error)
         self._waiting = deque(job for job in self._waiting if not job.is_over)
         self._release_ended()
@@ -200,15 +200,15 @@ class Scheduler:
         most = len(job.request.ids) - 1  # at least one token must be read, for its logits
         if job.request.prompt_logprobs_from is not None:
             most = min(most, job.request.prompt_logprobs_from - 1)
-        held = [
+        busy = [
             common_prefix(slot, job.request, most) if self.way.goes_back and slot.adapter == job.request.adapter else 0
             for slot in self._slots
         ]
-        best, images = max(range(len(held)), key=lambda at: (held[at], at)), job.request.images
-        return best, held[best] if images is None else images.whole_begin(held[best])
+        best, images = max(range(len(busy)), key=lambda at: (busy[at], at)), job.request.images
+        return best, busy[best] if images is None else images.whole_begin(busy[best])
 
     def _is_read_right_now(self, job: Job, common: int) -> bool:
-        others = (slot.job.request for slot in self._stretch(self._answering, self._reading) if slot.job)
+        others = (slot.job.request for slot in self._range(self._answering, self._reading) if slot.job)
         own = job.request
         alike = (common_prefix(other, own, len(own.ids)) for other in others if other.adapter == own.adapter)
         return self.way.goes_back and max(alike, default=0) >= common + self.limits.worth_waiting
@@ -257,7 +257,7 @@ class Scheduler:
     def _next_chunk(self) -> tuple[int, int]:
         """Return the slots that read next. The oldest request and the one with the shortest rest alternate, so that no
         prompt waits for long. Neighbouring slots are included as long as they fit into one part."""
-        reading = self._stretch(self._answering, self._reading)
+        reading = self._range(self._answering, self._reading)
         by_turns = (lambda slot: slot.active.handle.number) if self._turn % 2 else self._left_to_read
         lead = reading.index(min(reading, key=by_turns))
         number, longest = 1, len(self._rest(reading[lead]))
@@ -279,7 +279,7 @@ class Scheduler:
         return request.ids[begin : end if request.images is None else request.images.whole_end(end)]
 
     def _read_chunk(self, first: int, number: int) -> None:
-        slots = self._stretch(first, number)
+        slots = self._range(first, number)
         rows = []
         for slot in slots:
             rest, request = self._rest(slot), slot.active.request
@@ -320,7 +320,7 @@ class Scheduler:
 
     def _make_tokens(self, first: int, number: int) -> None:
         """Generate one more token for a range of slots: read the last token, draw the next one."""
-        slots = self._stretch(first, number)
+        slots = self._range(first, number)
         rows = [NewTokens([slot.active.answer[-1]], len(slot.ids), [0], slot.active.request.images) for slot in slots]
         with self._through([slot.adapter for slot in slots]):
             logits = self.way.run(first, rows)
@@ -364,7 +364,7 @@ class Scheduler:
             run(first, number)
         except (RuntimeError, MemoryError, IndexError, ValueError) as error:
             problem = failed_pass(error)
-            for slot in self._stretch(first, number):
+            for slot in self._range(first, number):
                 if slot.job is not None:
                     self._end(slot.job, "failed", problem)
                 slot.ids = []
@@ -396,5 +396,5 @@ class Scheduler:
             self._made.append((job.callback, StepOutput(reason=reason, error=error)))
             job.is_over = True
 
-    def _stretch(self, first: int, number: int) -> list[Slot]:
+    def _range(self, first: int, number: int) -> list[Slot]:
         return self._slots[first : first + number]

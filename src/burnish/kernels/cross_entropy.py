@@ -149,8 +149,8 @@ def loss_factors(probabilities: Tensor, targets: Tensor, rules: TokenLoss) -> Te
     """
     if rules.factor == "dft":
         return probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    likeliest = probabilities.topk(min(_EAFT_CANDIDATES, probabilities.shape[-1]), -1).values
-    entropy: Tensor = torch.special.entr(likeliest / likeliest.sum(-1, keepdim=True)).sum(-1)
+    top_probabilities = probabilities.topk(min(_EAFT_CANDIDATES, probabilities.shape[-1]), -1).values
+    entropy: Tensor = torch.special.entr(top_probabilities / top_probabilities.sum(-1, keepdim=True)).sum(-1)
     return (entropy / _EAFT_SCALE).pow(rules.eaft_alpha)
 
 
@@ -220,35 +220,35 @@ def _kept(like: Tensor) -> Tensor:
 
 
 def _chunk(
-    logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
+    logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_logits_grad: bool
 ) -> tuple[TokenSums, Tensor | None]:
     """The sums of some tokens, and (n, V) the gradient of their total with respect to the logits, which it
     overwrites."""
-    of_tokens = token_values(logits, targets, weights, rules, needs_slope)
+    of_tokens = token_values(logits, targets, weights, rules, needs_logits_grad)
     sums = TokenSums(*(values.sum() if weights is None else values @ weights for values in of_tokens))
-    return sums, logits if needs_slope else None
+    return sums, logits if needs_logits_grad else None
 
 
 def token_values(
-    logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
+    logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_logits_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(n,) each: losses, correct predictions, entropies.
 
-    With ``needs_slope`` the logits (n, V) are overwritten with the gradient of the weighted losses. On a CPU a few rows
+    With ``needs_logits_grad`` the logits (n, V) are overwritten with the gradient of the weighted losses. On a CPU a few rows
     are processed at a time, which does not change results.
     """
     height = max(1, _ROWS_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
     parts = list(zip(torch.split(logits, height), torch.split(targets, height), strict=True))
     counts = [None] * len(parts) if weights is None else torch.split(weights, height)
-    each = [_rows(some, ids, count, rules, needs_slope) for (some, ids), count in zip(parts, counts, strict=True)]
+    each = [_rows(some, ids, count, rules, needs_logits_grad) for (some, ids), count in zip(parts, counts, strict=True)]
     losses, correct, entropy = (torch.cat(of_rows) for of_rows in zip(*each, strict=True))
     return losses, correct, entropy
 
 
 def _rows(
-    logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_slope: bool
+    logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_logits_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(n,) each: losses, correct predictions, entropies; zero if not requested. With ``needs_slope`` the logits (n, V)
+    """(n,) each: losses, correct predictions, entropies; zero if not requested. With ``needs_logits_grad`` the logits (n, V)
     are overwritten with the gradient of the weighted losses:
 
     (p - (1 - s) * one_hot(target) - s / V) * weight * factor with p = softmax(logits), multiplied by ``1 - (logit /
@@ -267,7 +267,7 @@ def _rows(
     if rules.factor:
         factors = loss_factors(grad_logits, targets, rules)
         losses, weights = losses * factors, factors if weights is None else weights * factors
-    if needs_slope:
+    if needs_logits_grad:
         if smoothing:
             grad_logits -= smoothing / grad_logits.shape[-1]
         grad_logits.scatter_add_(-1, at_target, grad_logits.new_full(at_target.shape, smoothing - 1))

@@ -164,7 +164,7 @@ class _Gated(torch.autograd.Function):
         grad_gate, grad_up = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
         for g, u, some, of_gate, of_up in _blocks(*map(_rows, (gate, up, grad, grad_gate, grad_up))):
             torch.mul(some, activated(g, ctx.activation), out=of_up)
-            of_gate.copy_(_slope((some * u).to(g.dtype), g, ctx.activation))
+            of_gate.copy_(_activation_grad((some * u).to(g.dtype), g, ctx.activation))
         return grad_gate, grad_up, None
 
 
@@ -174,7 +174,7 @@ def activated(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def _slope(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+def _activation_grad(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     """``grad`` times the derivative of the activation at ``x``."""
     if activation == "silu":
         return torch.ops.aten.silu_backward(grad, x)  # type: ignore[no-any-return]

@@ -371,18 +371,18 @@ class Together:
 
     def __init__(self, forwards: Sequence[LoraForward]) -> None:
         self._forwards = forwards
-        self._asked: Tensor | None = None
-        self._held: dict[LoraForward, Tensor] = {}
+        self._input: Tensor | None = None
+        self._outputs: dict[LoraForward, Tensor] = {}
 
     def answer(self, forward: LoraForward, x: Tensor) -> Tensor | None:
-        if self._asked is None:
-            self._asked = x
-            self._held = self._all(x)
-        return self._held.pop(forward, None) if x is self._asked else None
+        if self._input is None:
+            self._input = x
+            self._outputs = self._all(x)
+        return self._outputs.pop(forward, None) if x is self._input else None
 
     def _all(self, x: Tensor) -> dict[LoraForward, Tensor]:
-        asked = [(forward, forward.numbers(x)) for forward in self._forwards]
-        alike = {forward: numbers for forward, numbers in asked if numbers is not None and _is_joint(numbers, x)}
+        terms = [(forward, forward.numbers(x)) for forward in self._forwards]
+        alike = {forward: numbers for forward, numbers in terms if numbers is not None and _is_joint(numbers, x)}
         if len(alike) < 2:
             return {}
         return dict(zip(alike, joint_projections(x, list(alike.values())), strict=True))
@@ -430,10 +430,10 @@ def _computes_the_formula(kind: Any) -> bool:
         vars(module).update(_ASKED)
         x = torch.randn(2, 4)
         try:
-            said = module(x)
+            output = module(x)
         except (AttributeError, KeyError, TypeError, RuntimeError, NotImplementedError):
             return False
-        return torch.allclose(said, LoraForward(module).forward(x), atol=1e-6)
+        return torch.allclose(output, LoraForward(module).forward(x), atol=1e-6)
 
 
 _ASKED: dict[str, Any] = {

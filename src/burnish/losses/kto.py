@@ -61,7 +61,7 @@ def check_kto(options: KtoChoices) -> list[Problem]:
     """Report options that would need the other responses of a step before its rows are assigned."""
     if OBJECTIVES[options.stage] is not KtoObjective or options.kl_pairing == "neighbour":
         return []
-    asked = {
+    requested = {
         "precompute_ref_log_probs": options.precompute_ref_log_probs,
         "max_tokens_per_batch": options.max_tokens_per_batch,
     }
@@ -69,7 +69,7 @@ def check_kto(options: KtoChoices) -> list[Problem]:
         Problem(f'"{name}" needs all examples before the first step, but kl_pairing: group creates examples in '
         'each step.',
                 remedy="Remove one of them.", option=(name, "kl_pairing"))
-        for name, is_asked in asked.items() if is_asked
+        for name, is_requested in requested.items() if is_requested
     ]  # fmt: skip
 
 

@@ -181,8 +181,8 @@ class LmObjective(StageObjective):
         else:
             what = f"The head of {type(inner).__name__} is not a plain linear layer over its last hidden states."
         if what and self.options.fused_loss != "auto":
-            asked = str(self.options.fused_loss).lower()
-            raise UserError(f'"fused_loss" is {asked}. {what}', remedy="Remove fused_loss.", option="fused_loss")
+            choice = str(self.options.fused_loss).lower()
+            raise UserError(f'"fused_loss" is {choice}. {what}', remedy="Remove fused_loss.", option="fused_loss")
         return [f"{what} The loss is computed from full logits, which takes more memory."] if what else []
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:

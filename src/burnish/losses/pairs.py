@@ -259,8 +259,8 @@ class PairObjective(AnswersObjective):
             shorter = batch["lengths"].view(-1, 2).amin(-1).repeat_interleave(2)
             batch["factors"] = factors_beyond(batch["owner"], shorter, self.options.ld_alpha)
         if self.needs_reference and all("reference_chosen_logps" in row for row in rows):
-            given = [[row["reference_chosen_logps"], row["reference_rejected_logps"]] for row in rows]
-            batch["reference"] = torch.tensor(given).flatten()
+            reference_logps = [[row["reference_chosen_logps"], row["reference_rejected_logps"]] for row in rows]
+            batch["reference"] = torch.tensor(reference_logps).flatten()
         return batch
 
     def reference_columns(self, module: nn.Module, rows: Sequence[Row], parallel: Parallel) -> dict[str, list[float]]:

@@ -162,8 +162,8 @@ def bco_pair(pairs: Pairs, shape: LossShape) -> Tensor:
 
 def sppo_hard(pairs: Pairs, shape: LossShape) -> Tensor:
     """(r+ - 1/(2β))² + (r- + 1/(2β))².  SPPO, Wu et al. 2024, https://arxiv.org/abs/2405.00675"""
-    wanted = 1 / (2 * shape.beta)
-    return (pairs.chosen.ratio - wanted).square() + (pairs.rejected.ratio + wanted).square()
+    target = 1 / (2 * shape.beta)
+    return (pairs.chosen.ratio - target).square() + (pairs.rejected.ratio + target).square()
 
 
 def apo_zero(pairs: Pairs, shape: LossShape) -> Tensor:

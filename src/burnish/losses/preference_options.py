@@ -134,8 +134,8 @@ class PreferenceChoices(FixedReferenceChoices, PairLossChoices, Protocol):
 def check_preferences(options: PreferenceChoices) -> list[Problem]:
     """Report options that contradict each other or require rows of another stage."""
     if not _compares(options.stage):
-        is_asked = "dft" in options.pref_loss
-        return [Problem('"loss_type" is dft.', remedy=OF_SFT["dft"], option="pref_loss")] if is_asked else []
+        has_dft = "dft" in options.pref_loss
+        return [Problem('"loss_type" is dft.', remedy=OF_SFT["dft"], option="pref_loss")] if has_dft else []
     problems = [_only_sft(name) for name in _OF_ANSWERS if getattr(options, name)]
     if options.packing:
         problems.append(

@@ -116,8 +116,8 @@ class ValueHead(RewardHead):
         with torch.no_grad():
             self.summary.weight.copy_(weights[WEIGHT].reshape(1, -1))
             if self.summary.bias is not None:
-                given = weights.get(BIAS)
-                self.summary.bias.zero_() if given is None else self.summary.bias.copy_(given.reshape(1))
+                bias = weights.get(BIAS)
+                self.summary.bias.zero_() if bias is None else self.summary.bias.copy_(bias.reshape(1))
 
 
 @REWARD_HEADS.register("score")

@@ -58,11 +58,13 @@ def attention_problems(options: ModelOptions) -> Iterator[Problem]:
             option="attn_implementation",
         )
     elif not _can_be_had(name):
-        asked = f"attn_implementation: {name}" if options.attn_implementation else f"flash_attn: {options.flash_attn}"
+        requested = (
+            f"attn_implementation: {name}" if options.attn_implementation else f"flash_attn: {options.flash_attn}"
+        )
         package = _FLASH_LIBRARIES.get(name, ("", "kernels"))[1]
         other = " (or kernels)" if package != "kernels" else ""
         yield Problem(
-            f"{asked} needs the library {package}, which is not installed.",
+            f"{requested} needs the library {package}, which is not installed.",
             remedy=f"Install {package}{other}, or remove the option: sdpa gives the same result.",
             option="attn_implementation" if options.attn_implementation else "flash_attn",
         )

@@ -100,8 +100,8 @@ def problems_of_export(options: ExportChoices, others: list[Path], left_over: Co
     if any(folder.resolve() == other.resolve() for other in others):
         what = f'export_dir "{folder}" is the input folder; it would be overwritten.'
         return [Problem(what, remedy="Set another export_dir.", option="export_dir")]
-    if held := [path.name for name in OF_A_RUN for path in folder.glob(name)]:
-        what = f'export_dir "{folder}" contains a training run ({held[0]}).'
+    if existing := [path.name for name in OF_A_RUN for path in folder.glob(name)]:
+        what = f'export_dir "{folder}" contains a training run ({existing[0]}).'
         return [Problem(what, remedy="Set another export_dir.", option="export_dir")]
     inside = sorted({path.name for path in folder.iterdir()} - {*left_over}) if folder.is_dir() else []
     if not inside or options.overwrite_output_dir:

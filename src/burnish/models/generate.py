@@ -144,7 +144,7 @@ def generate(
     """
     alike: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
-        alike.setdefault(_room(len(prompt), config, context), []).append(index)
+        alike.setdefault(_available(len(prompt), config, context), []).append(index)
     answers: list[list[int]] = [[] for _ in prompts]
     for room, together in alike.items():
         if room > 0:
@@ -156,7 +156,7 @@ def generate(
     return answers
 
 
-def _room(prompt_length: int, config: Any, context: int | None) -> int:
+def _available(prompt_length: int, config: Any, context: int | None) -> int:
     """Maximum length of the response to a prompt of that length."""
     room: int = config.max_new_tokens or config.max_length - prompt_length
     return room if context is None else min(room, context - prompt_length)

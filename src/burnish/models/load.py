@@ -251,7 +251,7 @@ def check_context(config: PreTrainedConfig, longest: int) -> list[Problem]:
     ]
 
 
-def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
+def scale_rope(config: PreTrainedConfig, kind: str, length_needed: int) -> str:
     """Scale the rotary positions by the smallest integer factor with which ``wanted`` tokens fit. Returns a note.
 
     Sources: linear, Chen et al. 2023, https://arxiv.org/abs/2306.15595; yarn, Peng et al. 2023,
@@ -267,9 +267,9 @@ def scale_rope(config: PreTrainedConfig, kind: str, wanted: int) -> str:
             option="rope_scaling",
         )
     original = rope.get("original_max_position_embeddings") or length
-    if wanted <= length:
-        return f"rope_scaling has no effect: {wanted} tokens fit into the model's context of {length}."
-    factor = float(math.ceil(wanted / original))
+    if length_needed <= length:
+        return f"rope_scaling has no effect: {length_needed} tokens fit into the model's context of {length}."
+    factor = float(math.ceil(length_needed / original))
     changed = {**rope, "rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     if kind == "llama3":
         changed |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -123,21 +123,21 @@ def _save_whole(
 ) -> None:  # fmt: skip
     config: Any = model.config
     loaded_in = config.dtype
-    wanted = dtype or loaded_in
+    target_dtype = dtype or loaded_in
     if any(".base_layer." in name or ".original_module." in name for name in model.state_dict(keep_vars=True)):
         raise RuntimeError("An adapter is still in the model; merge it, or save the adapter.")
     if whole is not None:
-        save_gathered(model, folder, wanted, max_shard_size, whole, writes)
+        save_gathered(model, folder, target_dtype, max_shard_size, whole, writes)
         config.dtype = loaded_in
         if writes:
-            save_config(model, folder, wanted)
+            save_config(model, folder, target_dtype)
         return
-    state = state_in(model, wanted)
+    state = state_in(model, target_dtype)
     # transformers reverts its own conversions (experts), omits tied weights and creates the shards.
     with quiet():
         model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)  # type: ignore[operator]
     config.dtype = loaded_in  # save_pretrained sets it to the dtype of the parameters in memory
-    save_config(model, folder, wanted)
+    save_config(model, folder, target_dtype)
 
 
 def state_in(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -115,12 +115,12 @@ def descriptions(options: ModelOptions) -> dict[str, str]:
     Raises:
         UserError: if the file is missing or invalid.
     """
-    given = options.new_special_tokens_config
-    if not given:
+    config = options.new_special_tokens_config
+    if not config:
         return {}
-    found = given if isinstance(given, dict) else _read_descriptions(Path(given))
+    found = config if isinstance(config, dict) else _read_descriptions(Path(config))
     if not found or not all(isinstance(word, str) and word.strip() for pair in found.items() for word in pair):
-        raise UserError(_no_descriptions(given, found))
+        raise UserError(_no_descriptions(config, found))
     return found
 
 
@@ -145,10 +145,10 @@ def _read_descriptions(path: Path) -> Any:
     return found if isinstance(found, dict) else {"": found}
 
 
-def _no_descriptions(given: Any, received: Any) -> Problem:
+def _no_descriptions(config: Any, received: Any) -> Problem:
     return Problem(
         f"new_special_tokens_config must map each new token to a description. Received: {received}",
-        where="" if isinstance(given, dict) else str(given),
+        where="" if isinstance(config, dict) else str(config),
         remedy='For example: {"<think>": "the beginning of a line of thought"}.',
         option="new_special_tokens_config",
     )

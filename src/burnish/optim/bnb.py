@@ -30,9 +30,13 @@ def _lion(options: OptimOptions) -> dict[str, Any]:
 
 def _ademamix(options: OptimOptions) -> dict[str, Any]:
     """Adam's arguments with a third beta and ``alpha`` (Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137)."""
-    given = optim_arguments(options)
-    betas = (given.pop("beta1", options.adam_beta1), given.pop("beta2", options.adam_beta2), given.pop("beta3", 0.9999))
-    return {"betas": betas, "eps": options.adam_epsilon, **given}
+    arguments = optim_arguments(options)
+    betas = (
+        arguments.pop("beta1", options.adam_beta1),
+        arguments.pop("beta2", options.adam_beta2),
+        arguments.pop("beta3", 0.9999),
+    )
+    return {"betas": betas, "eps": options.adam_epsilon, **arguments}
 
 
 def _member(class_name: str, arguments: Callable[[Any], dict[str, Any]], summary: str, **fixed: Any) -> Any:

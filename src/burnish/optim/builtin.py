@@ -66,9 +66,11 @@ def check_optimizer(options: OptimOptions) -> list[Problem]:
                 f'burnish does not support "optim" {options.optim}: {refused[0]}.', remedy=refused[1], option="optim"
             )
         ]
-    asked = list(dict.fromkeys(m.traits.get("switch", m.name) for m in OPTIMIZERS if m.when and m.when(options)))
-    if len(asked) > 1:
-        return [Problem(f'"{asked[0]}" and "{asked[1]}" cannot be combined. Set one of them.', option=tuple(asked))]
+    selected = list(dict.fromkeys(m.traits.get("switch", m.name) for m in OPTIMIZERS if m.when and m.when(options)))
+    if len(selected) > 1:
+        return [
+            Problem(f'"{selected[0]}" and "{selected[1]}" cannot be combined. Set one of them.', option=tuple(selected))
+        ]
     return missing_library(member.name)
 
 
@@ -92,8 +94,8 @@ def optimizer_notes(options: OptimOptions) -> list[str]:
 
 def left_out(name: str, options: OptimOptions) -> list[str]:
     """Notes on changed fields of ``OptimOptions`` that the optimizer ``name`` does not use."""
-    given = changed_options(options)
-    return _no_effect(name, [field for field in OPTIMIZERS.get(name).traits.get("leaves_out", ()) if field in given])
+    changed = changed_options(options)
+    return _no_effect(name, [field for field in OPTIMIZERS.get(name).traits.get("leaves_out", ()) if field in changed])
 
 
 def _no_effect(optimizer: str, unread: Iterable[str]) -> list[str]:

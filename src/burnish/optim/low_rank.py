@@ -188,7 +188,7 @@ def apollo(groups: Groups, options: LowRankRun) -> Optimizer:
 
 def _galore_method(options: LowRankRun) -> Method:
     """Settings of GaLore from LLaMA-Factory's options or, for ``optim: galore_*``, transformers' ``optim_args``."""
-    given, is_named = _given(options, GALORE_ARGUMENTS), not options.use_galore
+    given, is_named = _read_arguments(options, GALORE_ARGUMENTS), not options.use_galore
     return Method(
         targets=options.galore_target if options.optim_target_modules is None else options.optim_target_modules,
         rank=given.get("rank", options.galore_rank or (128 if is_named else 16)),
@@ -200,7 +200,7 @@ def _galore_method(options: LowRankRun) -> Method:
 
 
 def _apollo_method(options: LowRankRun) -> Method:
-    given, is_named = _given(options, APOLLO_ARGUMENTS), not options.use_apollo
+    given, is_named = _read_arguments(options, APOLLO_ARGUMENTS), not options.use_apollo
     return Method(
         targets=options.apollo_target if options.optim_target_modules is None else options.optim_target_modules,
         rank=given.get("rank", options.apollo_rank or (128 if is_named else 16)),
@@ -213,7 +213,7 @@ def _apollo_method(options: LowRankRun) -> Method:
     )
 
 
-def _given(options: AdamChoices, known: tuple[str, ...]) -> dict[str, Any]:
+def _read_arguments(options: AdamChoices, known: tuple[str, ...]) -> dict[str, Any]:
     """Read ``optim_args``. Raises TypeError for an unknown name, as other optimizers do."""
     given = optim_arguments(options)
     unknown = [name for name in given if name not in known]
@@ -383,15 +383,15 @@ def is_target(name: str, parameter: nn.Parameter, targets: str | list[str]) -> b
 
 def split_groups(groups: Groups, is_wanted: Callable[[str, nn.Parameter], bool]) -> tuple[Groups, Groups]:
     """Split groups by name and parameter into selected and other groups. Empty groups are omitted."""
-    wanted: Groups = []
+    selected: Groups = []
     rest: Groups = []
     for group in groups:
         pairs = list(zip(group["param_names"], group["params"], strict=True))
-        for target, answer in ((wanted, True), (rest, False)):
+        for target, answer in ((selected, True), (rest, False)):
             part = [pair for pair in pairs if is_wanted(*pair) is answer]
             if part:
                 target.append({**group, "params": [p for _, p in part], "param_names": [n for n, _ in part]})
-    return wanted, rest
+    return selected, rest
 
 
 def sides_of(shape: torch.Size, side: str) -> tuple[bool, bool]:

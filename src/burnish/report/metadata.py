@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from burnish.config.errors import Problem, skipped_sentence
+from burnish.config.errors import Problem, skipped_steps_message
 from burnish.config.secrets import has_secret_name, without_secrets
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
@@ -114,7 +114,7 @@ class RunMetadata(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if logs and logs.get("skipped_steps"):
             count = logs["skipped_steps"]
-            self.event("skipped", skipped_sentence(count, state.global_step), count=count)
+            self.event("skipped", skipped_steps_message(count, state.global_step), count=count)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         metrics = kwargs.get("metrics") or {}

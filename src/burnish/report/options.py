@@ -108,7 +108,7 @@ def tracker_notes(options: ReportOptions) -> list[str]:
 
     if wanted_trackers(options.report_to):
         return []
-    given = [f.name for f in dataclasses.fields(ReportOptions) if f.name in _FOR_TRACKERS]
+    changed = [f.name for f in dataclasses.fields(ReportOptions) if f.name in _FOR_TRACKERS]
     defaults = ReportOptions()
-    unused = [name for name in given if getattr(options, name) != getattr(defaults, name)]
+    unused = [name for name in changed if getattr(options, name) != getattr(defaults, name)]
     return [f'"{name}" has no effect: report_to lists no tracker.' for name in unused]

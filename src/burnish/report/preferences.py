@@ -15,7 +15,7 @@ from burnish.report.console import note
 
 _IN_A_ROW = 3
 """Number of consecutive logs that must agree, because a single one is noise."""
-SENTENCE = (
+FALLING_CHOSEN = (
     "The rewards of chosen responses fall while the margin grows: both responses become less likely, the rejected "
     "ones faster. If logps/chosen falls far, set pref_ftx: 0.1, pref_loss: dpop, or a lower learning_rate."
 )
@@ -38,4 +38,4 @@ class ChosenFallsCallback(TrainerCallback):
         grows = logs["rewards/margins"] > max(0.0, before.get("rewards/margins", 0.0))
         self._times = self._times + 1 if falls and grows else 0
         if self._times == _IN_A_ROW and state.is_world_process_zero:
-            note(SENTENCE)
+            note(FALLING_CHOSEN)

@@ -132,7 +132,7 @@ class ProfileCallback(TrainerCallback):
         self.clock = clock
         self.folder = folder
         self.num_steps = num_steps
-        self.begun = 0  # steps since this process started
+        self.steps_begun = 0  # steps since this process started
         self.step_s = 0.0
         self.between_s = 0.0
         self.moment = 0.0  # time at which a step last began or ended
@@ -140,18 +140,18 @@ class ProfileCallback(TrainerCallback):
 
     @property
     def is_timed(self) -> bool:
-        return WARM_UP < self.begun <= WARM_UP + self.num_steps
+        return WARM_UP < self.steps_begun <= WARM_UP + self.num_steps
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.begun += 1
+        self.steps_begun += 1
         self.clock.is_on = self.is_timed
-        if self.begun == WARM_UP + self.num_steps + 1:
+        if self.steps_begun == WARM_UP + self.num_steps + 1:
             on_gpu = [ProfilerActivity.CUDA] if self.clock.device.type == "cuda" else []
             self.trace = torch.profiler.profile(activities=[ProfilerActivity.CPU, *on_gpu], profile_memory=True)
             self.trace.start()
         elif self.is_timed:
             now = self.clock.now()
-            self.between_s += now - self.moment if self.begun > WARM_UP + 1 else 0.0
+            self.between_s += now - self.moment if self.steps_begun > WARM_UP + 1 else 0.0
             self.moment = now
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -167,8 +167,8 @@ class ProfileCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         needed = WARM_UP + self.num_steps + 1
-        if self.begun < needed:
-            note(f"Nothing was profiled: profiling needs {needed} steps, and this run had {self.begun}.")
+        if self.steps_begun < needed:
+            note(f"Nothing was profiled: profiling needs {needed} steps, and this run had {self.steps_begun}.")
 
     def _write(self, traced_step: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from burnish.config.errors import skipped_sentence
+from burnish.config.errors import skipped_steps_message
 from burnish.loop.events import TrainerCallback
 from burnish.loop.schedule import StepPlan
 from burnish.loop.state import RATES
@@ -61,7 +61,7 @@ class RunFacts:
     all_parameters: int
     unit: str = "example"
 
-    def sentences(self) -> list[str]:
+    def messages(self) -> list[str]:
         """Return the numbers of transformers' "Running training" banner, in three lines."""
         processes = counted(self.world_size, "process", "processes")
         share = 100 * self.trainable_parameters / max(self.all_parameters, 1)
@@ -104,15 +104,15 @@ class ProgressCallback(TrainerCallback):
         self.seen = Seen(state.global_step, state.max_steps)
         self._train_lines = Thinned(TRAIN_LINES)
         self._eval_lines = Thinned(EVAL_LINES)
-        self._interval_has_begun = False
+        self._interval_started = False
         self._is_training = True
         _print_facts(self.facts, state)
         if console.is_terminal():
             console.begin_live(_LiveLine(self.seen, self.pace))
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._is_training and not self._interval_has_begun:
-            self._interval_has_begun = True
+        if self._is_training and not self._interval_started:
+            self._interval_started = True
             self.pace.begin_interval(state.num_input_tokens_seen)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -129,7 +129,7 @@ class ProgressCallback(TrainerCallback):
         if not state.is_world_process_zero or not logs:
             return
         if "skipped_steps" in logs:
-            console.warn(skipped_sentence(logs["skipped_steps"], state.global_step))
+            console.warn(skipped_steps_message(logs["skipped_steps"], state.global_step))
         if "train_runtime" in logs:
             self.seen.summary = dict(logs)
         elif "loss" in logs:
@@ -141,7 +141,7 @@ class ProgressCallback(TrainerCallback):
         seen.loss, seen.learning_rate = logs["loss"], logs.get("learning_rate", seen.learning_rate)
         seen.tokens_per_second = self.pace.interval_rate(state.num_input_tokens_seen)
         seen.metrics = {name: logs[name] for name in _METRICS if logs.get(name) is not None}
-        self._interval_has_begun = False
+        self._interval_started = False
         if self._train_lines.is_due(seen.step, seen.max_steps):  # in a terminal, above the live line
             console.note(seen.plain_line(self.pace))
 
@@ -268,7 +268,7 @@ class _LiveLine:
 
 
 def _print_facts(facts: RunFacts | None, state: TrainerState) -> None:
-    for line in facts.sentences() if facts else [f"Training for {counted(state.max_steps, 'step')}"]:
+    for line in facts.messages() if facts else [f"Training for {counted(state.max_steps, 'step')}"]:
         console.note(line)
     if state.global_step:
         console.note(f"  continued after step {state.global_step:,}")

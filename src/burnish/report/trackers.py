@@ -96,10 +96,10 @@ def tracker_problems(report_to: str | Iterable[str] | None) -> list[Problem]:
 
 def wanted_trackers(report_to: str | Iterable[str] | None) -> list[str]:
     """Return tracker names without duplicates: "none" or None selects no tracker, "all" every installed one."""
-    given = [report_to] if isinstance(report_to, str) else list(report_to or ())
-    if "all" in given:
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    if "all" in names:
         return [name for name in TRACKERS.names() if not _missing(_needs_of(name))]
-    return list(dict.fromkeys(name for name in given if name != "none"))
+    return list(dict.fromkeys(name for name in names if name != "none"))
 
 
 def _problems_of(name: str) -> list[Problem]:

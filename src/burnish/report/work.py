@@ -76,7 +76,7 @@ class WorkLine:
             yield f"{short_number(self.done / elapsed_s)} a second"
             yield f"{short_time((self.total - self.done) * elapsed_s / self.done)} left"
 
-    def __rich_console__(self, given: Console, options: ConsoleOptions) -> Iterator[Text]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         from rich.text import Text
 
         text = self.sentence()

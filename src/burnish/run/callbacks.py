@@ -91,11 +91,11 @@ def events_of(options: RunOptions) -> Sequence[str]:
     if trains(options):
         return IN_ORDER
     measures = evaluates(options) or not options.predict_with_generate
-    asked = {
+    requested = {
         "on_init_end": True, "on_prediction_step": True, "on_log": measures, "on_evaluate": evaluates(options),
         "on_predict": options.do_predict,
     }  # fmt: skip
-    return [event for event in IN_ORDER if asked.get(event)]
+    return [event for event in IN_ORDER if requested.get(event)]
 
 
 def listeners_of(options: RunOptions, added: Sequence[Any] = ()) -> dict[str, list[str]]:

@@ -53,7 +53,7 @@ _LOOKS_EVERY_S = 0.05
 _LAST_LINES = 12
 
 
-def launch(words: Sequence[str], given: Mapping[str, RawValue]) -> int | None:
+def launch(words: Sequence[str], values: Mapping[str, RawValue]) -> int | None:
     """Run ``burnish train *words`` in several processes on this machine, wait for them, and print failures.
 
     Args:
@@ -64,24 +64,24 @@ def launch(words: Sequence[str], given: Mapping[str, RawValue]) -> int | None:
     Raises:
         UserError: if there are several machines and an environment variable for them is missing.
     """
-    asked = LaunchRequest.of(given)
+    request = LaunchRequest.of(values)
     raise_if([*launcher_problems(), *problems_of_machines()])
-    if not needs_launcher(asked):
+    if not needs_launcher(request):
         return None
     words, restarts = list(words), 0
-    num_processes = world_size(asked) // num_machines()
+    num_processes = world_size(request) // num_machines()
     while True:
         with tempfile.TemporaryDirectory(prefix="burnish-") as folder:
             ended = Processes(words, num_processes, Path(folder)).wait()
         if not ended.failures:
             return ended.status
-        if not ended.may_succeed_again or restarts == asked.max_restarts:
+        if not ended.may_succeed_again or restarts == request.max_restarts:
             for problem in ended.failures:
                 console.problem(problem)
             return ended.status
         restarts += 1
-        console.warn(f"{ended.failures[-1]}\nRestarting (attempt {restarts} of {asked.max_restarts}).")
-        words = going_on(words, asked.output_dir)
+        console.warn(f"{ended.failures[-1]}\nRestarting (attempt {restarts} of {request.max_restarts}).")
+        words = going_on(words, request.output_dir)
 
 
 @dataclass
@@ -96,8 +96,8 @@ class LaunchRequest:
     output_dir: str | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, RawValue]) -> LaunchRequest:
-        text = {name: str(item.value).strip().lower() for name, item in given.items()}
+    def of(cls, values: Mapping[str, RawValue]) -> LaunchRequest:
+        text = {name: str(item.value).strip().lower() for name, item in values.items()}
         processes = text.get("num_processes", AUTO)
         return cls(
             count_in(processes) or AUTO,
@@ -105,7 +105,7 @@ class LaunchRequest:
             any(text.get(name, "") in ("true", "yes", "on", "1") for name in ("use_cpu", "no_cuda")),
             text.get("engine", AUTO),
             number_in(text.get("stall_timeout_s", "")),
-            str(given["output_dir"].value) if "output_dir" in given else None,
+            str(values["output_dir"].value) if "output_dir" in values else None,
         )
 
 

@@ -110,8 +110,8 @@ def predict(
     partial = folder / f"{stem}.partial.jsonl" if run.parallel.world_size == 1 else None
     likelihoods: dict[int, float] = {}
     with doing(Activity.PREDICT):
-        asked = [*questions] * options.samples
-        answers = answer_all(run, asked, config, options, partial, likelihoods, prepared.family)
+        requested = [*questions] * options.samples
+        answers = answer_all(run, requested, config, options, partial, likelihoods, prepared.family)
     given = {"skip_special_tokens": options.skip_special_tokens}
     texts = [tokenizer.decode(ids, **given) for ids in answers]
     labels = [tokenizer.decode(question.label, **given) for question in questions]
@@ -162,8 +162,8 @@ def questions_of(examples: Sequence[Example], template: Template, stops: Sequenc
             prompt = ids[: next(i for i, label in enumerate(row["labels"]) if label != IGNORE_INDEX)]
             images = row.get("images", ())
         else:
-            asked = template.prompt_row(example)
-            prompt, images = list(asked["input_ids"]), asked.get("images", ())
+            requested = template.prompt_row(example)
+            prompt, images = list(requested["input_ids"]), requested.get("images", ())
         is_start = ids[: len(prompt)] == prompt
         label = ids[len(prompt) :] if is_start else template.form.encoder.plain(example.messages[-1].text)
         if prompt:
@@ -256,8 +256,8 @@ _NEUTRAL = {"typical_p": 1.0, "encoder_repetition_penalty": 1.0, "length_penalty
 
 def is_plain(config: Any) -> bool:
     """Return whether a ``GenerationConfig`` uses only features that the inference engine supports."""
-    asked = {name for name, value in config.to_diff_dict().items() if value and value != _NEUTRAL.get(name)}
-    return (config.num_beams or 1) == 1 and asked <= _PLAIN
+    requested = {name for name, value in config.to_diff_dict().items() if value and value != _NEUTRAL.get(name)}
+    return (config.num_beams or 1) == 1 and requested <= _PLAIN
 
 
 def _ask(number: int, question: Question, config: Any, seed: int) -> GenerationRequest:
@@ -266,9 +266,9 @@ def _ask(number: int, question: Question, config: Any, seed: int) -> GenerationR
         top_k=config.top_k or 0, top_p=1.0 if config.top_p is None else config.top_p,
         min_p=config.min_p or 0.0, repetition_penalty=config.repetition_penalty or 1.0, seed=seed,
     )  # fmt: skip
-    room = config.max_new_tokens or config.max_length - len(question.prompt)
+    available = config.max_new_tokens or config.max_length - len(question.prompt)
     return GenerationRequest(
-        question.prompt, room, sampling=sampling, stop_ids=frozenset(config.eos_token_id), index=number,
+        question.prompt, available, sampling=sampling, stop_ids=frozenset(config.eos_token_id), index=number,
         min_new_tokens=config.min_new_tokens or 0,
     )  # fmt: skip
 

@@ -127,12 +127,12 @@ def precompute(run: Loop, prepared: Prepared, options: RunOptions) -> list[str]:
     """Precompute reference log-probabilities. Returns notes. A reference model that takes memory is released."""
     objective: Any = run.objective
     places = [some for some in (prepared.rows, *prepared.eval_rows.values()) if isinstance(some, RowsWithReference)]
-    size, said = options.per_device_eval_batch_size, list[str]()
+    size, notes = options.per_device_eval_batch_size, list[str]()
     for rows in places if trains(options) else places[1:]:
-        said += fill(rows, objective, run.model, run.parallel, size, anew=options.overwrite_cache)
+        notes += fill(rows, objective, run.model, run.parallel, size, anew=options.overwrite_cache)
     if places and not isinstance(objective.reference, AdapterOff):
         objective.reference = None
-    return said
+    return notes
 
 
 def needs_reference(objective: StageObjective) -> bool:

@@ -120,9 +120,9 @@ def rouge(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]
     scorer, names = Rouge(), ("rouge-1", "rouge-2", "rouge-l")
     found: list[dict[str, dict[str, float]]] = []
     for prediction, label in zip(predictions, labels, strict=True):
-        words, given = (" ".join(jieba.cut(text)) for text in (prediction, label))
-        is_empty = not words.split() or not given.split()
-        found.append({name: {"f": 0.0} for name in names} if is_empty else scorer.get_scores(words, given)[0])
+        words, reference = (" ".join(jieba.cut(text)) for text in (prediction, label))
+        is_empty = not words.split() or not reference.split()
+        found.append({name: {"f": 0.0} for name in names} if is_empty else scorer.get_scores(words, reference)[0])
     return {name: 100 * _mean([row[name]["f"] for row in found]) for name in names}
 
 

@@ -106,12 +106,12 @@ def save_head(
     weights = {name: parallel.whole(value).detach().cpu() for name, value in objective.head.weights().items()}
     if parallel.rank > 0:
         return
-    asked = saved_head(objective)
-    if asked not in ("value_head", "score"):
-        write_value_head(folder, weights, (asked, objective.head.width))
+    saved = saved_head(objective)
+    if saved not in ("value_head", "score"):
+        write_value_head(folder, weights, (saved, objective.head.width))
         return
     has_bias = BIAS in weights and bool(weights[BIAS].any())
-    if asked == "value_head" or has_bias:  # a classifier cannot store a bias
+    if saved == "value_head" or has_bias:  # a classifier cannot store a bias
         write_value_head(folder, weights)
     elif is_adapter:
         add_score_to_adapter(folder, weights)

@@ -67,16 +67,16 @@ def serving_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool = 
     """
     path, others = path_of(words)
     file, flags = read_arguments([*([path] if path and _is_config(path) else []), *others])
-    given = merge(file, flags, aliases())
-    rest = {key: given.pop(key) for key in list(given) if key in own}
+    values = merge(file, flags, aliases())
+    rest = {key: values.pop(key) for key in list(values) if key in own}
     if path and not _is_config(path):
-        given = {**(data_of_run(path, given) if with_data else {}), **found_in(path, given), **given}
-    elif trained := _trained_by(given):
-        given = {**{k: v for k, v in given.items() if k not in _NAMES}, **found_in(trained, {})}
-    given = {**_base_of_adapter(given), **given}
-    name = path or str(_value(given, "adapter_name_or_path") or _value(given, "model_name_or_path") or "")
+        values = {**(data_of_run(path, values) if with_data else {}), **found_in(path, values), **values}
+    elif trained := _trained_by(values):
+        values = {**{k: v for k, v in values.items() if k not in _NAMES}, **found_in(trained, {})}
+    values = {**_base_of_adapter(values), **values}
+    name = path or str(_value(values, "adapter_name_or_path") or _value(values, "model_name_or_path") or "")
     name = Path(name).stem if _is_config(name) else Path(name).name
-    return _checked(given, rest, name)
+    return _checked(values, rest, name)
 
 
 def export_values(words: Sequence[str]) -> dict[str, RawValue]:
@@ -86,20 +86,20 @@ def export_values(words: Sequence[str]) -> dict[str, RawValue]:
     """
     path, others = path_of(words)
     file, flags = read_arguments(words if not path or _is_config(path) else others)
-    given = merge(file, flags, aliases())
+    values = merge(file, flags, aliases())
     if path and not _is_config(path):
-        of_run = {name: item for name, item in data_of_run(path, given).items() if name in specs(TemplateOptions)}
-        return {**of_run, **found_in(path, given), **given}
-    return {**_base_of_adapter(given), **given}
+        of_run = {name: item for name, item in data_of_run(path, values).items() if name in specs(TemplateOptions)}
+        return {**of_run, **found_in(path, values), **values}
+    return {**_base_of_adapter(values), **values}
 
 
-def _base_of_adapter(given: Mapping[str, RawValue]) -> dict[str, RawValue]:
+def _base_of_adapter(values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     """Return ``model_name_or_path`` from the first adapter, if only adapters are given."""
-    adapters = _value(given, "adapter_name_or_path")
-    if not adapters or "model_name_or_path" in given:
+    adapters = _value(values, "adapter_name_or_path")
+    if not adapters or "model_name_or_path" in values:
         return {}
     first = expanded(str(adapters[0] if isinstance(adapters, list) else adapters).split(",")[0].strip())
-    found = _of_adapter(first, given) if (first / ADAPTER).is_file() else {}
+    found = _of_adapter(first, values) if (first / ADAPTER).is_file() else {}
     return {"model_name_or_path": found["model_name_or_path"]} if found else {}
 
 
@@ -130,8 +130,8 @@ def servings_of(words: Sequence[str], own: Sequence[str] = (), with_data: bool =
 _NAMES = ("model_name_or_path", "adapter_name_or_path")
 
 
-def _checked(given: Mapping[str, RawValue], rest: Mapping[str, RawValue], name: str) -> Serving:
-    present, problems, _ = take_absent(given, {**specs(RunOptions), **aliases()})
+def _checked(values: Mapping[str, RawValue], rest: Mapping[str, RawValue], name: str) -> Serving:
+    present, problems, _ = take_absent(values, {**specs(RunOptions), **aliases()})
     options, wrong = build(RunOptions, present)
     problems += [*wrong, *check_template(options), *check_infer(options)]
     problems += [] if problems else check_model(options, needs_head=writes_answers(options))
@@ -153,19 +153,19 @@ def _is_config(path: str) -> bool:
     return path.endswith(CONFIG_SUFFIXES)
 
 
-def _value(given: Mapping[str, RawValue], key: str) -> Any:
-    return given[key].value if key in given else None
+def _value(values: Mapping[str, RawValue], key: str) -> Any:
+    return values[key].value if key in values else None
 
 
-def _trained_by(given: Mapping[str, RawValue]) -> str | None:
+def _trained_by(values: Mapping[str, RawValue]) -> str | None:
     """Return the ``output_dir`` of a training configuration if it contains a model, else None."""
-    folder = _value(given, "output_dir")
+    folder = _value(values, "output_dir")
     if folder is None or not any((Path(str(folder)) / name).is_file() for name in (ADAPTER, MODEL)):
         return None
     return str(folder)
 
 
-def found_in(path: str, given: Mapping[str, RawValue]) -> dict[str, RawValue]:
+def found_in(path: str, values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     """Return the options for the content of a folder: a model, an adapter with its base, or a run's checkpoints."""
     folder, where = expanded(path), path
     if not folder.is_dir():
@@ -173,11 +173,11 @@ def found_in(path: str, given: Mapping[str, RawValue]) -> dict[str, RawValue]:
     if not any((folder / name).is_file() for name in (ADAPTER, MODEL)):
         folder = _newest_checkpoint(folder)
     if (folder / ADAPTER).is_file():
-        return _of_adapter(folder, given)
+        return _of_adapter(folder, values)
     return {"model_name_or_path": RawValue(str(folder), where)}
 
 
-def data_of_run(path: str, given: Mapping[str, RawValue]) -> dict[str, RawValue]:
+def data_of_run(path: str, values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     """Return datasets, template and lengths of the run that made a folder or checkpoint, from its ``run.yaml``.
 
     Args:
@@ -191,11 +191,11 @@ def data_of_run(path: str, given: Mapping[str, RawValue]) -> dict[str, RawValue]
     file, _ = read_arguments([where])
     names = {*specs(DataOptions), *specs(TemplateOptions), *specs(EncodingOptions), "stage", "seed"}
     found = {name: item for name, item in file.items() if name in names}
-    begun = read_object(folder / LAUNCH).get("folder") if (folder / LAUNCH).is_file() else None
-    if isinstance(begun, str):
-        moved = data_seen_from(Path(begun), {name: item.value for name, item in found.items()})
+    launch_folder = read_object(folder / LAUNCH).get("folder") if (folder / LAUNCH).is_file() else None
+    if isinstance(launch_folder, str):
+        moved = data_seen_from(Path(launch_folder), {name: item.value for name, item in found.items()})
         found |= {name: RawValue(value, where) for name, value in moved.items()}
-    own_sets = ("dataset", "eval_dataset", "val_size") if "eval_dataset" in given or "val_size" in given else ()
+    own_sets = ("dataset", "eval_dataset", "val_size") if "eval_dataset" in values or "val_size" in values else ()
     return {name: item for name, item in found.items() if name not in own_sets}
 
 
@@ -215,14 +215,14 @@ def _newest_checkpoint(folder: Path) -> Path:
     return newest
 
 
-def _of_adapter(folder: Path, given: Mapping[str, RawValue]) -> dict[str, RawValue]:
+def _of_adapter(folder: Path, values: Mapping[str, RawValue]) -> dict[str, RawValue]:
     try:
         config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
         base, kind = config["base_model_name_or_path"], config.get("peft_type", "LORA")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read the base model's name: {error}.", where=str(folder / ADAPTER)) from error
     found = {"adapter_name_or_path": RawValue([str(folder)], str(folder))}
-    if "model_name_or_path" not in given:
+    if "model_name_or_path" not in values:
         if not base:
             what = "the adapter does not name its base model."
             raise UserError(what, where=str(folder), remedy="Add model_name_or_path=...")

@@ -24,8 +24,8 @@ def data_seen_from(place: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(folders.get(name), str) and (place / folders[name]).is_dir():
             found[name] = str(place / folders[name])
     for name in ("dataset", "eval_dataset"):
-        given = values.get(name) or []
-        names = [one.strip() for one in given.split(",")] if isinstance(given, str) else list(given)
+        value = values.get(name) or []
+        names = [one.strip() for one in value.split(",")] if isinstance(value, str) else list(value)
         if any((place / one).is_file() for one in names):
             found[name] = [str(place / one) if (place / one).is_file() else one for one in names]
     return found

@@ -35,7 +35,7 @@ from transformers.utils import can_return_loss, logging
 from burnish.checkpoint import checkpoint
 from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.checkpoint.comparison import compare_with_checkpoint
-from burnish.config.errors import is_out_of_memory, skipped_sentence
+from burnish.config.errors import is_out_of_memory, skipped_steps_message
 from burnish.kernels.probe import Capabilities
 from burnish.loop.loop import Loop, TrainOutput, set_optimizer_mode
 from burnish.loop.protocols import Objective
@@ -1147,7 +1147,7 @@ class TrainerLoop(Loop):
     def record(self, values: dict[str, Any]) -> None:
         """Pass ``values`` to ``Trainer.log``; logs of steps with the start time of training, for tokens per second."""
         if "skipped_steps" in values:
-            logger.warning(skipped_sentence(values["skipped_steps"], self.state.global_step))
+            logger.warning(skipped_steps_message(values["skipped_steps"], self.state.global_step))
         if "loss" in values:
             self.trainer.log(values, self.started_s)
         else:

@@ -158,10 +158,10 @@ def only_writer(folder: Path, traces: Collection[str] = ()) -> Iterator[None]:
     with open_lock(folder / LOCK) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_held = os.fstat(lock.fileno()).st_nlink > 0  # 0: the previous holder has just removed the file
+            is_locked = os.fstat(lock.fileno()).st_nlink > 0  # 0: the previous holder has just removed the file
         except BlockingIOError:
-            is_held = False
-        if not is_held:
+            is_locked = False
+        if not is_locked:
             what = "another run is writing into this folder."
             raise UserError(what, where=str(folder), remedy="Wait for it to end, or set another folder.")
         try:

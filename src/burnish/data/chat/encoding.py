@@ -210,9 +210,9 @@ class ConversationEncoder:
         return row
 
     def _truncated(self, example: Example, encoded: EncodedConversation, stats: DataStats) -> EncodedConversation:
-        room, turns = self.cutoff_len - (encoded.closing is not None), encoded.turns
+        available, turns = self.cutoff_len - (encoded.closing is not None), encoded.turns
         last_first = self.encoding.mask_history
-        kept = fit_turns(turns, room, self.encoding.truncation, last_first)
+        kept = fit_turns(turns, available, self.encoding.truncation, last_first)
         if len(kept) < len(turns):
             stats.add(LEFT_OUT, example)
         before = turns[len(turns) - len(kept) :] if last_first else turns[: len(kept)]

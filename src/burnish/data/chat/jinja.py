@@ -211,12 +211,12 @@ def _observation(slot: _Slot, between: str) -> str:
 
 def _answer(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> str:
     answer, function = _slot(spec.assistant, tokenizer), _slot(spec.function, tokenizer)
-    given, learned = _thoughts(spec, options)
+    given, trained = _thoughts(spec, options)
     return "".join(
         (
             given,
             "{%- generation -%}",
-            learned,
+            trained,
             "{%- if message['tool_calls'] -%}{%- set calls = message['tool_calls'] -%}",
             jinja_print(function.head),
             _content(function, "content"),

@@ -100,7 +100,7 @@ class PlainTemplate(ConversationEncoder):
         self._templates = dict(template) if isinstance(template, dict) else {"default": template or ""}
         self._is_marked = any(_MARK.search(text) for text in self._templates.values())
         self._renderers: dict[str, Renderer] = {}
-        self._asked: dict[tuple[str, int], Ids] | None = None
+        self._prompt_cache: dict[tuple[str, int], Ids] | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -111,9 +111,9 @@ class PlainTemplate(ConversationEncoder):
 
     def encode_pairs(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         if not any("chosen_ids" in example.extra for example in examples):
-            self._asked = {}  # prompts of this batch, shared by both responses
+            self._prompt_cache = {}  # prompts of this batch, shared by both responses
             rows = super().encode_pairs(examples, stats)
-            self._asked = None
+            self._prompt_cache = None
             return rows
         chosen, rejected = ([_of_ids(one.extra, f"{side}_ids") for one in examples] for side in ("chosen", "rejected"))
         return pair_rows(examples, chosen, rejected, self.options, self.cutoff_len, stats)
@@ -164,32 +164,32 @@ class PlainTemplate(ConversationEncoder):
 
     def _wholes(self, examples: Sequence[Example]) -> Iterator[tuple[Ids, Sequence[int] | None]]:
         """Yield the ids of conversations, and a mask of the assistant's tokens if only those are trained."""
-        given = [_conversation(example) for example in examples]
+        conversations = [_conversation(example) for example in examples]
         if not self.options.assistant_only:
-            return ((ids, None) for ids in self._chat_ids(examples, given))
+            return ((ids, None) for ids in self._chat_ids(examples, conversations))
         if self._is_marked:
-            return (self._marked(example, one) for example, one in zip(examples, given, strict=True))
-        return map(self._found, given)
+            return (self._marked(example, one) for example, one in zip(examples, conversations, strict=True))
+        return map(self._found, conversations)
 
     def _prompts(self, examples: Sequence[Example]) -> Iterator[Ids | None]:
         """Yield the ids of what precedes each response, or None if everything is trained."""
         contexts = [_context(example.messages) for example in examples]
-        known = {} if self._asked is None else self._asked
+        known = {} if self._prompt_cache is None else self._prompt_cache
         new = [
             (one, size)
             for one, size in zip(examples, contexts, strict=True)
             if size and (one.source, one.number) not in known
         ]
-        given = [replace(_conversation(one), parts=[(size, True)]) for one, size in new]
-        prompts = self._chat_ids([one for one, _ in new], given)
+        conversations = [replace(_conversation(one), parts=[(size, True)]) for one, size in new]
+        prompts = self._chat_ids([one for one, _ in new], conversations)
         known |= {(one.source, one.number): ids for (one, _), ids in zip(new, prompts, strict=True)}
         return (known[one.source, one.number] if size else None for one, size in zip(examples, contexts, strict=True))
 
     def _prompt_ids(self, examples: Sequence[Example]) -> list[Ids]:
         chats = [one for one in examples if one.messages]
-        given = [_conversation(one) for one in chats]
-        sizes = [len(one.chat) - (one.chat[-1]["role"] == "assistant") for one in given]
-        parts = [replace(one, parts=[(size, True)]) for one, size in zip(given, sizes, strict=True)]
+        conversations = [_conversation(one) for one in chats]
+        sizes = [len(one.chat) - (one.chat[-1]["role"] == "assistant") for one in conversations]
+        parts = [replace(one, parts=[(size, True)]) for one, size in zip(conversations, sizes, strict=True)]
         of_chats = iter(self._chat_ids(chats, parts))
         texts = iter(self._ids([one.text or one.prompt or "" for one in examples if not one.messages]))
         return [next(of_chats if one.messages else texts) for one in examples]
@@ -198,14 +198,14 @@ class PlainTemplate(ConversationEncoder):
         """Return the ids that end generation."""
         return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
 
-    def _chat_ids(self, examples: Sequence[Example], given: Sequence[Conversation]) -> list[Ids]:
+    def _chat_ids(self, examples: Sequence[Example], conversations: Sequence[Conversation]) -> list[Ids]:
         try:
-            return [array("i", ids) for ids in chat_ids(self.tokenizer, given)] if given else []
+            return [array("i", ids) for ids in chat_ids(self.tokenizer, conversations)] if conversations else []
         except UnreadableTemplate as error:
-            if len(given) > 1:  # find the example that caused the error
-                pairs = zip(examples, given, strict=True)
+            if len(conversations) > 1:  # find the example that caused the error
+                pairs = zip(examples, conversations, strict=True)
                 return [ids for example, one in pairs for ids in self._chat_ids([example], [one])]
-            raise UserError(_not_rendered(error, given[0]), where=examples[0].place) from error
+            raise UserError(_not_rendered(error, conversations[0]), where=examples[0].place) from error
 
     # --- conversations with images ----------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class PlainTemplate(ConversationEncoder):
         """Encode conversations for a vision model."""
         contexts = [_context(example.messages) for example in examples]
         is_masked = self.options.assistant_only
-        given = [
+        conversations = [
             replace(
                 self._in_parts(_conversation(marks.written(one))),
                 parts=[(size, True), WHOLE] if size else [WHOLE],
@@ -221,12 +221,12 @@ class PlainTemplate(ConversationEncoder):
             )
             for one, size in zip(examples, contexts, strict=True)
         ]
-        for example, size, one in zip(examples, contexts, given, strict=True):
-            *asked, whole = [marked(each, marks.family) for each in render(self.tokenizer, [one])]
-            if error := next((each.error for each in (*asked, whole) if each.error is not None), None):
+        for example, size, one in zip(examples, contexts, conversations, strict=True):
+            *prompt, whole = [marked(each, marks.family) for each in render(self.tokenizer, [one])]
+            if error := next((each.error for each in (*prompt, whole) if each.error is not None), None):
                 raise UserError(_not_rendered(error, one), where=example.place) from error
             try:
-                made = self._expanded(example, one, asked[0].text if size else "", whole, marks)
+                made = self._expanded(example, one, prompt[0].text if size else "", whole, marks)
             except BadImage as error:
                 raise UserError(f"The row cannot be encoded: {error}.", where=example.place) from error
             found = self._trained_from(*made)
@@ -235,17 +235,17 @@ class PlainTemplate(ConversationEncoder):
             )
 
     def _expanded(
-        self, example: Example, one: Conversation, asked: str, whole: Rendering, marks: Marks
+        self, example: Example, one: Conversation, prompt: str, whole: Rendering, marks: Marks
     ) -> tuple[int, Ids, Sequence[int] | None, Sequence[ImageFile]]:
         """Return the start of the response, the ids, the mask of trainable tokens, and the images among the tokens."""
         text, images = whole.text, images_in(example)
         front = marks.front(len(images))
         if self.options.assistant_only:
             ids, mask = self._between(one, text, whole.spans if self._is_marked else self._answers_in(one).spans)
-            begun = self.encoder.boundaries(text, [common_start(asked, text)])[0][0]
+            start = self.encoder.boundaries(text, [common_start(prompt, text)])[0][0]
             made = marks.expanded(front + ids, images, [0] * len(front) + list(mask))
-            return made.moved(len(front) + begun), made.ids, made.mask, made.images
-        at = common_start(asked, text)
+            return made.moved(len(front) + start), made.ids, made.mask, made.images
+        at = common_start(prompt, text)
         pieces = [self.encoder.encode([piece])[piece] if piece else array("i") for piece in (text[:at], text[at:])]
         made = marks.expanded(front + pieces[0] + pieces[1], images)
         return made.moved(len(front) + len(pieces[0])), made.ids, None, made.images
@@ -303,9 +303,9 @@ class PlainTemplate(ConversationEncoder):
             labels[:begin] = masked(begin)
         if mask is not None:
             labels = _where(mask, labels)
-        asked = _segment(ids[:begin], labels[:begin], [one for one in images if one.end <= begin])
+        prompt = _segment(ids[:begin], labels[:begin], [one for one in images if one.end <= begin])
         answer = _segment(ids[begin:], labels[begin:], shifted((one for one in images if one.end > begin), -begin))
-        return EncodedConversation([(asked, answer)])
+        return EncodedConversation([(prompt, answer)])
 
     # --- the assistant's tokens ---------------------------------------------------------------------------------------
 

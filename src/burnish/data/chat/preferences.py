@@ -56,7 +56,7 @@ def with_other(example: Example) -> Example:
 
 def pair_rows(
     examples: Sequence[Example], chosen: Sequence[Turn | None], rejected: Sequence[Turn | None],
-    options: TruncationChoices, room: int, stats: DataStats,
+    options: TruncationChoices, available: int, stats: DataStats,
 ) -> list[Row | None]:  # fmt: skip
     """Return a row per pair, None for dropped pairs (counted in ``stats``).
 
@@ -64,10 +64,10 @@ def pair_rows(
         UserError: if a row is too long and ``on_too_long`` is "raise".
     """
     pairs = [None if a is None or b is None else _with_one_prompt(a, b) for a, b in zip(chosen, rejected, strict=True)]
-    _refuse_long(examples, pairs, options, room)
+    _refuse_long(examples, pairs, options, available)
     rows: list[Row | None] = []
     for example, pair in zip(examples, pairs, strict=True):
-        fitted = None if pair is None else _fitted(example, pair, options, room, stats)
+        fitted = None if pair is None else _fitted(example, pair, options, available, stats)
         if fitted is not None and fitted[1].ids == fitted[2].ids:
             stats.add(EQUAL_AFTER_CUT, example)
             fitted = None
@@ -82,18 +82,18 @@ def pair_rows(
 
 def unpaired_rows(
     examples: Sequence[Example], own: Sequence[Turn | None], others: Sequence[Turn | None],
-    options: TruncationChoices, room: int, stats: DataStats,
+    options: TruncationChoices, available: int, stats: DataStats,
 ) -> list[Row | None]:  # fmt: skip
     """Return a row per labelled response, with the mismatched response if the example has one."""
-    _refuse_long(examples, own, options, room)
+    _refuse_long(examples, own, options, available)
     rows: list[Row | None] = []
     for example, turn, other in zip(examples, own, others, strict=True):
-        fitted = None if turn is None else _fitted(example, turn, options, room, stats)
+        fitted = None if turn is None else _fitted(example, turn, options, available, stats)
         if fitted is None:
             rows.append(None)
             continue
         row: Row = {**_columns(fitted[0], fitted[1], ""), "tag": bool(example.tag)}
-        beside = None if other is None else _fitted(example, other, options, room, DataStats())
+        beside = None if other is None else _fitted(example, other, options, available, DataStats())
         rows.append(row if beside is None else row | _columns(beside[0], beside[1], "kl_"))
     return rows
 
@@ -119,10 +119,10 @@ def _lengthened(prompt: Segment, response: Segment, at: int) -> Segment:
 
 
 def _refuse_long(
-    examples: Sequence[Example], encoded: Sequence[Sequence[Segment] | None], options: TruncationChoices, room: int
+    examples: Sequence[Example], encoded: Sequence[Sequence[Segment] | None], options: TruncationChoices, available: int
 ) -> None:
     if options.on_too_long == "raise":
-        refuse_long(examples, (0 if one is None else _length(one) for one in encoded), room)
+        refuse_long(examples, (0 if one is None else _length(one) for one in encoded), available)
 
 
 def _length(encoded: Sequence[Segment]) -> int:
@@ -132,15 +132,15 @@ def _length(encoded: Sequence[Segment]) -> int:
 
 
 def _fitted(
-    example: Example, encoded: Sequence[Segment], options: TruncationChoices, room: int, stats: DataStats
+    example: Example, encoded: Sequence[Segment], options: TruncationChoices, available: int, stats: DataStats
 ) -> list[Segment] | None:
     """Return a prompt and its responses truncated to ``room`` tokens, or None if dropped (counted in ``stats``)."""
     fitted: list[Segment] | None = list(encoded)
-    if _length(encoded) > room:
+    if _length(encoded) > available:
         if options.on_too_long == "drop":
             stats.add(TOO_LONG, example)
             return None
-        fitted = fit_segments(encoded[0], encoded[1:], room, options.truncation)
+        fitted = fit_segments(encoded[0], encoded[1:], available, options.truncation)
         if fitted is not None:
             stats.add(CUT, example)
     if fitted is not None and not _keeps(encoded[0], fitted[0]):

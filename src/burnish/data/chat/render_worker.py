@@ -83,8 +83,8 @@ def _spans(marks: list[int]) -> list[tuple[int, int]]:
 
 def _bound_memory() -> None:
     with open("/proc/self/statm", encoding="ascii") as file:
-        held = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (held + RENDERING_BYTES, held + RENDERING_BYTES))
+        resident_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (resident_bytes + RENDERING_BYTES, resident_bytes + RENDERING_BYTES))
 
 
 if __name__ == "__main__":

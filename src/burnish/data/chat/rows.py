@@ -142,7 +142,7 @@ class Template(ConversationEncoder):
         word = form.closing_word
         closing = None if word is None else int(self.tokenizer.convert_tokens_to_ids(word))
         ends = Ends(self.end_ids(), closing if self.spec and not last_only else None)
-        wanted = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
+        trained_ids = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
         examples = examples if self.marks is None else [cleaned(example) for example in examples]
         written = examples if self.marks is None else [self.marks.written(example) for example in examples]
         found = form.turns(written, stats) if examples else []
@@ -156,7 +156,7 @@ class Template(ConversationEncoder):
                 labelled = [
                     (self.marks.without_placeholders(a), self.marks.without_placeholders(b)) for a, b in labelled
                 ]
-            yield EncodedConversation([*turns[:-1], *labelled] if last_only else labelled, closing, wanted)
+            yield EncodedConversation([*turns[:-1], *labelled] if last_only else labelled, closing, trained_ids)
 
     def _seen(self, example: Example, turns: list[Turn], stats: DataStats) -> list[Turn] | None:
         """Return the turns with image tokens inserted; None if an image cannot be used (counted in ``stats``)."""
@@ -185,9 +185,9 @@ class Template(ConversationEncoder):
     def _shrunk(self, example: Example, turns: list[Turn], made: list[Turn], stats: DataStats) -> list[Turn]:
         """Shrink all images by the same factor until the row fits. Return the original turns if that is impossible."""
         assert self.marks is not None
-        images, room = images_in(example), self.cutoff_len - (self.form.closing_word is not None)
+        images, available = images_in(example), self.cutoff_len - (self.form.closing_word is not None)
         factor, found = 1.0, made
-        while EncodedConversation(found).length > room:
+        while EncodedConversation(found).length > available:
             factor *= SHRINKING
             smaller = [one.shrunk(factor) for one in images]
             if any(one.max_pixels is None or one.max_pixels < SMALLEST for one in smaller):

@@ -31,7 +31,7 @@ from burnish.loop.types import IMAGE, Example, Ids, Message
 
 Parts: TypeAlias = tuple[str, ...]
 Element: TypeAlias = "int | Parts"
-Written: TypeAlias = "list[list[int | Parts]]"
+EncodedSlots: TypeAlias = "list[list[int | Parts]]"
 """The elements that open a conversation, then those of each message: token ids, and texts as tuples of parts."""
 Borders: TypeAlias = "list[tuple[int, int]]"
 _ASKING, _ANSWERING = ("user", "observation"), ("assistant", "function")
@@ -131,10 +131,10 @@ class SlotFormat:
         messages = self._with_observations_joined(example).messages
         if messages and messages[-1].role in _ANSWERING:
             messages = messages[:-1]
-        asked = (*messages, Message("assistant", ""))
-        if rule := broken_rule(asked):
+        with_empty_response = (*messages, Message("assistant", ""))
+        if rule := broken_rule(with_empty_response):
             raise ValueError(f"{example.place}: cannot build a prompt: {rule}.")
-        written = self._conversation(replace(example, messages=asked))[:-1]
+        written = self._conversation(replace(example, messages=with_empty_response))[:-1]
         ids = self._ids([written])
         return [token for elements in written for element in elements for token in _tokens(element, ids)]
 
@@ -151,7 +151,7 @@ class SlotFormat:
                 joined.append(message)
         return replace(example, messages=tuple(joined))
 
-    def _try(self, example: Example, stats: DataStats) -> Written | None:
+    def _try(self, example: Example, stats: DataStats) -> EncodedSlots | None:
         rule = broken_rule(example.messages)
         if rule is None:
             try:
@@ -161,7 +161,7 @@ class SlotFormat:
         stats.add(dropped(rule), example)
         return None
 
-    def _conversation(self, example: Example) -> Written:
+    def _conversation(self, example: Example) -> EncodedSlots:
         """Return the opening and each message in its slots, with reasoning removed or completed as configured."""
         messages = list(example.messages)
         last = len(messages) - 1
@@ -250,7 +250,7 @@ class SlotFormat:
             return [self.tokenizer.convert_tokens_to_ids(token.name)]
         return [(token.name,)] if token.kind == "named" else []
 
-    def _ids(self, conversations: Sequence[Written | None]) -> Mapping[str, Ids]:
+    def _ids(self, conversations: Sequence[EncodedSlots | None]) -> Mapping[str, Ids]:
         """Tokenize all texts of a batch in one call. Returns text -> ids."""
         return self.encoder.encode(
             "".join(element)
@@ -260,7 +260,7 @@ class SlotFormat:
             if not isinstance(element, int)
         )
 
-    def _turns(self, messages: Sequence[Message], written: Written, ids: Mapping[str, Ids]) -> list[Turn]:
+    def _turns(self, messages: Sequence[Message], written: EncodedSlots, ids: Mapping[str, Ids]) -> list[Turn]:
         first = [*written[0], *written[1]]
         opening = sum(len(_tokens(element, ids)) for element in written[0])
         segments = [

@@ -69,7 +69,7 @@ def infer_seqlen(source_len: int, target_len: int, cutoff_len: int) -> tuple[int
     return min(max(cutoff_len - target, 0), source_len), target
 
 
-def fit_turns(turns: Sequence[Turn], room: int, rule: str, last_first: bool = False) -> list[Turn]:
+def fit_turns(turns: Sequence[Turn], available: int, rule: str, last_first: bool = False) -> list[Turn]:
     """Return the turns that fit into ``room`` tokens, truncated if necessary.
 
     Args:
@@ -80,33 +80,33 @@ def fit_turns(turns: Sequence[Turn], room: int, rule: str, last_first: bool = Fa
     """
     kept: list[Turn] = []
     for prompt, response in reversed(turns) if last_first else turns:
-        fitted = fit_segments(prompt, [response], room, rule) if room > 0 else None
+        fitted = fit_segments(prompt, [response], available, rule) if available > 0 else None
         if fitted is None:
             break
         kept.append((fitted[0], fitted[1]))
-        room -= sum(len(segment.ids) for segment in fitted)
+        available -= sum(len(segment.ids) for segment in fitted)
     return kept[::-1] if last_first else kept
 
 
-def fit_segments(prompt: Segment, responses: Sequence[Segment], room: int, rule: str) -> list[Segment] | None:
+def fit_segments(prompt: Segment, responses: Sequence[Segment], available: int, rule: str) -> list[Segment] | None:
     """Truncate a prompt and each response to it (one, or the two of a pair) to ``room`` tokens.
 
     All responses get the same maximum length and keep the same prompt. Returns None if nothing useful is left.
     """
-    return _RULES[rule](prompt, responses, room)
+    return _RULES[rule](prompt, responses, available)
 
 
-def _content(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment] | None:
+def _content(prompt: Segment, responses: Sequence[Segment], available: int) -> list[Segment] | None:
     longest = max(len(response.ids) for response in responses)
-    if len(prompt.ids) + longest <= room:
+    if len(prompt.ids) + longest <= available:
         return [prompt, *responses]
     removable = [list(segment.content()) for segment in (prompt, *responses)]
     least_prompt, least_response = _least(removable[0]), max(map(_least, removable[1:]))
-    if least_prompt + least_response > room:
+    if least_prompt + least_response > available:
         return None
-    of_prompt, of_response = infer_seqlen(len(prompt.ids), longest, room)
-    of_prompt = min(max(of_prompt, least_prompt), room - least_response)
-    of_response = min(max(of_response, least_response), room - of_prompt)
+    of_prompt, of_response = infer_seqlen(len(prompt.ids), longest, available)
+    of_prompt = min(max(of_prompt, least_prompt), available - least_response)
+    of_response = min(max(of_response, least_response), available - of_prompt)
     sizes = [of_prompt, *[of_response] * len(responses)]
     return [
         segment if len(segment.ids) <= size else segment.only(_kept(content, size))
@@ -114,24 +114,24 @@ def _content(prompt: Segment, responses: Sequence[Segment], room: int) -> list[S
     ]
 
 
-def _from_the_right(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment]:
-    of_prompt, of_response = infer_seqlen(len(prompt.ids), max(len(one.ids) for one in responses), room)
+def _from_the_right(prompt: Segment, responses: Sequence[Segment], available: int) -> list[Segment]:
+    of_prompt, of_response = infer_seqlen(len(prompt.ids), max(len(one.ids) for one in responses), available)
     return [_first(prompt, of_prompt), *(_first(response, of_response) for response in responses)]
 
 
-def _keep_start(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment]:
-    left = max(room - len(prompt.ids), 0)
-    return [_first(prompt, room), *(_first(response, left) for response in responses)]
+def _keep_start(prompt: Segment, responses: Sequence[Segment], available: int) -> list[Segment]:
+    left = max(available - len(prompt.ids), 0)
+    return [_first(prompt, available), *(_first(response, left) for response in responses)]
 
 
-def _keep_end(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment]:
-    left = max(room - max(len(response.ids) for response in responses), 0)
-    return [_last(prompt, left), *(_last(response, room) for response in responses)]
+def _keep_end(prompt: Segment, responses: Sequence[Segment], available: int) -> list[Segment]:
+    left = max(available - max(len(response.ids) for response in responses), 0)
+    return [_last(prompt, left), *(_last(response, available) for response in responses)]
 
 
-def _keep_end_of_prompt(prompt: Segment, responses: Sequence[Segment], room: int) -> list[Segment]:
-    left = max(room - max(len(response.ids) for response in responses), 1)
-    return _keep_start(_last(prompt, left), responses, room)
+def _keep_end_of_prompt(prompt: Segment, responses: Sequence[Segment], available: int) -> list[Segment]:
+    left = max(available - max(len(response.ids) for response in responses), 1)
+    return _keep_start(_last(prompt, left), responses, available)
 
 
 Rule: TypeAlias = "Callable[[Segment, Sequence[Segment], int], list[Segment] | None]"

@@ -152,9 +152,9 @@ def _wrapped(record: Values) -> str | None:
 
 
 def _unwrap(path: Path, key: str, records: list[Any]) -> Problem:
-    held = count(len(records), "record")
+    counted = count(len(records), "record")
     return Problem(
-        f'expected a list of records. Received: an object with {held} under the key "{key}".',
+        f'expected a list of records. Received: an object with {counted} under the key "{key}".',
         where=str(path),
         remedy=f'Extract the list: jq ".{key}" old > new',
     )

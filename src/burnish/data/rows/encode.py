@@ -287,8 +287,8 @@ def _num_workers(options: DataOptions, num_examples: int) -> int:
         return 1
     batch_size: int = options.preprocessing_batch_size
     num_batches = -(-num_examples // batch_size)
-    wanted: int = options.preprocessing_num_workers or 1
-    return max(1, min(wanted, os.cpu_count() or 1, num_batches))
+    num_workers: int = options.preprocessing_num_workers or 1
+    return max(1, min(num_workers, os.cpu_count() or 1, num_batches))
 
 
 @contextmanager

@@ -39,7 +39,11 @@ _COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "too
 
 
 def find_sources(
-    names: Sequence[str], dataset_dir: str | Info, fetch: Callable[[str], Path], bare: Mapping[str, Any], asked: str
+    names: Sequence[str],
+    dataset_dir: str | Info,
+    fetch: Callable[[str], Path],
+    bare: Mapping[str, Any],
+    option_name: str,
 ) -> list[DataSource]:
     """Return the datasets with the given names.
 
@@ -65,7 +69,7 @@ def find_sources(
             if info is not None and name in info:
                 sources.append(_described(name, info[name], where, folder))
             else:
-                sources.append(_bare(name, folder, info, where, bare, asked))
+                sources.append(_bare(name, folder, info, where, bare, option_name))
         except UserError as error:
             problems += error.problems
     raise_if(problems)
@@ -203,7 +207,7 @@ def _inside(folder: Path | None, file_name: str, where: str) -> Path:
 
 
 def _bare(
-    name: str, folder: Path | None, info: Info | None, where: str, bare: Mapping[str, Any], asked: str
+    name: str, folder: Path | None, info: Info | None, where: str, bare: Mapping[str, Any], option_name: str
 ) -> DataSource:  # fmt: skip
     """Return the source for a name without an entry: a file or folder, relative to here or to ``dataset_dir``."""
     for path in (Path(name), *([folder / name] if folder is not None else [])):
@@ -211,11 +215,11 @@ def _bare(
             return DataSource(name, "file", path, str(path), **bare)
     if Path(name).suffix.lower() in READERS:
         missing = missing_file(Path(name))
-        raise UserError(replace(missing, what=f'"{asked}": {missing.what}', option=asked))
-    raise UserError(_undefined(name, folder, info, where, asked))
+        raise UserError(replace(missing, what=f'"{option_name}": {missing.what}', option=option_name))
+    raise UserError(_undefined(name, folder, info, where, option_name))
 
 
-def _undefined(name: str, folder: Path | None, info: Info | None, where: str, asked: str) -> Problem:
+def _undefined(name: str, folder: Path | None, info: Info | None, where: str, option_name: str) -> Problem:
     hub = " To load a dataset from the Hub, set dataset_dir: ONLINE." if "/" in name else ""
     names = list(info or ())
     files = (
@@ -225,8 +229,8 @@ def _undefined(name: str, folder: Path | None, info: Info | None, where: str, as
     guess = did_you_mean(name, candidates, limit=3) or did_you_mean(name, [Path(c).stem for c in candidates])
     if info is not None:
         known = f"Defined datasets: {few(names, 12)}." if names else "It defines no datasets."
-        what = f'"{asked}": "{name}" is neither defined in {where} nor an existing file or folder.{guess}'
-        return Problem(what, remedy=known + hub, option=asked)
+        what = f'"{option_name}": "{name}" is neither defined in {where} nor an existing file or folder.{guess}'
+        return Problem(what, remedy=known + hub, option=option_name)
     if folder is not None and not folder.is_dir():
         what = (
             f'folder dataset_dir "{folder.absolute()}" does not exist, and "{name}" is not an existing file or folder.'
@@ -237,5 +241,5 @@ def _undefined(name: str, folder: Path | None, info: Info | None, where: str, as
             option="dataset_dir",
         )
     there = f"The folder contains: {few(files, 12)}." if files else ""
-    what = f'"{asked}": "{name}" is not an existing file or folder, and {where} does not exist.{guess}'
-    return Problem(what, remedy=there + hub, option=asked)
+    what = f'"{option_name}": "{name}" is not an existing file or folder, and {where} does not exist.{guess}'
+    return Problem(what, remedy=there + hub, option=option_name)

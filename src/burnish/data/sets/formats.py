@@ -123,8 +123,8 @@ def prompt_completion(record: Record) -> Example:
     if isinstance(record.value("prompt"), str) and record.turns_or_none("prompt") is None:
         return record.example(prompt=record.text("prompt"), completion=_response(record))
     before = map(as_context, messages_of(record, "prompt"))
-    is_asked = record.layout.needs.kind == "prompts" and not record.value("response")
-    return conversation(record, [*before, *([] if is_asked else messages_of(record, "response"))])
+    has_no_response = record.layout.needs.kind == "prompts" and not record.value("response")
+    return conversation(record, [*before, *([] if has_no_response else messages_of(record, "response"))])
 
 
 def _response(record: Record) -> str | None:
@@ -147,8 +147,8 @@ def preference(record: Record) -> Example:
         if answers_are_text and prompt is None and column in record.values and not record.layout.verbatim:
             what = f'"{column}" is null, so the record has no prompt.'
             raise BadRecord(what, f'Set it, or remove "{column}" if both responses begin with the prompt.')
-        asked = record.text_or_none("prompt") if answers_are_text else None
-        return record.example(prompt=asked, system=record.text_or_none("system"), tools=record.json_text("tools"))
+        prompt_text = record.text_or_none("prompt") if answers_are_text else None
+        return record.example(prompt=prompt_text, system=record.text_or_none("system"), tools=record.json_text("tools"))
     return conversation(record, messages_of(record, "prompt"))
 
 
@@ -200,8 +200,8 @@ def converted(
                 refuse_others(record)
                 example = with_images(record, judged(record, read(record)))
             if layout.needs.columns:
-                wanted = values if ALL_COLUMNS in layout.needs.columns else layout.needs.columns
-                example = replace(example, extra={name: values.get(name) for name in wanted})
+                columns = values if ALL_COLUMNS in layout.needs.columns else layout.needs.columns
+                example = replace(example, extra={name: values.get(name) for name in columns})
         except BadRecord as error:
             bad.append((record, error))
             if on_bad_record == "drop":

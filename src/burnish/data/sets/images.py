@@ -104,20 +104,20 @@ def with_images(record: Record, example: Example) -> Example:
     """Return the example with the images of its column inserted into its messages."""
     sight = record.layout.sight
     assert sight is not None
-    column, given = record.layout.images, _given(record)
+    column, values = record.layout.images, _column_values(record)
     empty = sum(part.value is None for message in _all(example) for part in _images(message))
     has_parts = any(any(_images(message)) for message in _all(example))
-    marks = sum(text.count(MARK) for text in _texts(example)) if given is not None else 0
+    marks = sum(text.count(MARK) for text in _texts(example)) if values is not None else 0
     if has_parts and marks:
         raise BadRecord(f'it contains parts of type "image" and also {marks} "{MARK}".', "Use only one of them.")
-    if not given and not has_parts and not marks:
+    if not values and not has_parts and not marks:
         return example
     if not example.messages:
         raise BadRecord(
             "it contains images, but its prompt is a string instead of messages.", "Write the prompt as messages."
         )
     _refuse_places(example)
-    found = [_image(sight, value, f"{column}[{number}]") for number, value in enumerate(given or ())]
+    found = [_image(sight, value, f"{column}[{number}]") for number, value in enumerate(values or ())]
     places = empty if has_parts else marks
     if places != len(found) and (places or has_parts):
         _refuse_count(len(found), places, 'part of type "image"' if has_parts else f'"{MARK}"', has_parts)
@@ -142,7 +142,7 @@ def _refuse_count(images: int, places: int, place: str, is_part: bool) -> None:
     raise BadRecord(counts, remedy, reason="the numbers of images and placeholders differ", kind="marks")
 
 
-def _given(record: Record) -> Sequence[Any] | None:
+def _column_values(record: Record) -> Sequence[Any] | None:
     """Return the column of images as a list, or None if the record has no such column."""
     value = record.values.get(record.layout.images) if record.layout.images else None
     if value is None:
@@ -195,8 +195,8 @@ def _filled(message: Message, left: Iterator[Any]) -> Message:
 
 
 def _before_first_user(messages: Sequence[Message], images: Sequence[Any]) -> list[Message]:
-    asked = next((at for at, message in enumerate(messages) if message.role == "user"), None)
-    if asked is None:
+    first_user = next((at for at, message in enumerate(messages) if message.role == "user"), None)
+    if first_user is None:
         raise BadRecord("it contains images but no user message.", f'Write "{MARK}" where they belong.')
-    parts = [*(ContentPart("image", image) for image in images), *messages[asked].parts]
-    return [with_parts(one, parts) if at == asked else one for at, one in enumerate(messages)]
+    parts = [*(ContentPart("image", image) for image in images), *messages[first_user].parts]
+    return [with_parts(one, parts) if at == first_user else one for at, one in enumerate(messages)]

@@ -22,7 +22,7 @@ from burnish.data.sets.records import ALL_COLUMNS, ANSWERS, Layout, RecordNeeds,
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 PREFERENCE = ("chosen", "rejected", "kto_tag", "margin")
 _PAIR = ("chosen", "rejected")
-_VERDICTS = ("kto_tag", "label")
+_LABEL_COLUMNS = ("kto_tag", "label")
 
 
 def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds | None = None) -> Layout:
@@ -66,7 +66,7 @@ def _plain(source: DataSource, records: Sequence[Values], where: str, needs: Rec
         layout = named_layout(source.formatting or usual, source.columns, source.tags)
         if source.columns is None:
             layout = replace(layout, media=tuple(column for column in _columns_of(records) if column in MEDIA))
-        _check(layout, records, where, needs, is_given=source.columns is not None)
+        _check(layout, records, where, needs, is_explicit=source.columns is not None)
         return layout
     return _recognized(records, where, source, needs)
 
@@ -90,7 +90,7 @@ def named_layout(
     return Layout(name, parts, required, {**traits.get("tags", {}), **spoken}, media, images)
 
 
-def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordNeeds, is_given: bool) -> None:
+def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordNeeds, is_explicit: bool) -> None:
     """Check a layout against the first records of its dataset.
 
     Args:
@@ -112,7 +112,7 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
     missing = [column for part, column in layout.columns.items() if part in required and column not in found]
     if missing:
         raise UserError(missing_columns(layout, missing, records, where))
-    if is_given:
+    if is_explicit:
         layout.awaited.update(layout.columns.values())
     # Columns that the format would read by default, but that are not in "columns".
     known = {**FORMATS.get(layout.format).traits.get("optional", {}), **{column: column for column in MEDIA}}
@@ -175,7 +175,7 @@ def _recognized(records: Sequence[Values], where: str, source: DataSource, needs
             return _with_optional(name, columns, source.tags, records, needs)
     if source.formatting is not None:
         layout = named_layout(source.formatting, None, source.tags)
-        _check(layout, records, where, needs, is_given=False)
+        _check(layout, records, where, needs, is_explicit=False)
         return layout
     preference = next(filter(is_preference, records), None)
     if preference:
@@ -210,7 +210,7 @@ def _with_optional(
 
 def is_preference(values: Values) -> bool:
     """Return whether a record holds a pair of responses or a KTO label."""
-    return set(_PAIR) <= values.keys() or any(isinstance(values.get(column), bool) for column in _VERDICTS)
+    return set(_PAIR) <= values.keys() or any(isinstance(values.get(column), bool) for column in _LABEL_COLUMNS)
 
 
 def preference_problem(name: str, columns: Iterable[str], stage: str, readable_as: str = "") -> Problem:
@@ -257,7 +257,7 @@ def _preferred(source: DataSource, records: Sequence[Values], where: str, needs:
         layout.notes[
             f"detected format {layout.format} ({listed(c for c in layout.columns.values() if c in found)})"
         ] = None
-    _check(layout, records, where, needs, is_given=source.columns is not None)
+    _check(layout, records, where, needs, is_explicit=source.columns is not None)
     if "kto_tag" in layout.columns:
         layout.verdicts = label_values(records, layout.columns["kto_tag"])
         if layout.verdicts:
@@ -283,7 +283,7 @@ def _preferred_columns(source: DataSource, records: Sequence[Values], found: Seq
     traits = FORMATS.get(_preferred_format(source, records)).traits
     own = traits["finds"](records[0]) if "finds" in traits else None
     usual = {**traits["columns"], **traits.get("optional", {}), **(own or {})}
-    tag = next((column for column in _VERDICTS if column in found), None)
+    tag = next((column for column in _LABEL_COLUMNS if column in found), None)
     named = {**usual, **{part: part for part in (*_PAIR, "margin")}, **({"kto_tag": tag} if tag else {})}
     return {part: column for part, column in named.items() if column in found}
 
@@ -305,7 +305,7 @@ def _no_preference(source: DataSource, needs: RecordNeeds, has_labels: bool) -> 
 
 def _labels_in_words(verdicts: Mapping[Any, bool]) -> str:
     """Describe the values of a KTO label, for example ``1 is true, 0 is false``."""
-    words = {value: next(word for word, said in verdicts.items() if said is value) for value in (True, False)}
+    words = {value: next(word for word, meaning in verdicts.items() if meaning is value) for value in (True, False)}
     return f"{json.dumps(words[True])} is true, {json.dumps(words[False])} is false"
 
 

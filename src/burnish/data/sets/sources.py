@@ -96,10 +96,10 @@ def load_datasets(
     members = {} if is_streamed else train
     sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes, members={**others, **members})
     if options.val_size and train:
-        learned, held_out = split_rows(len(sets.train), options.val_size, seed)
+        trained, held_out = split_rows(len(sets.train), options.val_size, seed)
         whole = sets.train
         sets.eval[""] = whole.chosen(held_out).held(stats)
-        sets.train = whole.chosen(learned)
+        sets.train = whole.chosen(trained)
     elif options.eval_on_each_dataset:
         sets.eval.update(others)
     elif others:
@@ -168,13 +168,13 @@ class _Loading:
                 self.problems += error.problems
         return found
 
-    def _sources(self, names: Sequence[str], asked: str) -> list[DataSource]:
+    def _sources(self, names: Sequence[str], option_name: str) -> list[DataSource]:
         options = self.options
         if not names or (not self.searches_hubs and str(options.dataset_dir).startswith(REMOTE)):
             return []
         bare = {"formatting": options.formatting, "columns": options.columns, "tags": options.tags}
         try:
-            found = find_sources(names, options.dataset_dir, partial(_remote_info, options), bare, asked)
+            found = find_sources(names, options.dataset_dir, partial(_remote_info, options), bare, option_name)
         except UserError as error:
             self.problems += error.problems
             return []
@@ -198,8 +198,10 @@ class _Loading:
         if sight is None:
             return self.needs
         beside = [path.parent for path in data_files(source.location)[:1]] if source.kind == "file" else []
-        given = self.options.dataset_dir
-        local = [Path(given)] if isinstance(given, str) and not given.startswith((ONLINE, REMOTE)) else []
+        dataset_dir = self.options.dataset_dir
+        local = (
+            [Path(dataset_dir)] if isinstance(dataset_dir, str) and not dataset_dir.startswith((ONLINE, REMOTE)) else []
+        )
         folders = tuple(dict.fromkeys((*sight.folders, *beside, *local)))
         return replace(self.needs, sight=replace(sight, folders=folders))
 

@@ -70,7 +70,7 @@ class RemoteEngine:
         self.note = ""
         self._numbers, self._lock = count(1), threading.Lock()
         self._open: dict[int, threading.Event] = {}  # request number -> set when it is cancelled
-        self._room = threading.Semaphore(slots)
+        self._free_slots = threading.Semaphore(slots)
         self._running = 0
         self._is_closed = False
         self._sums = [0, 0]
@@ -120,7 +120,7 @@ class RemoteEngine:
     ) -> None:
         reason: EndReason = "failed"
         error: Problem | None = None
-        with self._room:
+        with self._free_slots:
             self._running += 1
             try:
                 reason = self._stream(request, callback, cancelled)
@@ -182,12 +182,12 @@ class RemoteEngine:
         """Raise UserError for features that a remote engine does not support, and for invalid requests."""
         lacking = [
             word
-            for word, is_asked in (
+            for word, is_requested in (
                 ("log-probabilities of the prompt", request.prompt_logprobs_from is not None),
                 ("a grammar", request.grammar is not None),
                 ("log-probabilities of given tokens", bool(request.also)),
             )
-            if is_asked
+            if is_requested
         ]
         problems = [Problem(f"the engine {self.name} does not support {', '.join(lacking)}.")] if lacking else []
         if not request.ids or request.max_new_tokens < 1:
@@ -231,18 +231,18 @@ class _TextReader:
     change its tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self._held = tokenizer, ""
+        self.tokenizer, self._pending = tokenizer, ""
 
     def ids(self, text: str) -> list[int]:
-        self._held += text
-        place = max(self._held.rfind(" "), self._held.rfind("\n"))
+        self._pending += text
+        place = max(self._pending.rfind(" "), self._pending.rfind("\n"))
         if place <= 0:
             return []
-        ready, self._held = self._held[:place], self._held[place:]
+        ready, self._pending = self._pending[:place], self._pending[place:]
         return self._ids(ready)
 
     def rest(self) -> list[int]:
-        ready, self._held = self._held, ""
+        ready, self._pending = self._pending, ""
         return self._ids(ready) if ready else []
 
     def _ids(self, text: str) -> list[int]:

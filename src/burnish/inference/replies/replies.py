@@ -22,7 +22,7 @@ from burnish.inference.replies.reply_forms import ReplyForm
 
 PieceKind: TypeAlias = Literal["content", "thought", "call"]
 _BROKEN = "\ufffd"
-_LONGEST_LETTER = 4
+_LONGEST_CHARACTER = 4
 """Number of tokens after which an incomplete character is returned as it is."""
 
 
@@ -86,7 +86,7 @@ class Reply:
         marks = [*form.thought_words, *form.around_calls]
         if form.reader is not None and offered:
             marks += [*form.reader.openings, form.reader.closing]
-        self._outputs = Letters(tokenizer, [mark for mark in marks if mark], stop_ids, skips_special)
+        self._outputs = CharacterDecoder(tokenizer, [mark for mark in marks if mark], stop_ids, skips_special)
         self._stops = _Stops(stop)
         self._parts = _Parts(form, offered or {}, in_thought)
         self._only_one_call = only_one_call
@@ -135,7 +135,7 @@ def read_whole(
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
-class Letters:
+class CharacterDecoder:
     """Decodes ids to text incrementally, without incomplete characters.
 
     The text of a token depends on the one before it, so a few tokens are decoded again.
@@ -161,7 +161,7 @@ class Letters:
     def _next(self, token: int) -> str:
         self._ids.append(token)
         whole = self._decode(self._ids)
-        is_half = whole.endswith(_BROKEN) and len(self._ids) - self._given <= _LONGEST_LETTER
+        is_half = whole.endswith(_BROKEN) and len(self._ids) - self._given <= _LONGEST_CHARACTER
         return "" if is_half else self._give(whole)
 
     def end(self) -> str:
@@ -186,23 +186,23 @@ class _Stops:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
-        self._held = ""
+        self._pending = ""
         self.has_come = False
 
     def feed(self, text: str) -> str:
         if not self._stop:
             return text
-        text = self._held + text
+        text = self._pending + text
         places = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
         if places:
-            self.has_come, self._held = True, ""
+            self.has_come, self._pending = True, ""
             return text[: min(places)]
-        given = len(text) - _may_begin(text, self._stop)
-        self._held = text[given:]
-        return text[:given]
+        end = len(text) - _may_begin(text, self._stop)
+        self._pending = text[end:]
+        return text[:end]
 
     def end(self) -> str:
-        text, self._held = self._held, ""
+        text, self._pending = self._pending, ""
         return text
 
 
@@ -258,10 +258,10 @@ class _Parts:
         marks = self._marks()
         found = min(((self._text.find(mark), mark) for mark in marks if mark in self._text), default=None)
         if found is None:
-            given = len(self._text) - _may_begin(self._text, marks)
-            if marks and not self._has_content and not self._text[:given].strip():
+            end = len(self._text) - _may_begin(self._text, marks)
+            if marks and not self._has_content and not self._text[:end].strip():
                 return [], False  # whitespace before reasoning or a call is not content
-            return self._given(given), False
+            return self._given(end), False
         place, mark = found
         is_blank = not self._text[:place].strip()
         pieces = self._given(place)
@@ -283,9 +283,11 @@ class _Parts:
             marks.append(self._tail)
         if is_start:
             # At the start, a marker counts only if nothing but whitespace precedes it.
-            begun = self._text.lstrip()
+            stripped = self._text.lstrip()
             only = {self._opens, *(calls if self._reader and self._reader.only_at_start else ())}
-            return [mark for mark in marks if mark not in only or begun.startswith(mark) or mark.startswith(begun)]
+            return [
+                mark for mark in marks if mark not in only or stripped.startswith(mark) or mark.startswith(stripped)
+            ]
         return marks
 
     def _given(self, length: int) -> list[ReplyPiece]:
@@ -300,8 +302,8 @@ class _Parts:
             self._state, self._trims = "content", True
             return [ReplyPiece("thought", text)] if text else [], True
         # Line breaks before the closing marker are not part of the reasoning.
-        given = len(self._text[: len(self._text) - _may_begin(self._text, [self._closes])].rstrip("\n"))
-        text, self._text = self._text[:given], self._text[given:]
+        end = len(self._text[: len(self._text) - _may_begin(self._text, [self._closes])].rstrip("\n"))
+        text, self._text = self._text[:end], self._text[end:]
         return [ReplyPiece("thought", text)] if text else [], False
 
     def _call(self) -> tuple[list[ReplyPiece], bool]:

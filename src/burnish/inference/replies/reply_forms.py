@@ -79,12 +79,12 @@ _SAMPLE_TOOL = {
 
 def _written_format(form: JinjaFormat) -> str:
     """Return the tool format in which a chat template renders a call, or "" if it is unknown."""
-    asked: list[dict[str, Any]] = [{"role": "user", "content": form.renderer.content("Rome?")}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": form.renderer.content("Rome?")}]
     called = {"type": "function", "id": "call00000", "function": {"name": _SAMPLE.name, "arguments": _SAMPLE.arguments}}
     answer = {"role": "assistant", "content": form.renderer.content(""), "tool_calls": [called]}
     try:
-        prompt = form.renderer.render(asked, [_SAMPLE_TOOL], prompt=True)
-        text = form.renderer.render([*asked, answer], [_SAMPLE_TOOL])
+        prompt = form.renderer.render(messages, [_SAMPLE_TOOL], prompt=True)
+        text = form.renderer.render([*messages, answer], [_SAMPLE_TOOL])
     except (UnreadableTemplate, UserError):
         return ""
     same = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), min(len(prompt), len(text)))

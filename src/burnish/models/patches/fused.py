@@ -60,7 +60,7 @@ def forwards_of(
     of_device = (*_OF_ANY, *(_OF_CPU if device.type == "cpu" else ()))
     with torch.random.fork_rng(devices=[]):
         for module in model.modules():
-            answers = (way(module) for way in of_device if "forward" not in vars(module))
+            answers = (make(module) for make in of_device if "forward" not in vars(module))
             answer = next((answer for answer in answers if answer is not None), None)
             if answer is not None and allows(options, answer[1]):
                 found.append((module, *answer))
@@ -214,9 +214,9 @@ def _is_transposed(module: nn.Module) -> bool:
         return False
     weight, bias = torch.randn(own["weight"].shape), torch.randn(own["bias"].shape)
     x = torch.randn(3, len(weight))
-    asked = {"weight": weight, "bias": bias}
+    inputs = {"weight": weight, "bias": bias}
     return own["weight"].requires_grad and _same(
-        lambda: functional_call(module, asked, (x,)), torch.addmm(bias, x, weight)
+        lambda: functional_call(module, inputs, (x,)), torch.addmm(bias, x, weight)
     )
 
 

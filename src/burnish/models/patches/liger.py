@@ -92,7 +92,7 @@ def takes_liger(options: LigerChoice, device: torch.device) -> bool:
     return bool(options.enable_liger_kernel)
 
 
-def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: bool = True) -> list[str]:
+def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_requested: bool = True) -> list[str]:
     """Replace parts of the model with Liger kernels, using Liger's function for the model family.
 
     Args:
@@ -113,10 +113,10 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
         MODEL_TYPE_TO_APPLY_LIGER_FN,
     )
 
-    inner, given = causal_lm(model), dict(config or {})
+    inner, chosen = causal_lm(model), dict(config or {})
     family = getattr(getattr(inner, "config", None), "model_type", type(inner).__name__)
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        if not is_asked:
+        if not is_requested:
             return []
         raise UserError(f'Liger has no kernels for a model of type "{family}".', remedy="Remove enable_liger_kernel.")
     parts = [*inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[family]).parameters]
@@ -128,10 +128,10 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
             remedy=remedy,
             option="liger_kernel_config",
         )
-        for name in given
+        for name in chosen
         if name not in known
     )
-    switches = given | {name: value for name, value in _LOSSES.items() if name in parts}
+    switches = chosen | {name: value for name, value in _LOSSES.items() if name in parts}
 
     change = partial(_apply_liger_kernel_to_instance, model=inner, **switches)
     if not keeps_answers(inner, lambda: record(inner, change, LIGER)):
@@ -140,5 +140,5 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: b
             why="The installed versions of liger-kernel and transformers are not compatible for this model.",
             remedy="Set enable_liger_kernel: false.",
         )
-    unused = [name for name in _LOSSES if given.get(name)]
+    unused = [name for name in _LOSSES if chosen.get(name)]
     return [f'"liger_kernel_config": {name} has no effect: see fused_loss.' for name in unused]

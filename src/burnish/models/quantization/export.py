@@ -170,9 +170,9 @@ def quantize(job: QuantizationJob, folder: Path) -> tuple[float, float]:
     """
     task, log = folder / "task.json", folder / "log.txt"
     task.write_text(json.dumps(asdict(job)), encoding="utf-8")
-    with work(f"Quantizing by {job.method}"), log.open("wb") as said:
+    with work(f"Quantizing by {job.method}"), log.open("wb") as log_file:
         done = subprocess.run(  # noqa: S603 (an argument list)
-            [sys.executable, "-P", "-m", __name__, str(task.resolve())], stdin=subprocess.DEVNULL, stdout=said,
+            [sys.executable, "-P", "-m", __name__, str(task.resolve())], stdin=subprocess.DEVNULL, stdout=log_file,
             stderr=subprocess.STDOUT, env=_surroundings(job), check=False,
         )  # fmt: skip
     if done.returncode:

@@ -176,16 +176,16 @@ def nearest_existing(folder: Path) -> Path:
 @check
 def check_evaluation_set(options: RunOptions) -> list[Problem]:
     """Check that a run that evaluates or predicts has an evaluation set."""
-    wanted = {"eval_strategy": options.eval_strategy} if options.eval_strategy != "no" else {}
-    wanted |= {name: "true" for name in ("do_eval", "do_predict", "eval_on_start") if getattr(options, name)}
-    if not wanted or options.eval_dataset or options.val_size > 0:
+    requested = {"eval_strategy": options.eval_strategy} if options.eval_strategy != "no" else {}
+    requested |= {name: "true" for name in ("do_eval", "do_predict", "eval_on_start") if getattr(options, name)}
+    if not requested or options.eval_dataset or options.val_size > 0:
         return []
-    asked = " and ".join(f"{name}: {value}" for name, value in wanted.items())
+    asked = " and ".join(f"{name}: {value}" for name, value in requested.items())
     return [
         Problem(
-            f"{asked} {'needs' if len(wanted) == 1 else 'need'} an evaluation dataset, but none is set.",
+            f"{asked} {'needs' if len(requested) == 1 else 'need'} an evaluation dataset, but none is set.",
             remedy="Set eval_dataset: <name>, or val_size: 0.1 to hold out 10% of the training data.",
-            option=tuple(wanted),
+            option=tuple(requested),
         )
     ]
 

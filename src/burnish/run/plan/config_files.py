@@ -229,7 +229,7 @@ def _json_values(path: Path, text: str) -> dict[str, Any]:
 
 
 # PyYAML's message for an error that it detects late -> the error at the place where it began.
-_SEEN_TOO_LATE = {
+_CAUSES = {
     "could not find expected ':'": 'expected ": " between the key and its value',
     "found unexpected end of stream": "this quotation mark is never closed",
 }
@@ -247,10 +247,10 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
         what = "lists and mappings are nested too deeply."
         raise UserError(what, where=str(path), remedy="Reduce the nesting.") from None
     except yaml.MarkedYAMLError as error:
-        begun = _SEEN_TOO_LATE.get(error.problem or "")
-        mark = error.context_mark if begun else error.problem_mark or error.context_mark
+        cause = _CAUSES.get(error.problem or "")
+        mark = error.context_mark if cause else error.problem_mark or error.context_mark
         assert mark is not None
-        fault = begun or error.problem or str(error.context)
+        fault = cause or error.problem or str(error.context)
         raise _syntax_error(path, text, mark.line + 1, mark.column + 1, fault) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1

@@ -23,16 +23,16 @@ def list_options(options: type, word: str = "", beginnings: Sequence[str] = ("",
         word: filter, or "".
         beginnings: prefixes of the options to list. Default: all.
     """
-    wanted = [
+    matching = [
         spec
         for name, spec in specs(options).items()
         if name.startswith(tuple(beginnings)) and _matches(spec, word.lstrip("-").replace("-", "_"))
     ]
-    if not wanted:
+    if not matching:
         return f'No option matches "{word}".{did_you_mean(word, specs(options))}\n'
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     lines: list[str] = []
-    for group, members in groupby(wanted, key=lambda spec: spec.group):
+    for group, members in groupby(matching, key=lambda spec: spec.group):
         lines += [f"{component(group)}", *(line for spec in members for line in _entry(spec, width)), ""]
     return "\n".join(lines) + "\n"
 

@@ -75,8 +75,8 @@ def sharing_of(options: RunOptions, world_size: int) -> Sharing:
 
 
 def _number(settings: Mapping[str, object], name: str, usual: int) -> int:
-    given = settings.get(name, usual)
-    return int(given) if isinstance(given, int | float) else usual
+    value = settings.get(name, usual)
+    return int(value) if isinstance(value, int | float) else usual
 
 
 def shared(

@@ -78,13 +78,13 @@ def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
     options = replace(options, **dependent_defaults(options, provenance))
     doubtful = _doubtful(present)
 
-    def asked(checks: Sequence[Check]) -> list[Problem]:
+    def run_checks(checks: Sequence[Check]) -> list[Problem]:
         found = (problem for check in checks for problem in check(options))
         return [_placed(problem, provenance) for problem in found if doubtful.isdisjoint(problem.options)]
 
-    problems += [*twice, *wrong, *asked(component_checks())]
+    problems += [*twice, *wrong, *run_checks(component_checks())]
     if problems:
-        said = (replace(problem, what=_in_words(problem.what, words)) for problem in [*problems, *asked(also)])
+        said = (replace(problem, what=_in_words(problem.what, words)) for problem in [*problems, *run_checks(also)])
         raise UserError(dict.fromkeys(said))
     return Plan(
         options=options,

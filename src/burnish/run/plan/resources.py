@@ -89,10 +89,10 @@ def trained_dtype(options: RunOptions, config: Any) -> torch.dtype:
     """Return the dtype of the trained weights."""
     if options.pure_bf16:
         return torch.bfloat16
-    return held_dtype(options, config) if keeps_load_precision(options) else torch.float32
+    return storage_dtype(options, config) if keeps_load_precision(options) else torch.float32
 
 
-def held_dtype(options: RunOptions, config: Any) -> torch.dtype:
+def storage_dtype(options: RunOptions, config: Any) -> torch.dtype:
     """Return the dtype in which the model's own weights are loaded, including those converted to float32 later."""
     if options.pure_bf16:
         return torch.bfloat16
@@ -109,9 +109,9 @@ def load_dtype(options: RunOptions, config: Any, is_frozen: bool = False) -> tor
         is_frozen: whether all weights are frozen, as in a reference model.
     """
     in_files = loaded_dtype(config)
-    held = frozen_dtype(options, device_of(options), in_files) if is_frozen else held_dtype(options, config)
-    is_kept = held == in_files or (quantized_by(config) and held == torch.float32)  # its kernels choose their dtype
-    return "auto" if is_kept else held
+    stored = frozen_dtype(options, device_of(options), in_files) if is_frozen else storage_dtype(options, config)
+    is_kept = stored == in_files or (quantized_by(config) and stored == torch.float32)  # its kernels choose their dtype
+    return "auto" if is_kept else stored
 
 
 def formats_in_words(
@@ -142,7 +142,7 @@ def formats_in(model: nn.Module) -> tuple[torch.dtype, torch.dtype | None]:
 def compute_dtype(options: RunOptions, config: Any) -> torch.dtype:
     """Return the dtype of the forward pass: autocast's, otherwise that of most weights."""
     is_mostly_trained = options.pure_bf16 or (options.finetuning_type == "full" and trains(options))
-    usual = trained_dtype(options, config) if is_mostly_trained else held_dtype(options, config)
+    usual = trained_dtype(options, config) if is_mostly_trained else storage_dtype(options, config)
     return autocast_dtype(options, device_of(options)) or usual
 
 
@@ -295,7 +295,7 @@ def disk_of(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, st
     if not trains(options):
         return 0
     model = (
-        sizes.total * held_dtype(options, config).itemsize
+        sizes.total * storage_dtype(options, config).itemsize
         if sizes.saves_whole_model
         else sizes.trained * formats.trained
     )

@@ -64,15 +64,15 @@ def start_of(plan: Plan, fingerprints: Callable[[], Mapping[str, Any]], steps: S
 
 def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
     """Return the requested checkpoint or the newest complete one (or None), and notes about skipped ones."""
-    folder, asked = output_folder(options), options.resume_from_checkpoint
+    folder, requested = output_folder(options), options.resume_from_checkpoint
     checkpoints = Checkpoints(folder)
-    if isinstance(asked, str):
-        raise_if(check_checkpoint(Path(asked), checkpoints))
-        return Path(asked), []
+    if isinstance(requested, str):
+        raise_if(check_checkpoint(Path(requested), checkpoints))
+        return Path(requested), []
     if not goes_on(options):
         return None, []
     found, skipped = checkpoints.newest()
-    if found is None and (asked is True or options.resume == "must"):
+    if found is None and (requested is True or options.resume == "must"):
         raise UserError(f'output_dir "{folder}" contains no complete checkpoint to resume from.', option="output_dir")
     return found, skipped
 
@@ -83,15 +83,17 @@ def goes_on(options: RunOptions) -> bool:
     return trains(options) and not begins_anew
 
 
-def check_checkpoint(asked: Path, checkpoints: Checkpoints) -> list[Problem]:
+def check_checkpoint(requested: Path, checkpoints: Checkpoints) -> list[Problem]:
     """Return problems of a requested checkpoint: it does not exist, is not a folder, or is incomplete."""
-    if not asked.is_dir():
+    if not requested.is_dir():
         there = ", ".join(str(path) for path in checkpoints.all()) or "none"
-        what = "is a file, not a folder" if asked.exists() else "does not exist"
+        what = "is a file, not a folder" if requested.exists() else "does not exist"
         remedy = f"Checkpoints in output_dir: {there}."
-        return [Problem(f'resume_from_checkpoint "{asked}" {what}.', remedy=remedy, option="resume_from_checkpoint")]
-    wrong = faults(asked)
-    return [Problem(f"{'; '.join(wrong[:3])}.", where=str(asked), remedy=others_beside(asked))] if wrong else []
+        return [
+            Problem(f'resume_from_checkpoint "{requested}" {what}.', remedy=remedy, option="resume_from_checkpoint")
+        ]
+    wrong = faults(requested)
+    return [Problem(f"{'; '.join(wrong[:3])}.", where=str(requested), remedy=others_beside(requested))] if wrong else []
 
 
 def nothing_left_to_do(
@@ -109,7 +111,7 @@ def nothing_left_to_do(
     if state is None or state.max_steps < steps.max_steps:
         return ""
     refuse_changes_after_the_end(options, read_finished(folder), fingerprints())
-    return finished_sentence(folder, state.global_step)
+    return finished_message(folder, state.global_step)
 
 
 def refuse_changes_after_the_end(options: RunOptions, done: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -165,7 +167,7 @@ def finished_before(options: RunOptions, fingerprints: Callable[[], Mapping[str,
             remedy="Choose another output_dir, or set overwrite_output_dir: true to start over.",
             option="max_steps",
         )
-    return finished_sentence(folder, done["global_step"])
+    return finished_message(folder, done["global_step"])
 
 
 def _lost(folder: Path, lost: Sequence[str]) -> Problem:
@@ -249,7 +251,7 @@ def finished_state(folder: Path) -> TrainerState | None:
         return None
 
 
-def finished_sentence(folder: Path, step: int) -> str:
+def finished_message(folder: Path, step: int) -> str:
     return (
         f"{folder} contains this run, which finished at step {step}: there is nothing to do.\n"
         "  A larger num_train_epochs or max_steps trains it further. For a run with other settings, set another "

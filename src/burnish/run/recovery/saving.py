@@ -36,7 +36,7 @@ class RetryingCheckpoints(Checkpoints):
         target = self.path(step)
         try:
             self.wait()  # reports a failure of the previous checkpoint
-            self._check_room()
+            self._check_free_space()
             super().save(step, parts, best=best)
             if self._writer is None:
                 self._say_if_mended()
@@ -61,7 +61,7 @@ class RetryingCheckpoints(Checkpoints):
             self._is_failing = False
             note(f"{self.path(self.last_step or 0)} was saved successfully.")
 
-    def _check_room(self) -> None:
+    def _check_free_space(self) -> None:
         """Raise OSError before writing if the free space is smaller than the newest checkpoint."""
         newest = next(reversed(self.all()), None)
         needed = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) if newest else 0

@@ -162,20 +162,22 @@ class Routes:
         body = await json_object(request)
         from burnish.serve.api.completions import RequestStats, prepared_chat, prepared_completion, respond
 
-        asked = await self._in_order(self._read, kind, body)
-        service, stats = self.state.ready(), RequestStats(model=asked.model)
+        request_body = await self._in_order(self._read, kind, body)
+        service, stats = self.state.ready(), RequestStats(model=request_body.model)
         if service.served.scorer is not None:
-            message = f'"{asked.model}" is a reward model and cannot generate text. Use POST /v1/score/evaluation.'
+            message = (
+                f'"{request_body.model}" is a reward model and cannot generate text. Use POST /v1/score/evaluation.'
+            )
             raise APIError(405, "model_cannot_generate", message, headers={"Allow": ""})
-        if isinstance(asked, ChatRequest):
-            service.served.adapter_of(asked.model)
-            asked = await self._with_images(asked)
-            prepared = await self._in_order(prepared_chat, service, asked)
+        if isinstance(request_body, ChatRequest):
+            service.served.adapter_of(request_body.model)
+            request_body = await self._with_images(request_body)
+            prepared = await self._in_order(prepared_chat, service, request_body)
         else:
-            service.served.adapter_of(asked.model)
+            service.served.adapter_of(request_body.model)
             # One by one, so that other requests are served in between.
-            prompts = [await self._in_order(service.text_prompt, prompt) for prompt in asked.prompt]
-            prepared = await self._in_order(prepared_completion, service, asked, prompts)
+            prompts = [await self._in_order(service.text_prompt, prompt) for prompt in request_body.prompt]
+            prepared = await self._in_order(prepared_completion, service, request_body, prompts)
         self.state.ready()  # raises if the server has begun to shut down meanwhile
         request_id, path, began_s = request.scope["burnish.request_id"], request.scope["path"], time.monotonic()
 
@@ -183,8 +185,8 @@ class Routes:
             self._log_request(request_id, path, stats, time.monotonic() - began_s)
 
         if self.options.api_log == "content":
-            log.info("%s request: %s", request_id, asked)
-        return respond(service, prepared, asked.stream, stats, over, self._headers(asked.ignored))
+            log.info("%s request: %s", request_id, request_body)
+        return respond(service, prepared, request_body.stream, stats, over, self._headers(request_body.ignored))
 
     def _read(self, kind: type[AnyRequest], body: Mapping[str, Any]) -> AnyRequest:
         return read_request(kind, body, self.options.api_max_choices, self.options.api_strict)
@@ -199,11 +201,11 @@ class Routes:
             self.state.ready()  # raises 503 if the server is shutting down
             raise
 
-    async def _with_images(self, asked: ChatRequest) -> ChatRequest:
+    async def _with_images(self, request_body: ChatRequest) -> ChatRequest:
         """Return the request with the images that it names by URL or path included."""
-        if not self.images.needs(asked):
-            return asked
-        return await asyncio.wrap_future(self.state.opening.submit(self.images.opened, asked))
+        if not self.images.needs(request_body):
+            return request_body
+        return await asyncio.wrap_future(self.state.opening.submit(self.images.opened, request_body))
 
     def _headers(self, ignored: tuple[str, ...]) -> dict[str, str]:
         if not ignored:
@@ -253,28 +255,28 @@ class Routes:
 
     async def load_model(self, request: Request) -> Any:
         """First request of ``transformers chat``. The model is already loaded, so nothing happens."""
-        asked = read(ModelRequest, await json_object(request))
-        self.state.ready().served.adapter_of(asked.model.removesuffix("@main"))
+        request_body = read(ModelRequest, await json_object(request))
+        self.state.ready().served.adapter_of(request_body.model.removesuffix("@main"))
         return Response(b'data: {"status": "ready", "cached": true}\n\n', media_type="text/event-stream")
 
     async def tokenize(self, request: Request) -> Any:
         body = await json_object(request)
         service = self.state.ready()
-        given = read(TokenizeRequest, body)
-        model = given.model or self.state.models[0]["id"]
+        body_fields = read(TokenizeRequest, body)
+        model = body_fields.model or self.state.models[0]["id"]
         service.served.adapter_of(model)
         images: list[dict[str, int]] = []
-        if given.messages is None:
-            ids = await self._in_order(service.text_prompt, given.prompt)
+        if body_fields.messages is None:
+            ids = await self._in_order(service.text_prompt, body_fields.prompt)
         else:
-            continues = not given.add_generation_prompt and _ends(given.messages)
+            continues = not body_fields.add_generation_prompt and _ends(body_fields.messages)
             chat: dict[str, Any] = {
                 key: body[key] for key in ("messages", "tools", "chat_template_kwargs") if key in body
             }
-            asked = self._read(ChatRequest, {**chat, "model": model, "continue_final_message": continues})
-            service.refuse_long(asked.num_characters, "messages")
-            asked = await self._with_images(asked)
-            ids, images = await self._in_order(service.served.counted_prompt, asked)
+            request_body = self._read(ChatRequest, {**chat, "model": model, "continue_final_message": continues})
+            service.refuse_long(request_body.num_characters, "messages")
+            request_body = await self._with_images(request_body)
+            ids, images = await self._in_order(service.served.counted_prompt, request_body)
         pieces = [service.served.shown(token)[0] for token in ids]
         found = {"tokens": ids, "count": len(ids), "max_model_len": service.served.context, "pieces": pieces}
         return Json({**found, "images": images} if images else found)
@@ -290,17 +292,17 @@ class Routes:
 
     async def score(self, request: Request) -> Any:
         body = await json_object(request)
-        service, given = self.state.ready(), read(ScoreRequest, body)
-        model = given.model
+        service, body_fields = self.state.ready(), read(ScoreRequest, body)
+        model = body_fields.model
         service.served.adapter_of(model)
         scorer = service.served.scorer
         if scorer is None:
             message = f'"{model}" is not a reward model; this endpoint requires one.'
             raise APIError(405, "model_cannot_score", message, headers={"Allow": ""})
-        most = min(given.max_length or service.served.context, service.served.context)
-        asked = [self._scored(model, place, text) for place, text in enumerate(given.messages)]
+        most = min(body_fields.max_length or service.served.context, service.served.context)
+        request_body = [self._scored(model, place, text) for place, text in enumerate(body_fields.messages)]
         ids: list[list[int]] = []
-        for place, text in enumerate(asked):
+        for place, text in enumerate(request_body):
             param = f"messages[{place}]"
             service.refuse_long(len(text) if isinstance(text, str) else text.num_characters, param)
             ids.append(await self._in_order(service.served.scored_text, text))

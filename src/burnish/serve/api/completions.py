@@ -91,20 +91,20 @@ class CompletionService:
         answer.cancel()
         self.in_progress.discard(answer)
 
-    def length(self, wanted: int | None, prompt: Sequence[int]) -> int:
+    def length(self, requested: int | None, prompt: Sequence[int]) -> int:
         """Return the maximum length of a response: as requested, limited by the room that the prompt leaves.
 
         Raises:
             APIError: 400 ``context_length_exceeded`` if there is no room.
         """
-        room = self.served.context - len(prompt)
-        if room < 1:
+        available = self.served.context - len(prompt)
+        if available < 1:
             message = (
                 f"The prompt has {len(prompt):,} tokens; the context for prompt and response together is "
                 f"{self.served.context:,} tokens. Shorten the prompt."
             )
             raise APIError(400, "context_length_exceeded", message, param="messages")
-        return min(self.max_tokens if wanted is None else wanted, self.max_tokens, room)
+        return min(self.max_tokens if requested is None else requested, self.max_tokens, available)
 
     def refuse_long(self, num_characters: int, param: str) -> None:
         """Raise APIError for a prompt that cannot fit into the context, however it is tokenized."""
@@ -344,8 +344,8 @@ def _text_event(
 ) -> bytes:
     """Return one delta as an event of a stream, or b"" if it is empty. ``measured`` are the prompt's tokens."""
     choice = wire.choice(index, delta, log, echo, measured)
-    is_said = choice["text"] or choice["finish_reason"] or delta.logprobs or delta.ids
-    return event_text(to_json(wire.chunk([choice]))) if is_said else b""
+    has_content = choice["text"] or choice["finish_reason"] or delta.logprobs or delta.ids
+    return event_text(to_json(wire.chunk([choice]))) if has_content else b""
 
 
 def _text_ask(

@@ -67,7 +67,7 @@ class ImageAccess:
         if part.image_url is None:
             return False
         url = part.image_url.url
-        return not url.startswith("data:") or len(url) > letters_of(self.most_bytes)
+        return not url.startswith("data:") or len(url) > characters_of(self.most_bytes)
 
     def _part(self, part: TextPart, param: str) -> TextPart:
         assert part.image_url is not None
@@ -102,7 +102,7 @@ def _is_address(url: str) -> bool:
     return url.lower().startswith(("http://", "https://"))
 
 
-def letters_of(num_bytes: int) -> int:
+def characters_of(num_bytes: int) -> int:
     """Return the maximum length of a data URI for an image of this size. Base64 encodes three bytes as four letters."""
     return num_bytes * 4 // 3 + 100
 
@@ -163,5 +163,5 @@ def _opened_below(root: Path, parts: Sequence[str]) -> int:
         os.close(folder)
 
 
-def _refusal(said: str, param: str) -> APIError:
-    return APIError(400, "unsupported_content", f'"{param}" {said}', param=param)
+def _refusal(message: str, param: str) -> APIError:
+    return APIError(400, "unsupported_content", f'"{param}" {message}', param=param)

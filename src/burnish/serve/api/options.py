@@ -84,18 +84,20 @@ class ApiOptions:
     api_metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
 
 
-def from_environment(given: Mapping[str, RawValue], environment: Mapping[str, str] = os.environ) -> dict[str, RawValue]:
+def from_environment(
+    values: Mapping[str, RawValue], environment: Mapping[str, str] = os.environ
+) -> dict[str, RawValue]:
     """Return the options that are set by environment variables only."""
-    found = from_variables(ENVIRONMENT, given, environment)
+    found = from_variables(ENVIRONMENT, values, environment)
     verbose = environment.get("API_VERBOSE", "").lower()
-    if "api_log" not in given and verbose in _VERBOSE:
+    if "api_log" not in values and verbose in _VERBOSE:
         found["api_log"] = RawValue(_VERBOSE[verbose], "environment variable API_VERBOSE")
     return found
 
 
-def problems_of_key(given: Mapping[str, RawValue], command_line: str) -> list[Problem]:
+def problems_of_key(values: Mapping[str, RawValue], command_line: str) -> list[Problem]:
     """Return a problem if the key is on the command line, because it would be visible in the process list."""
-    if "api_key" in given and given["api_key"].where == command_line:
+    if "api_key" in values and values["api_key"].where == command_line:
         return [
             Problem(
                 '"api_key" must not be set on the command line: other users could read it in the process list.',
@@ -159,9 +161,9 @@ def with_adapters(words: Sequence[str]) -> list[str]:
         if word != "--adapter":
             left.append(word)
             continue
-        given = next(rest, "")
-        name, _, folder = given.partition("=")
+        values = next(rest, "")
+        name, _, folder = values.partition("=")
         if not (name and folder):
-            raise UserError(f'--adapter must be name=folder. Received: "{given}".')
+            raise UserError(f'--adapter must be name=folder. Received: "{values}".')
         named[name] = folder
     return [*left, "--served_adapters", json.dumps(named)] if named else left

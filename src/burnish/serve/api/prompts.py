@@ -116,13 +116,13 @@ class Prompter:
 
     def _images(self, messages: Sequence[ChatMessage]) -> Mapping[int, ImageFile]:
         """Return the image of each part, keyed by ``id`` of the part. Raises APIError if one cannot be read."""
-        held = [message for message in messages if message.parts]
-        if not held:
+        with_images = [message for message in messages if message.parts]
+        if not with_images:
             return {}
         if self.images is None:
             message = "The model supports text only: remove the image_url parts."
             raise APIError(400, "unsupported_content", message, param="messages")
-        if any(message.role not in ("user", "tool") for message in held):
+        if any(message.role not in ("user", "tool") for message in with_images):
             message = "Only messages with the role user or tool can contain images."
             raise APIError(400, "unsupported_content", message, param="messages")
         places = [
@@ -150,7 +150,7 @@ class Prompter:
         except BadImage as error:
             raise APIError(400, "invalid_image", str(error), param=param) from None
 
-    def _begun(self, template: Template, text: str) -> list[int]:
+    def _continuation(self, template: Template, text: str) -> list[int]:
         """Return the ids of the response that should be continued."""
         if not text:
             return []

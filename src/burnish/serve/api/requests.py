@@ -71,11 +71,11 @@ class StreamingOptions(Body):
     include_usage: bool = False
 
 
-def _bias(given: dict[str, float]) -> dict[str, float]:
-    for key in given:
+def _bias(values: dict[str, float]) -> dict[str, float]:
+    for key in values:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise problem("invalid_value", f"must be a token id. Received: {shown(key)}.", f".{key[:80]}")
-    return given
+    return values
 
 
 class BaseRequest(Body):
@@ -117,9 +117,9 @@ class BaseRequest(Body):
     def sampling(self) -> dict[str, Any]:
         """Fields of ``inference.types.Sampling`` that the request sets, and ``do_sample``."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "do_sample")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        given |= {name: getattr(self, name) for name in ("presence_penalty", "frequency_penalty")}
-        return {**given, "bias": self.token_bias}
+        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        values |= {name: getattr(self, name) for name in ("presence_penalty", "frequency_penalty")}
+        return {**values, "bias": self.token_bias}
 
     @property
     def token_bias(self) -> dict[int, float]:

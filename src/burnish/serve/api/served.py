@@ -152,9 +152,9 @@ class ServedModel:
         Raises:
             APIError: 400 for an unsupported schema or tool format.
         """
-        wanted, form = request.response_format, self.loaded.form
+        response_format, form = request.response_format, self.loaded.form
         calls = request.required if isinstance(request, ChatRequest) else []
-        if (wanted is None or wanted.type == "text") and not calls:
+        if (response_format is None or response_format.type == "text") and not calls:
             return None
         param = "tool_choice" if calls else "response_format"
         is_open = isinstance(request, ChatRequest) and opens_thought(prompt, form, self.loaded.tokenizer)
@@ -164,8 +164,8 @@ class ServedModel:
                 only_one = not request.parallel_tool_calls or not isinstance(request.tool_choice, str)
                 offered = schemas_of(calls)
                 return self.grammars.calls(form.tool_format, offered, only_one=only_one, waits_for=waits_for)
-            if wanted is not None and wanted.json_schema is not None:
-                return self.grammars.json_schema(wanted.json_schema.schema_, waits_for)
+            if response_format is not None and response_format.json_schema is not None:
+                return self.grammars.json_schema(response_format.json_schema.schema_, waits_for)
             return self.grammars.json_object(waits_for)
         except UserError as error:
             raise APIError(400, "unsupported_parameter", f'"{param}": {error}', param=param) from error
@@ -225,7 +225,7 @@ class TokenPieces:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        self._bytes = _bytes_of_letters() if "ByteLevel" in f"{type(decoder).__name__} {decoder!r}" else None
+        self._bytes = _bytes_of_characters() if "ByteLevel" in f"{type(decoder).__name__} {decoder!r}" else None
         self._whole = {token.content for token in tokenizer.added_tokens_decoder.values()}
 
     def __call__(self, token: int) -> tuple[str, bytes]:
@@ -243,7 +243,7 @@ class TokenPieces:
         return piece.replace("▁", " ").encode("utf-8")
 
 
-def _bytes_of_letters() -> dict[str, bytes]:
+def _bytes_of_characters() -> dict[str, bytes]:
     """Return the character -> byte mapping of byte-level vocabularies. Printable bytes map to themselves.
 
     Source: Radford et al. 2019, ``bytes_to_unicode`` of https://github.com/openai/gpt-2/blob/master/src/encoder.py

@@ -272,9 +272,9 @@ class ServerBackend:
                         if delta.get(name):
                             yield Event(kind, delta[name])  # type: ignore[arg-type]
                     for call in delta.get("tool_calls") or []:
-                        begun = calls.setdefault(call["index"], {"name": "", "arguments": ""})
-                        for key in begun:
-                            begun[key] += (call.get("function") or {}).get(key) or ""
+                        partial = calls.setdefault(call["index"], {"name": "", "arguments": ""})
+                        for key in partial:
+                            partial[key] += (call.get("function") or {}).get(key) or ""
         for call in calls.values():
             yield Event("call", call=call)
         yield Event("end", end=AnswerEnded(reason, tokens, first - began if first else 0.0, time.monotonic() - began))

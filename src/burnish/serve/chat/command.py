@@ -48,7 +48,7 @@ def chat(words: Sequence[str]) -> int:
     once = own.once
     if once is None and not is_typed():
         once = sys.stdin.read().strip() if sys.stdin is not None else ""
-    backend, settings, lines = _partner(own, is_quiet=once is not None)
+    backend, settings, lines = _backend(own, is_quiet=once is not None)
     try:
         if once is not None:
             return _answer_once(backend, Request(_messages(own.system, once), settings))
@@ -80,7 +80,7 @@ def _read(words: Sequence[str]) -> _Words:
     return found
 
 
-def _partner(own: _Words, is_quiet: bool) -> tuple[Backend, dict[str, Any], list[str]]:
+def _backend(own: _Words, is_quiet: bool) -> tuple[Backend, dict[str, Any], list[str]]:
     """Return the backend, the settings from the command line, and introductory lines."""
     if own.url:
         if own.others:
@@ -102,11 +102,11 @@ def _partner(own: _Words, is_quiet: bool) -> tuple[Backend, dict[str, Any], list
     adapters = f"; adapters: {', '.join(loaded.adapters)}" if loaded.adapters else ""
     weights = facts.memory_bytes.get("weights", 0) / 1e6
     where = f"{weights:,.0f} MB of weights" if weights else f"engine {facts.way}"
-    said = getattr(engine, "note", "")
+    engine_note = getattr(engine, "note", "")
     lines = [
         f"{loaded.name}: {where}, {loaded.context:,} tokens of context{adapters}",
         template + "".join(f"; {note}" for note in loaded.template_notes),
-        *([said] if said else []),
+        *([engine_note] if engine_note else []),
         "/help lists the commands",
     ]
     if is_quiet:

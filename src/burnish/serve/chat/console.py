@@ -101,7 +101,7 @@ class Console:
 
     # --- input --------------------------------------------------------------------------------------------------------
 
-    def ask(self, prompt: str, begun: str = "") -> str:
+    def ask(self, prompt: str, prefill: str = "") -> str:
         """Read a message. A backslash at the end continues the line; triple quotes enclose several lines.
 
         Args:
@@ -111,7 +111,7 @@ class Console:
             EOFError: at the end of the input.
             KeyboardInterrupt: for Ctrl-C.
         """
-        line = self._read(prompt, begun)
+        line = self._read(prompt, prefill)
         if line.strip().startswith(_QUOTES):
             return self._quoted(line.strip().removeprefix(_QUOTES))
         lines = []
@@ -127,12 +127,12 @@ class Console:
             line = self._read("... ")
         return "\n".join([*lines, line.rstrip().removesuffix(_QUOTES)]).strip("\n")
 
-    def _read(self, prompt: str, begun: str = "") -> str:
-        if not begun or not is_typed():
+    def _read(self, prompt: str, prefill: str = "") -> str:
+        if not prefill or not is_typed():
             return input(prompt)
         import readline
 
-        readline.set_startup_hook(lambda: readline.insert_text(begun.replace("\n", " ")))
+        readline.set_startup_hook(lambda: readline.insert_text(prefill.replace("\n", " ")))
         try:
             return input(prompt)
         finally:

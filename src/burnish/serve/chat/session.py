@@ -47,7 +47,7 @@ class ChatSession:
         self.last: AnswerEnded | None = None
         self._retries = 0
         self._images: list[str] = []  # data URIs of images for the next message
-        self._begun = ""  # a message to edit
+        self._prefill = ""  # a message to edit
 
     # --- input --------------------------------------------------------------------------------------------------------
 
@@ -55,9 +55,9 @@ class ChatSession:
         """Read lines and respond until the end. Returns 0, or 1 if the last response failed."""
         status = 0
         while True:
-            begun, self._begun = self._begun, ""
+            prefill, self._prefill = self._prefill, ""
             try:
-                line = self.console.ask("> ", begun)
+                line = self.console.ask("> ", prefill)
             except EOFError:
                 self.console.say()
                 return status
@@ -129,8 +129,10 @@ class ChatSession:
         url, size = read_image(expanded(name))
         tokens = self.backend.num_tokens(url)
         self._images.append(url)
-        said = f", {tokens:,} tokens" if tokens is not None else ""
-        self.console.say(f"{Path(name).name}: {size[0]}x{size[1]}{said}. It is sent with the next message.", "dim")
+        tokens_text = f", {tokens:,} tokens" if tokens is not None else ""
+        self.console.say(
+            f"{Path(name).name}: {size[0]}x{size[1]}{tokens_text}. It is sent with the next message.", "dim"
+        )
 
     def _respond(self, messages: list[WireMessage]) -> int:
         """Let the backend respond to these messages. If it fails, the conversation is left unchanged."""
@@ -310,7 +312,7 @@ class ChatSession:
         place = next((at for at in range(len(self.messages) - 1, -1, -1) if self.messages[at]["role"] == "user"), None)
         if place is None:
             raise UserError("There is no message to edit.")
-        self._begun = text_of(self.messages[place])
+        self._prefill = text_of(self.messages[place])
         self.messages = self.messages[:place]
 
     def _adapter(self, name: str) -> None:
@@ -326,13 +328,13 @@ class ChatSession:
     def _both(self, name: str) -> None:
         """Respond to the last message with the current model and with another one. The conversation does not change."""
         other = self._known(name)
-        asked = self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
-        if not asked:
+        messages = self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
+        if not messages:
             raise UserError("There is no message yet.")
         first = [{"role": "system", "content": self.system}] if self.system else []
         for adapter in (self.adapter, other):
             self.console.say(f"{adapter or 'base'}:", "bold")
-            self._listen(self._request(messages=[*first, *asked], adapter=adapter))
+            self._listen(self._request(messages=[*first, *messages], adapter=adapter))
 
     def _tokens(self, text: str) -> None:
         last = self._last_ids()

@@ -134,7 +134,7 @@ def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject
     folder = _folder_of(serving, options, is_one_of)
     answers = Answers(folder, facts)
     model = EngineModel(loop, loaded.template, loaded.form, loaded.name, loaded.options.seed, is_benchmark=True)
-    begun = time.monotonic()
+    start_time = time.monotonic()
     waiting = [subject for subject in subjects if subject.key not in answers.done]
     if len(waiting) < len(subjects):
         note(f"{len(subjects) - len(waiting)} subjects were evaluated before and are skipped.")
@@ -143,7 +143,7 @@ def _measured(serving: Serving, options: EvalOptions, subjects: Sequence[Subject
             (samples,) = run_tasks(model, [subject.config], None, None, options.limit, True)["samples"].values()
             answers.add(subject, [chosen(sample) for sample in sorted(samples, key=lambda one: one["doc_id"])])
             advance(1)
-    found = accuracies(subjects, answers.done) | {"seconds": round(time.monotonic() - begun, 2), "of": facts}
+    found = accuracies(subjects, answers.done) | {"seconds": round(time.monotonic() - start_time, 2), "of": facts}
     found |= {"versions": {"burnish": __version__, **{name: version(name) for name in ("torch", "transformers")}}}
     for line in log_lines(found):
         note(line)

@@ -74,24 +74,24 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
     here = f"burnish {command}"
     for serving in servings:
         folder = Path(save_dir or _apart(serving.options)) / (serving.name if len(servings) > 1 else "")
-        given = {name: RawValue(value, here) for name, value in changed_options(serving.options).items()}
+        values = {name: RawValue(value, here) for name, value in changed_options(serving.options).items()}
         writes, stage = writes_answers(serving.options), serving.options.stage
         if not writes or (predicts and OBJECTIVES[stage].records != "answers"):
             stage = "sft" if writes else "rm"
         generates = writes and (predicts or serving.options.predict_with_generate)
-        given |= {
+        values |= {
             "stage": RawValue(stage, here), "predict_with_generate": RawValue(generates, here),
             "do_train": RawValue(False, here), "do_eval": RawValue(not generates, here),
             "do_predict": RawValue(generates or predicts, here),
             "output_dir": RawValue(str(folder), here), **_recorded(serving.options),
         }  # fmt: skip
         if predicts and "predict_metrics" not in serving.provenance:
-            given["predict_metrics"] = RawValue(installed_metrics(), here)
+            values["predict_metrics"] = RawValue(installed_metrics(), here)
         if not serving.options.adapter_name_or_path and serving.options.quantization_bit is None:
-            given["finetuning_type"] = RawValue("full", here)  # otherwise a new adapter would be attached
+            values["finetuning_type"] = RawValue("full", here)  # otherwise a new adapter would be attached
         if not serving.options.val_size:
-            given["dataset"] = RawValue(None, here)
-        made = plan({name: item for name, item in given.items() if item.value is not None})
+            values["dataset"] = RawValue(None, here)
+        made = plan({name: item for name, item in values.items() if item.value is not None})
         made = replace(made, command=command)
         with placing(serving.provenance), named_where_full(folder, FREE_SOME_SPACE):
             result = train_run(made)

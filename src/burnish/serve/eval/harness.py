@@ -85,7 +85,7 @@ class EngineModel:
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """(context, settings) -> generated text, up to one of the strings in ``until``."""
-        asks = [self._asked(context, settings, at) for at, (context, settings) in enumerate(r.args for r in requests)]
+        asks = [self._request(context, settings, at) for at, (context, settings) in enumerate(r.args for r in requests)]
         found = generate_all(self.loop, asks)
         return [self._cut(one.ids, request.args[1]) for one, request in zip(found, requests, strict=True)]
 
@@ -132,7 +132,7 @@ class EngineModel:
             sum_, done = sum_ + sum(one.logprob for one in found.prompt_logprobs), end
         return sum_
 
-    def _asked(self, context: str, settings: Mapping[str, Any], number: int) -> GenerationRequest:
+    def _request(self, context: str, settings: Mapping[str, Any], number: int) -> GenerationRequest:
         most = int(settings.get("max_gen_toks") or settings.get("max_tokens") or _LONGEST_ANSWER)
         samples = settings.get("do_sample", False) and settings.get("temperature", 1.0) > 0
         drawn = {name: settings[name] for name in ("temperature", "top_p", "top_k") if name in settings}

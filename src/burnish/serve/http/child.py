@@ -22,8 +22,8 @@ NOT_FOR_CHILDREN = ("BURNISH_KEY", "API_KEY")
 
 def environment_of_child(roots: Iterable[Path]) -> dict[str, str]:
     """Return the environment of a process that may read data below ``roots`` only (``utils/files.py``)."""
-    given = {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
-    return {**given, ROOTS: os.pathsep.join(map(str, roots))}
+    variables = {name: value for name, value in os.environ.items() if name not in NOT_FOR_CHILDREN}
+    return {**variables, ROOTS: os.pathsep.join(map(str, roots))}
 
 
 def start_burnish(

@@ -55,10 +55,10 @@ def fetched(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float)
         connection.request("GET", path, headers={"Accept-Encoding": "identity", "User-Agent": "burnish"})
         return _body(connection.getresponse(), most_bytes)
     except (OSError, HTTPException, ValueError) as error:
-        is_late = time.monotonic() >= until
-        if isinstance(error, NotFetchedError) and not is_late:
+        has_timed_out = time.monotonic() >= until
+        if isinstance(error, NotFetchedError) and not has_timed_out:
             raise
-        reason = f"it took more than {timeout_s:g} s" if is_late else _reason(error)
+        reason = f"it took more than {timeout_s:g} s" if has_timed_out else _reason(error)
         raise NotFetchedError(f"could not be fetched: {reason}.") from None
     finally:
         clock.cancel()

@@ -86,9 +86,9 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
-def same_key(given: str, key: str) -> bool:
+def same_key(received: str, key: str) -> bool:
     """Compare two keys in constant time."""
-    return hmac.compare_digest(given.encode("utf-8", "replace"), key.encode("utf-8", "replace"))
+    return hmac.compare_digest(received.encode("utf-8", "replace"), key.encode("utf-8", "replace"))
 
 
 def bearer(key: str | None, open_paths: Collection[str]) -> Admit:
@@ -98,12 +98,12 @@ def bearer(key: str | None, open_paths: Collection[str]) -> Admit:
         if key is None or request.scope["path"] in open_paths:
             return
         challenge = {"WWW-Authenticate": "Bearer"}
-        given = only(request, "authorization")
-        if given is None:
+        received = only(request, "authorization")
+        if received is None:
             raise APIError(
                 401, "missing_api_key", 'An API key is required: "Authorization: Bearer KEY".', headers=challenge
             )
-        scheme, _, token = given.partition(" ")
+        scheme, _, token = received.partition(" ")
         if scheme.lower() != "bearer" or not same_key(token.strip(), key):
             raise APIError(401, "invalid_api_key", "The API key is not valid.", headers=challenge)
 
@@ -133,9 +133,9 @@ class Guard:
         if scope["type"] != "http":
             return  # neither websockets nor lifespan are used by these servers
         began_s, request = time.monotonic(), Request(scope)
-        given = request.headers.getlist("x-request-id")  # the client's own id, if it is safe in logs and headers
-        is_harmless = len(given) == 1 and _ID.fullmatch(given[0])
-        request_id = scope["burnish.request_id"] = given[0] if is_harmless else f"req-{secrets.token_hex(12)}"
+        received = request.headers.getlist("x-request-id")  # the client's own id, if it is safe in logs and headers
+        is_harmless = len(received) == 1 and _ID.fullmatch(received[0])
+        request_id = scope["burnish.request_id"] = received[0] if is_harmless else f"req-{secrets.token_hex(12)}"
         answer = _Answer(send, receive, {**self.headers, "x-request-id": request_id}, self.rules.max_body_bytes)
         scope["app"] = self  # so that routes raise an exception for unknown paths
         try:

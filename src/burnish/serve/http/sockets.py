@@ -86,9 +86,9 @@ def _clear(path: str) -> None:
 
 
 def _answers(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
-            asked.connect(path)
+            probe.connect(path)
         except OSError:
             return False
     return True
