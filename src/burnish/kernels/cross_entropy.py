@@ -234,8 +234,8 @@ def token_values(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(n,) each: losses, correct predictions, entropies.
 
-    With ``needs_logits_grad`` the logits (n, V) are overwritten with the gradient of the weighted losses. On a CPU a few rows
-    are processed at a time, which does not change results.
+    With ``needs_logits_grad`` the logits (n, V) are overwritten with the gradient of the weighted losses. On a CPU a
+    few rows are processed at a time, which does not change results.
     """
     height = max(1, _ROWS_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
     parts = list(zip(torch.split(logits, height), torch.split(targets, height), strict=True))
@@ -248,8 +248,9 @@ def token_values(
 def _rows(
     logits: Tensor, targets: Tensor, weights: Tensor | None, rules: TokenLoss, needs_logits_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(n,) each: losses, correct predictions, entropies; zero if not requested. With ``needs_logits_grad`` the logits (n, V)
-    are overwritten with the gradient of the weighted losses:
+    """(n,) each: losses, correct predictions, entropies; zero if not requested.
+
+    With ``needs_logits_grad`` the logits (n, V) are overwritten with the gradient of the weighted losses:
 
     (p - (1 - s) * one_hot(target) - s / V) * weight * factor with p = softmax(logits), multiplied by ``1 - (logit /
     softcap)²`` if logits are capped.
