@@ -12,7 +12,7 @@ from test_bad_words import SAID
 
 from bad_inputs import make_folder
 from burnish import cli
-from burnish.config.errors import Problem, UserError
+from burnish.config.errors import OptionText, Problem, UserError, renamed
 from burnish.run.plan.plan import component_checks, component_notes
 from small_run import make_model
 
@@ -87,3 +87,11 @@ def test_the_best_model_is_refused_with_a_schedule_free_optimizer(capsys: pytest
     best = "optim=schedule_free_adamw load_best_model_at_end=true eval_strategy=steps eval_steps=2 val_size=2"
     _, problems = found(best, capsys)
     assert ("load_best_model_at_end", "the command line") in problems
+
+
+def test_options_in_a_sentence_are_data() -> None:
+    text = OptionText('"{pref_beta}" is {:g}; {stage=kto} has pref_beta.', 0.5, names={"pref_beta": "alias"})
+    assert text == '"alias" is 0.5; stage: kto has pref_beta.'
+    assert renamed(text, {"stage=kto": "a KTOTrainer"}) == '"alias" is 0.5; a KTOTrainer has pref_beta.'
+    assert renamed(text, {"pref_beta": "beta"}) == '"beta" is 0.5; stage: kto has pref_beta.'
+    assert renamed("pref_beta", {"pref_beta": "beta"}) == "pref_beta"

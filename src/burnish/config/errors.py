@@ -5,9 +5,14 @@ found at once. The command line prints them without a traceback and exits with s
 disk, memory) are ``RuntimeError`` and exit with 1.
 """
 
-from collections.abc import Iterable, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from string import Formatter
+from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,43 @@ class Problem:
     def __str__(self) -> str:
         first = f"{self.where}: {self.what}" if self.where else self.what
         return "\n  ".join(part for part in (first, self.why, self.remedy) if part)
+
+
+class OptionText(str):
+    """A sentence that refers to options by name, so that it can be rendered with other names for them.
+
+    >>> OptionText("{pref_beta} must be {}.", 1).renamed({"pref_beta": "beta"})
+    'beta must be 1.'
+
+    Args:
+        template: fields with a name are options, and ``{stage=kto}`` is an option with a value. Fields without a name
+            are filled with ``values``.
+    """
+
+    template: str
+    values: tuple[Any, ...]
+    names: Mapping[str, str]
+
+    def __new__(cls, template: str, *values: Any, names: Mapping[str, str] = MappingProxyType({})) -> OptionText:
+        text = super().__new__(cls, Formatter().vformat(template, values, _OptionNames(names)))
+        text.template, text.values, text.names = template, values, names
+        return text
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+    def renamed(self, names: Mapping[str, str]) -> OptionText:
+        return OptionText(self.template, *self.values, names={**self.names, **names})
+
+
+class _OptionNames(dict[str, str]):
+    def __missing__(self, name: str) -> str:
+        return name.replace("=", ": ")
+
+
+def renamed(sentence: str, names: Mapping[str, str]) -> str:
+    """``sentence`` with other names for its options: option -> name. A plain string is returned unchanged."""
+    return sentence.renamed(names) if isinstance(sentence, OptionText) else sentence
 
 
 class UserError(ValueError):

@@ -22,7 +22,7 @@ from math import isfinite
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from burnish.config.conversion import as_type, members, type_in_words
-from burnish.config.errors import Problem, UserError, did_you_mean
+from burnish.config.errors import OptionText, Problem, UserError, did_you_mean
 from burnish.config.secrets import has_secret_name, keep_secret
 
 Built = TypeVar("Built")
@@ -196,7 +196,8 @@ def build(group: type[Built], given: Mapping[str, RawValue]) -> tuple[Built, lis
         try:
             values[name] = convert(known[name], item.value)
         except ValueError as error:
-            problems.append(Problem(f'"{key}" {error}', where=item.where, option=name))
+            what = OptionText(f'"{{{name}}}" {{}}', error, names={name: key})
+            problems.append(Problem(what, where=item.where, option=name))
     return group(**values), problems
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.checks import check, notes
-from burnish.config.errors import Problem, UserError
+from burnish.config.errors import OptionText, Problem, UserError
 from burnish.config.options import option
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Example, Loss, Metric, Row, Sum
@@ -150,11 +150,12 @@ class KtoObjective(AnswersObjective):
             return []
         up, down = options.kto_rejected_weight * others / desirable, options.kto_chosen_weight * desirable / others
         return [
-            f"{desirable:,} responses are desirable and {others:,} are not; the weighted ratio is {ratio:.2f} to 1, "
-            f"but KTO recommends 1 to 1.33. Set kto_chosen_weight: {up:.2f} to {up * _MOST:.2f}, or "
-            "kto_rejected_weight: "
-            f"{down / _MOST:.2f} to {down:.2f}."
-        ]
+            OptionText(
+                "{:,} responses are desirable and {:,} are not; the weighted ratio is {:.2f} to 1, but KTO recommends "
+                "1 to 1.33. Set {kto_chosen_weight}: {:.2f} to {:.2f}, or {kto_rejected_weight}: {:.2f} to {:.2f}.",
+                desirable, others, ratio, up, up * _MOST, down / _MOST, down,
+            )
+        ]  # fmt: skip
 
     def _few(self, rows_per_step: int) -> list[str]:
         if rows_per_step >= FEW_RECORDS or not self.has_baseline:
@@ -292,7 +293,9 @@ def with_margin(values: dict[str, float]) -> dict[str, float]:
 
 def _one_kind(count: int, is_desirable: bool) -> Problem:
     kind = "desirable" if is_desirable else "undesirable"
-    remedy = "With desirable responses only, use stage: sft." if is_desirable else "Add desirable responses."
+    remedy = (
+        OptionText("With desirable responses only, use {stage=sft}.") if is_desirable else "Add desirable responses."
+    )
     return Problem(f"All {count:,} records are {kind}; KTO needs both kinds.", remedy=remedy)
 
 

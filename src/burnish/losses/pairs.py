@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from burnish.checkpoint.parts import Stateful
 from burnish.config.checks import check
-from burnish.config.errors import Problem, UserError
+from burnish.config.errors import OptionText, Problem, UserError
 from burnish.kernels.elementwise import rounding_as_trained
 from burnish.kernels.probe import Capabilities, Head, causal_lm, find_head, makes_some_logits
 from burnish.kernels.token_logps import LogpRules
@@ -395,7 +395,7 @@ def check_pair_stage(options: PreferenceChoices) -> list[Problem]:
     if OBJECTIVES[options.stage] is not PairObjective:
         return []
     return [
-        Problem(f'"pref_loss": {name} is a loss of stage: sft.', option="pref_loss")
+        Problem(OptionText('"{pref_loss}": {} is a loss of {stage=sft}.', name), option="pref_loss")
         for name in options.pref_loss
         if name in OF_SFT
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from burnish.config.checks import check, notes
-from burnish.config.errors import Problem
+from burnish.config.errors import OptionText, Problem
 from burnish.config.options import changed_options, option, specs
 from burnish.config.registry import Member
 from burnish.losses.base import OBJECTIVES, StageObjective
@@ -17,7 +17,7 @@ from burnish.losses.preference_losses import PAIR_LOSSES
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 OF_SFT = {"nll": "", "dft": "For TRL's dft set use_dft_loss: true."}
-REMOVED = {"kto_pair": "pref_loss: kto_pair was removed; use stage: kto, or pref_loss: bco_pair."}
+REMOVED = {"kto_pair": OptionText("{pref_loss}: kto_pair was removed; use {stage=kto}, or {pref_loss}: bco_pair.")}
 _OF_ANSWERS = ("train_on_prompt", "mask_history", "neat_packing", "predict_with_generate")
 _PAPER_BETA = 1.0
 _FULL_RATE = 2e-5
@@ -188,32 +188,44 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
     problems = [Problem(REMOVED[name], option="pref_loss") for name in names if name in REMOVED]
     losses = [PAIR_LOSSES[name] for name in names if name in PAIR_LOSSES]
     if weights is not None and len(weights) != len(names):
-        what = f"pref_loss_weights must have one weight for each loss. Received: {len(weights)} for {len(names)}."
+        what = OptionText(
+            "{pref_loss_weights} must have one weight for each loss. Received: {} for {}.", len(weights), len(names)
+        )
         problems.append(Problem(what, option="pref_loss_weights"))
     if not names:
-        problems.append(Problem("pref_loss is empty.", remedy=f"Known: {', '.join(PAIR_LOSSES)}.", option="pref_loss"))
+        problems.append(
+            Problem(OptionText("{pref_loss} is empty."), remedy=f"Known: {', '.join(PAIR_LOSSES)}.", option="pref_loss")
+        )
     smoothing = options.dpo_label_smoothing
     if smoothing and not any(loss.smooths for loss in losses):
-        what = f'"dpo_label_smoothing" belongs to sigmoid, robust, exo_pair, aot. Received: pref_loss {names[0]}.'
+        what = OptionText(
+            '"{dpo_label_smoothing}" applies to sigmoid, robust, exo_pair and aot only. Received: {pref_loss} {}.',
+            names[0],
+        )
         problems.append(
             Problem(what, remedy="Remove it, or choose one of these.", option=("dpo_label_smoothing", "pref_loss"))
         )
     if "exo_pair" in names and not smoothing:
-        what = "pref_loss: exo_pair compares with smoothed labels, so dpo_label_smoothing must be above 0."
+        what = OptionText("{pref_loss}: exo_pair uses smoothed labels, so {dpo_label_smoothing} must be above 0.")
         problems.append(
-            Problem(what, remedy="Set dpo_label_smoothing: 0.001.", option=("pref_loss", "dpo_label_smoothing"))
+            Problem(
+                what,
+                remedy=OptionText("Set {dpo_label_smoothing}: 0.001."),
+                option=("pref_loss", "dpo_label_smoothing"),
+            )
         )
     if options.f_divergence_type != "reverse_kl" and not all(loss.diverges for loss in losses):
         known = ", ".join(name for name, loss in PAIR_LOSSES.items() if loss.diverges)
         problems.append(
             Problem(
-                f'"f_divergence_type" {options.f_divergence_type} applies to {known} only.', option="f_divergence_type"
+                OptionText('"{f_divergence_type}" {} applies to {} only.', options.f_divergence_type, known),
+                option="f_divergence_type",
             )
         )
     if options.use_weighting and any(loss.sorts for loss in losses):
         problems.append(
             Problem(
-                '"use_weighting" weights single pairs, but aot compares across pairs.',
+                OptionText('"{use_weighting}" weights single pairs, but aot compares across pairs.'),
                 remedy="Keep one.",
                 option="use_weighting",
             )
@@ -252,14 +264,20 @@ def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
         "f_alpha_divergence_coef": options.f_divergence_type == "alpha_divergence",
         "alphapo_alpha": any(not loss.needs_reference for loss in losses),
     }
-    notes = [
-        f'"{name}" has no effect: pref_loss is {shown}.' for name, read in needs.items() if name in said and not read
+    notes: list[str] = [
+        OptionText(f'"{{{name}}}" has no effect: {{pref_loss}} is {{}}.', shown)
+        for name, read in needs.items()
+        if name in said and not read
     ]
     if not any(loss.needs_reference for loss in losses) and not options.pref_bco_weight:
         given = [name for name in specs(ReferenceOptions) if name in said]
-        notes += [f'pref_loss: {shown} needs no reference; "{name}" has no effect.' for name in given]
+        notes += [
+            OptionText(f'{{pref_loss}}: {{}} needs no reference; "{{{name}}}" has no effect.', shown) for name in given
+        ]
     if "simpo" in names and options.pref_beta < _PAPER_BETA:
-        notes.append(f"pref_beta {options.pref_beta:g} makes SimPO's loss flat; the paper uses 2.0 to 2.5.")
+        notes.append(
+            OptionText("{pref_beta} {:g} makes SimPO's loss flat; the paper uses 2.0 to 2.5.", options.pref_beta)
+        )
     return notes
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from burnish.config.checks import check, notes
-from burnish.config.errors import Problem
+from burnish.config.errors import OptionText, Problem
 from burnish.config.options import changed_options, option
 from burnish.losses.base import OBJECTIVES
 from burnish.losses.rollouts.options import CLIPPED, RolloutLossOptions
@@ -292,15 +292,16 @@ def check_loss(options: LossShapeChoices) -> list[Problem]:
         what = "with temperature 0, all completions of a prompt are equal and nothing is learned."
         found.append(Problem(what, remedy="Remove it; the default is 1.", option="temperature"))
     if options.stage != "rloo" and options.rl_loss_type == "cispo" and options.epsilon_high is None:
-        what = "loss_type cispo requires epsilon_high, the maximum probability ratio."
+        what = OptionText("{rl_loss_type} cispo requires {epsilon_high}, the maximum probability ratio.")
         found.append(Problem(what, remedy="The paper uses epsilon_high: 5.0.", option=("rl_loss_type",)))
     if options.entropy_coef_min > options.entropy_coef_max:
         low, high = options.entropy_coef_min, options.entropy_coef_max
         what = f"entropy_coef_min {low:g} is above entropy_coef_max {high:g}."
         found.append(Problem(what, option=("entropy_coef_min", "entropy_coef_max")))
     if options.sync_ref_model and not options.rl_beta:
-        what = "beta is 0: there is no reference model to update."
-        found.append(Problem(what, remedy="Set beta, or remove sync_ref_model.", option=("sync_ref_model", "rl_beta")))
+        what = OptionText("{rl_beta} is 0: there is no reference model to update.")
+        remedy = OptionText("Set {rl_beta}, or remove {sync_ref_model}.")
+        found.append(Problem(what, remedy=remedy, option=("sync_ref_model", "rl_beta")))
     bounds = options.reward_clip_range
     if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
         what = f"reward_clip_range must be a lower and a higher bound. Received: {bounds}."
@@ -332,7 +333,11 @@ def rollout_notes(options: RolloutStageChoices) -> list[str]:
     if not draws_completions(options.stage):
         names = [name for name in RolloutOptions.__dataclass_fields__ if name in said]
         return [f'"{name}" has no effect: stage is {options.stage}.' for name in names]
-    found = [f'"{name}" has no effect: {why}.' for name, why in without_effect(options).items() if name in said]
+    found: list[str] = [
+        OptionText(f'"{{{name}}}" has no effect: {{}}.', why)
+        for name, why in without_effect(options).items()
+        if name in said
+    ]
     if options.rl_preset:
         values = ", ".join(f"{name}: {value}" for name, value in PRESETS[options.rl_preset].items())
         found.append(f"rl_preset {options.rl_preset} stands for {values}.")

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from burnish.config.checks import CHECKS, NOTES, Check, Notes
-from burnish.config.errors import Problem, UserError
+from burnish.config.errors import Problem, UserError, renamed
 from burnish.config.options import OptionSpec, RawValue, build, changed_options, convert, raise_if, specs
 from burnish.losses.base import OBJECTIVES
 from burnish.parallel.process_counts import launcher_problems
@@ -73,6 +73,7 @@ def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
     raise_if(launcher_problems())
     present, problems, foreign = take_absent(given, {**specs(RunOptions), **aliases()})
     present, words, twice = _renamed(present)
+    words = {option: word for word, option in words.items()}
     options, wrong = build(RunOptions, present)
     provenance = provenance_of(present)
     options = replace(options, **dependent_defaults(options, provenance))
@@ -84,12 +85,15 @@ def plan(given: Mapping[str, RawValue], also: Sequence[Check] = ()) -> Plan:
 
     problems += [*twice, *wrong, *run_checks(component_checks())]
     if problems:
-        said = (replace(problem, what=_in_words(problem.what, words)) for problem in [*problems, *run_checks(also)])
+        said = (
+            replace(problem, what=renamed(problem.what, words), remedy=renamed(problem.remedy, words))
+            for problem in [*problems, *run_checks(also)]
+        )
         raise UserError(dict.fromkeys(said))
     return Plan(
         options=options,
         provenance=MappingProxyType(provenance),
-        notes=(*foreign, *(_in_words(note, words) for note in _notes(present, options))),
+        notes=(*foreign, *(renamed(note, words) for note in _notes(present, options))),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
     )
 
@@ -112,13 +116,6 @@ def _renamed(given: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], Mappin
         if names.get(key) in given
     ]
     return {names.get(key, key): item for key, item in given.items()}, names, twice
-
-
-def _in_words(sentence: str, words: Mapping[str, str]) -> str:
-    """Return a message in which options are called by their stage-specific names."""
-    for word, option in words.items() if " are two names of " not in sentence else ():
-        sentence = sentence.replace(f'"{option}"', f'"{word}"')
-    return sentence
 
 
 LOGS_PER_RUN = 50

@@ -8,12 +8,11 @@ versions without meaning are refused with a remedy.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from burnish.config.errors import Problem, UserError
+from burnish.config.errors import Problem, UserError, renamed
 from burnish.config.options import RawValue, build, option, raise_if, specs
 from burnish.losses.kto import KtoOptions
 from burnish.losses.lm import LmOptions
@@ -110,14 +109,14 @@ class PreferenceConfig(TrlArguments):
         return []
 
     def in_own_words(self, problems: Iterable[Problem]) -> list[Problem]:
-        return [replace(one, what=self._words(one.what), remedy=self._words(one.remedy)) for one in problems]
+        names = self._field_names()
+        return [replace(one, what=renamed(one.what, names), remedy=renamed(one.remedy, names)) for one in problems]
 
-    def _words(self, sentence: str) -> str:
-        """``sentence`` with the names of fields instead of burnish's."""
+    def _field_names(self) -> Mapping[str, str]:
+        """burnish's option -> the name of the field."""
         names = {spec.name: word for spec in specs(Choices).values() for word in spec.aliases
                  if word in self.__dataclass_fields__} | {name: word for word, name in self.led.items()}  # fmt: skip
-        names |= {"stage: kto": "a KTOTrainer", "stage: sft": "an SFTTrainer"}
-        return re.sub(r"stage: \w+|\w+", lambda found: names.get(found[0], found[0]), sentence)
+        return names | {"stage=kto": "a KTOTrainer", "stage=sft": "an SFTTrainer"}
 
 
 @dataclass
@@ -174,7 +173,7 @@ class DPOConfig(WithReference):
 
     def notes(self) -> list[str]:
         choices = self.choices()
-        return [self._words(note) for note in pair_notes(choices, choices.pref_loss)]
+        return [renamed(note, self._field_names()) for note in pair_notes(choices, choices.pref_loss)]
 
 
 @dataclass
@@ -299,7 +298,7 @@ class CPOConfig(WithoutReference):
 
     def notes(self) -> list[str]:
         choices = self.choices()
-        return [self._words(note) for note in pair_notes(choices, choices.pref_loss)]
+        return [renamed(note, self._field_names()) for note in pair_notes(choices, choices.pref_loss)]
 
 
 for _kind in (DPOConfig, KTOConfig, RewardConfig, ORPOConfig, CPOConfig):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from burnish.config.conversion import members
-from burnish.config.errors import Problem, UserError, did_you_mean
+from burnish.config.errors import Problem, UserError, did_you_mean, renamed
 from burnish.config.options import RawValue, build, option, raise_if, specs
 from burnish.losses.rollouts.options import LOSSES, OPTION_NAMES
 from burnish.models.generate import GenerationOptions
@@ -218,10 +218,8 @@ class RolloutConfig(TrlArguments):
 
 def _in_own_words(problem: Problem) -> Problem:
     """With the names of fields in place of burnish's."""
-    what = problem.what
-    for word, name in OPTION_NAMES.items():
-        what = what.replace(f'"{name}"', f'"{word}"')
-    return replace(problem, what=what)
+    names = {name: word for word, name in OPTION_NAMES.items()}
+    return replace(problem, what=renamed(problem.what, names), remedy=renamed(problem.remedy, names))
 
 
 def _plain(value: Any) -> Any:
