@@ -92,7 +92,7 @@ def takes_liger(options: LigerChoice, device: torch.device) -> bool:
     return bool(options.enable_liger_kernel)
 
 
-def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_requested: bool = True) -> list[str]:
+def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_asked: bool = True) -> list[str]:
     """Replace parts of the model with Liger kernels, using Liger's function for the model family.
 
     Args:
@@ -116,7 +116,7 @@ def apply_liger(model: nn.Module, config: Mapping[str, bool] | None, is_requeste
     inner, chosen = causal_lm(model), dict(config or {})
     family = getattr(getattr(inner, "config", None), "model_type", type(inner).__name__)
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        if not is_requested:
+        if not is_asked:
             return []
         raise UserError(f'Liger has no kernels for a model of type "{family}".', remedy="Remove enable_liger_kernel.")
     parts = [*inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[family]).parameters]

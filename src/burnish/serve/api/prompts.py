@@ -62,7 +62,7 @@ class Prompter:
         except _UNWRITABLE as error:
             raise self._unwritable(error) from error
         if request.continue_final_message:
-            row["input_ids"] = [*row["input_ids"], *self._begun(template, request.messages[-1].text)]
+            row["input_ids"] = [*row["input_ids"], *self._continuation(template, request.messages[-1].text)]
         return row
 
     def whole(self, request: ChatRequest) -> list[int]:
