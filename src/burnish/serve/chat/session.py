@@ -129,10 +129,8 @@ class ChatSession:
         url, size = read_image(expanded(name))
         tokens = self.backend.num_tokens(url)
         self._images.append(url)
-        tokens_text = f", {tokens:,} tokens" if tokens is not None else ""
-        self.console.say(
-            f"{Path(name).name}: {size[0]}x{size[1]}{tokens_text}. It is sent with the next message.", "dim"
-        )
+        cost = f", {tokens:,} tokens" if tokens is not None else ""
+        self.console.say(f"{Path(name).name}: {size[0]}x{size[1]}{cost}. It is sent with the next message.", "dim")
 
     def _respond(self, messages: list[WireMessage]) -> int:
         """Let the backend respond to these messages. If it fails, the conversation is left unchanged."""
