@@ -165,7 +165,7 @@ def refusal(workplace, **changes):
         ({"pref_loss": "sigmiod"}, ["sigmiod", "sigmoid"]),
         ({"pref_loss": "nll"}, ["nll", "stage: sft"]),
         ({"dpo_label_smoothing": 0.6}, ["dpo_label_smoothing", "0.5", "0.6"]),
-        ({"dpo_label_smoothing": 0.1, "pref_loss": "hinge"}, ["belongs to sigmoid, robust, exo_pair, aot"]),
+        ({"dpo_label_smoothing": 0.1, "pref_loss": "hinge"}, ["applies to sigmoid, robust, exo_pair and aot only"]),
         ({"pref_loss": "exo_pair"}, ["exo_pair", "dpo_label_smoothing"]),
         ({"pref_beta": 0}, ["pref_beta", "greater than 0"]),
         ({"pref_ftx": -1}, ["pref_ftx"]),

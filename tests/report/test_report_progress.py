@@ -142,12 +142,12 @@ def test_a_run_begins_with_its_numbers_and_ends_with_a_summary(capsys):
     ],
 )
 def test_the_first_line_follows_the_plan(steps, words):
-    assert RunFacts(steps, 2, 4, 2, 1, 2).sentences()[0] == words
+    assert RunFacts(steps, 2, 4, 2, 1, 2).messages()[0] == words
 
 
 def test_the_effective_batch_size_names_its_factors():
     facts = RunFacts(StepPlan(200, 16, 25, 400, 16), 2, 4, 2, 1, 2)
-    assert facts.sentences()[1] == ("  Effective batch size 16 = 2 per device x 4 gradient accumulation x 2 processes")
+    assert facts.messages()[1] == ("  Effective batch size 16 = 2 per device x 4 gradient accumulation x 2 processes")
 
 
 def test_a_run_that_was_stopped_says_where(capsys):
