@@ -442,7 +442,7 @@ def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
     [
         ("DPOConfig", {"loss_type": "kto_pair"}, "loss_type: kto_pair was removed; use a KTOTrainer"),
         ("DPOConfig", {"loss_type": "sigmiod"}, 'Did you mean "sigmoid"'),
-        ("DPOConfig", {"loss_type": "hinge", "label_smoothing": 0.1}, '"label_smoothing" belongs to sigmoid'),
+        ("DPOConfig", {"loss_type": "hinge", "label_smoothing": 0.1}, '"label_smoothing" applies to sigmoid'),
         ("DPOConfig", {"loss_weights": [1.0, 2.0]}, "loss_weights must have one weight for each loss"),
         ("DPOConfig", {"rpo_alpha": 1.0}, 'loss_type=."sigmoid", "sft".'),
         ("DPOConfig", {"reference_free": True}, "Use CPOTrainer or ORPOTrainer to train without a reference"),
