@@ -1,4 +1,5 @@
-"""JSON for the page's scripts. Errors are ``{"error": {"message", "option", "code"}}``, fit to be shown."""
+"""JSON for the page's scripts. Errors are ``{"error": {"message", "option", "code"}}``, and the message can be shown
+to users."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Api:
         self._num_streams = 0
 
     def routes(self) -> Iterator[tuple[str, str, Answer]]:
-        """Method, path, and what answers."""
+        """Routes: method, path, handler."""
         yield from Form(self.site).routes()
         yield from Shelf(self.site).routes()
         yield from Jobs(self.site).routes()
@@ -145,7 +146,7 @@ class Api:
         return ShownJson({"from": begin, "text": text})
 
     async def completions(self, request: Request) -> Response:
-        """Rewarded completions of a step and a record; without a step, which steps and records there are."""
+        """Rewarded completions of a step and a record. Without a step: the available steps and records."""
         run, given = await self.site.run(request.path_params["id"]), request.query_params
         step = whole_number(given["step"], "step", 0) if given.get("step") else None
         return ShownJson(await asyncio.to_thread(completions, run.folder, step, given.get("record") or None))

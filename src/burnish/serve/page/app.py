@@ -127,7 +127,7 @@ class Pages:
         )  # fmt: skip
 
     async def report(self, request: Request) -> Response:
-        """A run as one HTML file to send to somebody; it needs nothing else and runs no script."""
+        """A run as a self-contained HTML file without scripts."""
         run = await self.site.run(request.path_params["id"])
         columns, _ = await asyncio.to_thread(series, run.folder)
         language = requested_language(request)

@@ -78,7 +78,7 @@ def read_options(words: Sequence[str]) -> tuple[WebOptions, str]:
     """The options, and the page to open first.
 
     Raises:
-        UserError: with all that is wrong.
+        UserError: with all problems.
     """
     left, page = [], "runs"
     rest = iter(words)

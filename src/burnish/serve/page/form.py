@@ -39,7 +39,7 @@ class Form:
         self.site = site
 
     def routes(self) -> Iterator[tuple[str, str, Answer]]:
-        """Method, path, and what answers."""
+        """Routes: method, path, handler."""
         yield "GET", "/api/form", self.form
         yield "POST", "/api/check", self.check
         yield "POST", "/api/yaml", self.yaml
@@ -91,7 +91,7 @@ class Form:
         return ShownJson({"status": "removed"})
 
     async def check(self, request: Request) -> Any:
-        """Explain what a run would do, part by part as it becomes known: one JSON object per line."""
+        """Explain what a run would do. The parts are streamed as they become available, one JSON object per line."""
         body = await json_object(request)
         values = body.get("values")
         if not isinstance(values, dict):

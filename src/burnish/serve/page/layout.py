@@ -27,7 +27,7 @@ DEPENDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "use_badam": ("finetuning_type", ("full",)),
     "eval_steps": ("eval_strategy", ("steps",)),
 }
-"""Option -> the one it belongs to, and the values with which it is shown."""
+"""Option -> the option on which its visibility depends, and the values of that option for which it is shown."""
 PRESETS: dict[str, dict[str, object]] = {
     "LoRA": {"finetuning_type": "lora", "learning_rate": 1e-4, "num_train_epochs": 3, "lora_rank": 8},
     "QLoRA": {"finetuning_type": "lora", "quantization_bit": 4, "learning_rate": 1e-4, "num_train_epochs": 3},

@@ -51,8 +51,8 @@ class Machine:
 
 
 def _cpu_times() -> tuple[float, float]:
-    """Seconds that all cores were busy, and all seconds. psutil's percentages are kept per thread, and the threads that
-    read here differ."""
+    """Busy seconds and total seconds of all cores. psutil computes percentages per thread, but different threads call
+    this."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # user contains guest

@@ -2,7 +2,7 @@
 
 In: raw values, from the form, the queue or a run's ``run.yaml``, and the fields that the planner describes
 (``field_of`` in ``serve/page/planner_process.py``), which carry the flags of each option's declaration. Values are
-read as a run reads them, then checked: no risky option, no secret, no place outside the roots.
+read as a run reads them, then checked: no risky option, no secret, no path outside the roots.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from burnish.run.plan.plan import plan
 
 _LONGEST_CHOICE = 60
 _SHOWN = 3
-"""Values of a column that are shown."""
+"""Number of values that are shown for a column."""
 
 
 def planner(asked: TextIO | None = None, told: TextIO | None = None) -> int:
@@ -138,8 +138,8 @@ def control_of(spec: OptionSpec) -> str:
 
 
 def columns_of_file(path: Path) -> dict[str, Any]:
-    """Describe the columns of a file of records, for a form that asks which is which: ``{"columns": [[name, values]],
-    "formats": [[name, parts]], "known", "proposed"}``; ``known`` is the format recognized without a word, or "".
+    """Describe the columns of a file of records, for the form of the column mapping: ``{"columns": [[name, values]],
+    "formats": [[name, parts]], "known", "proposed"}``; ``known`` is the detected format, or "".
 
     Raises:
         UserError: for a file that cannot be read.
@@ -159,14 +159,13 @@ def columns_of_file(path: Path) -> dict[str, Any]:
 
 
 def held_out(values: Mapping[str, Any], number: int | None = None) -> dict[str, Any]:
-    """A held-out record as a question: what a model is asked, and what the record answers, in the roles of a chat
-    request. The split is that of the run, since the same function makes it.
+    """A validation example as a chat request, with its reference response. The split is the same as in the run.
 
     Args:
         values: name -> value.
-        number: of the record in the evaluation set, from 1; None draws one.
+        number: of the record in the evaluation set, from 1; None selects a random one.
     Raises:
-        UserError: where the run holds nothing out, or the record asks nothing.
+        UserError: if the run has no validation set, or the record has no prompt.
     """
     options = plan({name: RawValue(value, "") for name, value in values.items()}).options
     sets = load_datasets(options, options.seed, DataStats(), needs=record_needs(options))
@@ -182,10 +181,11 @@ def held_out(values: Mapping[str, Any], number: int | None = None) -> dict[str, 
 
 
 def question_of(record: Example) -> dict[str, Any]:
-    """``{"system", "tools", "before", "user", "answer"}``: the conversation up to the last question, and its answer.
+    """``{"system", "tools", "before", "user", "answer"}``: the conversation up to the last user message, and the
+    response.
 
     Raises:
-        UserError: for a text without a question.
+        UserError: for plain text without a prompt.
     """
     messages = record.messages
     asks = max((place for place, one in enumerate(messages) if one.role == "user"), default=None)
@@ -207,7 +207,7 @@ def _text(answer: Answer | None) -> str:
 
 
 def _in_chat_roles(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
-    """Calls get ids, and what they came back with takes these in order."""
+    """Give ids to tool calls, and assign them to the tool results in order."""
     waiting: list[str] = []
     for place, message in enumerate(messages):
         if message.role == "function":

@@ -58,7 +58,7 @@ class Site:
         return self._form
 
     async def found(self, fresh_s: float = FRESH_S) -> list[FoundRun]:
-        """The runs below the roots, as they were some moments ago at most."""
+        """The runs inside the roots, cached for a short time."""
         async with self._finding:
             if time.monotonic() - self._found_s > fresh_s:
                 self._found = await asyncio.to_thread(find, self.places.roots)
@@ -66,7 +66,7 @@ class Site:
         return self._found
 
     def facts(self, runs: Iterable[FoundRun]) -> list[dict[str, Any]]:
-        """Runs as JSON, with the names, tags and notes that they were given. ``title`` is the name that is shown."""
+        """Runs as JSON, with user-defined names, tags and notes. ``title`` is the name that is shown."""
         known = labels(self.home)
         return [
             {**facts(run), "folder": self.places.shown(run.folder), "title": label.get("name") or run.name,
@@ -75,7 +75,7 @@ class Site:
         ]  # fmt: skip
 
     async def run(self, identity: str) -> FoundRun:
-        """A run as it is now.
+        """The current state of a run.
 
         Raises:
             APIError: 404.

@@ -29,7 +29,7 @@ def option_words(language: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 def in_language(fields: Iterable[Mapping[str, Any]], language: str) -> list[dict[str, Any]]:
-    """Fields of a form with the label, help, unit and reasons of a language, where it has them."""
+    """Fields of a form with the translated label, help, unit and reasons."""
     words = option_words(language)
     parts = (("unit", words["units"]), ("ignored", words["reasons"]), ("risky", words["reasons"]))
     return [

@@ -1,8 +1,7 @@
-"""Exports, evaluations and predictions from the web UI: each is a ``burnish`` process of its own, and its log is shown
-while it runs.
+"""Exports, evaluations and predictions from the web UI: each is a separate ``burnish`` process whose log is shown.
 
-In: a folder with a model or an adapter, an output folder, and what is to be done. Out: the state of the process, and
-when it has finished, commands that serve an exported model or the numbers of an evaluation.
+In: a folder with a model or an adapter, an output folder, and the settings of the job. Out: the state of the process,
+    and at the end the commands that serve an exported model, or the metrics of an evaluation.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "safetensors": (),
     **{f"gguf {kind}": ("export_format=gguf", f"export_gguf_type={kind}") for kind in ("f16", "bf16", "q8_0", "q4_0")},
 }
-"""Format, as the form names it -> words of the command."""
+"""Export format in the form -> arguments of the command."""
 _TEXT = 8000
 _SHARE: Mapping[str, float] = {"gguf q8_0": 0.53, "gguf q4_0": 0.28}
-"""Size of an export beside the same weights in 16 bits."""
+"""Size of an export relative to the same weights in 16 bits."""
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
 KINDS = ("predict", "loss", "task")
 _NAME = re.compile(r"[\w][\w./ -]{0,200}")
@@ -38,7 +37,7 @@ class StartedCommand:
     """A process that was started here.
 
     Args:
-        expected: bytes of weights that it writes, as far as they are known; 0 otherwise.
+        expected: bytes of weights that it writes; 0 if unknown.
     """
 
     id: str
@@ -74,8 +73,8 @@ class Commands:
         return self._begin(StartedCommand("", "export", name, folder, _NONE, int(expected)), words)
 
     def evaluate(self, path: Path, name: str, folder: Path, kind: str, given: Mapping[str, Any]) -> str:
-        """Start an evaluation: ``predict`` writes answers to a data set, ``loss`` measures it, ``task`` asks the
-        questions of a benchmark. Returns its id.
+        """Start an evaluation: ``predict`` writes responses to a dataset, ``loss`` computes its loss, ``task`` runs a
+        benchmark. Returns its id.
 
         Args:
             given: ``dataset`` and ``dataset_dir``, or ``task`` and ``task_dir``; checked already.
@@ -105,11 +104,11 @@ class Commands:
         return job.id
 
     def all(self) -> list[dict[str, Any]]:
-        """What was started here, the newest first."""
+        """The jobs of this server, the newest first."""
         return [self._facts(job) for job in reversed(self._jobs.values())]
 
     def state(self, id: str) -> dict[str, Any]:
-        """State of a job, the end of its log, and what came out when it is done."""
+        """State of a job, the end of its log, and its results when it is finished."""
         if id not in self._jobs:
             raise APIError(404, "no_job", "The job does not exist.")
         job, log = self._jobs[id], self._log(id)
@@ -152,7 +151,7 @@ def _check_empty(folder: Path) -> None:
 
 
 def _weights(folder: Path) -> int:
-    """Bytes of the weights in a folder; 0 where there is none."""
+    """Bytes of the weights in a folder; 0 if there are none."""
     try:
         return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.name.endswith(_WEIGHTS))
     except OSError:

@@ -27,7 +27,7 @@ _LONGEST_LINE = 32 * 2**20
 
 
 class Planner:
-    """One ``burnish _planner``, started when it is needed, in the first root."""
+    """A ``burnish _planner`` process, started on demand in the first root."""
 
     def __init__(self, places: Roots, log: Path) -> None:
         self.places, self.log = places, log
@@ -90,14 +90,14 @@ class Planner:
         return self._child
 
     def end(self) -> None:
-        """End the process; the next question starts another."""
+        """End the process; the next request starts a new one."""
         child, self._child = self._child, None
         if child is not None and child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
 
     async def whole(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """All parts of an answer as one."""
+        """All parts of a response, merged."""
         found: dict[str, Any] = {}
         async for part in self.ask(question):
             found |= part

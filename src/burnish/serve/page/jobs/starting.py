@@ -47,7 +47,8 @@ class Starter:
         self._children: list[subprocess.Popen[bytes]] = []
 
     async def checked(self, values: Mapping[str, Any], start: Path | None = None) -> dict[str, Any]:
-        """A copy of the values, after the one check that everything from the page passes (``permissions.py``).
+        """A copy of the values, after the permission check (``permissions.py``) that applies to everything from the
+        web UI.
 
         Args:
             start: the folder in which the command runs; the first root by default.
@@ -72,10 +73,10 @@ class Starter:
     # --- starting -----------------------------------------------------------------------------------------------------
 
     async def begin(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None = None) -> Path:
-        """Start a run, in its folder as chosen: ``new``, ``continue`` or ``anew``.
+        """Start a run. The choice for its folder is ``new``, ``continue`` or ``anew``.
 
         Raises:
-            APIError: 409 where the folder is in use, or holds something and the choice is ``new``.
+            APIError: 409 if the folder is in use, or is not empty and the choice is ``new``.
         """
         given = await self.checked(values)
         folder = self.folder_of(given)
@@ -103,7 +104,8 @@ class Starter:
         """Continue a run from its own file.
 
         Raises:
-            APIError: 409 if it still runs or has no file, 422 if the file sets what a visitor may not set.
+            APIError: 409 if it is still running or has no file, 422 if the file sets options that a visitor may not
+                set.
         """
         if run.is_alive:
             raise APIError(409, "running", "The run is already running.")
@@ -111,10 +113,10 @@ class Starter:
         self._launch(run.folder, None)
 
     async def values_of(self, run: FoundRun) -> dict[str, Any]:
-        """The values of a run's own file, with its data where they were when it was started.
+        """The values in a run's ``run.yaml``, with relative data paths resolved as at its start.
 
         Raises:
-            APIError: 409 where it has no file, 422 where the file names what a page may not reach.
+            APIError: 409 if it has no file, 422 if the file names paths that the web UI may not access.
         """
         values, place = self._given_of(run), self._place_of(run.folder)
         return await self.checked(values | (data_seen_from(place, values) if place != self.places.first else {}))
@@ -139,7 +141,7 @@ class Starter:
         write_whole(folder / LAUNCH, json.dumps(launch, indent=1) + "\n")
 
     def _place_of(self, folder: Path) -> Path:
-        """Folder in which the run was started before, if below a root: relative paths in its file start there."""
+        """Folder in which the run was started, if it is inside a root: relative paths in its file start there."""
         before = object_in(folder / LAUNCH).get("folder")
         if isinstance(before, str) and self.places.hold(Path(before)):
             return Path(before)
@@ -148,10 +150,10 @@ class Starter:
     def started(
         self, words: list[str], output: Path, folder: Path | None = None, reads_all: bool = False
     ) -> subprocess.Popen[bytes]:  # fmt: skip
-        """Another command, such as an export or an engine, in a folder or in the first root.
+        """Start another command, such as an export or an engine, in a folder or in the first root.
 
         Args:
-            reads_all: the owner of the page chose its words, so that it may read outside of the roots too.
+            reads_all: the owner of the page chose its arguments, so it may read outside of the roots.
         """
         environment = environment_of_child(() if reads_all else self.places.roots)
         child = start_burnish(words, folder or self.places.first, output, environment)
@@ -162,16 +164,17 @@ class Starter:
         return environment_of_child(self.places.roots)
 
     def reap(self) -> None:
-        """Take note of children that have ended, or they would stay as zombies."""
+        """Reap child processes that have ended, so that they do not stay as zombies."""
         self._children = [child for child in self._children if child.poll() is None]
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     def stop(self, run: FoundRun, how: str) -> None:
-        """``save``: the step is finished and saved. ``now``: at once, and steps since the last checkpoint are lost.
+        """``save``: finish the current step and save. ``now``: stop immediately; steps since the last checkpoint are
+        lost.
 
         Raises:
-            APIError: 409 where the process cannot be proven to be that run's.
+            APIError: 409 if the process cannot be identified as that of the run.
         """
         number = signal.SIGTERM if how == "save" else signal.SIGKILL
         if not tell(run.launch, number, is_alive):
@@ -188,7 +191,7 @@ class Starter:
         return [one for one in found if _is_queued_run(one)] if isinstance(found, list) else []
 
     async def enqueue(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None) -> int:
-        """Start a run when no other that was started here runs any more."""
+        """Start a run when all runs of this server have ended."""
         given = await self.checked(values)
         self._check_folder(self.folder_of(given), folder_choice)
         queue = self.queued()
@@ -204,7 +207,7 @@ class Starter:
         return len(left) < len(queue)
 
     async def next_of_queue(self, runs: Iterable[FoundRun]) -> Path | None:
-        """Start the first of the queue, if nothing runs."""
+        """Start the first run of the queue if no run is active."""
         queue = self.queued()
         if not queue or any(run.is_alive and run.state != "elsewhere" for run in runs):
             return None
@@ -219,6 +222,6 @@ def _is_queued_run(one: Any) -> bool:
 
 
 def free_folder(folder: Path) -> Path:
-    """``first-2`` where ``first`` is taken."""
+    """``first-2`` if ``first`` exists."""
     names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2)))
     return next(path for path in names if not path.exists())

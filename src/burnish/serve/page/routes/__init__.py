@@ -1,1 +1,1 @@
-"""API routes of the web UI beside those of runs and of the form, one class per topic."""
+"""Further API routes of the web UI, one class per topic."""

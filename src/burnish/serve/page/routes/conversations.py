@@ -1,4 +1,4 @@
-"""API for conversations, which are files in the state folder: listed, read, kept and removed."""
+"""API for conversations, which are files in the state folder: list, read, save and remove."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Conversations:
         self.home = site.home
 
     def routes(self) -> Iterator[tuple[str, str, Answer]]:
-        """Method, path, and what answers."""
+        """Routes: method, path, handler."""
         yield "GET", "/api/chats", self.chats
         yield "GET", "/api/chats/{id}", self.chat
         yield "PUT", "/api/chats/{id}", self.keep
         yield "DELETE", "/api/chats/{id}", self.remove
 
     async def chats(self, request: Request) -> Response:
-        """The conversations in which something was asked, the latest first."""
+        """The conversations with at least one message, the latest first."""
         return ShownJson({"chats": await asyncio.to_thread(summaries, self.home)})
 
     async def chat(self, request: Request) -> Response:
@@ -59,7 +59,7 @@ class Conversations:
 
 
 def summaries(home: Home) -> list[dict[str, Any]]:
-    """Id, first question and time of each conversation that has a turn, the latest first."""
+    """Id, first message and time of each conversation with at least one message, the latest first."""
     found = []
     for name in home.names("chats"):
         chat = home.read(f"chats/{name}.json")

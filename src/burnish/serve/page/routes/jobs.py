@@ -1,4 +1,4 @@
-"""API of what is done with a model after its training: exports, predictions, evaluations."""
+"""API for jobs after training: exports, predictions, evaluations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Jobs:
         self.commands = Commands(site)
 
     def routes(self) -> Iterator[tuple[str, str, Answer]]:
-        """Method, path, and what answers."""
+        """Routes: method, path, handler."""
         yield "POST", "/api/exports", self.export
         yield "POST", "/api/evaluations", self.evaluate
         yield "GET", "/api/jobs", self.jobs
@@ -61,7 +61,7 @@ async def target_of(site: Site, body: Mapping[str, Any]) -> tuple[Path, str]:
     """Folder and name of a run (``run``, optionally ``checkpoint``) or of a ``path`` inside a root.
 
     Raises:
-        APIError: 404 or 422 where there is no such model.
+        APIError: 404 or 422 if there is no such model.
     """
     if isinstance(body.get("run"), str):
         run = await site.run(body["run"])

@@ -1,7 +1,6 @@
-"""API of the pickers: models and data below the roots, the hub's search, and uploads of data.
-
-The hub is asked only when a person searches it. An upload comes in pieces, is written below the first root, and never
-replaces a file.
+"""API of the pickers: models and datasets inside the roots, search on the hub, and uploads of data files. The hub is
+accessed only when a user searches. Uploads are sent in chunks, are written inside the first root, and never replace a
+file.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class Picking:
         self.site = site
 
     def routes(self) -> Iterator[tuple[str, str, Answer]]:
-        """Method, path, and what answers."""
+        """Routes: method, path, handler."""
         yield "GET", "/api/models", self.models
         yield "GET", "/api/datasets", self.datasets
         yield "GET", "/api/hub", self.hub
         yield "PUT", "/api/uploads/{name}", self.upload
 
     async def models(self, request: Request) -> Response:
-        """Models, adapters and finished runs below the roots, and the model that the command named."""
+        """Models, adapters and finished runs inside the roots, and the model passed on the command line."""
         named = self.site.named
         return ShownJson({"models": await asyncio.to_thread(self._models), "named": named and named.name})
 
@@ -97,14 +96,15 @@ class Picking:
         return {"file": self.site.places.shown(path), "bytes": path.stat().st_size}
 
     async def hub(self, request: Request) -> Response:
-        """Models or data sets of the Hugging Face Hub whose name matches, the most downloaded first."""
+        """Models or datasets of the Hugging Face Hub whose name matches, the most downloaded first."""
         asked, kind = request.query_params.get("q", "").strip()[:100], request.query_params.get("kind", "model")
         if not asked:
             raise APIError(422, "missing", '"q" must be the text to search for.', param="q")
         return ShownJson({"found": await asyncio.to_thread(search_hub, asked, kind)})
 
     async def upload(self, request: Request) -> Response:
-        """A piece of a file of records, which begins at ``offset``; ``last=1`` with the last one gives it its name."""
+        """Receive a chunk of a data file at ``offset``. ``last=1`` marks the last chunk, after which the file gets
+        its name."""
         name, offset = request.path_params["name"], whole_number(request.query_params.get("offset"), "offset", 0)
         if not _UPLOAD_NAME.fullmatch(name) or not name.endswith(_SUFFIXES):
             kinds = ", ".join(_SUFFIXES)
@@ -117,7 +117,7 @@ class Picking:
 
 
 def _is_file(path: Path) -> bool:
-    """False also for a name that is too long for a file."""
+    """Also False for a name that is too long for a file."""
     try:
         return path.is_file()
     except OSError:
@@ -125,10 +125,10 @@ def _is_file(path: Path) -> bool:
 
 
 def search_hub(asked: str, kind: str) -> list[dict[str, Any]]:
-    """Ask the hub.
+    """Search the hub.
 
     Raises:
-        APIError: 502 where it cannot be reached.
+        APIError: 502 if it cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -145,7 +145,7 @@ def search_hub(asked: str, kind: str) -> list[dict[str, Any]]:
 
 
 def _facts_of(config: Path) -> dict[str, Any]:
-    """Architecture and bytes of the weights beside a ``config.json``."""
+    """Architecture and bytes of the weights in the folder of a ``config.json``."""
     kind = object_in(config).get("model_type")
     sizes = (
         entry.stat().st_size for entry in os.scandir(config.parent) if entry.name.endswith((".safetensors", ".bin"))
@@ -154,7 +154,7 @@ def _facts_of(config: Path) -> dict[str, Any]:
 
 
 def _append(target: Path, piece: bytes, offset: int, is_last: bool) -> None:
-    """Raises APIError 409 for a taken name or a piece that does not follow, 413 for a file that is too large."""
+    """Raises APIError 409 if the name exists or the offset is wrong, 413 for a file that is too large."""
     part = target.with_name(f".{target.name}.part")
     if target.exists():
         raise APIError(409, "name_taken", f"{target.name} already exists. Rename the file.", param="name")

@@ -1,4 +1,4 @@
-"""API for the order that a person brings into runs: names, tags, notes, deletion and its undo."""
+"""API for organizing runs: names, tags, notes, deletion and undo."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Shelf:
         self.site = site
 
     def routes(self) -> Iterator[tuple[str, str, Answer]]:
-        """Method, path, and what answers."""
+        """Routes: method, path, handler."""
         yield "PUT", "/api/runs/{id}/label", self.label
         yield "DELETE", "/api/runs/{id}", self.delete
         yield "GET", "/api/trash", self.trash

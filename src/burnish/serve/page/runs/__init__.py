@@ -1,1 +1,1 @@
-"""Runs as their folders describe them: states, logs, series and remarks."""
+"""Runs as read from their folders: states, logs, metrics and warnings."""

@@ -1,4 +1,4 @@
-"""Completions that a run of rollouts has written, from the end of ``completions.jsonl``.
+"""Completions of a rollout run, read from the end of ``completions.jsonl``.
 
 In: a run's folder. Out: its steps and records, newest first, and the rows of one of them. A row has ``step``,
 ``record``, ``sample``, ``prompt``, ``completion``, ``tokens``, ``ended``, ``rewards`` and ``advantage``.
@@ -21,7 +21,7 @@ def completions(folder: Path, step: int | None = None, record: str | None = None
 
     Returns:
         ``{"steps": [120, 115], "records": [{"name": "17", "steps": [120, 115]}], "rows": [...]}``: records with the
-        steps that have them, the newest first; rows only where they were asked for.
+        steps that have them, the newest first; rows only if requested.
     """
     rows = [row for row in tail_lines(folder / COMPLETIONS, _TAIL_BYTES) if isinstance(row.get("step"), int)]
     steps = sorted({row["step"] for row in rows}, reverse=True)

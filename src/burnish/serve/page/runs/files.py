@@ -1,6 +1,6 @@
-"""Files of runs, which may come from anybody: JSON that is parsed strictly, lines, the log that other trainers keep.
+"""Untrusted files of runs: strictly parsed JSON, JSON lines, and the logs of other trainers.
 
-In: a run's folder. Out: plain values; nothing where a file is missing, torn, too large, or a link out of the folder.
+In: a run's folder. Out: plain values; nothing if a file is missing, truncated, too large, or a link out of the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TAIL_BYTES = 64 * 1024
 
 
 def object_in(path: Path) -> dict[str, Any]:
-    """A JSON object; nothing where there is none, or a torn one."""
+    """A JSON object; empty if it is missing or truncated."""
     try:
         if path.stat().st_size > 2**20:
             return {}
@@ -43,8 +43,8 @@ def run_yaml_text(folder: Path, most: int = 2**16) -> str:
 
 
 def foreign_json(text: bytes) -> Any:
-    """Parse JSON that anybody wrote. Numbers that are not JSON, or larger than a float, become texts: ``"NaN"``,
-    ``"Infinity"``; Python's own parser makes numbers of them that no other program reads.
+    """Parse untrusted JSON. Numbers that are not JSON, or larger than a float, become strings: ``"NaN"``,
+    ``"Infinity"``. Python's parser would return floats that other JSON parsers reject.
 
     Raises:
         ValueError, RecursionError: for text that is not JSON.
@@ -60,7 +60,7 @@ def _finite(text: str) -> int | float | str:
 
 
 def foreign_row(line: bytes) -> dict[str, Any] | None:
-    """The object on a line; None for half a line, and for anything else."""
+    """The object on a line; None for anything else."""
     try:
         row = foreign_json(line)
     except (ValueError, RecursionError):
@@ -69,7 +69,7 @@ def foreign_row(line: bytes) -> dict[str, Any] | None:
 
 
 def is_broken(path: Path) -> bool:
-    """Tell whether a file is there that no run writes: not a regular file, or not JSON with a run's parts."""
+    """Whether a file is invalid: not a regular file, or not JSON of the expected form."""
     if not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0):
         return False
     try:
@@ -84,7 +84,7 @@ def is_broken(path: Path) -> bool:
 
 
 def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[dict[str, Any]]:
-    """The objects on the last whole lines of a file, however long it is."""
+    """The objects on the last complete lines of a file of any size."""
     try:
         with regular_inside(path) as file:
             end = file.seek(0, os.SEEK_END)
@@ -97,7 +97,7 @@ def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[dict[str, Any]]:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """The log of other trainers, which keep it in their state alone; of a run under way, in its newest checkpoint."""
+    """The log of other trainers, from their state file; for an active run, from its latest checkpoint."""
     places = [folder / STATE, *(folder / f"checkpoint-{step}" / STATE for step in sorted(checkpoints(folder))[-1:])]
     for path in places:
         try:

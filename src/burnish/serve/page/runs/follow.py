@@ -1,8 +1,8 @@
-"""News in the files of some runs since a cursor: the same messages for a stream and for a client that polls.
+"""New messages of runs since a cursor, for event streams and for polling clients.
 
-A cursor is text: for each run the offsets in its log, its events and its console, and a mark of what was last said of
-it. So the server keeps nothing about anybody, and nothing is lost or said twice, after its own restart too. A file that
-became shorter (a run that goes on cuts its log) is said as ``resync``.
+A cursor is a string: for each run, the offsets in its log, events and console output, and a hash of its last reported
+state. The server keeps no state of clients, so no message is lost or repeated, even after a restart. A file that became
+shorter (a resumed run truncates its log) is reported as ``resync``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Cursor = Mapping[str, FilePosition]
 
 
 def read_cursor(text: str) -> dict[str, FilePosition]:
-    """A cursor as a client sent it; what is no cursor is the beginning."""
+    """Parse the cursor of a client; an invalid one means the beginning."""
     found = {}
     for part in text[:4096].split(","):
         if match := _PART.fullmatch(part):
@@ -56,7 +56,7 @@ def cursor_text(cursor: Cursor) -> str:
 
 
 def news(id: str, folder: Path, place: FilePosition, log: bool) -> Iterator[tuple[str, Any, FilePosition]]:
-    """(event, data, the place behind it), in order, of one run.
+    """(event, data, position after it) of one run, in order.
 
     Args:
         log: follow the console too.
@@ -98,8 +98,8 @@ def _console(id: str, folder: Path, place: FilePosition) -> Iterator[tuple[str, 
 def log_text(path: Path, begin: int, end: int) -> tuple[str, int]:
     """The text of a log between two offsets, without secrets, and the offset behind it.
 
-    A reader chooses the offsets, and must not be able to cut a token into parts that nobody recognizes: the text ends
-    with a whole line where one ends in it, and is masked together with what stands before it.
+    Clients choose the offsets, so a secret could be split in two unrecognizable parts. Therefore the text ends with a
+    complete line if possible, and is masked together with the text before it.
     """
     before = max(0, begin - _LOOK_BACK_BYTES)
     try:
@@ -118,13 +118,13 @@ def log_text(path: Path, begin: int, end: int) -> tuple[str, int]:
 
 
 def mark_of(run: FoundRun) -> str:
-    """Changes when something that is shown of a run does."""
+    """Changes whenever the displayed state of a run changes."""
     shown = [run.state, run.step, run.total, run.loss, run.eval_loss, run.checkpoint, run.sentence, run.best]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:8]
 
 
 def end_of(folder: Path, run: FoundRun | None) -> FilePosition:
-    """The place of one who knows all that is there now."""
+    """The position at the end of all current messages."""
     return FilePosition(
         _size(folder / LOG), _size(folder / EVENTS), _size(folder / CONSOLE), mark_of(run) if run else ""
     )

@@ -1,5 +1,5 @@
-"""Names, tags and notes that a person gives to runs. They are kept in the state folder of the web UI, not in the runs'
-folders, so that folders of other programs stay as they are.
+"""User-defined names, tags and notes of runs. They are stored in the state folder of the web UI, so that folders of
+other programs are not changed.
 
 In: ``labels.json``. Out: id of a run -> ``{"name", "tags", "notes"}``.
 """
@@ -36,10 +36,10 @@ def _label(one: Mapping[str, Any]) -> Label:
 
 
 def keep_label(home: Home, id: str, given: Mapping[str, Any]) -> Label:
-    """Update the given fields of a label.
+    """Update some fields of a label.
 
     Raises:
-        APIError: 422 with the part.
+        APIError: 422 with the name of the field.
     """
     for part, most in LONGEST.items():
         if not isinstance(given.get(part, ""), str) or len(given.get(part, "")) > most:

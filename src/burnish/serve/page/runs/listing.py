@@ -1,4 +1,4 @@
-"""``burnish runs [FOLDER]``: the list of runs as text, from the same reader as the page."""
+"""``burnish runs [FOLDER]``: list runs as text, read in the same way as in the web UI."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _loss(loss: float | None) -> str:
 
 
 def _line(name: str) -> str:
-    """A name of a folder on one line, without what a terminal would obey."""
+    """The name of a folder on one line, without control characters."""
     return "".join(one if one.isprintable() else "\ufffd" for one in name)
 
 

@@ -1,8 +1,8 @@
-"""A run's log as columns: a few new lines, or a hundred thousand of them.
+"""A run's log as columns, for a few new lines or a hundred thousand.
 
 In: ``trainer_log.jsonl``, which a run may be writing. Out: ``{"step": [1, 2], "loss": [2.3, 2.1], ...}``, and the
-offset behind the last whole line. NaN and infinity travel as the texts "NaN" and "Infinity": JSON has no such numbers,
-and a gap would hide them.
+    offset after the last complete line. NaN and infinity become the strings "NaN" and "Infinity", because JSON has no
+    such numbers and null would hide them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Columns: TypeAlias = dict[str, list[Any]]
 
 
 def rows_since(path: Path, offset: int, most_bytes: int = MOST_BYTES) -> tuple[list[dict[str, Any]], int]:
-    """The whole rows behind ``offset``, and the offset behind them. A row that is being written is left for later."""
+    """The complete rows after ``offset``, and the offset after them."""
     data = _whole_lines(path, offset, most_bytes)
     rows = (foreign_row(line) for line in data.split(b"\n") if line)
     return [row for row in rows if row is not None], offset + len(data)
@@ -52,7 +52,8 @@ def _whole_lines(path: Path, offset: int, most_bytes: int) -> bytes:
 
 
 def _rows_of(data: bytes) -> list[dict[str, Any]]:
-    """The objects on whole lines: parsed at once, in two thirds of the time, or one by one if a line is damaged."""
+    """The objects on complete lines. They are parsed at once, which takes two thirds of the time, or one by one if a
+    line is damaged."""
     lines = [line for line in data.split(b"\n") if line]
     try:
         rows = json.loads(b"[" + b",".join(lines) + b"]")
@@ -67,7 +68,7 @@ def _rows_of(data: bytes) -> list[dict[str, Any]]:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Rows as columns of one length, null where a row says nothing; rows without any measure are left out."""
+    """Rows as columns of equal length, with null for missing values; rows without metrics are omitted."""
     kept = [row for row in rows if "loss" in row or "eval_loss" in row]
     found: Columns = {}
     for column, keys in {**_KEYS, **_metrics(kept)}.items():
@@ -78,8 +79,9 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
 
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Columns of the other measures that rows hold, by their names there: ``rewards/margins``, ``eval_kl``.
-    LLaMA-Factory's ``accuracy`` is TRL's ``rewards/accuracies``, but where a reward model logs it beside ``margin``."""
+    """Columns of the other metrics, by their names in the log: ``rewards/margins``, ``eval_kl``.
+    LLaMA-Factory's ``accuracy`` is TRL's ``rewards/accuracies``, except in the log of a reward model, which also has
+    ``margin``."""
     names: set[str] = set().union(*rows)
     found = sorted(name for name in names - _KNOWN if _METRIC.fullmatch(name) and not name.endswith(RATES))
     if "accuracy" in names:
@@ -91,7 +93,7 @@ def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
 
 
 def _column(rows: Sequence[Mapping[str, Any]], keys: tuple[str, ...]) -> list[Any]:
-    """One value per row. Numbers whose sum is finite, as nearly all are, pass without a look at each of them."""
+    """One value per row. If the sum is finite, the values are not checked individually."""
     values: list[Any] = [row.get(keys[0]) for row in rows]
     missing = [index for index, value in enumerate(values) if value is None] if None in values else []
     for index in missing:
@@ -122,7 +124,7 @@ def _joined(pieces: Sequence[Columns]) -> Columns:
 def log_columns(path: Path) -> tuple[Columns, int]:
     """All rows of a log as columns, and the offset up to which they were read.
 
-    They are read a piece at a time: a hundred thousand rows as objects would take a quarter of a gigabyte.
+    They are read in chunks, because a hundred thousand rows as objects would take a quarter of a gigabyte.
     """
     pieces: list[Columns] = [{"step": []}]
     offset = 0

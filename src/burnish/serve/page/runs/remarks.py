@@ -23,7 +23,8 @@ from burnish.serve.page.runs.runs import FoundRun
 from burnish.serve.page.words import translator
 
 RISES, NO_BETTER, ZERO_RATES = 2, 3, 3
-"""Evaluations in a row that are each worse than the one before; evaluations since the best; rows at a rate of 0."""
+"""Consecutive evaluations that are each worse than the previous one; evaluations since the best; rows with learning
+rate 0."""
 Points: TypeAlias = list[tuple[int, float]]
 """(step, value) of the rows that have a finite value, in the order of their steps."""
 
@@ -38,7 +39,7 @@ class Remark:
 
 
 def remarks_on(run: FoundRun, columns: Columns) -> list[Remark]:
-    """All remarks on a run as its files are now."""
+    """All warnings about a run in its current state."""
     room = room_for_checkpoints(run.folder) if run.is_alive else None
     rows = run.launch.get("rows")
     counts = rows if isinstance(rows, dict) and all(isinstance(one, int) for one in rows.values()) else {}
@@ -59,7 +60,7 @@ def remarks(
         events: of ``events.jsonl``.
         total: steps of the whole run; 0 if unknown.
         room: number of checkpoints that still fit on the disk.
-        rows: how many were "seen" and "dropped" when the data was read.
+        rows: numbers of examples that were "seen" and "dropped".
     """
     if rows.get("dropped"):
         yield Remark("remark_dropped", {"count": rows["dropped"], "seen": rows.get("seen", 0)})
@@ -96,7 +97,7 @@ def _points(columns: Columns, name: str) -> Points:
 
 
 def _zeros_at_the_end(columns: Columns, name: str) -> list[int]:
-    """The steps since which a value is 0, the last first. Of a long log only its end is looked at."""
+    """The steps since which a value is 0, the last first. Only the end of a long log is used."""
     pairs = zip(reversed(columns["step"]), reversed(columns.get(name, [])), strict=False)
     numbers = ((step, value) for step, value in pairs if step is not None and isinstance(value, int | float))
     return [step for step, _ in takewhile(lambda pair: pair[1] == 0, numbers)]
@@ -112,7 +113,7 @@ def _odd(columns: Columns, name: str) -> list[int]:
 
 
 def room_for_checkpoints(folder: Path) -> float | None:
-    """Number of checkpoints of the size of the newest that still fit on the disk; None without a checkpoint."""
+    """Number of further checkpoints of the size of the latest that fit on the disk; None without a checkpoint."""
     steps = checkpoints(folder)
     if not steps:
         return None

@@ -1,6 +1,6 @@
-"""A report of one run as a single HTML file without scripts, to be sent to somebody.
+"""A report of one run as a single HTML file without scripts, for sharing.
 
-In: a run and its columns. Out: the values of ``pages/report.html``: figures, curves as SVG, options, remarks.
+In: a run and its columns. Out: the values of ``pages/report.html``: metrics, curves as SVG, options, warnings.
 """
 
 from __future__ import annotations
@@ -60,6 +60,6 @@ def _curve(name: str, pairs: Sequence[tuple[float, float]]) -> ReportCurve:
 
 
 def table(given: str) -> list[tuple[str, Any]]:
-    """The options of a ``run.yaml`` as pairs, where a line has one."""
+    """The options of a ``run.yaml`` as pairs."""
     lines = (line.partition(": ") for line in given.splitlines() if not line.startswith(("#", " ", "-")))
     return [(name, value.partition("  # ")[0].strip('"')) for name, colon, value in lines if colon]

@@ -41,7 +41,7 @@ ALIVE: frozenset[str] = frozenset({"starting", "running", "saving", "evaluating"
 DEPTH, MOST_FOLDERS, LONGEST_S = 4, 5000, 2.0
 MOST_CHARACTERS = 4000
 _SILENT_AFTER = 10
-"""Times the usual distance of two rows; then a run of another machine is silent."""
+"""A run on another machine counts as silent after this multiple of the usual time between two rows."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class FoundRun:
     Args:
         id: opaque, the same for the same folder.
         maker: burnish, LLaMA-Factory or transformers (TRL's are the same).
-        kind: whether it trains, or only writes predictions or evaluates.
-        tokens_per_s: between the last two rows of training, or since the start where a row does not say when it is of.
+        kind: training, prediction or evaluation.
+        tokens_per_s: between the last two rows of training, or since the start if rows have no time.
         metrics: of a prediction or an evaluation.
         rows: columns of its last rows of training.
-        outcome: ``outcome.json``, where there is one that belongs to the last launch.
+        outcome: ``outcome.json`` of the last launch, if it exists.
         launch: ``launch.json``.
     """
 
@@ -99,7 +99,8 @@ def find(roots: Sequence[Path]) -> list[FoundRun]:
 
 
 def run_folders(root: Path) -> Iterator[Path]:
-    """Folders that hold a run, ``DEPTH`` deep and no further than time and number allow. Links are not followed."""
+    """Folders that contain a run, up to ``DEPTH`` levels deep, within limits of time and number. Links are not
+    followed."""
     until, seen = time.monotonic() + LONGEST_S, 0
     waiting = [(root, 0)]
     while waiting and seen < MOST_FOLDERS and time.monotonic() < until:
@@ -221,7 +222,7 @@ def _maker(folder: Path, launch: Mapping[str, Any], rows: Sequence[Mapping[str, 
 
 
 def _kind(folder: Path, launch: Mapping[str, Any]) -> RunKind:
-    """What a run without a row of training is: its command says it, or its ``run.yaml``."""
+    """The kind of a run without training rows, from its command or its ``run.yaml``."""
     argv = launch.get("argv")
     word = argv[1] if isinstance(argv, list) and len(argv) > 1 else ""
     if word in ("predict", "eval"):
@@ -290,7 +291,7 @@ def _text(value: Any) -> str:
 
 
 def _time(of: Mapping[str, Any]) -> float:
-    """The time of a file's content in seconds since 1970; 0 where it is none, or beyond the year 5138."""
+    """A timestamp in seconds since 1970; 0 if it is invalid, or after the year 5138."""
     seconds = _number(of.get("time")) or 0.0
     return seconds if 0 < seconds < 1e11 else 0.0
 

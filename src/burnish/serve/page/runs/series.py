@@ -1,4 +1,4 @@
-"""The curves of a run: all of its rows as columns, few that show every spike, or a small picture.
+"""The curves of a run: all rows as columns, a downsampled version that keeps spikes, or a sparkline.
 
 In: a run's folder. Out: columns as ``log_columns`` has them, and the points of an SVG line.
 """
@@ -32,8 +32,8 @@ def series(folder: Path) -> tuple[Columns, int]:
 
 
 def thinned(columns: Columns, points: int) -> Columns:
-    """At most about ``points`` rows: of each bucket the first, the last, and those where a column is least and most,
-    so that no spike is lost; and every row of an evaluation."""
+    """Downsample to about ``points`` rows: the first and last row of each bucket, the rows with the minimum and
+    maximum of a column, and all rows of evaluations."""
     count = len(columns["step"])
     if count <= points:
         return columns
@@ -57,8 +57,8 @@ def _at(columns: Columns, name: str, index: int) -> Any:
 
 
 def picture(columns: Columns, width: int = 120, height: int = 28) -> str:
-    """The points of a small line of the loss, for an SVG ``polyline``; "" where there are fewer than two. Its height
-    stands for at least a quarter of the largest value, so that noise on a level curve stays small."""
+    """The points of a sparkline of the loss for an SVG ``polyline``; "" with fewer than two points. Its height spans
+    at least a quarter of the largest value, so that noise stays small."""
     values = [value for value in columns.get("loss", ()) if isinstance(value, int | float)]
     if len(values) < 2:
         return ""
@@ -73,7 +73,7 @@ def picture(columns: Columns, width: int = 120, height: int = 28) -> str:
 
 
 def small_picture(folder: Path) -> str:
-    """``picture`` for a list of runs: of a long log, rows at some places of the file, so that it is not read whole."""
+    """``picture`` for a list of runs. Of a long log, only rows at some positions of the file are read."""
     path = folder / LOG
     size = path.stat().st_size if path.is_file() else 0
     if size <= _LONG_LOG_BYTES:

@@ -1,7 +1,7 @@
 """Deleted runs: a folder is moved to ``.burnish-trash`` in its root, from where it can be moved back.
 
-In: a run's folder inside a root. Out: an entry with an id. Moving is a rename, so that it takes no time and no space.
-Nothing is removed for good before the owner empties the trash.
+In: a run's folder inside a root. Out: an entry with an id. Moving is a rename, which takes no time and no space.
+    Nothing is permanently deleted until the owner empties the trash.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def deleted(roots: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def empty(roots: Sequence[Path]) -> None:
-    """Remove what is in the trash, for good."""
+    """Permanently delete the content of the trash."""
     for entry, _ in _entries(roots):
         shutil.rmtree(entry, ignore_errors=True)
 
 
 def _entries(roots: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
-    """(place in the trash, folder before), where the folder was inside the same root."""
+    """(path in the trash, original folder), if the folder was inside the same root."""
     for root in roots:
         trash = root / TRASH
         if trash.is_symlink() or not trash.is_dir():
