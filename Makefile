@@ -64,7 +64,7 @@ check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_attribute_names.py
 	@if command -v tsc >/dev/null; then tsc -p jsconfig.json; else echo "tsc is not installed: the types of the web UI were not checked"; fi
 	@if command -v prettier >/dev/null; then prettier --check src/burnish/serve/page/static tests/web/scripts; fi
 
