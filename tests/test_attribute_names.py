@@ -1,5 +1,8 @@
-"""Attributes of tokenizers, configs and models exist. Type checkers accept any name there, because transformers' classes
-define ``__getattr__``, and models are ``nn.Module`` or ``Any``. The object is recognized by the name of the variable."""
+"""Attributes of tokenizers, configs and models exist.
+
+Type checkers accept any name there, because classes of transformers define ``__getattr__``, and models are
+``nn.Module`` or ``Any``. The object is recognized by the name of its variable.
+"""
 
 import ast
 import re
@@ -45,7 +48,7 @@ def known(variable: str) -> frozenset[str]:
     files = [root / "configuration_utils.py", *root.glob("models/*/configuration_*.py")]
     found = {
         "tokenizer": lambda: {
-            *dir(PreTrainedTokenizerFast), *special, *(f"{name}_id" for name in special), "init_kwargs", "chat_template",
+            *dir(PreTrainedTokenizerFast), *special, *(f"{name}_id" for name in special),
             *declared_in(root / "tokenization_utils_base.py"),
         },
         "config": lambda: {*dir(LoraConfig()), *generation, *(name for file in files for name in declared_in(file)),

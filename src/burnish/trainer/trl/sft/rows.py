@@ -8,10 +8,11 @@ the same dataset with ``input_ids`` and ``labels``, truncated to ``max_length``,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers.utils import logging
 
@@ -141,11 +142,7 @@ class Preparation:
             raise UserError(f"No examples of the {name} dataset are left to train on. Increase `max_length`.")
         if self.args.shuffle_dataset:
             dataset = dataset.shuffle(seed=self.args.seed)
-        more = {"num_proc": self.args.dataset_num_proc, "desc": f"Packing {name} dataset"}
-        dataset = dataset.map(
-            Pack(limit, strategy), batched=True, batch_size=1000, remove_columns=[*_ROWS],
-            **(more if is_datasets_set(dataset) else {}),
-        )  # fmt: skip
+        dataset = Pack(limit, strategy).over(dataset)
         return dataset.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else dataset
 
 
@@ -185,12 +182,20 @@ def _in_batch(row: Any) -> dict[str, list[Any]]:
 
 @dataclass
 class Pack:
-    """Packs rows, for ``Dataset.map``. A row that is longer than a pack is truncated (bfd) or split (bfd_split).
-    "wrapped" concatenates all rows to blocks without document boundaries, in which documents attend to each other, as
-    in TRL."""
+    """Packs rows. A row that is longer than a pack is truncated (bfd) or split (bfd_split). "wrapped" concatenates all
+    rows to blocks without document boundaries, in which documents attend to each other, as in TRL."""
 
+    BLOCK: ClassVar[int] = 1000  # rows that are packed together, as in TRL
     limit: int
     strategy: str
+
+    def over(self, dataset: Any) -> Any:
+        """The packs of a dataset; those of a stream are made when they are read."""
+        if not is_datasets_set(dataset):
+            return dataset.map(self, batched=True, batch_size=self.BLOCK, remove_columns=[*_ROWS])
+        datasets = sys.modules["datasets"]  # already imported by the code that created the dataset
+        blocks = [datasets.Dataset.from_dict(self(columns)) for columns in dataset.iter(self.BLOCK)]
+        return datasets.concatenate_datasets(blocks)
 
     def __call__(self, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
         rows = [dict(zip(_ROWS, pair, strict=True)) for pair in zip(*(columns[name] for name in _ROWS), strict=True)]
