@@ -61,13 +61,10 @@ REASONS = {
         "_generate", "_generate_and_score_completions", "_generate_single_turn", "_tokenize_prompts",
         "_tool_call_loop", "_get_tool_suffix_ids",
     ),
-    "The loss is `burnish/losses/rollouts`, over completions without padding. `compute_loss` is called.": (
-        "_compute_loss", "_get_per_token_logps_and_entropies", "get_gamma_weights", "get_high_entropy_mask",
-        "get_off_policy_mask",
+    "The loss is `burnish/losses/rollouts`. `_compute_loss` is called.": (
+        "get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask",
     ),
-    "Evaluation generates completions; reward functions receive all columns of a record.": (
-        "prediction_step", "_remove_unused_columns",
-    ),
+    "Reward functions receive all columns of a record.": ("_remove_unused_columns",),
     "Passed to reward functions as `log_extra` and `log_metric`.": ("_log_completion_extra", "_log_metric"),
 }  # fmt: skip
 """Why burnish does not call a method -> the methods."""

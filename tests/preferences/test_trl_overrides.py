@@ -176,6 +176,18 @@ def test_a_batch_that_a_script_changes_is_learned_as_it_is_changed(folder, tmp_p
     assert mine.state.log_history[1]["rewards/margins"] < 0 < usual.state.log_history[1]["rewards/margins"]
 
 
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_batch_that_a_script_prepares_as_a_new_dict_is_the_one_that_trains(kind, folder, tmp_path):
+    class Same:
+        def _prepare_inputs(self, inputs):
+            return {**super()._prepare_inputs(inputs)}
+
+    _, found, evaluated = run(kind, Same, folder, tmp_path / "mine")
+    _, usual, expected = run(kind, Usual, folder, tmp_path / "usual")
+    assert found == pytest.approx(usual, rel=1e-4)
+    assert evaluated == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in expected.items()}
+
+
 def test_a_baseline_of_a_script_is_ktos(folder, tmp_path):
     class Far:
         def _compute_kl_logps(self, model, batch):

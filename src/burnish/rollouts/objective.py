@@ -121,6 +121,8 @@ class RolloutObjective(AnswersObjective):
     compares_completions = True
     """Whether the advantage of a completion comes from others to its prompt."""
     least_generations = 2
+    keeps_old_logps = False
+    """Whether ``old_logps`` are computed in any case, for a script that reads them."""
 
     def __init__(self, options: ObjectiveChoices, template: RowEncoder, tokenizer: Any = None) -> None:
         super().__init__(options, template, tokenizer)
@@ -170,7 +172,7 @@ class RolloutObjective(AnswersObjective):
         """Whether log-probabilities at the time of the generation differ from those of the step, or are asked for."""
         has_dropout = not self.choices.disable_dropout
         asks_kl_reward = self.leaves_one_out and self.needs_reference
-        return self.inner_steps > 1 or has_dropout or asks_kl_reward
+        return self.inner_steps > 1 or has_dropout or asks_kl_reward or self.keeps_old_logps
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
@@ -435,10 +437,25 @@ class RolloutObjective(AnswersObjective):
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         values = module({name: value for name, value in batch.items() if name != "metrics"})
-        loss = self.token_loss(values.token_logps, values.token_entropy, batch, module.training)
-        kept = {name: value for name, value in loss.sums.items() if module.training or "clip" not in name}
-        metrics = as_metrics(batch["metrics"], loss.total.device) | law_difference(values.token_logps, batch)
-        return replace(loss, sums={**kept, **metrics})
+        return self.loss_of_tokens(values.token_logps, values.token_entropy, values.aux, batch, module.training)
+
+    def loss_of_tokens(
+        self, logps: Tensor, entropy: Tensor, aux: Tensor | None, batch: Batch, is_training: bool
+    ) -> Loss:
+        """The loss of a micro-batch from values of its tokens.
+
+        Args:
+            logps, entropy: (N,) in nats, of the policy. aux: () the router's loss, a mean over tokens.
+        """
+        loss = self.token_loss(logps, entropy, batch, is_training)
+        kept = {name: value for name, value in loss.sums.items() if is_training or "clip" not in name}
+        metrics = as_metrics(batch["metrics"], loss.total.device) | law_difference(logps, batch)
+        total = loss.total
+        if aux is not None:
+            weighted = aux * self.num_items(batch)
+            kept["aux_loss"] = weighted.detach()
+            total = total + self.aux_coefficient * weighted
+        return replace(loss, total=total, sums={**kept, **metrics})
 
     def report(self, values: dict[str, float]) -> dict[str, float]:
         """With the times of the steps since the last log."""
@@ -447,7 +464,14 @@ class RolloutObjective(AnswersObjective):
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
-        """Complete the prompts of the set, with the same noise each time."""
+        for _, batch in self.iter_packs(module, batches, parallel):
+            yield batch
+
+    def iter_packs(
+        self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel
+    ) -> Iterator[tuple[dict[str, Tensor], Batch]]:
+        """Complete the prompts of the set, with the same noise each time. Yields packs of samples, with the prepared
+        micro-batch of each."""
         rows = [row for batch in batches for row in real_rows(batch)]
         count = self.count(is_eval=True)
         generator = self.generator(module, parallel)
@@ -463,7 +487,8 @@ class RolloutObjective(AnswersObjective):
         steps = partitioned(every, range(len(every)), 1, size, parallel.rank, parallel.world_size)
         for number, part in enumerate(steps[0]):
             batch: Batch = {"pack": packed(part, columns), "metrics": numbers if number == 0 else {}}
-            yield from self.prepare_step(module, [batch], parallel)
+            for made in self.prepare_step(module, [batch], parallel):
+                yield batch["pack"], made
 
 
 @OBJECTIVES.register("rloo", reads=(RolloutOptions, ReferenceOptions, GenerationOptions, "disable_dropout"))

@@ -112,6 +112,9 @@ class Trainer:
     card_stage, card_title = "training", ""
     """Name of the training in the model card."""
 
+    _num_averaged_losses = 1
+    """Over so many processes a loss is averaged that is scaled by ``compute_loss`` itself; 1: it is summed."""
+
     loss_is_scaled_for_ga: bool | None = None
     """True if ``compute_loss`` divides by the number of items of the whole step itself; see ``loss.py``."""
 
@@ -440,7 +443,7 @@ class Trainer:
         own = self._num_items(inputs) * counts
         share, items = self._step.share(own), self._items(inputs, own)
         if self.loss_is_scaled_for_ga:
-            share, items = torch.ones_like(own), num_items_in_batch
+            share, items = torch.ones_like(own) * counts / self._num_averaged_losses, num_items_in_batch
         elif items is not None and self._given_items is not None:
             share, items = torch.ones_like(own), self._given_items
         with self.compute_loss_context_manager():

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,10 +49,9 @@ class ScriptedBatch(dict[str, Any]):
         self.ready = ready
         self._versions = {name: (value, value._version) for name, value in tensors_in(values)}
 
-    @property
-    def is_as_made(self) -> bool:
-        """Whether the tensors are those from which ``ready`` was created, without changes."""
-        now = dict(tensors_in(self))
+    def is_unchanged_in(self, values: Mapping[str, Any]) -> bool:
+        """Whether the tensors of ``values`` are those from which ``ready`` was created, without changes."""
+        now = dict(tensors_in(values))
         return now.keys() == self._versions.keys() and all(
             now[name] is value and value._version == version for name, (value, version) in self._versions.items()
         )
@@ -69,12 +68,15 @@ class Scripted(Objective):
         objective: the trainer's objective.
         rows_of: padded batch -> the objective's rows.
         over: model -> the objective's module around it.
+        parallel: backend of the trainer.
     """
 
     def __init__(
-        self, objective: Any, rows_of: Callable[[Mapping[str, Any]], list[Row]], over: Callable[[nn.Module], nn.Module]
-    ) -> None:
-        self.objective, self.rows_of, self.over = objective, rows_of, over
+        self, objective: Any, rows_of: Callable[[Mapping[str, Any]], list[Row]],
+        over: Callable[[nn.Module], nn.Module], parallel: Parallel,
+    ) -> None:  # fmt: skip
+        self.objective, self.rows_of, self.over, self.parallel = objective, rows_of, over, parallel
+        self._prepared: Sequence[ScriptedBatch] = ()  # micro-batches of the step; of an evaluation the last two
 
     @property
     def parts(self) -> Mapping[str, Stateful]:
@@ -92,19 +94,24 @@ class Scripted(Objective):
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         laid = [parallel.to_device(self.collated(batch)) for batch in batches]
         ready = self.objective.prepare_step(self.over(module), laid, parallel)
-        return [ScriptedBatch(batch, made) for batch, made in zip(batches, ready, strict=True)]
+        self._prepared = [ScriptedBatch(batch, made) for batch, made in zip(batches, ready, strict=True)]
+        return self._prepared
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
         seen = _Seen(batches, self.collated, parallel)
         for ready in self.objective.iter_eval(self.over(module), seen, parallel):
-            yield ScriptedBatch(seen.padded.popleft(), ready)
+            made = ScriptedBatch(seen.padded.popleft(), ready)
+            self._prepared = [*self._prepared[-1:], made]  # a reader may be one batch ahead
+            yield made
 
-    def ready(self, module: nn.Module, batch: Batch, parallel: Parallel) -> Batch:
+    def ready(self, module: nn.Module, batch: Batch) -> Batch:
         """The objective's micro-batch of a padded one: the prepared one, or a new one if a script has changed the
         batch."""
-        if isinstance(batch, ScriptedBatch) and batch.is_as_made:
-            return batch.ready
-        (made,) = self.objective.prepare_step(self.over(module), [parallel.to_device(self.collated(batch))], parallel)
+        for prepared in self._prepared:
+            if prepared.is_unchanged_in(batch):
+                return prepared.ready
+        laid = self.parallel.to_device(self.collated(batch))
+        (made,) = self.objective.prepare_step(self.over(module), [laid], self.parallel)
         return made  # type: ignore[no-any-return]
 
     def num_items(self, batch: Batch) -> Tensor:
@@ -122,7 +129,7 @@ class Scripted(Objective):
         return loss
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        return self.loss_of(module, batch, cast(ScriptedBatch, batch).ready)
+        return self.loss_of(module, batch, self.ready(module, batch))
 
     def report(self, values: dict[str, float]) -> dict[str, float]:
         reported: dict[str, float] = self.objective.report(values)

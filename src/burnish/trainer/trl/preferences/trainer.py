@@ -293,7 +293,7 @@ class PreferenceTrainer(TrlTrainer):
             f"{type(self).__name__} overrides {', '.join(self._overridden)}, so batches are padded as in TRL and the "
             "model itself is called. Steps take longer than without the override."
         )
-        return Scripted(self.objective, partial(rows_of_padded, kind=self.kind), self._over)
+        return Scripted(self.objective, partial(rows_of_padded, kind=self.kind), self._over, self._parallel)
 
     def _over(self, model: nn.Module) -> nn.Module:
         """The objective's module around the model that is passed to a method."""
@@ -301,7 +301,7 @@ class PreferenceTrainer(TrlTrainer):
 
     def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
         """``compute_loss`` for a padded batch."""
-        ready = self._scripted.ready(model, inputs, self._parallel)
+        ready = self._scripted.ready(model, inputs)
         return self._mean_loss(self._scripted.loss_of(model, inputs, ready), model, ready, inputs, return_outputs)
 
     def _mean_loss(self, found: Loss, model: nn.Module, ready: Batch, inputs: Any, return_outputs: bool) -> Any:
@@ -552,7 +552,7 @@ class KTOTrainer(PreferenceTrainer):
         """The result of ``compute_loss``, as in TRL."""
         if not (self.calculate_KL and self._overrides("_compute_kl_logps")):
             return super()._loss_of_padded(model, inputs, return_outputs)
-        ready = {**self._scripted.ready(model, inputs, self._parallel), "baseline": self._baseline_of(model, inputs)}
+        ready = {**self._scripted.ready(model, inputs), "baseline": self._baseline_of(model, inputs)}
         return self._mean_loss(self._scripted.loss_of(model, inputs, ready), model, ready, inputs, return_outputs)
 
     def _baseline_of(self, model: nn.Module, inputs: Any) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,9 +20,10 @@ from transformers.utils import logging
 
 from burnish.config.errors import UserError
 from burnish.data.batches.loader import num_tokens
+from burnish.kernels.token_logps import LogpRules
 from burnish.loop.meter import Totals
 from burnish.loop.protocols import Objective
-from burnish.loop.types import Batch
+from burnish.loop.types import Batch, Loss
 from burnish.losses.reference import Following, StartOfRun
 from burnish.models.dropout import switch_off_dropout
 from burnish.models.load import context_length
@@ -35,11 +37,14 @@ from burnish.run.rollouts import merging, slots_of
 from burnish.trainer.data.in_step import in_step
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
+from burnish.trainer.loss import StepInProgress
 from burnish.trainer.reporting import Count
-from burnish.trainer.trl.base import TrlTrainer
+from burnish.trainer.trl.base import TrlTrainer, argument
 from burnish.trainer.trl.preferences.objective import fitted, padding_batch, reference_for
+from burnish.trainer.trl.preferences.scripted import module_over
 from burnish.trainer.trl.rollouts.config import GRPOConfig, RLOOConfig, RolloutConfig
 from burnish.trainer.trl.rollouts.prompts import PromptRows, PromptTemplate, prompt_rows
+from burnish.trainer.trl.rollouts.scripted import ScriptedRollouts, token_values_of
 from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback
 from burnish.trainer.trl.rollouts.tools import (
     Environments,
@@ -88,8 +93,10 @@ class RolloutTrainer(TrlTrainer):
         environment_factory: makes an object for each completion, or several such callables by the name in the column
             ``environment``: its public methods are tools, ``reset(**record)`` begins, ``get_reward()`` is a reward.
 
-    A subclass may override ``_calculate_rewards``, with TRL's signature. A micro-batch has no padding: an override of
-    ``compute_loss`` gets completions one behind the other, with ``owner`` for the completion of each token.
+    A subclass may override ``_calculate_rewards``, with TRL's signature. If it overrides a method of TRL with a batch
+    or the model as argument (``compute_loss``, ``_compute_loss``, ``training_step``, ``prediction_step``,
+    ``_get_per_token_logps_and_entropies``, ...), that method gets TRL's padded batch and the bare model
+    (``scripted.py``).
     """
 
     args: RolloutConfig
@@ -97,8 +104,17 @@ class RolloutTrainer(TrlTrainer):
     objective_class: ClassVar[type[RolloutObjective]]
     tag: ClassVar[str]
     _counter = CountPrompts
-    _uncalled = frozenset({"prediction_step", "_remove_unused_columns"})
-    """Methods of ``Trainer`` that are not called here: an evaluation completes prompts, and records keep columns."""
+    _uncalled = frozenset({"_remove_unused_columns"})
+    """Methods of ``Trainer`` that are not called here: records keep their columns."""
+    _loss_methods = (*TrlTrainer._loss_methods, "_compute_loss", "_get_per_token_logps_and_entropies")
+
+    beta = argument(RolloutConfig, lambda args: args.beta)
+    epsilon_low = argument(RolloutConfig, lambda args: args.epsilon)
+    max_completion_length = argument(RolloutConfig, lambda args: args.max_completion_length)
+    mask_truncated_completions = argument(RolloutConfig, lambda args: args.mask_truncated_completions)
+    num_generations = argument(RolloutConfig, lambda args: args.num_generations)
+    num_iterations = argument(RolloutConfig, lambda args: args.num_iterations)
+    temperature = argument(RolloutConfig, lambda args: args.temperature)
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: object = None, train_dataset: Any = None,
@@ -277,14 +293,72 @@ class RolloutTrainer(TrlTrainer):
             objective.source = ScriptSource(self.rollout_func, self)
 
     def _objective(self) -> Objective:
-        return self.objective
+        return self._scripted if self._is_scripted else self.objective
 
     def _module(self) -> nn.Module:
-        module: nn.Module = self._made
+        module: nn.Module = self.model if self._is_scripted else self._made
         return module
 
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
         return padding_batch(batch)
+
+    # --- methods of a script: scripted.py -----------------------------------------------------------------------------
+
+    @property
+    def _is_scripted(self) -> bool:
+        """Whether a script overrides a method with a batch or a model as argument."""
+        return bool(self._overridden)
+
+    @property
+    def _overridden(self) -> list[str]:
+        names = (*self._loss_methods, "prediction_step", "_prepare_inputs", "floating_point_ops")
+        return [name for name in names if self._overrides(name)]
+
+    @cached_property
+    def _scripted(self) -> ScriptedRollouts:
+        logger.warning(
+            f"{type(self).__name__} overrides {', '.join(self._overridden)}, so batches are padded as in TRL and the "
+            "model itself is called. Steps take longer than without the override."
+        )
+        own = self._token_values if self._overrides("_get_per_token_logps_and_entropies") else None
+        return ScriptedRollouts(self.objective, self._over, self._pad, self._parallel, own)
+
+    def _over(self, model: nn.Module) -> nn.Module:
+        return module_over(self._made, self.model, model)
+
+    def _token_values(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Values of the tokens of a padded batch from a script's ``_get_per_token_logps_and_entropies``."""
+        names = ("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask")
+        ids, mask = (torch.cat([inputs[name] for name in both], 1) for both in names)
+        logps, entropies, *aux = self._get_per_token_logps_and_entropies(
+            model, ids, mask, inputs["completion_ids"].shape[1], compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+        )  # fmt: skip
+        return logps, entropies, aux[0] if aux else None
+
+    def _get_per_token_logps_and_entropies(
+        self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
+        batch_size: int | None = None, compute_entropy: bool = False, compute_aux_loss: bool = False, **images: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """Log-probabilities (S, T) of the last ``logits_to_keep`` tokens of padded rows, their entropies (S, T) or
+        None, and the router's loss () or None.
+
+        Args:
+            batch_size: rows of one forward pass; None: all.
+            images: keys of images, which these trainers do not take: None each.
+        """
+        size = batch_size or len(input_ids)
+        rules = LogpRules(
+            temperature=self.args.temperature, entropy=compute_entropy,
+            entropy_gradient=self.objective.token_loss.has_bonus,
+        )  # fmt: skip
+        found = [
+            token_values_of(model, ids, mask, logits_to_keep, rules, compute_aux_loss)
+            for ids, mask in zip(torch.split(input_ids, size), torch.split(attention_mask, size), strict=True)
+        ]
+        logps, entropies = torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
+        aux = [one[2] for one in found if one[2] is not None]
+        return logps, entropies if compute_entropy else None, torch.stack(aux).mean() if aux else None
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -329,21 +403,44 @@ class RolloutTrainer(TrlTrainer):
     # --- loss and evaluation ------------------------------------------------------------------------------------------
 
     def _num_items(self, inputs: Batch) -> Tensor:
-        return self.objective.num_items(inputs) if "token_mask" in inputs else inputs["items"].sum()
+        if "token_mask" in inputs:
+            return self.objective.num_items(inputs)
+        return inputs["items"].sum() if "items" in inputs else self._scripted.num_items(inputs)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """() the mean loss of a micro-batch over its tokens or completions.
+        """() the loss of a micro-batch: for RLOO a mean over its completions; for GRPO its part of the step's loss.
 
         Args:
-            model: the objective's module. inputs: a batch that the objective's ``prepare_step`` has seen.
+            model: the bare model.
+            inputs: TRL's padded batch. If no method is overridden: the objective's module, and a batch from its
+                ``prepare_step``.
         """
         if return_outputs:
             raise ValueError(f"The {type(self).__name__} does not support returning outputs")
+        if "token_mask" not in inputs:
+            return self._compute_loss(model, inputs)
         found = self.objective.loss(model, inputs)
         self._step.sums.update(found.sums)
         return found.total / self._num_items(inputs).clamp(min=1)
+
+    def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        """The result of ``compute_loss``, as in TRL."""
+        found = self._scripted.loss(model, inputs)
+        self._step.sums.update(found.sums)
+        divisor = self._scripted.num_items(inputs)
+        if self.loss_is_scaled_for_ga and self._step.weight is not None:
+            divisor = self._step.weight / self._parallel.world_size
+        return found.total / divisor.clamp(min=1)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        """The loss of a micro-batch of completions, which ``evaluation_loop`` has drawn."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs).detach(), None, None
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
@@ -353,14 +450,25 @@ class RolloutTrainer(TrlTrainer):
         module, totals = self._model_for_evaluation(), Totals()
         prompts = (batch for batch, is_own in in_step(dataloader, self._parallel) if is_own)
         with torch.no_grad(), self.compute_loss_context_manager():
-            for batch in self.objective.iter_eval(module, prompts, self._parallel):
-                totals.add(self.objective.loss(module, batch), self.objective.num_items(batch))
+            for batch in self._objective().iter_eval(module, prompts, self._parallel):
+                totals.add(self._loss_for_evaluation(module, batch), self._num_items(batch))
                 self._tell("on_prediction_step")
         means = self.objective.report(totals.means(self._parallel))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         if self.is_in_train:
             module.train()
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))  # type: ignore[arg-type]
+
+    def _loss_for_evaluation(self, module: nn.Module, batch: Batch) -> Loss:
+        if not self._is_scripted:
+            return self.objective.loss(module, batch)
+        self._step = StepInProgress()
+        value = self.prediction_step(module, batch, prediction_loss_only=True)[0]
+        return Loss(value * self._num_items(batch), self._step.sums)
+
+    def _model_for_evaluation(self) -> nn.Module:
+        model = super()._model_for_evaluation()
+        return self.model if self._is_scripted and model is self._made else model
 
 
 class GRPOTrainer(RolloutTrainer):
@@ -371,6 +479,21 @@ class GRPOTrainer(RolloutTrainer):
     config_class = GRPOConfig
     objective_class = RolloutObjective
     tag = "grpo"
+    epsilon_high = argument(GRPOConfig, lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high)
+    importance_sampling_level = argument(GRPOConfig, lambda args: args.importance_sampling_level)
+    loss_type = argument(GRPOConfig, lambda args: args.loss_type)
+    off_policy_mask_threshold = argument(GRPOConfig, lambda args: args.off_policy_mask_threshold)
+    scale_rewards = argument(GRPOConfig, lambda args: args.scale_rewards)
+    top_entropy_quantile = argument(GRPOConfig, lambda args: args.top_entropy_quantile)
+
+    @property
+    def loss_is_scaled_for_ga(self) -> bool:  # type: ignore[override]
+        """Whether ``compute_loss`` is overridden: it divides by the number of micro-batches itself, as in TRL."""
+        return self._is_scripted
+
+    @property
+    def _num_averaged_losses(self) -> int:  # type: ignore[override]
+        return self._parallel.world_size
 
 
 class RLOOTrainer(RolloutTrainer):
@@ -380,6 +503,9 @@ class RLOOTrainer(RolloutTrainer):
     config_class = RLOOConfig
     objective_class = LeaveOneOutObjective
     tag = "rloo"
+
+    epsilon_high = argument(RLOOConfig, lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high)
+    normalize_advantages = argument(RLOOConfig, lambda args: args.normalize_advantages)
 
 
 def blank_prompts(args: RolloutConfig, environments: Environments | None) -> Any:

@@ -1,0 +1,257 @@
+"""Training with overridden methods of ``GRPOTrainer`` and ``RLOOTrainer``, called as in TRL: with padded batches of
+completions and the model itself.
+
+If a subclass overrides ``compute_loss`` or another method with a batch or the model as argument, the backend wraps the
+bare model, and the completions of a micro-batch are padded. What depends on the whole step is computed as without the
+override. So an override that only calls the original method changes nothing.
+"""
+
+# S completions in a micro-batch, P and T padded lengths of prompts and completions, N tokens of completions
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from burnish.checkpoint.parts import Part, Stateful
+from burnish.kernels.token_logps import LogpRules, plain_token_logps
+from burnish.loop.protocols import Objective, Parallel
+from burnish.loop.types import Batch, Loss, StepBatch
+from burnish.rollouts.objective import RolloutObjective
+from burnish.rollouts.samples import Scored, collated, packed, unpacked
+from burnish.trainer.data.torch_loader import PaddingBatch
+
+_NUMBERS = {
+    "old_logps": "old_per_token_logps", "ref_logps": "ref_per_token_logps", "sampler_logps": "sampling_per_token_logps",
+}  # fmt: skip
+"""Values per token of a sample -> TRL's key of a padded batch."""
+
+
+class RolloutBatch(dict[str, Any]):
+    """TRL's padded batch. ``ready`` is the same micro-batch in the form of the objective, ``sizes`` the number of
+    tokens of each completion."""
+
+    ready: Batch
+    sizes: list[int]
+    made: dict[str, tuple[Tensor, int]]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], ready: Batch, sizes: list[int]) -> RolloutBatch:
+        batch = (cls if sizes else PaddingRolloutBatch)(values)
+        batch.ready, batch.sizes = ready, sizes
+        batch.made = {name: (value, value._version) for name, value in tensors_in(values).items()}
+        return batch
+
+    def is_unchanged_in(self, values: Mapping[str, Any]) -> bool:
+        """Whether the tensors of ``values`` are those that belong to ``ready``, without changes."""
+        now = tensors_in(values)
+        return now.keys() == self.made.keys() and all(
+            now[name] is value and value._version == version for name, (value, version) in self.made.items()
+        )
+
+
+class PaddingRolloutBatch(RolloutBatch, PaddingBatch):
+    """A batch without completions, for a rank that has no more of them: one padded row with the weight 0."""
+
+
+def tensors_in(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def padded_batch(samples: Sequence[Scored], pad: int, sums_old_logps: bool) -> dict[str, Tensor]:
+    """TRL's batch of completions.
+
+    Args:
+        samples: of a micro-batch; of none a single row of padding is made.
+        pad: id of the padding token.
+        sums_old_logps: whether ``old_logps`` (S,) is a sum over each completion, as for RLOO.
+
+    Returns:
+        ``prompt_ids`` and ``prompt_mask`` (S, P), padded on the left; ``completion_ids`` and ``completion_mask``
+        (S, T), padded on the right, the mask 0 for a truncated completion that is left out; ``advantages`` (S,);
+        ``tool_mask`` (S, T) if tokens of tools are among them; and (S, T) ``old_per_token_logps`` and
+        ``ref_per_token_logps`` if they are known.
+    """
+    samples = samples or [Scored(0, 0, "", [pad], [pad], [0], True)]
+    found = {
+        "prompt_ids": _padded([s.prompt for s in samples], pad, "left"),
+        "prompt_mask": _padded([[1] * len(s.prompt) for s in samples], 0, "left"),
+        "completion_ids": _padded([s.ids for s in samples], pad),
+        "completion_mask": _padded([[int(any(s.mask))] * len(s.ids) for s in samples], 0),
+        "advantages": torch.tensor([s.advantage for s in samples], dtype=torch.float32),
+    }
+    if any(0 in s.mask and any(s.mask) for s in samples):
+        found["tool_mask"] = _padded([s.mask if any(s.mask) else [1] * len(s.ids) for s in samples], 1)
+    for name, theirs in _NUMBERS.items():
+        if all(getattr(s, name) is not None for s in samples):
+            found[theirs] = _padded([getattr(s, name) for s in samples], 0.0)
+    if sums_old_logps and "old_per_token_logps" in found:
+        found["old_logps"] = (found.pop("old_per_token_logps") * found["completion_mask"]).sum(1)
+    return found
+
+
+def _padded(rows: Sequence[Sequence[Any]], value: float, side: str = "right") -> Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], True, value, side)
+
+
+def samples_of(batch: Mapping[str, Any], sizes: Sequence[int] | None) -> list[Scored]:
+    """The completions of a padded batch that a script has changed.
+
+    Args:
+        sizes: number of tokens of each completion; None: up to the last one that counts.
+    """
+    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+    if sizes is None or len(sizes) != len(mask):
+        places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        sizes = (batch["completion_mask"].ne(0) * places).amax(1).clamp(min=1).tolist()
+    assert sizes is not None
+    samples = []
+    for at, size in enumerate(min(size, mask.shape[1]) for size in sizes):
+        numbers: dict[str, Any] = {
+            name: batch[theirs][at, :size].tolist() for name, theirs in _NUMBERS.items() if theirs in batch
+        }
+        prompt = batch["prompt_ids"][at][batch["prompt_mask"][at] != 0].tolist()
+        ids, counted = batch["completion_ids"][at, :size].tolist(), mask[at, :size].int().tolist()
+        advantage = float(batch["advantages"][at])
+        samples.append(Scored(0, 0, "", prompt, ids, counted, True, advantage=advantage, **numbers))
+    return samples
+
+
+class ScriptedRollouts(Objective):
+    """An objective over padded batches and the bare model.
+
+    Args:
+        objective: the trainer's objective.
+        over: model -> the objective's module around it.
+        pad: id of the padding token.
+        parallel: backend of the trainer.
+        token_values: (model, padded batch) -> (S, T) log-probabilities and entropies, and () the router's loss or
+            None, of a script. None: the objective's module computes them.
+    """
+
+    def __init__(
+        self, objective: RolloutObjective, over: Callable[[nn.Module], nn.Module], pad: int, parallel: Parallel,
+        token_values: Callable[[nn.Module, Mapping[str, Any]], tuple[Tensor, Tensor | None, Tensor | None]] | None,
+    ) -> None:  # fmt: skip
+        self.objective, self.over, self.pad = objective, over, pad
+        self.parallel, self.token_values = parallel, token_values
+        objective.keeps_old_logps = objective.leaves_one_out
+        self._prepared: list[RolloutBatch] = []  # of the step's micro-batches, those whose loss was not computed yet
+
+    # --- as without an override ---
+
+    @property
+    def parts(self) -> Mapping[str, Stateful | Part]:
+        return self.objective.parts
+
+    @property
+    def inner_steps(self) -> int:
+        return self.objective.inner_steps
+
+    @property
+    def rows_per_rank(self) -> int | None:
+        return self.objective.rows_per_rank
+
+    @property
+    def redeal(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch]:
+        return self.objective.redeal
+
+    def setup(self, module: nn.Module) -> None:
+        self.objective.setup(self.over(module))
+
+    def rollout(
+        self, module: nn.Module, step_batch: StepBatch, parallel: Parallel, step: int,
+        more: Iterator[StepBatch] | None = None,
+    ) -> Sequence[StepBatch]:  # fmt: skip
+        return self.objective.rollout(self.over(module), step_batch, parallel, step, more)
+
+    def report(self, values: dict[str, float]) -> dict[str, float]:
+        return self.objective.report(values)
+
+    # --- padded batches ---
+
+    def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
+        made = self.objective.prepare_step(self.over(module), batches, parallel)
+        items = parallel.sum(torch.stack([self.objective.num_items(batch) for batch in made]).sum())
+        # Of a generation, as in TRL, where a loss divides it by the number of steps that it is trained on.
+        items = items * self.objective.steps_per_pass
+        found = []
+        for batch, ready in zip(batches, made, strict=True):
+            samples = unpacked(batch["pack"])
+            values = padded_batch(samples, self.pad, self.objective.leaves_one_out)
+            if not self.objective.leaves_one_out:
+                values["num_items_in_batch"] = items
+            found.append(RolloutBatch.of(parallel.to_device(values), ready, [len(sample.ids) for sample in samples]))
+        self._prepared = [*found]
+        return found
+
+    def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
+        for pack, ready in self.objective.iter_packs(self.over(module), batches, parallel):
+            samples = unpacked(pack)
+            values = padded_batch(samples, self.pad, self.objective.leaves_one_out)
+            if not self.objective.leaves_one_out:
+                values["num_items_in_batch"] = self.objective.num_items(ready) * parallel.world_size
+            made = RolloutBatch.of(parallel.to_device(values), ready, [len(sample.ids) for sample in samples])
+            self._prepared = [made]
+            yield made
+
+    def ready(self, batch: Batch) -> Batch:
+        """The objective's micro-batch of a padded one: the prepared one, or a new one if a script has changed it."""
+        same = next((each for each in self._prepared if each.is_unchanged_in(batch)), None)
+        of_step = same or (batch if isinstance(batch, RolloutBatch) else next(iter(self._prepared), None))
+        self._prepared = [each for each in self._prepared if each is not of_step]
+        if same is not None:
+            return same.ready
+        known, sizes = ({}, None) if of_step is None else (of_step.ready, of_step.sizes)
+        made = self.parallel.to_device(collated(self.objective.collate_samples, packed(samples_of(batch, sizes))))
+        if "old_logps" in batch and "old_logps" in known:  # of RLOO: sums over completions
+            made["old_logps"] = known["old_logps"]
+        loss, owner, count = self.objective.token_loss, made["owner"], len(made["items"])
+        made["token_weights"] = loss.token_weights(made["token_mask"], owner, count)
+        if loss.has_bonus:
+            made["entropy_scale"] = known.get("entropy_scale", loss.num_items(made) / made["token_mask"].sum())
+        if (mask := known.get("entropy_mask")) is not None and len(mask) == len(owner):
+            made["entropy_mask"] = mask
+        return {**made, "metrics": known.get("metrics", {})}
+
+    def num_items(self, batch: Batch) -> Tensor:
+        if isinstance(batch, RolloutBatch):
+            return self.objective.num_items(batch.ready)
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        return self.objective.num_items({"token_mask": mask, "items": torch.ones_like(batch["advantages"])})
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        """The loss of a padded batch, a sum over its items."""
+        ready = self.ready(batch)
+        if self.token_values is None:
+            return self.objective.loss(self.over(module), ready)
+        logps, entropies, aux = self.token_values(module, batch)
+        at = (ready["owner"], place_in_completion(ready))
+        entropy = torch.zeros_like(logps) if entropies is None else entropies
+        return self.objective.loss_of_tokens(logps[at], entropy[at], aux, ready, module.training)
+
+
+def place_in_completion(ready: Batch) -> Tensor:
+    """(N,) the place of each token in its completion, from its place among all tokens of the micro-batch."""
+    owner, places = ready["owner"], ready["places"]
+    firsts = torch.full((len(ready["items"]),), len(places) + 1, device=places.device, dtype=places.dtype)
+    place: Tensor = places - firsts.scatter_reduce(0, owner, places, "amin")[owner]
+    return place
+
+
+def token_values_of(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, num_kept: int, rules: LogpRules, router: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probabilities and entropies (S, T) of the last ``num_kept`` tokens of padded rows, from all logits; () the
+    router's loss, if ``router``."""
+    asked = {"output_router_logits": True} if router else {}
+    output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **asked)
+    logits, targets = output.logits[:, -num_kept - 1 : -1], input_ids[:, -num_kept:]
+    values = plain_token_logps(logits.flatten(0, 1), targets.flatten(), replace(rules, softcap=None))
+    shape = targets.shape
+    return values.logps.view(shape), values.entropy.view(shape), output.aux_loss if router else None

@@ -1,0 +1,152 @@
+"""Methods of ``GRPOTrainer`` and ``RLOOTrainer`` that a script overrides: they get TRL's padded batch and the model
+itself, and an override that only calls the original changes nothing."""
+
+import pytest
+import torch
+from test_rollout_trainers import prompts, trainer_of
+from transformers import AutoTokenizer, MixtralForCausalLM
+
+from burnish import GRPOTrainer, RLOOTrainer
+from small_run import make_model
+from tiny_models import mixtral_config
+
+pytestmark = [pytest.mark.run, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+KEYS = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"}
+METHODS = ["compute_loss", "training_step", "prediction_step", "_compute_loss", "_get_per_token_logps_and_entropies"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("overrides")
+    make_model(folder / "model")
+    return folder
+
+
+def noting(kind, name):
+    def method(self, model, inputs, *given, **named):
+        vars(self).setdefault("seen", []).append((model, inputs))
+        return getattr(super(mine, self), name)(model, inputs, *given, **named)
+
+    mine = type(f"Noting{name}", (kind,), {name: method})
+    return mine
+
+
+def run(folder, output, kind, **given):
+    given = {"max_steps": 2, "gradient_accumulation_steps": 2, "num_generations": 2, **given}
+    trainer = trainer_of(
+        folder, kind, output_dir=str(output), trainer_args={"eval_dataset": prompts(2)}, num_generations_eval=2, **given
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    evaluated = {n: v for n, v in trainer.evaluate().items() if "runtime" not in n and "per_second" not in n}
+    return trainer, logs, evaluated
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_an_override_gets_trls_batch_and_the_model_and_changes_nothing(kind, name, folder, tmp_path):
+    mine, logs, evaluated = run(folder, tmp_path / "mine", noting(kind, name))
+    _, expected, expected_evaluated = run(folder, tmp_path / "usual", kind)
+    for log, other in zip(logs, expected, strict=True):
+        for value in ("loss", "grad_norm", "entropy", "reward", "completions/mean_length"):
+            assert log[value] == pytest.approx(other[value], rel=1e-4, abs=1e-6), value
+    assert evaluated == {n: pytest.approx(v, rel=1e-4, abs=1e-6) for n, v in expected_evaluated.items()}
+    model, inputs = mine.seen[0]
+    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings
+    if isinstance(inputs, dict):
+        assert inputs.keys() >= KEYS
+        assert inputs["completion_ids"].shape == inputs["completion_mask"].shape
+        assert ("old_logps" if kind is RLOOTrainer else "num_items_in_batch") in inputs
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_a_loss_of_42_is_42(kind, folder, tmp_path):
+    class Mine(kind):
+        def _compute_loss(self, model, inputs):
+            return model.get_output_embeddings().weight.sum() * 0 + 42
+
+    _, logs, evaluated = run(folder, tmp_path, Mine, gradient_accumulation_steps=1)
+    assert [log["loss"] for log in logs] == [42, 42]
+    assert evaluated["eval_loss"] == 42
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_a_loss_written_as_in_trl_is_that_of_the_trainer(loss_type, folder, tmp_path):
+    """The formula of TRL's own method, with what it reads of the trainer and of the batch."""
+
+    class Mine(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+            kept, counted = inputs["completion_ids"].size(1), inputs["completion_mask"]
+            logps, entropies, aux = self._get_per_token_logps_and_entropies(
+                model, ids, mask, kept, compute_entropy=True
+            )
+            assert entropies.shape == logps.shape
+            assert aux is None
+            old = inputs.get("old_per_token_logps", logps.detach())
+            ratio = (logps - old).exp()
+            clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
+            advantages = inputs["advantages"].unsqueeze(1)
+            loss = -torch.min(ratio * advantages, clipped * advantages)
+            distance = inputs["ref_per_token_logps"] - logps
+            loss = loss + self.beta * (distance.exp() - distance - 1) * ratio
+            accumulation = self.current_gradient_accumulation_steps if model.training else 1
+            if self.loss_type == "grpo":
+                return ((loss * counted).sum(1) / counted.sum(1).clamp(min=1)).mean() / accumulation
+            items = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+            if model.training:
+                items = items * accumulation / self.args.steps_per_generation
+            return (loss * counted).sum() / items
+
+    given = {"loss_type": loss_type, "beta": 0.1, "steps_per_generation": 4, "max_steps": 4}
+    _, logs, _ = run(folder, tmp_path / "mine", Mine, **given)
+    _, expected, _ = run(folder, tmp_path / "usual", GRPOTrainer, **given)
+    assert [log["loss"] for log in logs] == pytest.approx([log["loss"] for log in expected], rel=1e-3, abs=1e-6)
+    assert [log["grad_norm"] for log in logs] == pytest.approx([log["grad_norm"] for log in expected], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_a_batch_that_a_script_changes_is_learned_as_it_is_changed(kind, folder, tmp_path):
+    class Mine(kind):
+        def _prepare_inputs(self, inputs):
+            inputs = super()._prepare_inputs(inputs)
+            return {**inputs, "advantages": inputs["advantages"] * 0}
+
+    class InPlace(kind):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+            return super().compute_loss(model, inputs)
+
+    for own in (Mine, InPlace):
+        _, logs, _ = run(folder, tmp_path / own.__name__, own, beta=0.0)
+        assert [log["grad_norm"] for log in logs] == [0, 0]
+
+
+def test_tokens_values_of_a_script_are_those_that_train(folder, tmp_path):
+    class Mine(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *given, **named):
+            logps, entropies, *rest = super()._get_per_token_logps_and_entropies(*given, **named)
+            return logps * 2, entropies + 1, *rest
+
+    _, logs, _ = run(folder, tmp_path / "mine", Mine)
+    _, expected, _ = run(folder, tmp_path / "usual", GRPOTrainer)
+    assert logs[0]["grad_norm"] == pytest.approx(2 * expected[0]["grad_norm"], rel=1e-4)
+    assert logs[0]["entropy"] == pytest.approx(expected[0]["entropy"] + 1, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_the_loss_of_a_router_is_trained_with_and_without_an_override(kind, folder, tmp_path):
+    torch.manual_seed(0)
+    config = mixtral_config()
+    config.vocab_size, config.router_aux_loss_coef = 320, 1.0
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path / "model")
+    found = {}
+    for own in (kind, noting(kind, "_compute_loss")):
+        _, logs, _ = run(folder, tmp_path / own.__name__, own, model=str(tmp_path / "model"), learning_rate=0.0)
+        found[own.__name__] = [(log["aux_loss"], log["loss"]) for log in logs]
+    (usual, mine) = found.values()
+    assert mine == [pytest.approx(each, rel=1e-2) for each in usual]
+    assert all(loss > 0.9 * aux > 0 for aux, loss in usual)
