@@ -457,7 +457,7 @@ def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
         ("CPOConfig", {"loss_type": "dpo"}, "must be one of"),
         ("CPOConfig", {"padding_value": 0}, r"Set tokenizer\.pad_token"),
         ("ORPOConfig", {"generate_during_eval": True}, "burnish predict"),
-        ("CPOConfig", {"is_encoder_decoder": True}, "causal language models"),
+        ("CPOConfig", {"is_encoder_decoder": True}, "causal language model"),
         ("DPOConfig", {"generate_during_eval": True}, "burnish predict"),
     ],
 )

@@ -104,7 +104,8 @@ def test_an_entry_that_names_nothing_is_refused_by_name(entry, words):
 
 def test_a_missing_column_is_seen_before_anything_runs():
     (problem,) = missing_columns(load_rewards(["accuracy_reward", "my_rewards.py:exact"]), ["answer"], "gsm8k")
-    assert str(problem) == 'accuracy_reward reads "solution"; gsm8k has answer.\n  Set columns: {solution: answer}.'
+    what = 'accuracy_reward requires the column "solution". gsm8k has: answer.'
+    assert str(problem) == f"{what}\n  Set columns: {{solution: answer}}."
 
 
 def test_none_and_nan_are_no_score_and_are_counted():

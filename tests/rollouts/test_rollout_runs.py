@@ -231,7 +231,7 @@ def test_a_completion_that_never_fits_is_refused(tmp_path):
 def test_bad_inputs_of_the_data_are_refused_before_the_model_loads(tmp_path):
     given = user(tmp_path, reward_funcs=["accuracy_reward"])
     (tmp_path / "data.json").write_text(json.dumps([{"prompt": [{"role": "user", "content": "1 + 1?"}]}] * 8))
-    with pytest.raises(ValueError, match='accuracy_reward reads "solution"'):
+    with pytest.raises(ValueError, match='accuracy_reward requires the column "solution"'):
         train(given)
     answered = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "data.json").write_text(json.dumps([{"prompt": answered}] * 8))

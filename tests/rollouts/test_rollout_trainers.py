@@ -167,7 +167,7 @@ def test_what_is_missing_is_said_before_training(folder):
     def needs(completions, solution):
         return [0.0] * len(completions)
 
-    with pytest.raises(UserError, match='needs reads "solution"'):
+    with pytest.raises(UserError, match='needs requires the column "solution"'):
         trainer_of(folder, rewards=needs)
     with pytest.raises(UserError, match='needs a column "prompt"'):
         trainer_of(folder, dataset=Dataset.from_list([{"text": "a"}]))
@@ -182,7 +182,7 @@ def test_arguments_of_beam_search_have_no_effect_and_that_is_said(folder, caplog
     given = {"do_sample": True, "top_k": 50, "length_penalty": -0.1, "num_beams": 1}
     with caplog.at_level(logging.WARNING, logger="transformers"):
         trainer = trainer_of(folder, generation_kwargs=given)
-    assert '"generation_kwargs.length_penalty" has no effect: completions are sampled' in caplog.text
+    assert '"generation_kwargs.length_penalty" has no effect: beam search is not use' in caplog.text
     assert trainer.objective.choices.top_k == 50
 
 
