@@ -121,7 +121,7 @@ class RolloutObjective(AnswersObjective):
     compares_completions = True
     """Whether the advantage of a completion comes from others to its prompt."""
     least_generations = 2
-    keeps_old_logps = False
+    keeps_old_logps: bool = False
     """Whether ``old_logps`` are computed in any case, for a script that reads them."""
 
     def __init__(self, options: ObjectiveChoices, template: RowEncoder, tokenizer: Any = None) -> None:
